@@ -1,0 +1,19 @@
+"""Errors that a user can act on. `exit_code` is what the command line answers with (see docs: 0 done, 1 failed, 2 wrong request)."""
+
+from __future__ import annotations
+
+
+class CompressError(Exception):
+    """The work failed for a reason the message states in one sentence."""
+
+    exit_code = 1
+
+
+class RequestError(CompressError, ValueError):
+    """The request was wrong: bad path, bad value, impossible combination. The message says what, where, and what is allowed."""
+
+    exit_code = 2
+
+
+class ArtifactError(RequestError):
+    """A checkpoint or artifact on disk cannot be used: missing, corrupt, unsafe or written by a newer version."""

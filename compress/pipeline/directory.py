@@ -1,0 +1,126 @@
+"""The output directory of a run: what is finished, what resumes, what an interrupted run leaves.
+
+Everything a resume needs is in `.compress/` inside the output. A block counts as done when its record exists there; the record
+is written last and atomically, after the shard and the hidden states it speaks of are on the disk. `compress.json` is the last
+file of all, so an interrupted run never looks like an artifact.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+from compress.pipeline.files import write_json
+from runtime.errors import ArtifactError, RequestError
+
+WORK = ".compress"
+MANIFEST = "compress.json"
+LOG = "compress.log"
+REPORT = "report.html"
+# Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), and the report (made from the manifest).
+UNHASHED = (MANIFEST, LOG, REPORT)
+
+
+class RunDirectory:
+    """Claim `output` for a run described by `identity` (what must be equal for a resume to give the same bytes).
+
+    Raises:
+        RequestError: the directory holds something else, an unfinished run and `resume` is False, or another run's state.
+    """
+
+    def __init__(self, output: Path, identity: dict[str, Any], resume: bool, overwrite: bool = False) -> None:
+        self.path = output
+        self.work = output / WORK
+        self.finished = False
+        if output.exists() and not output.is_dir():
+            raise RequestError(f"output {output} is a file; name a directory that is new or empty")
+        entries = [e for e in output.iterdir() if e.name != LOG] if output.exists() else []
+        state = self.work / "run.json"
+        if state.is_file():
+            self._open_unfinished(state, identity, resume, overwrite)
+        elif (output / MANIFEST).is_file():
+            self._open_finished(identity, resume, overwrite)
+        elif entries and not self._is_only_ours(entries):
+            raise RequestError(
+                f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
+            )
+        self.work.mkdir(parents=True, exist_ok=True)
+        if not self.finished and not state.is_file():
+            write_json(state, identity)
+
+    def _open_unfinished(self, state: Path, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        if overwrite and not resume:
+            self._clear()
+            return
+        if not resume:
+            raise RequestError(f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory")
+        before = _read_json(state)
+        different = sorted(key for key in set(before) | set(identity) if before.get(key) != identity.get(key))
+        if different:
+            raise RequestError(
+                f"output {self.path} holds a run with another {', '.join(different).replace('_', ' ')}; "
+                "it cannot be resumed with this request: restore it, or name another directory"
+            )
+        for leftover in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp"), *self.work.glob("*.tmp")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+
+    def _open_finished(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
+        manifest = _read_json(self.path / MANIFEST)
+        if resume and manifest.get("identity") == identity:
+            self.finished = True
+            return
+        if overwrite:
+            self._clear()
+            return
+        raise RequestError(
+            f"output {self.path} already holds a finished artifact; name another directory with --output, or add --overwrite"
+        )
+
+    def _is_only_ours(self, entries: list[Path]) -> bool:
+        """A run killed before its first record leaves at most an empty work directory."""
+        return all(e.name == WORK for e in entries)
+
+    def _clear(self) -> None:
+        """Remove what a run of ours wrote here (and only a directory that is recognisably ours gets to this point)."""
+        manifest = _read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
+        for name in [*manifest.get("files", {}), *UNHASHED]:
+            (self.path / name).unlink(missing_ok=True)
+        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp")]:
+            leftover.unlink(missing_ok=True)
+        shutil.rmtree(self.work, ignore_errors=True)
+
+    # ------------------------------------------------------------ records
+    def record_path(self, part: str) -> Path:
+        return self.work / f"{part}.json"
+
+    def record(self, part: str) -> dict[str, Any] | None:
+        """The record of a finished part ("block-00003", "outside"), or None."""
+        path = self.record_path(part)
+        return _read_json(path) if path.is_file() else None
+
+    def commit(self, part: str, record: dict[str, Any]) -> None:
+        write_json(self.record_path(part), record)
+
+    def hidden_path(self, block: int) -> Path:
+        """Where the hidden states that enter `block` are kept for a resume."""
+        return self.work / f"hidden-{block:05d}"
+
+    def finish(self) -> None:
+        shutil.rmtree(self.work, ignore_errors=True)
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; remove the directory or name another --output") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path} holds no JSON object; remove the directory or name another --output")
+    return value
+
+
+def _listing(entries: list[Path]) -> str:
+    names = sorted(e.name for e in entries)
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other entries"

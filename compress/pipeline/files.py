@@ -1,0 +1,86 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CompressError
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target`; on success it is flushed to disk and renamed over `target`, on failure removed."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        yield temporary
+        _sync(temporary)
+        os.replace(temporary, target)
+        sync_directory(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def write_text(target: Path, text: str) -> None:
+    with written_beside(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: Any) -> None:
+    write_text(target, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(path)
+
+
+def _sha256_slow(path: Path) -> str:  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path, files: bool = False) -> None:
+    """Make the entries of a directory (and, if asked, its files) survive a power cut."""
+    if files:
+        for child in path.iterdir():
+            if child.is_file():
+                _sync(child)
+    with suppress(OSError):  # some filesystems cannot sync a directory; the rename is still atomic
+        _sync(path)
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn a full disk into one sentence; everything finished before stays usable for --resume."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors wraps the operating system's error in its own type and keeps only the text
+        number = getattr(error, "errno", None)
+        full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+        if full:
+            raise CompressError(f"the disk is full while {what}; free some space and run the same command with --resume") from error
+        raise

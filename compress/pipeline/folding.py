@@ -1,0 +1,152 @@
+"""Where a per-channel scale of a linear layer's input can be folded into whatever produces that input.
+
+AWQ and SmoothQuant multiply the columns of a weight by `s` and divide its input by `s`. For that to be free, the producer of
+the input must take the `1/s`. Which producers can is found by trying: a candidate is scaled by random factors, the consumers
+are scaled back, and the block must still compute the same function. No architecture is named here; a gated activation passes
+for `up_proj` and fails for `gate_proj` because that is what the mathematics says.
+
+Sources: Lin et al., AWQ (arXiv 2306.00978); Xiao et al., SmoothQuant (arXiv 2211.10438).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from compress.pipeline.collect import InputGroup
+
+# Relative change of the block's output (float32) under which folding counts as function-preserving.
+TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Fold:
+    """One place where a scale folds.
+
+    Attributes:
+        producer: name of the norm or linear layer in the block that takes `1/s`.
+        consumers: linear layers whose columns take `s`.
+        offset: 1.0 for norms that compute with `1 + weight` (Gemma), else 0.0.
+        repeat, width: a value head of `width` channels feeds `repeat` consecutive query heads (grouped-query attention), so
+            producer channel `h * width + j` feeds columns `(h * repeat + r) * width + j` for all `r`.
+    """
+
+    producer: str
+    consumers: tuple[str, ...]
+    offset: float = 0.0
+    repeat: int = 1
+    width: int = 1
+
+    def shared(self, scale: torch.Tensor) -> torch.Tensor:
+        """`[in]` -> `[producer channels]`: geometric mean over the columns that one producer channel feeds."""
+        if self.repeat == 1:
+            return scale
+        return scale.view(-1, self.repeat, self.width).log().mean(dim=1).exp().reshape(-1)
+
+    def expanded(self, scale: torch.Tensor) -> torch.Tensor:
+        """`[producer channels]` -> `[in]`."""
+        if self.repeat == 1:
+            return scale
+        return scale.view(-1, 1, self.width).expand(-1, self.repeat, self.width).reshape(-1)
+
+
+@torch.inference_mode()
+def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Divide the producer by `scale` `[producer channels]` and multiply the consumers' columns; returns the exact column scale.
+
+    `work` holds float32 copies of the linear weights of the block, so that nothing is rounded twice; a norm's weight is stored
+    in the model's dtype, so the consumers take the scale that its rounding really left.
+    """
+    producer = block.get_submodule(place.producer)
+    if isinstance(producer, nn.Linear):
+        work[place.producer] /= scale.unsqueeze(1)
+        producer.weight.data = work[place.producer].to(producer.weight.dtype)
+        if producer.bias is not None:
+            producer.bias.data = (producer.bias.float() / scale).to(producer.bias.dtype)
+    else:
+        old = producer.weight.data.float() + place.offset
+        rounded = (old / scale - place.offset).to(producer.weight.dtype)  # type: ignore[union-attr, operator]
+        new = rounded.float() + place.offset
+        exact = (new != 0) & (old != 0)
+        if getattr(producer, "bias", None) is None:
+            # With a bias both parts must shrink by the same factor, so only bias-free norms can give the rounding back.
+            scale = torch.where(exact, old / torch.where(exact, new, torch.ones_like(new)), scale)
+        else:
+            producer.bias.data = (producer.bias.data.float() / scale).to(producer.bias.dtype)  # type: ignore[union-attr, operator]
+        producer.weight.data = rounded
+    columns = place.expanded(scale)
+    for name in place.consumers:
+        work[name] *= columns
+        consumer = block.get_submodule(name)
+        assert isinstance(consumer, nn.Linear)
+        consumer.weight.data = work[name].to(consumer.weight.dtype)
+    return columns
+
+
+def find_folds(
+    block: nn.Module,
+    groups: list[InputGroup],
+    all_groups: list[InputGroup],
+    run: Callable[[], torch.Tensor],
+) -> list[Fold]:
+    """The folds that leave the block's function unchanged, for the inputs of `groups`.
+
+    Args:
+        groups: inputs one wants to scale. `all_groups`: every linear layer's, since a producer's scale reaches all its readers.
+        run: runs the block (in float32) over a small batch and returns its output.
+    """
+    reference = run()
+    places: list[Fold] = []
+    for group in groups:
+        readers = next(g.members for g in all_groups if group.members[0] in g.members)
+        for candidate in _candidates(block, group, tuple(readers), all_groups):
+            if _preserves(block, candidate, run, reference):
+                places.append(candidate)
+                break
+    return places
+
+
+def _candidates(block: nn.Module, group: InputGroup, consumers: tuple[str, ...], all_groups: list[InputGroup]) -> list[Fold]:
+    if group.source is not None:
+        source = block.get_submodule(group.source)
+        weight = getattr(source, "weight", None)
+        if not isinstance(source, nn.Linear) and isinstance(weight, torch.Tensor) and tuple(weight.shape) == (group.in_features,):
+            return [Fold(group.source, consumers, offset) for offset in (0.0, 1.0)]
+    found = []
+    for other in all_groups:
+        for name in other.members:
+            module = block.get_submodule(name)
+            if name in consumers or not isinstance(module, nn.Linear):
+                continue
+            channels = module.out_features
+            if channels == group.in_features:
+                found.append(Fold(name, consumers))
+            elif group.in_features % channels == 0:
+                width = getattr(block.get_submodule(name.rpartition(".")[0]), "head_dim", None)
+                if isinstance(width, int) and channels % width == 0:
+                    found.append(Fold(name, consumers, 0.0, group.in_features // channels, width))
+    return found
+
+
+@torch.inference_mode()
+def _preserves(block: nn.Module, place: Fold, run: Callable[[], torch.Tensor], reference: torch.Tensor) -> bool:
+    """Try `place` with random scales in float32 and undo it."""
+    producer = block.get_submodule(place.producer)
+    saved = {(n, k): p.data for n in (place.producer, *place.consumers) for k, p in block.get_submodule(n).named_parameters(recurse=False)}
+    weight = producer.weight
+    assert isinstance(weight, torch.Tensor)
+    channels = weight.shape[0]
+    scale = torch.linspace(0.5, 2.0, channels, device=weight.device)[torch.randperm(channels, generator=torch.Generator().manual_seed(channels))]
+    try:
+        for (name, key), value in saved.items():
+            block.get_submodule(name)._parameters[key] = nn.Parameter(value.float(), requires_grad=False)
+        work = {n: p.data.clone() for n in (place.producer, *place.consumers) if isinstance(m := block.get_submodule(n), nn.Linear) for p in [m.weight]}
+        fold(block, place, scale, work)
+        change = (run() - reference).norm() / reference.norm().clamp_min(1e-12)
+        return bool(change < TOLERANCE)
+    finally:
+        for (name, key), value in saved.items():
+            block.get_submodule(name)._parameters[key] = nn.Parameter(value, requires_grad=False)

@@ -1,0 +1,67 @@
+"""From what a user typed (a directory or a hub id) to a directory on this machine."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import re
+from pathlib import Path
+
+from runtime.errors import ArtifactError
+
+# Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml"]
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
+    """The directory of a checkpoint or artifact; a hub id ("org/name") is downloaded into the Hugging Face cache.
+
+    Raises:
+        ArtifactError: nothing is there; the message names the nearest directory.
+    """
+    text = os.fspath(source)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ArtifactError(f"{text} is a file; give the directory of the checkpoint (the one with config.json)")
+    # "models/llama" is a local path when ./models exists, whatever else it may look like.
+    if isinstance(source, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():
+        return _download(text, trust_remote_code)
+    raise ArtifactError(f"{text} does not exist{_suggestion(path)}")
+
+
+def _suggestion(path: Path) -> str:
+    """Name the nearest existing directory beside the missing one; where even the parent is missing, say so."""
+    parent = path.parent
+    if not parent.is_dir():
+        while not parent.is_dir() and parent != parent.parent:
+            missing, parent = parent, parent.parent
+        near = _nearest(missing.name, parent)
+        return f": there is no directory {missing}" + (f" (nearest: {near})" if near else "")
+    near = _nearest(path.name, parent)
+    return f"; the nearest directory is {near}" if near else ""
+
+
+def _nearest(name: str, parent: Path) -> Path | None:
+    try:
+        names = {child.name.lower(): child.name for child in parent.iterdir() if child.is_dir()}
+    except OSError:
+        return None
+    close = difflib.get_close_matches(name.lower(), names, n=1)
+    return parent / names[close[0]] if close else None
+
+
+def _download(repository: str, trust_remote_code: bool) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = [*HUB_PATTERNS, "*.py"] if trust_remote_code else HUB_PATTERNS
+    try:
+        return Path(snapshot_download(repository, allow_patterns=patterns))
+    except Exception as error:  # the hub client raises its own, requests', httpx' and OS errors
+        text = str(error).strip()
+        reason = text.splitlines()[0].rstrip(". ") if text else type(error).__name__
+        raise ArtifactError(
+            f"{repository} is no directory here, and the Hugging Face hub did not give it ({type(error).__name__}: {reason})"
+        ) from error

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory whose tensors are read one at a time.
 
-Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with an index,
-or shards without. Pickles are never opened.
+Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with an
+index, or shards without. Pickles are never opened.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Checkpoint:
         """
         entry = self.entry(name)
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
-        view = memoryview(buffer.numpy())
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         try:
             with entry.file.open("rb", buffering=0) as stream:
                 stream.seek(entry.offset)
@@ -107,7 +107,7 @@ class Checkpoint:
     def fingerprint(self) -> str:
         """SHA-256 (hex) of config.json, all headers, all file sizes and up to 16 samples of 64 KiB of each file's data.
 
-        Equal content gives equal fingerprints wherever the directory lies; it costs milliseconds even for large checkpoints.
+        Equal content gives equal fingerprints wherever the directory lies; large checkpoints take milliseconds too.
         """
         digest = hashlib.sha256()
         _feed(digest, (self.path / "config.json").read_bytes())
@@ -180,7 +180,8 @@ class Checkpoint:
         if not pickles:
             return f"{self.path} has no weights: no *.safetensors file is in it"
         return (
-            f"{self.path} holds its weights as pickle ({pickles[0]}), which can run code when opened and is refused; convert it with: "
+            f"{self.path} holds its weights as pickle ({pickles[0]}), which can run code when opened and is refused; "
+            "convert it with: "
             "from transformers import AutoModelForCausalLM; "
             f"AutoModelForCausalLM.from_pretrained({str(self.path)!r}, weights_only=True)"
             f".save_pretrained({str(self.path) + '-safetensors'!r})"
@@ -191,9 +192,8 @@ class Checkpoint:
         for header in self.headers.values():
             for name, entry in header.tensors.items():
                 if name in tensors:
-                    raise ArtifactError(
-                        f"{self.path}: tensor {name} is stored twice, in {tensors[name].file.name} and {entry.file.name}"
-                    )
+                    files = f"{tensors[name].file.name} and {entry.file.name}"
+                    raise ArtifactError(f"{self.path}: tensor {name} is stored twice, in {files}")
                 tensors[name] = entry
         for name, file in (index or {}).items():
             if name not in tensors or tensors[name].file != self.path / file:

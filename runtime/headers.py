@@ -1,7 +1,7 @@
 """Safetensors headers, read and checked before anything is allocated.
 
-A file from elsewhere may be truncated, half downloaded or made to harm: sizes are compared with the length of the file, ranges
-must lie inside it and cover it without overlap, so that a later read of one tensor can trust what it finds here.
+A file from elsewhere may be truncated, half downloaded or made to harm: sizes are compared with the length of the file,
+ranges must lie inside it and cover it without overlap, so that a later read of one tensor can trust what it finds here.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Header:
-    """The checked header of one file. `data_start` is the file offset of the first tensor byte, `size` the length of the file."""
+    """The checked header of one file of `size` bytes; tensor data begins at byte `data_start`."""
 
     file: Path
     size: int
@@ -84,7 +84,8 @@ def read_header(file: Path) -> Header:
             length = int.from_bytes(prefix, "little")
             if length > MAXIMUM_HEADER_BYTES:
                 raise ArtifactError(
-                    f"{file} is no safetensors file: its header would have {length} bytes, at most {MAXIMUM_HEADER_BYTES} are allowed"
+                    f"{file} is no safetensors file: its header would have {length} bytes, "
+                    f"at most {MAXIMUM_HEADER_BYTES} are allowed"
                 )
             if length > size - 8:
                 raise ArtifactError(
@@ -162,7 +163,7 @@ def _check_layout(file: Path, entries: dict[str, _Entry], available: int) -> Non
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: (item[1][2], item[1][3])):
         if end > available:
             raise ArtifactError(
-                f"{file} is truncated: tensor {name} ends at byte {end} of the data, the file has {max(available, 0)} bytes of it"
+                f"{file} is truncated: tensor {name} ends at byte {end} of the data, the file has {available} bytes of it"
             )
         if begin < position:
             raise ArtifactError(f"{file}: tensors {previous} and {name} overlap")

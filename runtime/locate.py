@@ -63,5 +63,6 @@ def _download(repository: str, trust_remote_code: bool) -> Path:
         text = str(error).strip()
         reason = text.splitlines()[0].rstrip(". ") if text else type(error).__name__
         raise ArtifactError(
-            f"{repository} is no directory here, and the Hugging Face hub did not give it ({type(error).__name__}: {reason})"
+            f"{repository} is no directory here, and the Hugging Face hub did not give it "
+            f"({type(error).__name__}: {reason})"
         ) from error

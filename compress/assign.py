@@ -1,0 +1,131 @@
+"""What happens to each module: the stages of a recipe laid over a model's modules, later ones over earlier ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from compress.prune import PruneConfig
+from compress.quantize import QuantizeConfig, check_fits, resolve_scheme
+from compress.recipe.models import Recipe
+from compress.recipe.stages import Stage
+from compress.targets import DEFAULT_IGNORE, ModuleInfo, matches, select, unmatched_message
+from runtime import formats
+from runtime.errors import RequestError
+from runtime.scheme import Scheme
+
+__all__ = ["Assignment", "ModuleInfo", "assign"]
+
+
+@dataclass
+class Assignment:
+    """The work on one module.
+
+    Attributes:
+        prune, quantize: config of the stage that prunes and of the one that quantizes it; None where no stage does.
+        scheme: what its compressed weight will be.
+        stages: indices of the stages that act on it, in recipe order.
+    """
+
+    prune: PruneConfig | None
+    quantize: QuantizeConfig | None
+    scheme: Scheme
+    stages: list[int]
+
+
+def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignment]:
+    """Find what each module gets; modules that no stage targets are absent.
+
+    Args:
+        recipe: the validated recipe.
+        modules: every module of the model that holds a weight matrix, in model order.
+
+    Raises:
+        RequestError: a target that matches nothing, pruning after quantization, or a grid or pattern that does not fit
+            the shape of a module; the sentence names file, line, key and module.
+    """
+    chosen: dict[str, dict[str, Stage]] = {module.name: {} for module in modules}
+    for stage in recipe.stages:
+        apply = _LAYERED.get(stage.kind)
+        if apply is not None:
+            for module in _selected(recipe, stage, modules):
+                apply(recipe, stage, module, chosen[module.name])
+    assignments = {}
+    for module in modules:
+        stages = chosen[module.name]
+        if stages:
+            assignments[module.name] = _assignment(recipe, module, stages)
+    return assignments
+
+
+def _prune(recipe: Recipe, stage: Stage, module: ModuleInfo, stages: dict[str, Stage]) -> None:
+    earlier = stages.get("quantize")
+    if earlier is not None:
+        # Pruning afterwards would work on codes, and the quantizer could no longer repair what it removes.
+        text = f"'{module.name}' is already quantized by stage {earlier.index}; put the prune stage before it"
+        raise RequestError(_at(recipe, stage, (), text))
+    stages["prune"] = stage
+
+
+def _quantize(recipe: Recipe, stage: Stage, module: ModuleInfo, stages: dict[str, Stage]) -> None:
+    stages["quantize"] = stage
+
+
+_LAYERED: dict[str, Callable[[Recipe, Stage, ModuleInfo, dict[str, Stage]], None]] = {
+    "prune": _prune,
+    "quantize": _quantize,
+}
+"""How a stage of a kind that works on single modules enters a module's stages; other kinds work on the whole model."""
+
+
+def _selected(recipe: Recipe, stage: Stage, modules: Sequence[ModuleInfo]) -> list[ModuleInfo]:
+    given = stage.config.model_fields_set
+    targets, ignore = list(stage.config.targets), list(stage.config.ignore)
+    for key, patterns in (("targets", targets), ("ignore", ignore)):
+        if key not in given:
+            continue
+        for index, pattern in enumerate(patterns):
+            # `ignore: [lm_head]` is right for models with tied embeddings too, where no such module is stored.
+            if pattern not in DEFAULT_IGNORE and not any(matches(pattern, module) for module in modules):
+                raise RequestError(_at(recipe, stage, (key, index), unmatched_message([pattern], [], modules)))
+    found = select(modules, targets, ignore, ignore_is_default="ignore" not in given)
+    if not found:
+        raise RequestError(
+            _at(recipe, stage, ("targets",) if "targets" in given else (), unmatched_message(targets, ignore, modules))
+        )
+    return found
+
+
+def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Assignment:
+    prune, quantize = stages.get("prune"), stages.get("quantize")
+    sparsity = None
+    if prune is not None:
+        with _named(recipe, prune, "pattern"):
+            prune.config.parsed.check(module.shape, module.name)
+        sparsity = str(prune.config.parsed)
+    last = quantize or prune
+    assert last is not None
+    with _named(recipe, last, "group_size" if quantize else "pattern"):
+        scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
+        check_fits(scheme, module.shape, module.name)
+        formats.choose(scheme, module.shape)
+    return Assignment(
+        prune=prune.config if prune else None,
+        quantize=quantize.config if quantize else None,
+        scheme=scheme,
+        stages=sorted(stage.index for stage in stages.values()),
+    )
+
+
+@contextmanager
+def _named(recipe: Recipe, stage: Stage, key: str) -> Iterator[None]:
+    """Put file, line and key before an error that only knows the module."""
+    try:
+        yield
+    except RequestError as error:
+        raise RequestError(_at(recipe, stage, (key,), str(error))) from None
+
+
+def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> str:
+    return recipe.origin.at(("stages", stage.index, stage.kind, *key), text)

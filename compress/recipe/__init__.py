@@ -1,0 +1,21 @@
+"""Recipes: what to compress, how, and how well. `load` reads one; `Recipe` is the validated result."""
+
+from compress.recipe.load import find_recipe, load
+from compress.recipe.locate import locate_model
+from compress.recipe.models import CalibrationConfig, EvaluateConfig, Recipe, TextSource
+from compress.recipe.origin import Origin
+from compress.recipe.stages import KINDS, Stage, StageKind
+
+__all__ = [
+    "KINDS",
+    "CalibrationConfig",
+    "EvaluateConfig",
+    "Origin",
+    "Recipe",
+    "Stage",
+    "StageKind",
+    "TextSource",
+    "find_recipe",
+    "load",
+    "locate_model",
+]

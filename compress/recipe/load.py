@@ -1,0 +1,126 @@
+"""Recipe from a file, a bundled name or a dictionary."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from compress import resources
+from compress.recipe.models import Recipe
+from compress.recipe.nearest import did_you_mean, listing
+from compress.recipe.origin import Origin
+from compress.recipe.overrides import apply_overrides
+from compress.recipe.problems import problems_of, raise_all, show
+from compress.recipe.stages import KINDS, Stage, parse_stage
+from compress.recipe.yaml_source import MAX_BYTES, MAX_STAGES, parse
+from runtime.errors import RequestError
+
+
+def load(
+    source: str | Path | Mapping[str, Any] | Recipe,
+    *,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+) -> Recipe:
+    """Read and validate a recipe.
+
+    Args:
+        source: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `Recipe` (copied).
+        model: replaces the recipe's `model`.
+        output: replaces the recipe's `output`.
+        set: `KEY=VALUE` texts, applied before validation.
+
+    Raises:
+        RequestError: with one line a problem, each naming file, line, key, what was found and what is allowed.
+    """
+    if isinstance(source, Recipe):
+        data, origin = _data_of(source), copy.deepcopy(source.origin)
+    elif isinstance(source, Mapping):
+        data, origin = copy.deepcopy(dict(source)), Origin()
+    else:
+        path = find_recipe(source)
+        data, lines = parse(_read(path), str(path))
+        origin = Origin(path, lines)
+    if not isinstance(data, dict):
+        raise RequestError(
+            origin.at((), f"a recipe is a mapping of keys ({listing(Recipe.model_fields)}), got {show(data)}")
+        )
+    for key, option in (("model", model), ("output", output)):
+        if option is not None:
+            data[key] = str(option)
+            origin.overrides[key,] = f"--{key} {option}"
+    apply_overrides(data, set, origin)
+    return build(data, origin)
+
+
+def build(data: dict[str, Any], origin: Origin) -> Recipe:
+    """Validate recipe data; all problems are reported at once."""
+    problems: list[str] = []
+    stages: list[Stage] = []
+    entries = data.get("stages")
+    if isinstance(entries, list) and entries:
+        if len(entries) > MAX_STAGES:
+            raise RequestError(origin.at(("stages",), f"{len(entries)} stages; at most {MAX_STAGES} are allowed"))
+        for index, entry in enumerate(entries):
+            stage, found = parse_stage(entry, index, origin)
+            problems += found
+            if stage is not None:
+                stages.append(stage)
+    elif "stages" in data:
+        text = (
+            f"expected a list of at least one stage ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"
+        )
+        problems.append(origin.at(("stages",), text))
+    # A stand-in keeps the check of the other keys independent of stages that are already known to be wrong.
+    stand_in = stages or [Stage("prune", "", None, 0)]
+    fields: dict[str, Any] = {**data, "stages": stand_in} if "stages" in data else data
+    try:
+        recipe = Recipe.model_validate(fields)
+    except ValidationError as error:
+        raise_all(problems_of(error, Recipe, (), origin, fields) + problems)
+        raise
+    raise_all(problems)
+    recipe.locate(origin)
+    return recipe
+
+
+def find_recipe(source: str | Path) -> Path:
+    """The file that `source` means: a path, or the bare name of a bundled recipe."""
+    path = Path(source)
+    if path.is_file():
+        return path
+    bundled = resources.bundled_recipes()
+    if str(source) in bundled:
+        return bundled[str(source)]
+    if path.is_dir():
+        raise RequestError(f"{path}: a recipe is a YAML file, but this is a directory")
+    beside = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    hint = did_you_mean(str(path), [*beside, *bundled]) or (
+        f"; did you mean the bundled recipe '{path.stem}'?" if path.stem in bundled else ""
+    )
+    raise RequestError(f"{path}: no such recipe file{hint or '.'} Bundled recipes: {listing(bundled)}")
+
+
+def _read(path: Path) -> str:
+    try:
+        if path.stat().st_size > MAX_BYTES:
+            raise RequestError(
+                f"{path}: the recipe is {path.stat().st_size:,} bytes long; at most {MAX_BYTES:,} are allowed"
+            )
+        return path.read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise RequestError(f"{path}: not a YAML text file (byte {error.start} is not UTF-8)") from None
+    except OSError as error:
+        raise RequestError(f"{path}: cannot be read: {error.strerror}") from None
+
+
+def _data_of(recipe: Recipe) -> dict[str, Any]:
+    data = recipe.resolved()
+    if recipe.output is not None:
+        data["output"] = recipe.output
+    return data

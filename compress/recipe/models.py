@@ -1,0 +1,180 @@
+"""The recipe as pydantic models: exactly the keys of the YAML file, strict, with defaults."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator
+
+from compress.recipe.origin import Origin
+from compress.recipe.stages import Stage
+from compress.recipe.yaml_source import Path as KeyPath
+
+_PERCENT = re.compile(r"\s*([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*%\s*\Z")
+
+
+def _fraction(value: Any) -> Any:
+    """`"10%"` and `0.1` are both 0.1; a bare 10 is more likely a forgotten % than a factor, so it is refused."""
+    if isinstance(value, str):
+        match = _PERCENT.match(value)
+        if match is None:
+            raise ValueError(f"expected a percentage such as 10% or a fraction such as 0.1, got {value!r}")
+        return float(match.group(1)) / 100
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 5:
+        raise ValueError(
+            f"expected a percentage such as 10% or a fraction such as 0.1, got {value}; did you mean {value}%?"
+        )
+    return value
+
+
+def _integer(value: Any) -> Any:
+    """Whole floats are integers (JSON and `--set` write 64.0 at times)."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0)]
+
+
+class Located(BaseModel):
+    """A part of a recipe that knows where it was written, so that later errors can name file and line."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    _origin: Origin = PrivateAttr(default_factory=Origin)
+    _path: KeyPath = PrivateAttr(default=())
+
+    def locate(self, origin: Origin, path: KeyPath) -> None:
+        """Remember the place."""
+        self._origin, self._path = origin, path
+
+    def at(self, key: str, message: str) -> str:
+        """The sentence `file:line: section.key: message`."""
+        return self._origin.at((*self._path, key), message)
+
+    def search_directories(self, key: str) -> tuple[Path, ...]:
+        """Where a relative file name given at `key` is looked up, in this order."""
+        return self._origin.search_directories((*self._path, key))
+
+
+class TextSource(Located):
+    """Where text comes from; shared by `calibration` and `evaluate`.
+
+    Attributes:
+        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub.
+        text_column: column (Parquet, data sets) or key (JSONL) that holds the text.
+        split, subset: which part of a data set.
+        sequence_length: tokens in a row.
+        batch_size: rows in one forward pass.
+    """
+
+    data: str = Field(default="bundled", min_length=1)
+    text_column: str = "text"
+    split: str = "train"
+    subset: str | None = None
+    sequence_length: int = Field(default=256, ge=2, le=1_048_576)
+    batch_size: int = Field(default=8, ge=1, le=4096)
+
+
+class CalibrationConfig(TextSource):
+    """Text that the methods see while they compress.
+
+    Attributes:
+        samples: rows to draw.
+        seed: decides which rows are drawn.
+        packing: true cuts documents laid end to end into full rows; false puts one document in a row, padded right.
+    """
+
+    samples: int = Field(default=128, ge=1, le=1_000_000)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    packing: bool = True
+
+
+class EvaluateConfig(TextSource):
+    """Held-out text and the limits that fail a run when they are exceeded (None: not checked).
+
+    Attributes:
+        samples: rows to evaluate, from the start of the text; None is all of it.
+        max_perplexity: largest perplexity of the artifact.
+        max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1).
+        max_kl: largest mean KL divergence from the source model, in nats a token.
+        min_top1_agreement: smallest share of positions where both models would say the same token.
+    """
+
+    split: str = "test"
+    samples: int | None = Field(default=None, ge=1)
+    max_perplexity: float | None = Field(default=None, gt=0)
+    max_perplexity_increase: Fraction | None = None
+    max_kl: float | None = Field(default=None, ge=0)
+    min_top1_agreement: Annotated[Fraction, Field(le=1)] | None = None
+
+    def limits(self) -> dict[str, float]:
+        """The limits that are set."""
+        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement")
+        return {name: value for name in names if (value := getattr(self, name)) is not None}
+
+
+class Recipe(Located):
+    """One compression, from checkpoint to artifact.
+
+    Attributes:
+        name: name of the recipe; the default output is `out/NAME`.
+        description: one line for `compress recipes`.
+        model: a checkpoint directory (relative to the recipe file, else to the working directory) or a hub id.
+        calibration: see `CalibrationConfig`.
+        stages: what is done, in order.
+        evaluate: see `EvaluateConfig`; None skips evaluation.
+        output: directory of the artifact (relative to the working directory).
+        sample: a prompt; `compress apply` shows what the artifact makes of it.
+        seed: seeds everything random that is not the draw of calibration rows.
+        on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
+        true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.
+    """
+
+    name: str = Field(min_length=1, max_length=200)
+    description: str = ""
+    model: str = Field(min_length=1)
+    calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
+    stages: list[Stage] = Field(min_length=1)
+    evaluate: EvaluateConfig | None = None
+    output: str | None = None
+    sample: str | None = None
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    on_nonfinite: Literal["fail", "skip"] = "fail"
+    true_sequential: bool = True
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
+
+    @field_validator("name")
+    @classmethod
+    def _plain_name(cls, name: str) -> str:
+        if re.fullmatch(r"[\w.][\w. -]*", name) is None:
+            raise ValueError(f"expected letters, digits, '_', '-', '.', got {name!r}")
+        return name
+
+    @property
+    def origin(self) -> Origin:
+        """Where the keys were written."""
+        return self._origin
+
+    @property
+    def output_directory(self) -> Path:
+        """The directory the artifact is written to."""
+        return Path(self.output) if self.output else Path("out") / self.name
+
+    def locate(self, origin: Origin, path: KeyPath = ()) -> None:
+        """Remember the place, in the sections too."""
+        super().locate(origin, path)
+        self.calibration.locate(origin, ("calibration",))
+        if self.evaluate is not None:
+            self.evaluate.locate(origin, ("evaluate",))
+
+    def resolved(self) -> dict[str, Any]:
+        """The recipe with every default filled in: plain data, always in the same order, readable as a recipe again.
+
+        `output` is left out, so that the same recipe written to two places gives the same bytes.
+        """
+        data = self.model_dump(mode="json", exclude={"stages", "output"}, exclude_none=True)
+        data["stages"] = [stage.resolved() for stage in self.stages]
+        order = [name for name in type(self).model_fields if name in data]
+        return {name: data[name] for name in order}

@@ -1,0 +1,61 @@
+"""`--set a.b.c=value`: change a recipe from the command line, with the paths and the value syntax of the file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from compress.recipe.nearest import did_you_mean, listing
+from compress.recipe.origin import Origin
+from compress.recipe.problems import show
+from compress.recipe.yaml_source import Path, dotted, parse
+from runtime.errors import RequestError
+
+
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str], origin: Origin) -> None:
+    """Apply `KEY=VALUE` texts to recipe data in place, and note in `origin` who gave the value.
+
+    Keys of mappings that are absent are made (validation then says whether they exist); list entries must be there.
+
+    Raises:
+        RequestError: no `=`, a path through a value without keys, a list index out of range, a value that is not YAML.
+    """
+    for text in overrides:
+        label = f"--set {text}"
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip() or any(not part for part in key.strip().split(".")):
+            raise RequestError(f"{label}: expected KEY=VALUE with a dotted key, such as --set calibration.samples=64")
+        parsed, _ = parse(value, label)
+        path = _assign(data, key.strip().split("."), parsed, label)
+        origin.overrides[path] = label
+
+
+def _assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Path:
+    here: Any = data
+    path: Path = ()
+    for position, part in enumerate(parts):
+        last = position == len(parts) - 1
+        step: str | int = part
+        if isinstance(here, list):
+            step = _index(here, part, path, label)
+        elif not isinstance(here, dict):
+            raise RequestError(f"{label}: '{dotted(path)}' is {show(here)}, which has no key '{part}'")
+        elif len(path) == 2 and path[0] == "stages" and part not in here:
+            raise RequestError(
+                f"{label}: stage {path[1]} is '{next(iter(here), '')}', not '{part}'{did_you_mean(part, here)}"
+            )
+        if last:
+            here[step] = value
+        elif isinstance(here, dict) and here.get(part) is None:
+            here[step] = {}
+        path = (*path, step)
+        here = here[step]
+    return path
+
+
+def _index(entries: list[Any], part: str, path: Path, label: str) -> int:
+    if not part.isascii() or not part.isdigit() or int(part) >= len(entries):
+        names = [next(iter(entry)) if isinstance(entry, dict) and entry else "?" for entry in entries]
+        there = listing(f"{index} ({name})" for index, name in enumerate(names)) or "no entry"
+        raise RequestError(f"{label}: '{dotted((*path, part))}' does not exist; '{dotted(path)}' has {there}")
+    return int(part)

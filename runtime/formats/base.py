@@ -1,0 +1,291 @@
+"""What a storage format is: which schemes it can store, which tensors that makes, and how to lay out and read the bits."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+import torch
+
+from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.formats.bitpack import pack_columns, packed_words, unpack_columns
+from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+
+Shape = tuple[int, int]
+Tensors = dict[str, torch.Tensor]
+
+SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT8 = torch.float8_e4m3fn
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Format(ABC):
+    """One way to store a compressed weight matrix `[out, in]`.
+
+    Attributes:
+        name: what `config.json` calls it.
+        own: False when compressed-tensors knows the format, True when only this runtime reads it.
+    """
+
+    name: str
+    own: bool = True
+
+    @abstractmethod
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        """The reason this format cannot store the scheme at this shape; None when it can."""
+
+    @abstractmethod
+    def weight_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        """The tensors that hold the weight itself (no scales, no activation parameters)."""
+
+    @abstractmethod
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        """Lay out the weight: exactly the tensors of `weight_tensors`."""
+
+    @abstractmethod
+    def unpack_weight(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
+
+    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+        """True when the zero point is bit-packed along the rows, as `pack-quantized` does for groups and channels."""
+        return False
+
+    def count(self, weight: CompressedWeight) -> int | None:
+        """How many values are stored when the scheme does not tell (`bitmap`); None for every other format."""
+        return None
+
+    def tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None = None
+    ) -> dict[str, TensorSpec]:
+        """Every tensor of a module on disk, by its name inside the module.
+
+        `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only. Static
+        activation schemes add `input_scale` (and `input_zero_point`), which `pack` writes when it is given them.
+        """
+        specs = self.weight_tensors(scheme, shape, dtype, count)
+        if scheme.weights is not None:
+            grid = _grid_shape(scheme.weights, shape)
+            specs["weight_scale"] = TensorSpec(grid, scale_dtype(dtype))
+            if not scheme.weights.symmetric:
+                if self.zero_point_packed(scheme.weights):
+                    words = packed_words(grid[0], scheme.weights.bits)
+                    specs["weight_zero_point"] = TensorSpec((words, grid[1]), torch.int32)
+                else:
+                    specs["weight_zero_point"] = TensorSpec(grid, torch.int8)
+        return specs | input_tensors(scheme, dtype)
+
+    def pack(
+        self,
+        weight: CompressedWeight,
+        input_scale: torch.Tensor | None = None,
+        input_zero_point: torch.Tensor | None = None,
+    ) -> Tensors:
+        """Tensors of `tensors(...)` for this weight. Bit-exact: `unpack` gives back the same dequantized matrix.
+
+        Raises:
+            RequestError: the format cannot store this scheme.
+            CompressError: the weight breaks the contract of `CompressedWeight` (a bug in a solver, never bad input).
+        """
+        shape = (weight.values.shape[0], weight.values.shape[1])
+        self._require(weight.scheme, shape)
+        check_weight(weight)
+        out = {name: tensor.contiguous() for name, tensor in self.pack_weight(weight).items()}
+        if weight.scheme.weights is not None:
+            assert weight.scale is not None
+            out["weight_scale"] = weight.scale.contiguous()
+            if weight.zero_point is not None:
+                zero = weight.zero_point
+                packed = self.zero_point_packed(weight.scheme.weights)
+                out["weight_zero_point"] = (
+                    pack_columns(zero, weight.scheme.weights.bits) if packed else zero.contiguous()
+                )
+        if input_scale is not None:
+            out["input_scale"] = input_scale.reshape(1)
+        if input_zero_point is not None:
+            out["input_zero_point"] = input_zero_point.reshape(1)
+        return out
+
+    def unpack(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = ""
+    ) -> CompressedWeight:
+        """Inverse of `pack`. `where` is the module's name, for messages.
+
+        Raises:
+            ArtifactError: a tensor is missing or has the wrong shape, dtype or content.
+        """
+        self._require(scheme, shape)
+        self.validate(tensors, scheme, shape, dtype, where)
+        scale = zero = None
+        if scheme.weights is not None:
+            scale = tensors["weight_scale"]
+            if not scheme.weights.symmetric:
+                zero = tensors["weight_zero_point"]
+                if self.zero_point_packed(scheme.weights):
+                    zero = unpack_columns(zero, scheme.weights.bits, scale.shape[0])
+        values, mask = self.unpack_weight(tensors, scheme, shape, dtype, zero, where)
+        return CompressedWeight(values, scale, zero, mask, scheme, dtype)
+
+    def validate(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = "") -> None:
+        """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and dtype."""
+        specs = self.tensors(scheme, shape, dtype, self.stored_count(tensors, shape, where))
+        for name, spec in specs.items():
+            if name.startswith("input_"):
+                continue  # not part of the weight: whoever runs the layer checks them
+            check_tensor(tensors, name, spec, where)
+        declared = tensors.get("weight_shape")
+        if declared is not None and declared.device.type != "meta" and tuple(declared.tolist()) != tuple(shape):
+            raise ArtifactError(
+                f"tensor {join(where, 'weight_shape')} says {declared.tolist()} but the model has {list(shape)} there"
+            )
+
+    def stored_count(self, tensors: Tensors, shape: Shape, where: str = "") -> int | None:
+        """`count` of `tensors(...)` as the stored tensors tell it; None when the format has no such number."""
+        return None
+
+    def bytes_estimate(self, scheme: Scheme, shape: Shape, dtype: torch.dtype, density: float = 1.0) -> int:
+        """Bytes on disk for a matrix of which the fraction `density` is kept (exact when the format has no count)."""
+        specs = self.tensors(scheme, shape, dtype, round(shape[0] * shape[1] * density))
+        return sum(spec.bytes for spec in specs.values())
+
+    def _require(self, scheme: Scheme, shape: Shape) -> None:
+        reason = self.why_not(scheme, shape)
+        if reason is not None:
+            raise RequestError(f"format {self.name} cannot store this weight: {reason}")
+
+
+def scale_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Scales are stored in the model's dtype; float16 for a model in a dtype that is no plain float (as compressed-tensors)."""
+    return dtype if dtype in SCALE_DTYPES else torch.float16
+
+
+def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
+    """`input_scale` [1] and `input_zero_point` [1] of a static activation scheme."""
+    activations = scheme.activations
+    if activations is None or activations.dynamic:
+        return {}
+    specs = {"input_scale": TensorSpec((1,), scale_dtype(dtype))}
+    if not activations.symmetric:
+        specs["input_zero_point"] = TensorSpec((1,), torch.int8 if activations.type == "int" else FLOAT8)
+    return specs
+
+
+def check_tensor(tensors: Tensors, name: str, spec: TensorSpec, where: str) -> None:
+    """Raise ArtifactError unless `tensors[name]` is as `spec` says. Float scales may be wider than the model's dtype."""
+    tensor = tensors.get(name)
+    if tensor is None:
+        raise ArtifactError(f"tensor {join(where, name)} is missing")
+    if tuple(tensor.shape) != spec.shape:
+        raise ArtifactError(f"tensor {join(where, name)} has shape {list(tensor.shape)}, expected {list(spec.shape)}")
+    if tensor.dtype != spec.dtype and not (name.endswith("_scale") and tensor.dtype in SCALE_DTYPES):
+        raise ArtifactError(f"tensor {join(where, name)} is {_short(tensor.dtype)}, expected {_short(spec.dtype)}")
+
+
+def check_weight(weight: CompressedWeight) -> None:
+    """Raise CompressError when the parts of `weight` do not fit together or a pruned position is not zero."""
+    scheme, values = weight.scheme.weights, weight.values
+    shape = (values.shape[0], values.shape[1])
+    expected = weight.dtype if scheme is None else (torch.int8 if scheme.type == "int" else FLOAT8)
+    if values.dtype != expected:
+        raise CompressError(f"compressed weight has values in {_short(values.dtype)}, expected {_short(expected)}")
+    if scheme is not None:
+        grid = _grid_shape(scheme, shape)
+        if weight.scale is None or tuple(weight.scale.shape) != grid:
+            found = None if weight.scale is None else list(weight.scale.shape)
+            raise CompressError(f"compressed weight {list(shape)} has scales of shape {found}, expected {list(grid)}")
+        if (weight.zero_point is None) != scheme.symmetric:
+            raise CompressError("compressed weight must have a zero point exactly when its scheme is asymmetric")
+        if weight.zero_point is not None:
+            if tuple(weight.zero_point.shape) != grid or weight.zero_point.dtype != torch.int8:
+                raise CompressError(f"compressed weight has a zero point that is not int8 {list(grid)}")
+            _check_range(weight.zero_point, scheme, "zero point")
+        if scheme.type == "int":
+            _check_range(values, scheme, "code")
+    if weight.mask is not None:
+        if weight.mask.shape != values.shape or weight.mask.dtype != torch.bool:
+            raise CompressError("compressed weight has a mask that is not a bool tensor of the weight's shape")
+        if bool((nonzero(weight) & ~weight.mask).any()):
+            raise CompressError("compressed weight has a pruned position whose value is not zero")
+
+
+def nonzero(weight: CompressedWeight) -> torch.Tensor:
+    """Bool `[out, in]`: True where the dequantized value is not the grid's zero."""
+    values = weight.values
+    if weight.zero_point is None:
+        return (values.view(torch.uint8) & 0x7F) != 0 if values.dtype == FLOAT8 else values != 0
+    return values != expand_groups(weight.zero_point, weight.scheme.weights, values.shape[1])
+
+
+def kept(weight: CompressedWeight) -> torch.Tensor:
+    """Bool `[out, in]`: the mask, or what is not zero when the solver gave none."""
+    return weight.mask if weight.mask is not None else nonzero(weight)
+
+
+def expand_groups(grid: torch.Tensor, scheme: WeightScheme | None, columns: int) -> torch.Tensor:
+    """Spread per-group numbers `[out, groups]` over the columns they rule; other strategies broadcast as they are."""
+    if scheme is None or scheme.strategy != "group":
+        return grid
+    assert scheme.group_size is not None
+    if columns % scheme.group_size == 0:
+        return grid.repeat_interleave(scheme.group_size, dim=1)
+    return grid[:, torch.arange(columns, device=grid.device) // scheme.group_size]
+
+
+def join(where: str, name: str) -> str:
+    """Full tensor name."""
+    return f"{where}.{name}" if where else name
+
+
+def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
+    """Reasons no format has a remedy for: number grids that do not exist."""
+    weights, activations = scheme.weights, scheme.activations
+    if weights is None:
+        return "activations are quantized but weights are not" if activations is not None else None
+    if weights.type == "int" and not 2 <= weights.bits <= 8:
+        return f"integer weights have 2 to 8 bits, not {weights.bits}"
+    if weights.type == "float" and (weights.bits != 8 or not weights.symmetric):
+        return "float weights are 8-bit e4m3 and symmetric"
+    if weights.strategy == "group":
+        if not weights.group_size or weights.group_size < 1:
+            return "strategy group needs a group_size of at least 1"
+        if weights.group_size > shape[1]:
+            return f"group size {weights.group_size} is larger than the row of {shape[1]} weights"
+    return None
+
+
+def ragged(scheme: WeightScheme, shape: Shape) -> bool:
+    """True when the last group of a row is shorter than the others."""
+    return scheme.strategy == "group" and shape[1] % (scheme.group_size or 1) != 0
+
+
+def _grid_shape(scheme: WeightScheme, shape: Shape) -> tuple[int, ...]:
+    return (1,) if scheme.strategy == "tensor" else (shape[0], scheme.groups(shape[1]))
+
+
+def _check_range(codes: torch.Tensor, scheme: WeightScheme, what: str) -> None:
+    if scheme.type != "int" or codes.numel() == 0:
+        return
+    low, high = scheme.code_range
+    smallest, largest = (int(v) for v in codes.aminmax())
+    if smallest < low or largest > high:
+        raise CompressError(f"compressed weight has a {what} outside [{low}, {high}]: found [{smallest}, {largest}]")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,115 @@
+"""`bitmap`: any pattern of zeros; one bit a position says kept or pruned, the kept values follow in row-major order.
+
+A b-bit weight kept with density d takes `1 + d * b` bits (float: `1 + 16 * d` in bf16), plus 64 bits a row.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.errors import ArtifactError
+from runtime.formats.base import (
+    FLOAT8,
+    Format,
+    Shape,
+    Tensors,
+    TensorSpec,
+    check_tensor,
+    expand_groups,
+    join,
+    kept,
+    why_not_weights,
+)
+from runtime.formats.bitpack import pack_stream, packed_words, unpack_stream
+from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+
+
+class Bitmap(Format):
+    """`weight_bitmap` uint8 `[out, ceil(in / 8)]` (bit `i` of byte `j` is column `8j + i`), `weight_row_offsets` int64 `[out + 1]`
+    (where each row's values start), `weight_shape`, and the `count` kept values: `weight_packed` int32
+    `[ceil(count * bits / 32)]` (one bit stream) or `weight_values` `[count]` for floats. Scales stay per group of original columns.
+    """
+
+    name = "bitmap"
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = why_not_weights(scheme, shape)
+        if reason is not None:
+            return reason
+        if scheme.sparsity is None:
+            return "it stores sparse weights only"
+        if scheme.activations is not None:
+            return "weights with quantized activations are stored dense"
+        return None
+
+    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+        return scheme.strategy != "tensor"
+
+    def count(self, weight: CompressedWeight) -> int | None:
+        return int(kept(weight).sum())
+
+    def stored_count(self, tensors: Tensors, shape: Shape, where: str = "") -> int | None:
+        check_tensor(tensors, "weight_row_offsets", TensorSpec((shape[0] + 1,), torch.int64), where)
+        return int(tensors["weight_row_offsets"][-1])
+
+    def weight_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        if count is None or not 0 <= count <= shape[0] * shape[1]:
+            raise ArtifactError(
+                f"format bitmap needs the number of stored values of a weight {list(shape)}, got {count}"
+            )
+        specs = {
+            "weight_bitmap": TensorSpec((shape[0], -(-shape[1] // 8)), torch.uint8),
+            "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int64),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }
+        if scheme.weights is not None and scheme.weights.type == "int":
+            specs["weight_packed"] = TensorSpec((packed_words(count, scheme.weights.bits),), torch.int32)
+        else:
+            specs["weight_values"] = TensorSpec((count,), dtype if scheme.weights is None else FLOAT8)
+        return specs
+
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        mask, scheme = kept(weight), weight.scheme.weights
+        rows, columns = mask.shape
+        padded = torch.nn.functional.pad(mask, (0, -columns % 8)).view(rows, -1, 8).to(torch.uint8)
+        bitmap = torch.zeros(padded.shape[:2], dtype=torch.uint8)
+        for i in range(8):
+            bitmap |= padded[..., i] << i
+        offsets = torch.zeros(rows + 1, dtype=torch.int64)
+        torch.cumsum(mask.sum(1), 0, out=offsets[1:])
+        out = {
+            "weight_bitmap": bitmap,
+            "weight_row_offsets": offsets,
+            "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
+        }
+        values = (
+            weight.values.view(torch.uint8)[mask].view(FLOAT8) if weight.values.dtype == FLOAT8 else weight.values[mask]
+        )
+        if scheme is not None and scheme.type == "int":
+            out["weight_packed"] = pack_stream(values, scheme.bits)
+        else:
+            out["weight_values"] = values
+        return out
+
+    def unpack_weight(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        offsets, bitmap = tensors["weight_row_offsets"], tensors["weight_bitmap"]
+        bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).view(shape[0], -1)
+        mask = bits[:, : shape[1]].to(torch.bool)
+        if bool(bits[:, shape[1] :].any()) or int(offsets[0]) != 0 or not torch.equal(offsets.diff(), mask.sum(1)):
+            raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")
+        if "weight_packed" in tensors:
+            assert scheme.weights is not None
+            stored = unpack_stream(tensors["weight_packed"], scheme.weights.bits, int(offsets[-1]))
+        else:
+            stored = tensors["weight_values"]
+        if stored.dtype == FLOAT8:
+            values = torch.zeros(shape, dtype=torch.uint8, device=stored.device)
+            return values.masked_scatter_(mask, stored.view(torch.uint8)).view(FLOAT8), mask
+        values = torch.zeros(shape, dtype=stored.dtype, device=stored.device)
+        if zero is not None:
+            values.copy_(expand_groups(zero, scheme.weights, shape[1]).expand(shape))
+        return values.masked_scatter_(mask, stored), mask

@@ -1,0 +1,117 @@
+"""Dense bit packing: signed b-bit codes as one little-endian bit stream a row, no bit wasted between codes.
+
+The layout is the one of compressed-tensors >= 0.20 (`pack-quantized`): code `i` of a row, moved to unsigned by adding
+`2^(b-1)`, occupies bits `[i*b, (i+1)*b)` of the row's stream, and the stream is cut into int32 words, low bits first. Eight
+codes fill exactly `b` bytes, so both directions work on eight codes at a time. Rows are handled in slices: the working memory
+stays a few MB whatever the size of the matrix. Words are reinterpreted as bytes, so the host must be little-endian, as
+safetensors itself assumes.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_SLICE = 1 << 19  # codes handled at once: 4 MB of int64 working memory
+
+
+def packed_words(count: int, bits: int) -> int:
+    """How many int32 words `count` codes of `bits` bits take."""
+    return -(-count * bits // 32)
+
+
+def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack int8 codes `[rows, columns]` in `[-2^(bits-1), 2^(bits-1)-1]` into int32 `[rows, packed_words(columns, bits)]`."""
+    rows, columns = codes.shape
+    out = torch.empty(rows, packed_words(columns, bits), dtype=torch.int32, device=codes.device)
+    for start, stop in _slices(rows, columns):
+        out[start:stop] = _pack(codes[start:stop], bits)
+    return out
+
+
+def unpack_rows(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Inverse of `pack_rows`: int32 `[rows, words]` -> int8 codes `[rows, columns]`."""
+    rows = packed.shape[0]
+    out = torch.empty(rows, columns, dtype=torch.int8, device=packed.device)
+    for start, stop in _slices(rows, columns):
+        _unpack(packed[start:stop], bits, out[start:stop])
+    return out
+
+
+def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack along dimension 0: int8 `[rows, columns]` -> int32 `[packed_words(rows, bits), columns]` (zero points)."""
+    return pack_rows(codes.t().contiguous(), bits).t().contiguous()
+
+
+def unpack_columns(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
+    """Inverse of `pack_columns`: int32 `[words, columns]` -> int8 `[rows, columns]`."""
+    return unpack_rows(packed.t().contiguous(), bits, rows).t().contiguous()
+
+
+def pack_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Pack int8 codes `[count]` as one stream: int32 `[packed_words(count, bits)]`."""
+    whole = codes.numel() // 1024 * 1024  # 1024 codes fill whole words, so rows of 1024 make the same stream
+    body = pack_rows(codes[:whole].view(-1, 1024), bits).view(-1)
+    tail = pack_rows(codes[whole:].view(1, -1), bits).view(-1)
+    return torch.cat([body, tail])
+
+
+def unpack_stream(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """Inverse of `pack_stream`: int32 `[words]` -> int8 `[count]`."""
+    whole = count // 1024 * 1024
+    words = packed_words(whole, bits)
+    body = unpack_rows(packed[:words].view(-1, 32 * bits), bits, 1024).view(-1)
+    tail = unpack_rows(packed[words:].view(1, -1), bits, count - whole).view(-1)
+    return torch.cat([body, tail])
+
+
+def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
+    if columns == 0:
+        return []
+    step = max(1, _SLICE // columns)
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]
+
+
+def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    rows, columns = codes.shape
+    words, eights = packed_words(columns, bits), -(-columns // 8)
+    unsigned = (codes.to(torch.int16) + (1 << (bits - 1))).to(torch.uint8)
+    if columns % 8:
+        unsigned = torch.nn.functional.pad(unsigned, (0, eights * 8 - columns))
+    unsigned = unsigned.view(rows, eights, 8)
+    if bits == 8:
+        stream = unsigned.reshape(rows, eights * 8)
+    else:
+        value = torch.zeros(rows, eights, dtype=torch.int64, device=codes.device)
+        for i in range(8):
+            value |= unsigned[..., i].to(torch.int64) << (i * bits)
+        stream = value.unsqueeze(-1).view(torch.uint8)[..., :bits].reshape(rows, eights * bits)
+    return _fit(stream, words * 4).reshape(-1).view(torch.int32).view(rows, words)
+
+
+def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
+    rows, columns = out.shape
+    eights, half = -(-columns // 8), 1 << (bits - 1)
+    stream = packed.reshape(-1).view(torch.uint8).view(rows, -1)
+    if bits == 8:
+        out.copy_(stream[:, :columns].to(torch.int16) - half)
+        return
+    if bits in (2, 4):  # codes never straddle a byte
+        per_byte, mask = 8 // bits, (1 << bits) - 1
+        parts = torch.stack([(stream >> (i * bits)) & mask for i in range(per_byte)], dim=-1)
+        torch.sub(parts.view(rows, -1)[:, :columns].view(torch.int8), half, out=out)
+        return
+    stream = _fit(stream, eights * bits).reshape(rows, eights, bits)
+    wide = torch.zeros(rows, eights, 8, dtype=torch.uint8, device=packed.device)
+    wide[..., :bits] = stream
+    value = wide.view(torch.int64).squeeze(-1)
+    codes = torch.empty(rows, eights, 8, dtype=torch.int8, device=packed.device)
+    for i in range(8):
+        codes[..., i] = ((value >> (i * bits)) & ((1 << bits) - 1)) - half
+    out.copy_(codes.view(rows, eights * 8)[:, :columns])
+
+
+def _fit(stream: torch.Tensor, width: int) -> torch.Tensor:
+    """Cut the byte rows to `width` or pad them with zero bytes."""
+    if stream.shape[1] < width:
+        return torch.nn.functional.pad(stream, (0, width - stream.shape[1]))
+    return stream[:, :width]

@@ -1,0 +1,152 @@
+"""`sparse24`: at most two non-zeros in every four consecutive columns; two values and four bits of position a quad.
+
+With 4-bit codes and groups of 128 that is 2 + 1 + 0.125 = 3.125 bits a weight, scales included. The position nibble is
+`i0 | i1 << 2` with `i0 < i1`, the layout sparse matrix units read ("Accelerating Sparse Deep Neural Networks", arXiv 2104.08378).
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+
+from runtime.errors import ArtifactError, CompressError
+from runtime.formats.base import (
+    FLOAT8,
+    Format,
+    Shape,
+    Tensors,
+    TensorSpec,
+    expand_groups,
+    join,
+    kept,
+    why_not_weights,
+)
+from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
+from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+
+_SLICE = 1 << 19  # weights handled at once
+
+
+def _positions() -> torch.Tensor:
+    """Position nibble for each of the 16 sets of kept columns; 255 where more than two are kept."""
+    table = []
+    for bits in range(16):
+        chosen = [i for i in range(4) if bits >> i & 1]
+        if len(chosen) > 2:
+            table.append(255)
+            continue
+        spare = [i for i in range(4) if i not in chosen]
+        first, second = sorted(chosen + spare[: 2 - len(chosen)])
+        table.append(first | second << 2)
+    return torch.tensor(table, dtype=torch.uint8)
+
+
+_NIBBLE = _positions()
+
+
+class Sparse24(Format):
+    """`weight_metadata` uint8 `[out, ceil(in / 8)]` (two quads a byte, the earlier one in the low nibble), `weight_shape`, and the
+    two values of each quad in column order: `weight_packed` int32 `[out, ceil(in / 2 * bits / 32)]` for integer codes,
+    `weight_values` `[out, in / 2]` for floats. A quad with fewer than two non-zeros keeps zeros explicitly, so the mask that
+    `unpack` returns may have more True than the one that was packed; the matrix is the same.
+    """
+
+    name = "sparse24"
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = why_not_weights(scheme, shape)
+        if reason is not None:
+            return reason
+        match = re.fullmatch(r"(\d+):(\d+)", scheme.sparsity or "")
+        if match is None or (int(match[1]), int(match[2])) not in ((2, 4), (1, 4), (1, 2)):
+            return "it stores 2:4 sparsity (1:2 and 1:4 are cases of it)"
+        if shape[1] % 4:
+            return f"2:4 needs rows of a multiple of 4 weights, not {shape[1]}"
+        if scheme.activations is not None:
+            return "weights with quantized activations are stored dense"
+        return None
+
+    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+        return scheme.strategy != "tensor"
+
+    def weight_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        rows, half = shape[0], shape[1] // 2
+        specs = {
+            "weight_metadata": TensorSpec((rows, -(-shape[1] // 8)), torch.uint8),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }
+        if scheme.weights is not None and scheme.weights.type == "int":
+            specs["weight_packed"] = TensorSpec((rows, packed_words(half, scheme.weights.bits)), torch.int32)
+        else:
+            specs["weight_values"] = TensorSpec((rows, half), dtype if scheme.weights is None else FLOAT8)
+        return specs
+
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        rows, columns = weight.values.shape
+        mask = kept(weight)
+        nibbles = torch.empty(rows, columns // 4, dtype=torch.uint8)
+        halves = torch.empty(rows, columns // 2, dtype=weight.values.dtype)
+        powers = torch.tensor([1, 2, 4, 8], dtype=torch.uint8)
+        for start, stop in _slices(rows, columns):
+            quads = (mask[start:stop].view(-1, columns // 4, 4).to(torch.uint8) * powers).sum(-1)
+            nibbles[start:stop] = _NIBBLE[quads]
+            index = _columns(nibbles[start:stop])
+            halves[start:stop] = _bytes(weight.values[start:stop]).gather(1, index).view(weight.values.dtype)
+        if bool((nibbles == 255).any()):
+            raise CompressError("weight has more than two non-zeros in a quad, so it is not 2:4 sparse")
+        if nibbles.shape[1] % 2:
+            nibbles = torch.nn.functional.pad(nibbles, (0, 1))
+        out = {
+            "weight_metadata": nibbles[:, 0::2] | nibbles[:, 1::2] << 4,
+            "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
+        }
+        scheme = weight.scheme.weights
+        if scheme is not None and scheme.type == "int":
+            out["weight_packed"] = pack_rows(halves, scheme.bits)
+        else:
+            out["weight_values"] = halves
+        return out
+
+    def unpack_weight(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        rows, columns = shape
+        metadata = tensors["weight_metadata"]
+        if "weight_packed" in tensors:
+            assert scheme.weights is not None
+            halves = unpack_rows(tensors["weight_packed"], scheme.weights.bits, columns // 2)
+        else:
+            halves = tensors["weight_values"]
+        mask = torch.zeros(shape, dtype=torch.bool, device=metadata.device)
+        values = torch.zeros(shape, dtype=torch.int8 if zero is not None else halves.dtype, device=metadata.device)
+        if zero is not None:
+            values.copy_(expand_groups(zero, scheme.weights, columns).expand(shape))
+        for start, stop in _slices(rows, columns):
+            bytes_ = metadata[start:stop]
+            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).view(stop - start, -1)[:, : columns // 4]
+            if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
+                raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
+            index = _columns(nibbles)
+            _bytes(values[start:stop]).scatter_(1, index, _bytes(halves[start:stop]))
+            mask[start:stop].scatter_(1, index, True)
+        return values, mask
+
+
+def _columns(nibbles: torch.Tensor) -> torch.Tensor:
+    """Column numbers int64 `[rows, in / 2]` of the values that position nibbles `[rows, in / 4]` name."""
+    first = torch.arange(nibbles.shape[1], device=nibbles.device) * 4
+    pair = torch.stack([first + (nibbles & 3), first + (nibbles >> 2 & 3)], dim=-1)
+    return pair.view(nibbles.shape[0], -1)
+
+
+def _bytes(values: torch.Tensor) -> torch.Tensor:
+    """float8 has no gather and scatter: its bytes do."""
+    return values.view(torch.uint8) if values.dtype == FLOAT8 else values
+
+
+def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
+    step = max(1, _SLICE // max(1, columns))
+    return [(start, min(rows, start + step)) for start in range(0, rows, step)]

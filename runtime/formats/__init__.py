@@ -44,9 +44,10 @@ def get(name: str) -> Format:
 def choose(scheme: Scheme, shape: Shape, density: float | None = None) -> Format:
     """The format that stores `scheme` at `shape = (out, in)` in the fewest bytes; at equal size the first of `names()`.
 
-    Only a sparse scheme has formats of different size to choose from: a pruned matrix goes to `sparse24` or `bitmap` when that
-    beats storing the zeros. `density` is the kept fraction; without it, it is read off the pattern (N/M; 0.5 for the patterns that
-    do not tell). Weights whose activations are quantized too are stored dense, because that is what integer matrix units read.
+    Only a sparse scheme has formats of different size to choose from: a pruned matrix goes to `sparse24` or `bitmap`
+    when that beats storing the zeros. `density` is the kept fraction; without it, it is read off the pattern (N/M;
+    0.5 for the patterns that do not tell). Weights whose activations are quantized too are stored dense, because that
+    is what integer matrix units read.
 
     Raises:
         RequestError: no format can store it; the message gives each format's reason.

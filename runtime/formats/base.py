@@ -1,4 +1,6 @@
-"""What a storage format is: which schemes it can store, which tensors that makes, and how to lay out and read the bits."""
+"""What a storage format is: which schemes it can store, which tensors that makes, and how to lay out and read the
+bits.
+"""
 
 from __future__ import annotations
 
@@ -76,8 +78,8 @@ class Format(ABC):
     ) -> dict[str, TensorSpec]:
         """Every tensor of a module on disk, by its name inside the module.
 
-        `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only. Static
-        activation schemes add `input_scale` (and `input_zero_point`), which `pack` writes when it is given them.
+        `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only.
+        Static activation schemes add `input_scale` (and `input_zero_point`), which `pack` writes when it is given them.
         """
         specs = self.weight_tensors(scheme, shape, dtype, count)
         if scheme.weights is not None:
@@ -143,7 +145,9 @@ class Format(ABC):
         return CompressedWeight(values, scale, zero, mask, scheme, dtype)
 
     def validate(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = "") -> None:
-        """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and dtype."""
+        """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and
+        dtype.
+        """
         specs = self.tensors(scheme, shape, dtype, self.stored_count(tensors, shape, where))
         for name, spec in specs.items():
             if name.startswith("input_"):
@@ -171,7 +175,9 @@ class Format(ABC):
 
 
 def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scales are stored in the model's dtype; float16 for a model in a dtype that is no plain float (as compressed-tensors)."""
+    """Scales are stored in the model's dtype; float16 for a model in a dtype that is no plain float (as
+    compressed-tensors).
+    """
     return dtype if dtype in SCALE_DTYPES else torch.float16
 
 
@@ -187,7 +193,9 @@ def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
 
 
 def check_tensor(tensors: Tensors, name: str, spec: TensorSpec, where: str) -> None:
-    """Raise ArtifactError unless `tensors[name]` is as `spec` says. Float scales may be wider than the model's dtype."""
+    """Raise ArtifactError unless `tensors[name]` is as `spec` says. Float scales may be wider than the model's
+    dtype.
+    """
     tensor = tensors.get(name)
     if tensor is None:
         raise ArtifactError(f"tensor {join(where, name)} is missing")

@@ -25,9 +25,10 @@ from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 
 
 class Bitmap(Format):
-    """`weight_bitmap` uint8 `[out, ceil(in / 8)]` (bit `i` of byte `j` is column `8j + i`), `weight_row_offsets` int64 `[out + 1]`
-    (where each row's values start), `weight_shape`, and the `count` kept values: `weight_packed` int32
-    `[ceil(count * bits / 32)]` (one bit stream) or `weight_values` `[count]` for floats. Scales stay per group of original columns.
+    """`weight_bitmap` uint8 `[out, ceil(in / 8)]` (bit `i` of byte `j` is column `8j + i`), `weight_row_offsets`
+    int64 `[out + 1]` (where each row's values start), `weight_shape`, and the `count` kept values: `weight_packed`
+    int32 `[ceil(count * bits / 32)]` (one bit stream) or `weight_values` `[count]` for floats. Scales stay per group
+    of original columns.
     """
 
     name = "bitmap"

@@ -1,10 +1,10 @@
 """Dense bit packing: signed b-bit codes as one little-endian bit stream a row, no bit wasted between codes.
 
 The layout is the one of compressed-tensors >= 0.20 (`pack-quantized`): code `i` of a row, moved to unsigned by adding
-`2^(b-1)`, occupies bits `[i*b, (i+1)*b)` of the row's stream, and the stream is cut into int32 words, low bits first. Eight
-codes fill exactly `b` bytes, so both directions work on eight codes at a time. Rows are handled in slices: the working memory
-stays a few MB whatever the size of the matrix. Words are reinterpreted as bytes, so the host must be little-endian, as
-safetensors itself assumes.
+`2^(b-1)`, occupies bits `[i*b, (i+1)*b)` of the row's stream, and the stream is cut into int32 words, low bits first.
+Eight codes fill exactly `b` bytes, so both directions work on eight codes at a time. Rows are handled in slices: the
+working memory stays a few MB whatever the size of the matrix. Words are reinterpreted as bytes, so the host must be
+little-endian, as safetensors itself assumes.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ def packed_words(count: int, bits: int) -> int:
 
 
 def pack_rows(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack int8 codes `[rows, columns]` in `[-2^(bits-1), 2^(bits-1)-1]` into int32 `[rows, packed_words(columns, bits)]`."""
+    """Pack int8 codes `[rows, columns]` in `[-2^(bits-1), 2^(bits-1)-1]` into int32 `[rows, packed_words(columns,
+    bits)]`.
+    """
     rows, columns = codes.shape
     out = torch.empty(rows, packed_words(columns, bits), dtype=torch.int32, device=codes.device)
     for start, stop in _slices(rows, columns):

@@ -9,7 +9,9 @@ from runtime.scheme import CompressedWeight, Scheme
 
 
 class IntQuantized(Format):
-    """`weight` int8 `[out, in]`, `weight_scale`; asymmetric: `weight_zero_point` int8; static activations: `input_scale` [1]."""
+    """`weight` int8 `[out, in]`, `weight_scale`; asymmetric: `weight_zero_point` int8; static activations:
+    `input_scale` [1].
+    """
 
     name = "int-quantized"
     own = False

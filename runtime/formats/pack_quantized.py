@@ -1,4 +1,6 @@
-"""`pack-quantized` of compressed-tensors: integer weights of 2-8 bits, weight only, bit-packed rows (read by vLLM and SGLang)."""
+"""`pack-quantized` of compressed-tensors: integer weights of 2-8 bits, weight only, bit-packed rows (read by vLLM and
+SGLang).
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 class PackQuantized(Format):
     """`weight_packed` int32 `[out, ceil(in * bits / 32)]`, `weight_scale`, `weight_shape` int64 `[2]`.
 
-    Asymmetric schemes add `weight_zero_point`: int32, bit-packed along dimension 0 (per group or channel), or int8 `[1]` (per
-    tensor). Symmetric schemes store none, because vLLM refuses one.
+    Asymmetric schemes add `weight_zero_point`: int32, bit-packed along dimension 0 (per group or channel), or int8
+    `[1]` (per tensor). Symmetric schemes store none, because vLLM refuses one.
     """
 
     name = "pack-quantized"

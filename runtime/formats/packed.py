@@ -8,7 +8,9 @@ from runtime.scheme import Scheme
 
 
 class Packed(PackQuantized):
-    """Same tensors as `pack-quantized`; also a last group shorter than the others (ragged), and activation schemes of any kind."""
+    """Same tensors as `pack-quantized`; also a last group shorter than the others (ragged), and activation schemes of
+    any kind.
+    """
 
     name = "packed"
     own = True

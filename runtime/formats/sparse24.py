@@ -1,7 +1,8 @@
 """`sparse24`: at most two non-zeros in every four consecutive columns; two values and four bits of position a quad.
 
 With 4-bit codes and groups of 128 that is 2 + 1 + 0.125 = 3.125 bits a weight, scales included. The position nibble is
-`i0 | i1 << 2` with `i0 < i1`, the layout sparse matrix units read ("Accelerating Sparse Deep Neural Networks", arXiv 2104.08378).
+`i0 | i1 << 2` with `i0 < i1`, the layout sparse matrix units read ("Accelerating Sparse Deep Neural Networks", arXiv
+2104.08378).
 """
 
 from __future__ import annotations
@@ -46,10 +47,11 @@ _NIBBLE = _positions()
 
 
 class Sparse24(Format):
-    """`weight_metadata` uint8 `[out, ceil(in / 8)]` (two quads a byte, the earlier one in the low nibble), `weight_shape`, and the
-    two values of each quad in column order: `weight_packed` int32 `[out, ceil(in / 2 * bits / 32)]` for integer codes,
-    `weight_values` `[out, in / 2]` for floats. A quad with fewer than two non-zeros keeps zeros explicitly, so the mask that
-    `unpack` returns may have more True than the one that was packed; the matrix is the same.
+    """`weight_metadata` uint8 `[out, ceil(in / 8)]` (two quads a byte, the earlier one in the low nibble),
+    `weight_shape`, and the two values of each quad in column order: `weight_packed` int32 `[out, ceil(in / 2 * bits /
+    32)]` for integer codes, `weight_values` `[out, in / 2]` for floats. A quad with fewer than two non-zeros keeps
+    zeros explicitly, so the mask that `unpack` returns may have more True than the one that was packed; the matrix is
+    the same.
     """
 
     name = "sparse24"

@@ -1,0 +1,32 @@
+"""Magnitude pruning: the smallest weights go (Han et al. 2015, 1506.02626)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.method import Method
+from compress.prune.config import PruneConfig
+from compress.statistics import Statistics
+
+
+class MagnitudeConfig(PruneConfig):
+    """Remove the weights with the smallest absolute value; needs no calibration."""
+
+    method: Literal["magnitude"] = Field("magnitude", description="Name of the method.")
+
+
+def score(weight: torch.Tensor, statistics: Statistics | None) -> torch.Tensor:
+    """`|w|`, `[out, in]`."""
+    return weight.abs()
+
+
+METHOD = Method(
+    name="magnitude",
+    config=MagnitudeConfig,
+    summary="removes the smallest weights, without calibration",
+    paper="Han et al., Learning both Weights and Connections, 2015, arXiv 1506.02626",
+    score=score,
+)

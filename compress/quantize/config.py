@@ -1,0 +1,40 @@
+"""Fields that every quantization method has."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class QuantizeConfig(BaseModel):
+    """Store weights as few-bit codes: a preset scheme by name, or bits, group size and symmetry; given fields win over the preset."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: str = Field(description="Name of the method, see `compress methods`.")
+    scheme: str | None = Field(
+        None, description="Preset such as W4A16, W8A8-INT8, FP8_DYNAMIC; the other fields override parts of it."
+    )
+    bits: int | None = Field(
+        None, ge=2, le=8, description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given)."
+    )
+    group_size: int | Literal["channel", "tensor"] | None = Field(
+        None,
+        description="Columns that share a scale (128 by default); -1 or 'channel': one scale a row; 'tensor': one in all.",
+    )
+    symmetric: bool | None = Field(
+        None, description="Zero is code 0 (true, the default) or every group has a zero point."
+    )
+    activations: Literal["int8", "fp8"] | None = Field(None, description="Quantize the inputs of the layer as well.")
+    activation_mode: Literal["dynamic", "static"] | None = Field(
+        None,
+        description="Input scales: one a token at run time (dynamic, the default), or one in all from calibration (static).",
+    )
+    scales: Literal["mse", "minmax"] = Field(
+        "mse", description="Scales that minimise the weighted error, or that cover the range."
+    )
+    targets: list[str] = Field(
+        ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."
+    )
+    ignore: list[str] = Field(["lm_head"], description="Modules to leave alone; same language as targets.")

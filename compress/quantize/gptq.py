@@ -1,0 +1,38 @@
+"""GPTQ: round column by column and let the later columns make up for it (Frantar et al. 2022, 2210.17323)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from compress.method import Method
+from compress.quantize.config import QuantizeConfig
+
+
+class GPTQConfig(QuantizeConfig):
+    """Round one column of weights after the other; the columns to come are shifted so that the layer's output error stays small.
+
+    The output error of a row is never above that of rounding to nearest: where it would be, the nearest values are kept.
+    """
+
+    method: Literal["gptq"] = Field("gptq", description="Name of the method.")
+    damping: float = Field(0.01, gt=0, le=1, description="Added to the Hessian's diagonal, as a fraction of its mean.")
+    order: Literal["activation", "group", "natural"] = Field(
+        "activation",
+        description="Order of the columns: by activation energy with static groups; whole groups by energy; or as they are.",
+    )
+    block_size: int = Field(128, ge=8, le=4096, description="Columns whose updates are applied together.")
+    joint: bool = Field(
+        True, description="With sparsegpt in the same recipe: prune and round in one pass (false: one after the other)."
+    )
+
+
+METHOD = Method(
+    name="gptq",
+    config=GPTQConfig,
+    summary="rounds column by column and compensates the error",
+    paper="Frantar et al., GPTQ, 2022, arXiv 2210.17323",
+    needs=frozenset({"hessian", "ranges"}),
+    compensates=lambda config: True,
+)

@@ -1,0 +1,224 @@
+"""Grids: the values a weight may take, given by a scale and a zero point for every group of columns.
+
+A scale is rounded to the dtype it is stored in before anything is rounded to the grid, so that what the solver sees is what the
+runtime computes. A symmetric grid has one code more on one side (`-8..7` for 4 bits); its scale may therefore be negative, which
+points the longer side at the larger extreme of the group.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+from runtime.scheme import WeightScheme
+
+FP8_MAX = 448.0
+#: Elements that are searched at a time: small enough to stay in the cache.
+CHUNK = 1 << 17
+
+
+@dataclass
+class Grid:
+    """Scale and zero point of a weight `[out, in]`.
+
+    Attributes:
+        scheme: bits, type, strategy, group size.
+        scale: float32 `[rows, groups]`, representable in the storage dtype; rows is 1 for the tensor strategy, else out.
+        zero: float32, shape of `scale`, integers in the signed code range; None when symmetric.
+    """
+
+    scheme: WeightScheme
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    def expand(self, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Scale and zero point of every column, `[rows, in]`."""
+        if self.scheme.strategy != "group":
+            return self.scale, self.zero
+        assert self.scheme.group_size is not None
+        index = torch.arange(columns, device=self.scale.device) // self.scheme.group_size
+        return self.scale[:, index], None if self.zero is None else self.zero[:, index]
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        """Nearest codes of `weight [out, in]` as float32 (fp8 grids: the fp8 values)."""
+        scale, zero = self.expand(weight.shape[1])
+        if self.scheme.type == "float":
+            return round_fp8(weight / scale)
+        low, high = self.scheme.code_range
+        codes = (weight / scale).round_()
+        if zero is not None:
+            codes += zero
+        return codes.clamp_(low, high)
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """Weights that `codes [out, in]` stand for, float32."""
+        scale, zero = self.expand(codes.shape[1])
+        return (codes if zero is None else codes - zero) * scale
+
+    def rows(self, start: int, end: int) -> Grid:
+        """The grid of some rows."""
+        if self.scheme.strategy == "tensor":
+            return self
+        return Grid(self.scheme, self.scale[start:end], None if self.zero is None else self.zero[start:end])
+
+
+def round_fp8(x: torch.Tensor) -> torch.Tensor:
+    """Nearest float8 e4m3 values as float32; saturates at 448 (the plain cast would give NaN)."""
+    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+
+
+def make_grid(
+    weight: torch.Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    search: Literal["mse", "minmax"] = "mse",
+    importance: torch.Tensor | None = None,
+    mask: torch.Tensor | None = None,
+) -> Grid:
+    """Choose scales (and zero points).
+
+    Args:
+        weight: float32 `[out, in]`.
+        scheme: the grid wanted.
+        dtype: dtype the scale is stored in.
+        search: `minmax` covers the range of every group; `mse` tries narrower and wider ranges, of both signs when symmetric,
+            and keeps the one with the smallest weighted squared error.
+        importance: `[in]` weights of the squared error, e.g. the mean square of the inputs; None = 1.
+        mask: bool `[out, in]`, True = kept; removed weights have no say.
+    """
+    out, columns = weight.shape
+    group = scheme.group_size if scheme.strategy == "group" else columns
+    assert group is not None
+    groups = scheme.groups(columns)
+    rows = max(1, CHUNK // (groups * group))
+    if scheme.strategy == "tensor":
+        return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
+    weights = _grouped(None if importance is None else importance[None], groups, group)
+    scale = torch.empty(out, groups, device=weight.device)
+    zero = None if scheme.symmetric else torch.empty_like(scale)
+    for start in range(0, out, rows):
+        part = weight[start : start + rows]
+        keep = None if mask is None else mask[start : start + rows]
+        if keep is not None:
+            part = part * keep
+        grouped = _grouped(part, groups, group)
+        assert grouped is not None
+        error_weights = weights
+        if keep is not None:
+            kept = _grouped(keep.to(part), groups, group)
+            assert kept is not None
+            error_weights = kept if weights is None else kept * weights
+        s, z = search_groups(grouped, scheme, dtype, search, error_weights)
+        scale[start : start + rows] = s
+        if zero is not None:
+            assert z is not None
+            zero[start : start + rows] = z
+    return Grid(scheme, scale, zero)
+
+
+def search_groups(
+    groups: torch.Tensor,
+    scheme: WeightScheme,
+    dtype: torch.dtype,
+    search: Literal["mse", "minmax"] = "mse",
+    importance: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point `[...]` of groups `[..., n]`; `importance` broadcasts to the groups."""
+    best_scale: torch.Tensor | None = None
+    best_zero: torch.Tensor | None = None
+    best: torch.Tensor | None = None
+    candidates = list(candidate_grids(groups, scheme, dtype, search))
+    if len(candidates) == 1:
+        return candidates[0]
+    low, high = scheme.code_range
+    work = torch.empty_like(groups)
+    for scale, zero in candidates:
+        torch.div(groups, scale[..., None], out=work)
+        work.round_()
+        if zero is None:
+            work.clamp_(low, high)
+        else:
+            work.clamp_((low - zero)[..., None], (high - zero)[..., None])
+        work.mul_(scale[..., None]).sub_(groups)
+        error = work.square_().sum(-1) if importance is None else work.square_().mul_(importance).sum(-1)
+        if best is None or best_scale is None:
+            best, best_scale, best_zero = error, scale.clone(), None if zero is None else zero.clone()
+            continue
+        better = error < best
+        best = torch.where(better, error, best)
+        best_scale = torch.where(better, scale, best_scale)
+        if zero is not None and best_zero is not None:
+            best_zero = torch.where(better, zero, best_zero)
+    assert best_scale is not None
+    return best_scale, best_zero
+
+
+def candidate_grids(groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype, search: str):
+    """The grids that are tried for groups `[..., n]`: pairs of scale and zero point `[...]`, the range-covering one first."""
+    low, high = scheme.code_range
+    least, most = torch.aminmax(groups, dim=-1)
+    # Zero is always on the grid, so an all-positive group still starts at 0.
+    least, most = least.clamp(max=0), most.clamp(min=0)
+    extreme = torch.maximum(-least, most)
+    if scheme.type == "float":
+        yield storable(extreme / FP8_MAX, dtype), None
+        return
+    levels = 2**scheme.bits
+    if scheme.symmetric:
+        yield storable(extreme / ((levels - 1) / 2), dtype), None
+        if search == "mse":
+            # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
+            sign = torch.where(most > -least, -1.0, 1.0)
+            for shrink in shrinks(scheme.bits):
+                yield storable(sign * extreme * (shrink / -low), dtype), None
+                yield storable(-sign * extreme * (shrink / high), dtype), None
+        return
+    for shrink in (1.0, *(shrinks(scheme.bits) if search == "mse" else ())):
+        scale = storable((most - least) * (shrink / (levels - 1)), dtype)
+        yield scale, (low - least * shrink / scale).round_().clamp_(low, high)
+
+
+def shrinks(bits: int) -> list[float]:
+    """Fractions of the range that are tried: few bits gain from much clipping, eight bits hardly."""
+    least = {2: 0.4, 3: 0.5, 4: 0.6, 5: 0.7, 6: 0.75}.get(bits, 0.85)
+    steps = 12
+    return [1 - (1 - least) * i / steps for i in range(steps + 1)]
+
+
+def storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """`scale` as the storage dtype holds it, float32; an all-zero group (or an underflow) gets scale 1 resp. the smallest normal."""
+    tiny = torch.finfo(dtype).tiny
+    small = scale.abs() < tiny
+    rounded = scale.to(dtype).to(torch.float32)
+    return torch.where(small, torch.where(scale == 0, 1.0, tiny), rounded)
+
+
+def _grouped(x: torch.Tensor | None, groups: int, group: int) -> torch.Tensor | None:
+    """`[rows, in]` as `[rows, groups, group]`, the ragged last group filled up with zeros."""
+    if x is None:
+        return None
+    missing = groups * group - x.shape[1]
+    if missing:
+        x = torch.nn.functional.pad(x, (0, missing))
+    return x.reshape(x.shape[0], groups, group)
+
+
+def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
+    """One scale for the whole weight: every candidate's error is summed over the rows."""
+    kept = weight if mask is None else weight * mask
+    extremes = torch.stack([kept.min(), kept.max()])[None]
+    candidates = list(candidate_grids(extremes, scheme, dtype, search))
+    if len(candidates) > 1:
+        errors = []
+        for scale, zero in candidates:
+            grid, error = Grid(scheme, scale[:, None], None if zero is None else zero[:, None]), 0.0
+            for start in range(0, weight.shape[0], rows):
+                part = kept[start : start + rows]
+                square = (grid.values(grid.codes(part)) - part).square_()
+                error += float((square if importance is None else square * importance).sum())
+            errors.append(error)
+        candidates = [candidates[errors.index(min(errors))]]
+    scale, zero = candidates[0]
+    return Grid(scheme, scale[:, None], None if zero is None else zero[:, None])

@@ -1,0 +1,116 @@
+"""Preset schemes by the names the field uses (those of compressed-tensors), and how a recipe's fields become a scheme."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import replace
+
+from compress.quantize.config import QuantizeConfig
+from runtime.errors import RequestError
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+_TOKEN_INT8 = ActivationScheme(8, "int", True, True, "token")
+_TOKEN_FP8 = ActivationScheme(8, "float", True, True, "token")
+_STATIC_INT8 = ActivationScheme(8, "int", True, False, "tensor")
+_STATIC_FP8 = ActivationScheme(8, "float", True, False, "tensor")
+
+
+def _group(bits: int, symmetric: bool = True) -> WeightScheme:
+    return WeightScheme(bits, "int", symmetric, "group", 128)
+
+
+PRESETS: dict[str, Scheme] = {
+    **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
+    "W8A16": Scheme(WeightScheme(8, "int", True, "channel")),
+    "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
+    "W8A8-INT8": Scheme(WeightScheme(8, "int", True, "channel"), _TOKEN_INT8),
+    "W4A8": Scheme(_group(4), _TOKEN_INT8),
+    "FP8": Scheme(WeightScheme(8, "float", True, "tensor"), _STATIC_FP8),
+    "FP8_DYNAMIC": Scheme(WeightScheme(8, "float", True, "channel"), _TOKEN_FP8),
+}
+ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
+
+
+def preset(name: str) -> Scheme:
+    """The preset scheme of that name (case does not matter).
+
+    Raises:
+        RequestError: unknown name; the message has the nearest one.
+    """
+    names = {known.upper(): scheme for known, scheme in PRESETS.items()}
+    names |= {alias: PRESETS[known] for alias, known in ALIASES.items()}
+    if name.upper() in names:
+        return names[name.upper()]
+    near = difflib.get_close_matches(name.upper(), names, n=1)
+    hint = f", did you mean '{near[0]}'?" if near else ""
+    raise RequestError(f"scheme '{name}' is unknown{hint} (known: {', '.join(PRESETS)})")
+
+
+def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -> Scheme:
+    """The scheme that a recipe's fields mean.
+
+    Args:
+        config: quantization fields; None keeps float values.
+        sparsity: pattern as `runtime.scheme.Scheme.sparsity` spells it.
+
+    Raises:
+        RequestError: unknown preset or fields that contradict each other.
+    """
+    if config is None:
+        return Scheme(sparsity=sparsity)
+    scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
+    weights, activations = scheme.weights, scheme.activations
+    assert weights is not None
+    if config.bits is not None:
+        if weights.type == "float" and config.bits != 8:
+            raise RequestError(f"scheme '{config.scheme}' stores weights as fp8: bits must be 8, not {config.bits}")
+        weights = replace(weights, bits=config.bits)
+    if config.group_size is not None:
+        weights = _with_group(weights, config.group_size)
+    if config.symmetric is not None:
+        if weights.type == "float" and not config.symmetric:
+            raise RequestError(
+                f"scheme '{config.scheme}' stores weights as fp8, which has no zero point: symmetric must be true"
+            )
+        weights = replace(weights, symmetric=config.symmetric)
+    if config.activations is not None:
+        activations = _TOKEN_INT8 if config.activations == "int8" else _TOKEN_FP8
+        if (activations.type == "float") != (weights.type == "float"):
+            other = "FP8 or FP8_DYNAMIC" if activations.type == "float" else "W8A8-INT8 or W4A8"
+            raise RequestError(
+                f"activations '{config.activations}' do not go with {weights.type} weights: use scheme {other}"
+            )
+    if config.activation_mode is not None:
+        if activations is None:
+            raise RequestError(
+                f"activation_mode '{config.activation_mode}' is given, but the activations are not quantized"
+            )
+        if config.activation_mode == "static":
+            activations = _STATIC_INT8 if activations.type == "int" else _STATIC_FP8
+        else:
+            activations = _TOKEN_INT8 if activations.type == "int" else _TOKEN_FP8
+    return Scheme(weights, activations, sparsity)
+
+
+def _with_group(weights: WeightScheme, size: int | str) -> WeightScheme:
+    if size == "tensor":
+        return replace(weights, strategy="tensor", group_size=None)
+    if size in ("channel", -1):
+        return replace(weights, strategy="channel", group_size=None)
+    if not isinstance(size, int) or size < 1:
+        raise RequestError(f"group_size {size} is not possible: give a positive number, -1, 'channel' or 'tensor'")
+    if weights.type == "float":
+        raise RequestError("fp8 weights have one scale a row or one in all: group_size must be 'channel' or 'tensor'")
+    return replace(weights, strategy="group", group_size=size)
+
+
+def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> None:
+    """Raise `RequestError` when a weight of `shape` (out, in) cannot have this scheme."""
+    weights = scheme.weights
+    if weights is not None and weights.strategy == "group":
+        assert weights.group_size is not None
+        if weights.group_size > shape[1]:
+            raise RequestError(
+                f"{name}: group_size {weights.group_size} is larger than the row of {shape[1]} weights; "
+                f"give at most {shape[1]} or 'channel'"
+            )

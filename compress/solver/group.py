@@ -1,0 +1,164 @@
+"""Solve the weights that share one input: prune, quantize, or both, on one Hessian."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from compress.prune import METHODS as PRUNE
+from compress.prune import PruneConfig
+from compress.quantize import METHODS as QUANTIZE
+from compress.quantize import QuantizeConfig, check_fits
+from compress.quantize.grid import make_grid
+from compress.solver.compensate import Constraint, Options, compensate
+from compress.solver.nearest import assemble, keep_float
+from compress.solver.objective import row_errors
+from compress.statistics import Statistics
+from runtime.errors import CompressError
+from runtime.scheme import CompressedWeight, Scheme
+
+
+@dataclass
+class LayerResult:
+    """A solved layer.
+
+    Attributes:
+        weight: what is stored.
+        error: relative output error `tr(E H E^T) / tr(W H W^T)`; without a Hessian `|E|^2 / |W|^2`.
+        notes: what a report should know: damping, retries, dead columns, rows where rounding to nearest was kept, sparsity.
+    """
+
+    weight: CompressedWeight
+    error: float
+    notes: dict[str, Any] = field(default_factory=dict)
+
+
+@torch.no_grad()
+def solve_group(
+    weights: list[torch.Tensor],
+    statistics: Statistics | None,
+    prune: PruneConfig | None,
+    quantize: QuantizeConfig | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    names: list[str] | None = None,
+    sparsity: list[float] | None = None,
+) -> list[LayerResult]:
+    """Solve weights that read the same input together.
+
+    Args:
+        weights: `[out_i, in]` each, any float dtype; not changed.
+        statistics: of their common input; may be None for methods that need none.
+        prune: pruning fields of the recipe, or None.
+        quantize: quantization fields of the recipe, or None (values stay float).
+        scheme: what `quantize` and `prune` mean, from `resolve_scheme`.
+        dtype: of scales and of the dequantized weight.
+        names: of the layers, for messages.
+        sparsity: of each weight, where an allocation differs from `prune.sparsity`.
+
+    Raises:
+        RequestError: a shape that the scheme or the pattern does not fit.
+        CompressError: NaN or Inf in weights or statistics, missing statistics, a Hessian that cannot be factored.
+    """
+    names = names or [f"weight {i}" for i in range(len(weights))]
+    _check(weights, statistics, prune, quantize, scheme, names)
+    dense = [weight.detach().to(torch.float32) for weight in weights]
+    fractions: tuple[float, ...] = ()
+    masks: list[torch.Tensor] | None = None
+    chosen_in_loop = False
+    if prune is not None:
+        fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
+        masks = fixed_masks(dense, statistics, prune, fractions)
+        chosen_in_loop = masks is None
+    compensated = quantize is not None and QUANTIZE[quantize.method].compensates(quantize)
+    pattern = prune.parsed if prune is not None and chosen_in_loop else None
+    hessian = statistics.hessian if statistics is not None else None
+    notes: list[dict[str, Any]] = [{} for _ in weights]
+
+    if pattern is not None and not (compensated and getattr(quantize, "joint", True)):
+        # Pruning is a pass of its own; what follows rounds the pruned weights under its masks.
+        assert hessian is not None
+        floats = Constraint(Scheme(sparsity=scheme.sparsity), torch.float32, None, pattern, fractions)
+        pruned = compensate(dense, hessian, floats, _options(prune), names[0])
+        solved, notes = [weight for weight, _ in pruned], [note for _, note in pruned]
+        dense, masks, pattern = [weight.values for weight in solved], [weight.mask for weight in solved], None  # type: ignore[misc]
+    if compensated:
+        assert hessian is not None
+        constraint = Constraint(scheme, dtype, masks, pattern, fractions)
+        pairs = compensate(dense, hessian, constraint, _options(quantize), names[0])
+        solved, notes = [weight for weight, _ in pairs], [note for _, note in pairs]
+    else:
+        solved = [
+            nearest(weight, masks[i] if masks is not None else None, scheme, dtype, quantize, statistics)
+            for i, weight in enumerate(dense)
+        ]
+    return [
+        _result(weight.detach().to(torch.float32), compressed, hessian, note)
+        for weight, compressed, note in zip(weights, solved, notes, strict=True)
+    ]
+
+
+def fixed_masks(
+    weights: list[torch.Tensor], statistics: Statistics | None, prune: PruneConfig, fractions: tuple[float, ...]
+) -> list[torch.Tensor] | None:
+    """Masks of a method that ranks the weights beforehand; None for one that chooses inside the column loop."""
+    method = PRUNE[prune.method]
+    if method.score is None:
+        return None
+    pattern = prune.parsed
+    return [
+        pattern.mask(method.score(weight, statistics), fraction, method.per_row)
+        for weight, fraction in zip(weights, fractions, strict=True)
+    ]
+
+
+def nearest(
+    weight: torch.Tensor,
+    mask: torch.Tensor | None,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    quantize: QuantizeConfig | None,
+    statistics: Statistics | None,
+) -> CompressedWeight:
+    """Round a float32 weight `[out, in]` to nearest, or keep its float values, under a mask."""
+    if scheme.weights is None or quantize is None:
+        return keep_float(weight, mask, scheme, dtype)
+    importance = statistics.square_mean if statistics is not None else None
+    grid = make_grid(weight, scheme.weights, dtype, quantize.scales, importance, mask)
+    return assemble(grid.codes(weight), grid, mask, scheme, dtype)
+
+
+def _options(config: PruneConfig | QuantizeConfig | None) -> Options:
+    fields = {name: getattr(config, name) for name in Options.__dataclass_fields__ if hasattr(config, name)}
+    return Options(**fields)
+
+
+def _check(weights, statistics, prune, quantize, scheme, names) -> None:
+    needs: set[str] = set()
+    if prune is not None:
+        needs |= PRUNE[prune.method].needs
+    if quantize is not None:
+        needs |= QUANTIZE[quantize.method].needs
+    if needs and statistics is None:
+        raise CompressError(f"{names[0]}: no calibration inputs were seen, and the method needs them")
+    if "hessian" in needs and statistics is not None and statistics.hessian is None:
+        raise CompressError(f"{names[0]}: the method needs second moments of the inputs, and they were not collected")
+    if statistics is not None and not statistics.finite:
+        raise CompressError(f"{names[0]}: the calibration inputs of this layer contain NaN or Inf")
+    for weight, name in zip(weights, names, strict=True):
+        if not bool(torch.isfinite(weight).all()):
+            raise CompressError(f"{name}: the weights contain NaN or Inf")
+        shape = (weight.shape[0], weight.shape[1])
+        check_fits(scheme, shape, name)
+        if prune is not None:
+            prune.parsed.check(shape, name)
+
+
+def _result(weight, compressed: CompressedWeight, hessian, notes: dict[str, Any]) -> LayerResult:
+    lost = float(row_errors(weight - compressed.dequantize().to(torch.float32), hessian).sum())
+    total = float(row_errors(weight, hessian).sum())
+    if compressed.mask is not None:
+        notes = notes | {"sparsity": 1 - float(compressed.mask.float().mean())}
+    return LayerResult(compressed, lost / total if total > 0 else 0.0, notes)

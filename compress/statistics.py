@@ -1,0 +1,101 @@
+"""What calibration knows about the input of a linear layer; collected once, used by pruning and quantization alike."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Second moments and ranges of the inputs `x [tokens, in]` of a linear layer.
+
+    Attributes:
+        hessian: `[in, in]` float32, mean over tokens of `x x^T` (symmetric, positive semidefinite); None if not collected.
+        abs_mean: `[in]` float32, mean of `|x|`.
+        minimum: `[in]` float32, smallest value of every channel.
+        maximum: `[in]` float32, largest value of every channel.
+        square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
+        tokens: how many tokens were seen.
+        finite: False when a NaN or Inf was among the inputs.
+    """
+
+    hessian: torch.Tensor | None
+    abs_mean: torch.Tensor
+    minimum: torch.Tensor
+    maximum: torch.Tensor
+    square_mean: torch.Tensor
+    tokens: int
+    finite: bool = True
+
+    @property
+    def columns(self) -> int:
+        """Width of the input."""
+        return self.abs_mean.shape[0]
+
+    def scaled(self, s: torch.Tensor) -> Statistics:
+        """Statistics of `x / s` for positive `s [in]`: what the layer sees after scales moved into its weights."""
+        s = s.to(self.abs_mean)
+        hessian = None if self.hessian is None else self.hessian / s[:, None] / s[None, :]
+        return replace(
+            self,
+            hessian=hessian,
+            abs_mean=self.abs_mean / s,
+            minimum=self.minimum / s,
+            maximum=self.maximum / s,
+            square_mean=self.square_mean / s.square(),
+        )
+
+
+class StatisticsCollector:
+    """Accumulates `Statistics` batch by batch in float32; memory is one `[in, in]` matrix, whatever the number of tokens.
+
+    `hessian=False` skips the second moments (methods that only need ranges).
+    """
+
+    def __init__(self, in_features: int, hessian: bool = True, device: torch.device | str = "cpu") -> None:
+        self.in_features = in_features
+        self._hessian = torch.zeros(in_features, in_features, device=device) if hessian else None
+        self._abs = torch.zeros(in_features, device=device)
+        self._square = torch.zeros(in_features, device=device)
+        self._minimum = torch.full((in_features,), torch.inf, device=device)
+        self._maximum = torch.full((in_features,), -torch.inf, device=device)
+        self._tokens = 0
+        self._finite = True
+
+    @torch.no_grad()
+    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding."""
+        x = x.reshape(-1, self.in_features)
+        if mask is not None:
+            x = x[mask.reshape(-1).to(x.device)]
+        if x.shape[0] == 0:
+            return
+        x = x.to(self._abs)
+        if self._hessian is not None:
+            self._hessian.addmm_(x.T, x)
+        self._square += x.square().sum(0)
+        low, high = torch.aminmax(x, dim=0)
+        torch.minimum(self._minimum, low, out=self._minimum)
+        torch.maximum(self._maximum, high, out=self._maximum)
+        self._abs += x.abs().sum(0)
+        self._tokens += x.shape[0]
+        # NaN and Inf both survive in the extremes, so two small reductions are enough.
+        self._finite = self._finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+
+    def finish(self) -> Statistics:
+        """The means so far. The collector hands its buffers over and cannot be used afterwards."""
+        tokens = max(self._tokens, 1)
+        if self._hessian is not None:
+            self._hessian /= tokens
+        none = self._tokens == 0
+        return Statistics(
+            hessian=self._hessian,
+            abs_mean=self._abs / tokens,
+            minimum=torch.zeros_like(self._abs) if none else self._minimum,
+            maximum=torch.zeros_like(self._abs) if none else self._maximum,
+            square_mean=self._square / tokens,
+            tokens=self._tokens,
+            finite=self._finite,
+        )

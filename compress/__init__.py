@@ -1,0 +1,69 @@
+"""Compress Hugging Face checkpoints once, offline: one recipe in, one self-describing artifact out.
+
+`compress.apply(recipe)` runs a recipe, `compress.plan(recipe)` says what it would do; `runtime.load(path)` runs the result.
+Heavy imports wait until a function is called.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from compress.pipeline.plan import Plan
+    from compress.pipeline.run import AppliedArtifact
+    from compress.recipe import Recipe
+
+__version__ = "0.1.0"
+
+__all__ = ["__version__", "apply", "plan"]
+
+
+def apply(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+    resume: bool = False,
+    overwrite: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+) -> AppliedArtifact:
+    """Compress a checkpoint as a recipe says.
+
+    Args:
+        recipe: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `compress.recipe.Recipe`.
+        model: a checkpoint directory or hub id, instead of the recipe's.
+        output: directory of the artifact, instead of the recipe's.
+        set: overrides as on the command line, such as `"calibration.samples=64"`.
+        resume: go on with an unfinished run in `output`.
+        overwrite: replace what an earlier run wrote to `output`.
+        device: where the work is done: `auto`, `cpu`, `cuda`, `cuda:1`.
+        quiet: no progress on stderr.
+
+    Returns:
+        The artifact: `path`, `metrics`, `manifest`.
+
+    Raises:
+        runtime.errors.RequestError: the request is wrong; nothing was changed.
+        runtime.errors.CompressError: the run failed, or its result exceeds a limit of `evaluate`.
+    """
+    from compress.pipeline import run
+    from compress.recipe import load
+
+    loaded = load(recipe, model=model, output=output, set=set)
+    return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
+
+
+def plan(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+) -> Plan:
+    """What `apply` would do with the same arguments: tensors, sizes, memory, disk, time. Nothing is run or written."""
+    from compress.pipeline.plan import make_plan
+    from compress.recipe import load
+
+    return make_plan(load(recipe, model=model, output=output, set=set))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import itertools
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,7 @@ class CalibrationData:
         rows: rows drawn.
         description: one line, for the log and the report.
         sha256: of shapes, ids and masks.
-        warnings: sentences the user should see, such as fewer rows than asked for.
+        warning: a sentence the user should see (fewer rows than asked for), or empty.
     """
 
     batches: list[tuple[torch.Tensor, torch.Tensor]]
@@ -40,7 +40,7 @@ class CalibrationData:
     rows: int
     description: str
     sha256: str
-    warnings: list[str] = field(default_factory=list)
+    warning: str = ""
 
 
 def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> CalibrationData:
@@ -70,10 +70,10 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
     else:
         rows, mask = _padded(config, documents_read, tokenizer)
     check_vocabulary(rows[mask], vocab_size, config, where)
-    warnings = []
+    warning = ""
     if len(rows) < config.samples:
         unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
-        warnings.append(config.at("samples", f"{where} has only {len(rows)} {unit}; {config.samples} were asked for"))
+        warning = config.at("samples", f"{where} has only {len(rows)} {unit}; {config.samples} were asked for")
     tokens = int(mask.sum())
     kind = "packed" if config.packing else "padded"
     shape = f"{len(rows)} {kind} rows of {rows.shape[1]} tokens"
@@ -83,7 +83,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         rows=len(rows),
         description=f"{shape} from {where}, seed {config.seed} ({tokens:,} tokens)",
         sha256=_digest(rows, mask),
-        warnings=warnings,
+        warning=warning,
     )
 
 

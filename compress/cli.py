@@ -1,0 +1,142 @@
+"""The command line. Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted.
+
+Every command is a module of `compress.commands` with `register(app)`. Only the module of the command that was typed is
+imported; `--help` and completion import all of them, which stays cheap because they import torch inside their functions.
+"""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import json
+import sys
+import traceback
+from collections.abc import Iterable
+
+import typer
+
+from compress import __version__
+from compress.recipe.nearest import did_you_mean
+from runtime.errors import CompressError
+
+COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "generate", "report", "recipes", "methods")
+_GLOBAL_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion", "--debug")
+
+_HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
+
+\b
+Start here:
+  compress recipes                            ready recipes
+  compress plan  llama_w4_sparse              what a recipe would do; nothing is run
+  compress apply llama_w4_sparse              compress the bundled model
+  compress generate out/llama_w4_sparse "def read_lines(path):"
+"""
+
+
+def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
+    """The application with the given commands."""
+    app = typer.Typer(
+        name="compress", help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+        context_settings={"help_option_names": ["-h", "--help"]},
+    )  # fmt: skip
+
+    @app.callback()
+    def options(
+        version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
+        debug: bool = typer.Option(
+            False, "--debug", help="Show the traceback of an error; stands anywhere in the line."
+        ),
+    ) -> None:
+        pass
+
+    for name in commands:
+        importlib.import_module(f"compress.commands.{name}").register(app)
+    return app
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Run one command line and return its exit code; every error is one sentence on stderr (with `--json`, also on stdout)."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
+    options = given[: given.index("--")] if "--" in given else given
+    debug = "--debug" in options
+    if debug:
+        given.remove("--debug")
+    try:
+        code = _run(given)
+        sys.stdout.flush()
+        return code
+    except KeyboardInterrupt:
+        hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
+        return _fail(f"interrupted{hint}", 130, options, debug)
+    except BrokenPipeError:
+        # The reader of stdout (`head`, say) has seen enough. Python would complain once more when it flushes at exit.
+        sys.stdout = None  # type: ignore[assignment]
+        return 0
+    except CompressError as error:
+        return _fail(str(error), error.exit_code, options, debug)
+    except MemoryError:
+        return _fail("out of memory; a smaller calibration.batch_size or sequence_length needs less", 1, options, debug)
+    except OSError as error:
+        return _fail(_os_error(error), 1, options, debug)
+    except Exception as error:
+        if hasattr(
+            error, "format_message"
+        ):  # typer's own errors; which module they live in differs between its versions
+            return _fail(_usage(error), 2, options, debug)
+        if type(error).__name__ == "Abort":
+            return _fail("interrupted", 130, options, debug)
+        if type(error).__name__ == "OutOfMemoryError":
+            text = "the device is out of memory; a smaller calibration.batch_size needs less, --device cpu uses the machine's"
+            return _fail(text, 1, options, debug)
+        first = (str(error).strip().splitlines() or [""])[0]
+        hint = "" if debug else "; --debug shows where"
+        return _fail(f"unexpected {type(error).__name__}: {first}{hint}", 1, options, debug)
+
+
+def _run(arguments: list[str]) -> int:
+    command = next((argument for argument in arguments if not argument.startswith("-")), None)
+    if command is not None and arguments[0] == command and command not in COMMANDS:
+        _say(f"no command '{command}'{did_you_mean(command, COMMANDS) or '.'} Commands: {', '.join(COMMANDS)}")
+        if "--json" in arguments:
+            print(json.dumps({"error": f"no command '{command}'", "exit_code": 2}))
+        return 2
+    wanted = (command,) if command in COMMANDS and arguments[0] == command else COMMANDS
+    result = build(wanted)(args=arguments, prog_name="compress", standalone_mode=False)
+    return result if isinstance(result, int) else 0
+
+
+def _fail(message: str, code: int, arguments: list[str], debug: bool) -> int:
+    if debug:
+        traceback.print_exc()
+    _say(message)
+    if "--json" in arguments:
+        print(json.dumps({"error": message, "exit_code": code}), flush=True)
+    return code
+
+
+def _say(message: str) -> None:
+    print(f"compress: {message}", file=sys.stderr)
+
+
+def _usage(error: BaseException) -> str:
+    context = getattr(error, "ctx", None)
+    where = context.command_path if context is not None else "compress"
+    message = error.format_message().strip()  # type: ignore[attr-defined]
+    return f"{message.rstrip('.')}; see '{where} --help'"
+
+
+def _os_error(error: OSError) -> str:
+    where = f" ({error.filename})" if error.filename else ""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        return f"the disk is full{where}; free some space and go on with the same command and --resume"
+    return f"{error.strerror or error}{where}"
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(__version__)
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    sys.exit(main())

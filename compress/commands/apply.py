@@ -1,0 +1,127 @@
+"""`compress apply`: run a recipe, show what it cost and won, and let the artifact speak."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
+from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from runtime.errors import CompressError
+
+SAMPLE_TOKENS = 48
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("apply")(apply)
+
+
+def apply(
+    recipe: str = RECIPE,
+    model: str | None = MODEL,
+    output: Path | None = OUTPUT,
+    set_: list[str] = SET,
+    resume: bool = typer.Option(False, "--resume", help="Go on with an unfinished run in the output directory."),
+    overwrite: bool = typer.Option(
+        False, "--overwrite", help="Replace what an earlier run wrote to the output directory."
+    ),
+    device: str = DEVICE,
+    prompt: str | None = typer.Option(
+        None,
+        "--prompt",
+        help="Let the artifact continue this text at the end (default: the recipe's `sample`; '' for none).",
+    ),
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Compress a checkpoint as a recipe says.
+
+    The output is a Hugging Face directory that `runtime.load()` runs. A run that was interrupted, even by kill -9, goes on
+    with --resume and ends with the same bytes. Exit code 1 with a complete artifact: a limit of `evaluate` is exceeded.
+
+    \b
+    Examples:
+      compress apply llama_w4_sparse
+      compress apply recipes/llama_w4.yaml --model ~/models/my-llama --output out/my-llama-w4
+      compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
+      compress apply llama_w4 --resume
+    """
+    from compress.recipe import load
+
+    loaded = load(recipe, model=model, output=output, set=set_)
+    failure: CompressError | None = None
+    with stdout_reserved(as_json):
+        from compress.pipeline.run import LimitError
+        from compress.pipeline.run import apply as run
+
+        try:
+            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
+        except LimitError as error:
+            artifact, failure = error.result, error
+        wanted = prompt if prompt is not None else loaded.sample
+        text = _sample(artifact.path, wanted, device) if wanted else None
+    result = _result(artifact)
+    if text is not None:
+        result["sample"] = {"prompt": wanted, "text": text}
+    if failure is not None:
+        result |= {"error": str(failure), "exit_code": failure.exit_code}
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    if failure is not None:
+        print(f"compress: {failure}", file=sys.stderr)
+        raise typer.Exit(failure.exit_code)
+
+
+def _sample(path: Path, prompt: str, device: str) -> str:
+    import runtime
+
+    return str(runtime.load(path, device=device).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+
+
+def _result(artifact: Any) -> dict[str, Any]:
+    return {
+        "path": str(artifact.path),
+        "bytes": artifact.manifest["bytes"],
+        "metrics": artifact.metrics,
+        "seconds": artifact.seconds,
+        "peak_memory": artifact.peak_memory,
+        "warnings": artifact.warnings,
+    }
+
+
+def _show(result: dict[str, Any]) -> None:
+    before, after = result["bytes"]["before"], result["bytes"]["after"]
+    rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    metrics = result["metrics"]
+    if "after" in metrics:
+        old, new = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
+        rows.append(
+            ("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", f"{metrics['perplexity_increase']:+.1%}")
+        )
+        rows.append(("KL to the original, nats a token", "", f"{metrics['kl']:.4g}", ""))
+        rows.append(("same most likely token", "", f"{metrics['top1_agreement']:.1%}", ""))
+    print_table("", ("", "before", "after", ""), rows, right=(1, 2))
+    times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
+    print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")
+    path = _quoted(result["path"])
+    if "sample" in result:
+        print(
+            f"\nThe artifact continues {json.dumps(result['sample']['prompt'], ensure_ascii=False)}:\n{result['sample']['text']}"
+        )
+    print(f"\nWritten to {result['path']}. Next:")
+    print(f'  compress generate {path} "import os"      let it write')
+    print(f"  compress inspect {path} --verify          what is stored, and whether it is intact")
+    print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          every layer, every byte")
+
+
+def _quoted(text: str) -> str:
+    import shlex
+
+    return shlex.quote(text)

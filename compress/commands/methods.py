@@ -1,0 +1,100 @@
+"""`compress methods`: what a stage of a recipe can be, and which fields it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, print_table
+from compress.recipe.nearest import did_you_mean, listing
+from runtime.errors import RequestError
+
+_JSON = typer.Option(False, "--json", help="Print one JSON object.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    group = typer.Typer(help="List the methods, or show one with its fields.", invoke_without_command=True)
+    group.callback()(list_methods)
+    group.command("show")(show_method)
+    app.add_typer(group, name="methods")
+
+
+def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
+    """List the methods, or show one with its fields.
+
+    \b
+    Examples:
+      compress methods
+      compress methods show gptq
+    """
+    if context.invoked_subcommand is not None:
+        return
+    found = list(_methods())
+    if as_json:
+        print_json(
+            {"methods": [{"name": method.name, "stage": kind, "summary": method.summary} for kind, method in found]}
+        )
+        return
+    rows = [(kind, method.name, method.summary) for kind, method in found]
+    print_table("", ("stage", "method", "what it does"), rows)
+    print("Fields, defaults and the paper: compress methods show NAME")
+
+
+def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = _JSON) -> None:
+    """Print what a method does, its paper, and every field that a recipe may give it."""
+    found = [(kind, method) for kind, method in _methods() if method.name == name]
+    if not found:
+        names = [method.name for _, method in _methods()]
+        raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names)}")
+    described = [_describe(kind, method) for kind, method in found]
+    if as_json:
+        print_json(described[0] if len(described) == 1 else {"methods": described})
+        return
+    for entry in described:
+        print(f"{entry['stage']}: {{method: {entry['name']}}}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
+        for field in entry["fields"]:
+            print(f"  {field['name']}: {field['type']} (default: {field['default']})\n      {field['description']}")
+
+
+def _methods() -> Iterator[tuple[str, Any]]:
+    from compress.recipe.stages import KINDS
+
+    for kind in KINDS.values():
+        for method in kind.methods().values():
+            yield kind.name, method
+
+
+def _describe(kind: str, method: Any) -> dict[str, Any]:
+    from compress.recipe.problems import describe_field
+
+    fields = [
+        {
+            "name": name,
+            "type": describe_field(field),
+            "default": "required" if field.is_required() else _default(field.get_default(call_default_factory=True)),
+            "description": field.description or "",
+        }
+        for name, field in method.config.model_fields.items()
+        if name != "method"
+    ]
+    return {
+        "name": method.name,
+        "stage": kind,
+        "summary": method.summary,
+        "description": inspect.getdoc(method.config) or method.summary,
+        "paper": method.paper,
+        "needs": sorted(method.needs),
+        "fields": fields,
+    }
+
+
+def _default(value: Any) -> str:
+    if value is None:
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"[{', '.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)

@@ -1,0 +1,23 @@
+"""Options that several commands share."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import typer
+
+
+def _complete_recipe(incomplete: str) -> list[str]:
+    from compress.resources import bundled_recipes
+
+    here = [str(path) for path in Path().glob("*.yaml")]
+    return [name for name in [*bundled_recipes(), *here] if name.startswith(incomplete)]
+
+
+RECIPE = typer.Argument(
+    ..., help="A recipe file, or the name of a bundled one (`compress recipes`).", autocompletion=_complete_recipe
+)
+MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
+OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
+SET = typer.Option([], "--set", help="KEY=VALUE: change the recipe, such as stages.0.quantize.bits=3; may be repeated.")
+DEVICE = typer.Option("auto", "--device", help="Where the work is done: auto, cpu, cuda, cuda:1.")

@@ -1,0 +1,73 @@
+"""Printing: tables for people, one JSON object for programs, and units."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+
+def print_json(value: Any) -> None:
+    """One JSON object on stdout. NaN and infinity, which JSON does not know, become null."""
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str), flush=True)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and (value != value or value in (float("inf"), float("-inf"))):
+        return None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value
+
+
+@contextmanager
+def stdout_reserved(reserved: bool) -> Iterator[None]:
+    """While a command with --json works, whatever a library prints goes to stderr."""
+    if not reserved:
+        yield
+        return
+    stdout, sys.stdout = sys.stdout, sys.stderr
+    try:
+        yield
+    finally:
+        sys.stdout = stdout
+
+
+def print_table(
+    title: str, columns: Sequence[str], rows: Sequence[Sequence[object]], right: Sequence[int] = ()
+) -> None:
+    """A table on stdout; the columns whose numbers are in `right` are right-aligned."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False, show_header=any(columns)
+    )
+    for number, column in enumerate(columns):
+        table.add_column(column, justify="right" if number in right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(str(cell)) for cell in row))
+    Console().print(table)
+
+
+def size(count: float) -> str:
+    """Bytes in words: `12.3 MB` (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")
+
+
+def duration(seconds: float) -> str:
+    """Seconds in words: `8.1 s`, `2 min 05 s`, `1 h 10 min`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,69 @@
+"""`compress plan`: what a recipe would do, without doing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
+from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from runtime.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("plan")(plan)
+
+
+def plan(
+    recipe: str = RECIPE,
+    model: str | None = MODEL,
+    output: Path | None = OUTPUT,
+    set_: list[str] = SET,
+    device: str = DEVICE,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Say what `apply` would do: tensors, sizes, memory, disk, time. Nothing is run, nothing is written.
+
+    Exit code 2 when the run could not fit; `apply` makes the same check before it starts.
+
+    \b
+    Examples:
+      compress plan llama_w4_sparse
+      compress plan recipes/llama_w4.yaml --model ~/models/my-llama --json
+    """
+    from compress.recipe import load
+
+    loaded = load(recipe, model=model, output=output, set=set_)
+    with stdout_reserved(as_json):
+        from compress.pipeline.plan import make_plan
+
+        made = make_plan(loaded, device=device)
+    result = made.to_dict()
+    problem = RequestError("; ".join(made.problems)) if made.problems else None
+    if as_json:
+        if problem is not None:
+            result |= {"error": str(problem), "exit_code": problem.exit_code}
+        print_json(result)
+        if problem is not None:
+            raise typer.Exit(problem.exit_code)
+        return
+    _show(result)
+    if problem is not None:
+        raise problem
+
+
+def _show(result: dict[str, Any]) -> None:
+    rows = []
+    for tensor in result["tensors"]:
+        how = ", ".join(part for part in (tensor["method"], tensor["format"]) if part)
+        rows.append((tensor["name"], tensor["action"], how, size(tensor["bytes_before"]), size(tensor["bytes_after"])))
+    print_table("", ("tensor", "what happens", "method, format", "before", "after"), rows, right=(3, 4))
+    before, after = result["bytes_before"], result["bytes_after"]
+    print(f"Model: {result['model']}    Output: {result['output']}")
+    print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
+    print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
+    print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
+    print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}")

@@ -1,0 +1,67 @@
+"""`compress recipes`: what comes with the package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, print_table
+
+_JSON = typer.Option(False, "--json", help="Print one JSON object.")
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    group = typer.Typer(help="List the bundled recipes, or show one.", invoke_without_command=True)
+    group.callback()(list_recipes)
+    group.command("show")(show_recipe)
+    app.add_typer(group, name="recipes")
+
+
+def list_recipes(context: typer.Context, as_json: bool = _JSON) -> None:
+    """List the bundled recipes, or show one.
+
+    \b
+    Examples:
+      compress recipes
+      compress recipes show llama_w4              print it: the start of your own
+      compress recipes show llama_w4 > mine.yaml
+    """
+    if context.invoked_subcommand is not None:
+        return
+    entries = _entries()
+    if as_json:
+        print_json({"recipes": entries})
+        return
+    rows = [(entry["name"], ", ".join(entry["stages"]), entry["description"]) for entry in entries]
+    print_table("", ("recipe", "stages", "what it does"), rows)
+    print("Run one with: compress apply NAME          Read one with: compress recipes show NAME")
+
+
+def show_recipe(
+    name: str = typer.Argument(..., help="Name of a bundled recipe, or a file."), as_json: bool = _JSON
+) -> None:
+    """Print a recipe as it is written; with --json, validated and with every default filled in."""
+    from compress.recipe import find_recipe
+
+    path = find_recipe(name)
+    if as_json:
+        from compress.recipe import load
+
+        print_json({"path": str(path), "recipe": load(path).resolved()})
+    else:
+        print(path.read_text(encoding="utf-8"), end="")
+
+
+def _entries() -> list[dict[str, Any]]:
+    # Reads the files without validating them: that would import the methods, and with them torch.
+    from compress.recipe.yaml_source import parse
+    from compress.resources import bundled_recipes
+
+    entries = []
+    for name, path in bundled_recipes().items():
+        data, _ = parse(path.read_text(encoding="utf-8"), str(path))
+        stages = [f"{kind} ({fields['method']})" for stage in data["stages"] for kind, fields in stage.items()]
+        entries.append({"name": name, "description": data["description"], "stages": stages, "path": str(path)})
+    return entries

@@ -44,7 +44,9 @@ def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_co
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
     except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
-        raise ArtifactError(f"config.json describes no causal language model that can be built: {_first_line(error)}") from error
+        raise ArtifactError(
+            f"config.json describes no causal language model that can be built: {_first_line(error)}"
+        ) from error
     model.eval()
     model.requires_grad_(False)
     materialise_buffers(model)
@@ -72,7 +74,9 @@ def materialise_buffers(model: PreTrainedModel) -> None:
             results.append({b: module._buffers[b].clone() for b in missing})  # type: ignore[union-attr]
         for buffer in missing:
             if not torch.equal(results[0][buffer], results[1][buffer]):
-                raise CompressError(f"buffer {name}.{buffer} is not stored in the checkpoint and transformers cannot recompute it")
+                raise CompressError(
+                    f"buffer {name}.{buffer} is not stored in the checkpoint and transformers cannot recompute it"
+                )
 
 
 def _on_meta(module: nn.Module, buffer: str) -> bool:
@@ -108,7 +112,9 @@ def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
             if best is None or size > best[0]:
                 best = (size, f"{prefix}.{name}" if prefix else name, module)
     if best is None:
-        raise CompressError(f"{type(model).__name__} has no list of repeated blocks, so it cannot be compressed block by block")
+        raise CompressError(
+            f"{type(model).__name__} has no list of repeated blocks, so it cannot be compressed block by block"
+        )
     return best[1], best[2]
 
 

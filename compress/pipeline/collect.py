@@ -7,6 +7,7 @@ layers of a group are those that were handed the very same tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,7 +69,7 @@ def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) 
         if name and not list(module.children()):
             handles.append(module.register_forward_hook(on_output(name)))
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             run()
     finally:
         for handle in handles:
@@ -107,12 +108,10 @@ def collect(
     for position, group in enumerate(groups):
         handles.append(block.get_submodule(group.members[0]).register_forward_pre_hook(hook_for(position)))
     try:
-        with torch.inference_mode():
+        with torch.no_grad():
             for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
-                try:
+                with suppress(_CollectedError):
                     run()
-                except _CollectedError:
-                    pass
     finally:
         for handle in handles:
             handle.remove()

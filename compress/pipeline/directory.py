@@ -55,7 +55,9 @@ class RunDirectory:
             self._clear()
             return
         if not resume:
-            raise RequestError(f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory")
+            raise RequestError(
+                f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory"
+            )
         before = _read_json(state)
         different = sorted(key for key in set(before) | set(identity) if before.get(key) != identity.get(key))
         if different:

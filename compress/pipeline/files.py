@@ -40,7 +40,9 @@ def write_json(target: Path, value: Any) -> None:
 
 def sha256(path: Path) -> str:
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(path)
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(path)
+        )
 
 
 def _sha256_slow(path: Path) -> str:  # Python 3.10 has no hashlib.file_digest
@@ -82,5 +84,7 @@ def disk_errors(what: str) -> Iterator[None]:
         number = getattr(error, "errno", None)
         full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
         if full:
-            raise CompressError(f"the disk is full while {what}; free some space and run the same command with --resume") from error
+            raise CompressError(
+                f"the disk is full while {what}; free some space and run the same command with --resume"
+            ) from error
         raise

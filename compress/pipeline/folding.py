@@ -53,7 +53,7 @@ class Fold:
         return scale.view(-1, 1, self.width).expand(-1, self.repeat, self.width).reshape(-1)
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, torch.Tensor]) -> torch.Tensor:
     """Divide the producer by `scale` `[producer channels]` and multiply the consumers' columns; returns the exact column scale.
 
@@ -61,22 +61,22 @@ def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, tor
     in the model's dtype, so the consumers take the scale that its rounding really left.
     """
     producer = block.get_submodule(place.producer)
+    weight, bias = producer._parameters["weight"], producer._parameters.get("bias")
+    assert weight is not None
     if isinstance(producer, nn.Linear):
         work[place.producer] /= scale.unsqueeze(1)
-        producer.weight.data = work[place.producer].to(producer.weight.dtype)
-        if producer.bias is not None:
-            producer.bias.data = (producer.bias.float() / scale).to(producer.bias.dtype)
+        producer.weight.data = work[place.producer].to(weight.dtype)
     else:
-        old = producer.weight.data.float() + place.offset
-        rounded = (old / scale - place.offset).to(producer.weight.dtype)  # type: ignore[union-attr, operator]
+        old = weight.data.float() + place.offset
+        rounded = (old / scale - place.offset).to(weight.dtype)
         new = rounded.float() + place.offset
-        exact = (new != 0) & (old != 0)
-        if getattr(producer, "bias", None) is None:
+        if bias is None:
             # With a bias both parts must shrink by the same factor, so only bias-free norms can give the rounding back.
+            exact = (new != 0) & (old != 0)
             scale = torch.where(exact, old / torch.where(exact, new, torch.ones_like(new)), scale)
-        else:
-            producer.bias.data = (producer.bias.data.float() / scale).to(producer.bias.dtype)  # type: ignore[union-attr, operator]
-        producer.weight.data = rounded
+        weight.data = rounded
+    if bias is not None:
+        bias.data = (bias.data.float() / scale).to(bias.dtype)
     columns = place.expanded(scale)
     for name in place.consumers:
         work[name] *= columns
@@ -109,11 +109,17 @@ def find_folds(
     return places
 
 
-def _candidates(block: nn.Module, group: InputGroup, consumers: tuple[str, ...], all_groups: list[InputGroup]) -> list[Fold]:
+def _candidates(
+    block: nn.Module, group: InputGroup, consumers: tuple[str, ...], all_groups: list[InputGroup]
+) -> list[Fold]:
     if group.source is not None:
         source = block.get_submodule(group.source)
         weight = getattr(source, "weight", None)
-        if not isinstance(source, nn.Linear) and isinstance(weight, torch.Tensor) and tuple(weight.shape) == (group.in_features,):
+        if (
+            not isinstance(source, nn.Linear)
+            and isinstance(weight, torch.Tensor)
+            and tuple(weight.shape) == (group.in_features,)
+        ):
             return [Fold(group.source, consumers, offset) for offset in (0.0, 1.0)]
     found = []
     for other in all_groups:
@@ -131,19 +137,30 @@ def _candidates(block: nn.Module, group: InputGroup, consumers: tuple[str, ...],
     return found
 
 
-@torch.inference_mode()
+@torch.no_grad()
 def _preserves(block: nn.Module, place: Fold, run: Callable[[], torch.Tensor], reference: torch.Tensor) -> bool:
     """Try `place` with random scales in float32 and undo it."""
     producer = block.get_submodule(place.producer)
-    saved = {(n, k): p.data for n in (place.producer, *place.consumers) for k, p in block.get_submodule(n).named_parameters(recurse=False)}
+    saved = {
+        (n, k): p.data
+        for n in (place.producer, *place.consumers)
+        for k, p in block.get_submodule(n).named_parameters(recurse=False)
+    }
     weight = producer.weight
     assert isinstance(weight, torch.Tensor)
     channels = weight.shape[0]
-    scale = torch.linspace(0.5, 2.0, channels, device=weight.device)[torch.randperm(channels, generator=torch.Generator().manual_seed(channels))]
+    scale = torch.linspace(0.5, 2.0, channels, device=weight.device)[
+        torch.randperm(channels, generator=torch.Generator().manual_seed(channels))
+    ]
     try:
         for (name, key), value in saved.items():
             block.get_submodule(name)._parameters[key] = nn.Parameter(value.float(), requires_grad=False)
-        work = {n: p.data.clone() for n in (place.producer, *place.consumers) if isinstance(m := block.get_submodule(n), nn.Linear) for p in [m.weight]}
+        work = {
+            n: p.data.clone()
+            for n in (place.producer, *place.consumers)
+            if isinstance(m := block.get_submodule(n), nn.Linear)
+            for p in [m.weight]
+        }
         fold(block, place, scale, work)
         change = (run() - reference).norm() / reference.norm().clamp_min(1e-12)
         return bool(change < TOLERANCE)

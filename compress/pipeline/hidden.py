@@ -13,63 +13,69 @@ from compress.pipeline.files import sync_directory
 
 
 class HiddenStates:
-    """`count` tensors `[b, s, hidden]`. `spill` names a directory to keep them in instead of memory."""
+    """`count` tensors `[b, s, hidden]`. `spill` names a directory to keep them in instead of memory.
+
+    On disk there are always two generations: `get` reads the committed one and `put` writes the next, which `persist` commits.
+    In memory `put` replaces at once. So what a resume starts from is never written over.
+    """
 
     def __init__(self, count: int, spill: Path | None = None) -> None:
         self.count = count
-        self.directory = spill
+        self._scratch = spill
+        self._current: Path | None = None
         self._memory: dict[int, torch.Tensor] = {}
         if spill is not None:
             shutil.rmtree(spill, ignore_errors=True)
             spill.mkdir(parents=True)
 
     def put(self, index: int, value: torch.Tensor) -> None:
-        if self.directory is None:
+        if self._scratch is None:
             self._memory[index] = value.detach().clone()
         else:
-            save_file({"hidden": value.detach().contiguous().cpu()}, self.directory / _name(index))
+            save_file({"hidden": value.detach().contiguous().cpu()}, self._scratch / batch_file(index))
 
     def get(self, index: int) -> torch.Tensor:
-        if self.directory is None:
+        if self._scratch is None:
             return self._memory[index]
-        with safe_open(self.directory / _name(index), framework="pt") as file:
+        with safe_open((self._current or self._scratch) / batch_file(index), framework="pt") as file:
             return file.get_tensor("hidden")
 
     def persist(self, target: Path) -> None:
         """Make `target` a directory that `load` reads back, all of it or nothing (written beside, then renamed)."""
-        temporary = target.with_name(target.name + ".tmp")
-        if self.directory is None:
+        if self._scratch is None:
+            temporary = target.with_name(target.name + ".tmp")
             shutil.rmtree(temporary, ignore_errors=True)
             temporary.mkdir(parents=True)
             for index, value in self._memory.items():
-                save_file({"hidden": value.contiguous().cpu()}, temporary / _name(index))
+                save_file({"hidden": value.contiguous().cpu()}, temporary / batch_file(index))
         else:
-            shutil.rmtree(temporary, ignore_errors=True)
-            self.directory.rename(temporary)
-            self.directory = target
+            temporary = self._scratch
         shutil.rmtree(target, ignore_errors=True)
         sync_directory(temporary, files=True)
         temporary.rename(target)
         sync_directory(target.parent)
+        if self._scratch is not None:
+            self._scratch.mkdir(parents=True)
+            self._current = target
 
     @classmethod
-    def load(cls, source: Path, count: int, spill: bool) -> HiddenStates:
-        """Read back what `persist` wrote; into memory unless `spill`."""
-        states = cls(count)
-        if spill:
-            states.directory = source
+    def load(cls, source: Path, count: int, spill: Path | None) -> HiddenStates:
+        """Read back what `persist` wrote: into memory, or left on disk when `spill` names where the next generation goes."""
+        states = cls(count, spill)
+        if spill is not None:
+            states._current = source
         else:
             for index in range(count):
-                with safe_open(source / _name(index), framework="pt") as file:
+                with safe_open(source / batch_file(index), framework="pt") as file:
                     states._memory[index] = file.get_tensor("hidden")
         return states
 
     def drop(self) -> None:
-        """Free the memory or the files."""
+        """Free the memory, and the files that nothing will resume from."""
         self._memory.clear()
-        if self.directory is not None:
-            shutil.rmtree(self.directory, ignore_errors=True)
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
 
 
-def _name(index: int) -> str:
+def batch_file(index: int) -> str:
     return f"batch-{index:05d}.safetensors"

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +28,21 @@ class _PreludeDoneError(Exception):
     """Raised by the last recorder: nothing after the blocks is wanted."""
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: remembers how it was called and passes its hidden states on unchanged."""
+class _TailDoneError(Exception):
+    """Raised at the output head when only its input is wanted."""
 
-    def __init__(self, block: nn.Module, sink: Callable[[torch.Tensor, dict[str, Any]], None]) -> None:
+
+class _Recorder(nn.Module):
+    """Stands in for a block: tells `sink` how it was called, and hands on its hidden states (or `instead`) unchanged."""
+
+    def __init__(
+        self,
+        block: nn.Module,
+        sink: Callable[[torch.Tensor, dict[str, Any]], None],
+        instead: torch.Tensor | None = None,
+    ) -> None:
         super().__init__()
+        self.__dict__["_instead"] = instead
         self.__dict__["_block"] = block  # not registered: the recorder must have no parameters of its own
         self.__dict__["_sink"] = sink
 
@@ -43,7 +53,8 @@ class _Recorder(nn.Module):
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(self._block.forward).parameters)
         self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
-        return (hidden_states,) if _returns_tuple(self._block) else hidden_states
+        value = hidden_states if self._instead is None else self._instead
+        return (value,) if _returns_tuple(self._block) else value
 
 
 def _returns_tuple(block: nn.Module) -> bool:
@@ -56,8 +67,11 @@ class StreamedModel:
     Args:
         checkpoint: where the tensors come from.
         device: where blocks run.
-        install: called with (model, qualified prefix of a block or "") right after the skeleton exists; an artifact's reader
-            replaces Linear modules there by compressed ones. None for plain checkpoints.
+        install: called with the model right after the skeleton exists; an artifact's reader replaces Linear modules there by
+            compressed ones. None for plain checkpoints.
+        loaded: a context manager that is entered with (part of the model, name prefix to leave alone) once the tensors of that
+            part are there, and left before they go.
+        dtype: what the model computes in; default the dtype that most stored elements have.
     """
 
     def __init__(
@@ -65,12 +79,15 @@ class StreamedModel:
         checkpoint: Checkpoint,
         device: str | torch.device = "cpu",
         install: Callable[[nn.Module], None] | None = None,
+        loaded: Callable[[nn.Module, str | None], AbstractContextManager[None]] | None = None,
+        dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
     ) -> None:
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         self.config = read_config(checkpoint.path, trust_remote_code)
-        self.dtype = _main_dtype(checkpoint)
+        self.dtype = dtype or _main_dtype(checkpoint)
+        self._loaded = loaded
         self.model = build_skeleton(self.config, self.dtype, trust_remote_code)
         if install is not None:
             install(self.model)
@@ -78,13 +95,15 @@ class StreamedModel:
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
         tied = tied_names(self.model)
         stored = set(checkpoint.names())
-        expected = dict(self.model.named_parameters(remove_duplicate=False))
+        expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
         # A tied parameter need not be stored; when it is, it must be the tensor it is tied to.
         missing = sorted(n for n in expected if n not in stored and not (n in tied and tied[n] in stored))
         if missing:
             more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise ArtifactError(f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it")
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
+            )
         self.extra = sorted(stored - set(expected))
         for name, value in expected.items():
             if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
@@ -116,7 +135,11 @@ class StreamedModel:
             if self.checkpoint.has(source):
                 set_tensor(self.model, name, self.model.get_parameter(source).data)
         for name, buffer in self.model.named_buffers():
-            if not name.startswith(self.blocks_name + ".") and buffer.device != self.device and buffer.device.type != "meta":
+            if (
+                not name.startswith(self.blocks_name + ".")
+                and buffer.device != self.device
+                and buffer.device.type != "meta"
+            ):
                 set_tensor(self.model, name, buffer.to(self.device))
 
     @contextmanager
@@ -132,7 +155,8 @@ class StreamedModel:
             if buffer.device.type not in ("meta", self.device.type):
                 set_tensor(block, name, buffer.to(self.device))
         try:
-            yield block
+            with self._loaded(block, None) if self._loaded is not None else nullcontext():
+                yield block
         finally:
             release(block)
 
@@ -178,7 +202,9 @@ class StreamedModel:
         finally:
             setattr(parent, leaf, self.blocks)
         if len(calls) != len(self.blocks):
-            raise CompressError(f"{type(self.model).__name__} ran {len(calls)} of its {len(self.blocks)} blocks; it cannot be streamed")
+            raise CompressError(
+                f"{type(self.model).__name__} ran {len(calls)} of its {len(self.blocks)} blocks; it cannot be streamed"
+            )
         return first[0], calls
 
     def run_block(self, index: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -188,43 +214,55 @@ class StreamedModel:
 
     @torch.inference_mode()
     def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What enters the output head, given the last block's output: found by running the model with pass-through blocks."""
-        return self._run_tail(hidden)[0]
+        """What enters the output head `[b, s, hidden]`, given the last block's output: after the final norm, usually."""
+        seen: list[torch.Tensor] = []
+
+        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            seen.append(args[0])
+            raise _TailDoneError
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(hook)
+        try:
+            self._run_tail(hidden)
+        except _TailDoneError:
+            pass
+        finally:
+            handle.remove()
+        return seen[0]
 
     @torch.inference_mode()
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits `[b, s, vocab]` (model dtype) given the last block's output."""
-        return self._run_tail(hidden)[1]
+        return self._run_tail(hidden)
 
-    def _run_tail(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Run everything after the blocks by letting the blocks hand on `hidden`: final norm, head, and scaling the family does."""
-        seen: list[torch.Tensor] = []
-
-        class Replace(nn.Module):
-            def __init__(self, block: nn.Module) -> None:
-                super().__init__()
-                self.__dict__["_block"] = block
-
-            def __getattr__(self, name: str) -> Any:
-                return getattr(self.__dict__["_block"], name)
-
-            def forward(self, *args: Any, **kwargs: Any) -> Any:
-                value = hidden
-                return (value,) if _returns_tuple(self._block) else value
-
+    def _run_tail(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Run all that comes after the blocks, by letting blocks that only hand on `hidden` stand in for them."""
         parent_name, _, leaf = self.blocks_name.rpartition(".")
         parent = self.model.get_submodule(parent_name)
-        head = self.model.get_output_embeddings()
-        handle = head.register_forward_pre_hook(lambda _m, args: seen.append(args[0])) if head is not None else None
-        setattr(parent, leaf, nn.ModuleList(Replace(block) for block in self.blocks))
+        setattr(parent, leaf, nn.ModuleList(_Recorder(block, lambda _h, _k: None, hidden) for block in self.blocks))
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
         try:
-            logits = self.model(input_ids=ids, use_cache=False).logits
+            with self._loaded(self.model, self.blocks_name + ".") if self._loaded is not None else nullcontext():
+                return self.model(input_ids=ids, use_cache=False).logits
         finally:
             setattr(parent, leaf, self.blocks)
-            if handle is not None:
-                handle.remove()
-        return (seen[0] if seen else hidden), logits
+
+
+def run_blocks(
+    streamed: StreamedModel, batches: list[Batch], spill: Path | None, on_block: Callable[[int], None] | None = None
+) -> HiddenStates:
+    """Hidden states after the last block for every batch."""
+    states = HiddenStates(len(batches), spill)
+    streamed.load_outside()
+    streamed.prelude(batches, states)
+    with torch.inference_mode():
+        for index in range(len(streamed.blocks)):
+            with streamed.loaded_block(index):
+                for number, batch in enumerate(batches):
+                    states.put(number, streamed.run_block(index, states.get(number), batch))
+            if on_block is not None:
+                on_block(index)
+    return states
 
 
 def _call_key(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
@@ -261,7 +299,3 @@ def release(module: nn.Module) -> None:
         for key, buffer in child._buffers.items():
             if buffer is not None and key not in child._non_persistent_buffers_set:
                 child._buffers[key] = torch.empty_like(buffer, device="meta")
-
-
-def artifact_path(path: str | Path) -> Path:
-    return Path(path)

@@ -1,0 +1,208 @@
+"""Compress the linear layers of one block: transforms, then one solve for each distinct input, in the order they run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.pipeline.collect import InputGroup, collect, find_groups
+from compress.pipeline.folding import find_folds, fold
+from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
+from compress.pipeline.progress import Reporter
+from compress.pipeline.work import LayerWork
+from compress.solver import solve_group
+from compress.statistics import Statistics
+from runtime.errors import CompressError
+
+Forward = Callable[[nn.Module], torch.Tensor]
+
+
+@dataclass
+class BlockJob:
+    """What is to be done to one block (or to the part outside of the blocks).
+
+    Attributes:
+        prefix: qualified name of `block`, with the final dot; "" outside.
+        work: qualified layer name -> what is done to it; only layers of this block.
+        forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
+    """
+
+    prefix: str
+    block: nn.Module
+    work: dict[str, LayerWork]
+    forwards: list[tuple[Callable[[], Any], torch.Tensor | None]]
+    small_forward: Callable[[torch.dtype], torch.Tensor] | None
+    dtype: torch.dtype
+    true_sequential: bool = True
+    on_nonfinite: str = "fail"
+
+
+@dataclass
+class BlockResult:
+    """Solved layers by qualified name, and those left as they were with the reason."""
+
+    layers: dict[str, SolvedLayer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    folds: list[str] = field(default_factory=list)
+
+
+def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
+    """Solve every assigned layer of the block and leave the compressed weights in place, so that the block runs as it will."""
+    result = BlockResult()
+    names = _check_weights(job, result)
+    local = {name.removeprefix(job.prefix): job.work[name] for name in names}
+    if not local:
+        return result
+    if not any(a.needs for a in local.values()):
+        for name, assignment in local.items():
+            _solve(job, [name], None, {name: assignment}, {}, result, reporter)
+        return result
+    if job.small_forward is None:
+        raise CompressError(f"{job.prefix}: calibration data is needed and there is none")
+
+    small = job.small_forward
+    linears = [n for n, m in job.block.named_modules() if isinstance(m, nn.Linear)]
+    all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
+    groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]
+    groups = [g for g in groups if g.members]
+    unreached = sorted(set(local) - {n for g in groups for n in g.members})
+    for name in unreached:
+        raise CompressError(
+            f"{job.prefix}{name}: the calibration data never reached this layer; ignore it in the recipe or use rtn"
+        )
+
+    work: dict[str, torch.Tensor] = {}
+    statistics = _transform(job, groups, all_groups, local, work, result, reporter)
+    for position, group in enumerate(groups):
+        have = statistics.get(position)
+        if have is None and any(local[n].needs for n in group.members):
+            have = collect(job.block, [group], job.forwards, hessian=_wants(local, group, "hessian"))[0]
+        if have is not None and not _finite(job, group, have, result):
+            continue
+        _solve(job, group.members, have, local, work, result, reporter)
+    return result
+
+
+def _transform(
+    job: BlockJob,
+    groups: list[InputGroup],
+    all_groups: list[InputGroup],
+    local: dict[str, LayerWork],
+    work: dict[str, torch.Tensor],
+    result: BlockResult,
+    reporter: Reporter,
+) -> dict[int, Statistics]:
+    """Apply function-preserving scales where the recipe asks for them; returns the statistics that are good to solve with."""
+    transformed = [i for i, g in enumerate(groups) if any(local[n].transform is not None for n in g.members)]
+    if not transformed and job.true_sequential:
+        return {}
+    hessian = any(_wants(local, g, "hessian") for g in groups)
+    statistics = dict(enumerate(collect(job.block, groups, job.forwards, hessian=hessian)))
+    if not transformed:
+        return statistics
+    assert job.small_forward is not None
+    small = job.small_forward
+    job.block.float()
+    try:
+        places = find_folds(job.block, [groups[i] for i in transformed], all_groups, lambda: small(torch.float32))
+    finally:
+        job.block.to(job.dtype)
+    for name, module in job.block.named_modules():
+        if isinstance(module, nn.Linear):
+            work[name] = module.weight.data.float()
+    for place in places:
+        position = next(i for i in transformed if groups[i].members[0] in place.consumers)
+        lead = local[next(n for n in groups[position].members if local[n].transform is not None)]
+        wanted = lead.transform([work[n] for n in place.consumers], statistics[position], lead.scheme, lead.quantize)
+        columns = fold(job.block, place, place.shared(wanted), work)
+        statistics[position] = statistics[position].scaled(columns)
+        result.folds.append(f"{job.prefix}{place.producer} -> {', '.join(place.consumers)}")
+    found = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}
+    for position in transformed:
+        if position not in found:
+            reporter.detail(
+                f"{job.prefix}{groups[position].members[0]}: nothing before it can take a scale; solved without one"
+            )
+    if job.true_sequential and any(local[n].compensates for g in groups for n in g.members):
+        return {}  # compensated solvers see what the layers before them became
+    return statistics
+
+
+def _solve(
+    job: BlockJob,
+    members: list[str],
+    statistics: Statistics | None,
+    local: dict[str, LayerWork],
+    work: dict[str, torch.Tensor],
+    result: BlockResult,
+    reporter: Reporter,
+) -> None:
+    """Solve layers that share an input; those with equal settings in one go."""
+    batches: list[list[str]] = []
+    for name in members:
+        if job.prefix + name in result.skipped:
+            continue
+        for batch in batches:
+            if local[batch[0]].same_settings(local[name]):
+                batch.append(name)
+                break
+        else:
+            batches.append([name])
+    for batch in batches:
+        assignment = local[batch[0]]
+        modules = [_linear(job.block, n) for n in batch]
+        weights = [work[n] if n in work else m.weight.data.float() for n, m in zip(batch, modules, strict=True)]
+        solved = solve_group(
+            weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
+            names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,
+        )  # fmt: skip
+        for name, module, layer in zip(batch, modules, solved, strict=True):
+            inputs = activation_tensors(assignment.scheme, statistics, job.dtype)
+            packed = pack_layer(job.prefix + name, assignment, layer, inputs, module)
+            simulate(job.block, name, packed)
+            result.layers[job.prefix + name] = packed
+            work.pop(name, None)
+            reporter.detail(f"{job.prefix}{name}  error {layer.error:.3e}")
+
+
+def _check_weights(job: BlockJob, result: BlockResult) -> list[str]:
+    names = []
+    for name in job.work:
+        weight = job.block.get_submodule(name.removeprefix(job.prefix)).weight
+        assert isinstance(weight, torch.Tensor)
+        if bool(torch.isfinite(weight).all()):
+            names.append(name)
+            continue
+        reason = f"{name}: the weight holds NaN or Inf"
+        _nonfinite(job, name, reason, result)
+    return names
+
+
+def _finite(job: BlockJob, group: InputGroup, statistics: Statistics, result: BlockResult) -> bool:
+    if statistics.finite:
+        return True
+    for name in group.members:
+        _nonfinite(job, job.prefix + name, f"{job.prefix}{name}: its calibration inputs hold NaN or Inf", result)
+    return False
+
+
+def _nonfinite(job: BlockJob, name: str, reason: str, result: BlockResult) -> None:
+    if job.on_nonfinite == "fail":
+        raise CompressError(
+            f"{reason}; repair the checkpoint, or set on_nonfinite: skip to leave such layers as they are"
+        )
+    result.skipped[name] = reason
+
+
+def _wants(local: dict[str, LayerWork], group: InputGroup, what: str) -> bool:
+    return any(what in local[n].needs for n in group.members)
+
+
+def _linear(block: nn.Module, name: str) -> nn.Linear:
+    module = block.get_submodule(name)
+    assert isinstance(module, nn.Linear), f"{name} is a {type(module).__name__}"
+    return module

@@ -1,0 +1,195 @@
+"""After the last block: the files around the shards, the numbers, and the manifest that makes the directory an artifact."""
+
+from __future__ import annotations
+
+import json
+import platform
+import shutil
+from typing import Any
+
+import psutil
+import torch
+import yaml
+from runtime.quantization_config import build, entry_from_dict
+
+from compress import calibration
+from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
+from compress.pipeline.files import sha256, write_json, write_text
+from compress.pipeline.progress import Reporter
+from compress.pipeline.session import Session
+from compress.pipeline.stream import StreamedModel
+from compress.pipeline.streamed_eval import compare
+from runtime.errors import ArtifactError
+
+SCHEMA_VERSION = 1
+# Small files that make a checkpoint complete. Weights in any other format, code and pickles stay behind.
+COMPANIONS = (
+    "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
+    "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
+)  # fmt: skip
+
+
+def evaluation_windows(session: Session) -> torch.Tensor | None:
+    """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation."""
+    config = session.recipe.evaluate
+    return None if config is None else calibration.load_evaluation(config, session.tokenizer, session.vocabulary)
+
+
+def parts(session: Session) -> list[str]:
+    return [f"block-{index:05d}" for index in range(len(session.streamed.blocks))] + ["outside"]
+
+
+def records(session: Session, directory: RunDirectory) -> list[dict[str, Any]]:
+    """The records of all parts, in model order."""
+    found = [directory.record(part) for part in parts(session)]
+    missing = [part for part, record in zip(parts(session), found, strict=True) if record is None]
+    if missing:
+        raise ArtifactError(f"{directory.path}: the record of {missing[0]} is gone; run again without --resume")
+    return [record for record in found if record is not None]
+
+
+def write_metadata(session: Session, directory: RunDirectory) -> None:
+    """config.json, the shard index, the recipe as resolved, tokenizer and other companions."""
+    done = records(session, directory)
+    entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
+    config = json.loads((session.checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    if entries:
+        config["quantization_config"] = build(entries, session.linear_names())
+    if session.untie:
+        config["tie_word_embeddings"] = False
+    weight_map = {name: record["shard"] for record in done for name in record["stored"]}
+    index = {
+        "metadata": {"total_size": sum(size for record in done for size in record["stored"].values())},
+        "weight_map": weight_map,
+    }
+    write_json(directory.path / "model.safetensors.index.json", index)
+    write_text(
+        directory.path / "recipe.yaml", yaml.safe_dump(session.recipe.resolved(), sort_keys=False, allow_unicode=True)
+    )
+    for pattern in COMPANIONS:
+        for file in sorted(session.checkpoint.path.glob(pattern)):
+            if file.is_file():
+                shutil.copyfile(file, directory.path / file.name)
+    write_json(directory.path / "config.json", config)
+
+
+def evaluate(
+    session: Session,
+    artifact: StreamedModel,
+    windows: torch.Tensor | None,
+    directory: RunDirectory,
+    spill: bool,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """Quality before and after, and how it stands to the recipe's limits. Empty without `evaluate` in the recipe."""
+    config = session.recipe.evaluate
+    if config is None or windows is None:
+        return {}
+    metrics = compare(
+        session.streamed, artifact, windows, config.batch_size, directory.work if spill else None, reporter
+    )
+    before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
+    metrics["perplexity_increase"] = after / before - 1.0
+    metrics["sequence_length"] = int(windows.shape[1])
+    metrics["limits"] = check_limits(metrics, config.limits())
+    return metrics
+
+
+def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """[{"name", "limit", "value", "ok"}]; NaN fails every limit."""
+    values = {
+        "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
+        "max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"],
+    }  # fmt: skip
+    return [
+        {
+            "name": name,
+            "limit": limit,
+            "value": values[name],
+            "ok": bool(values[name] >= limit if name.startswith("min_") else values[name] <= limit),
+        }
+        for name, limit in sorted(limits.items())
+    ]
+
+
+def write_manifest(
+    session: Session, directory: RunDirectory, identity: dict[str, Any], metrics: dict[str, Any]
+) -> dict[str, Any]:
+    """Account for every tensor and file, and write compress.json last of all."""
+    done = records(session, directory)
+    tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
+    lost = sorted(set(session.checkpoint.names()) - set(tensors))
+    if lost:
+        raise ArtifactError(
+            f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
+        )
+    hashed = [f for f in sorted(directory.path.iterdir()) if f.is_file() and f.name not in UNHASHED]
+    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in hashed}
+    for record in done:
+        if files.get(record["shard"], {}).get("sha256") != record["sha256"]:
+            raise ArtifactError(f"{directory.path / record['shard']} changed on the disk after it was written")
+    manifest = {
+        "schema_version": SCHEMA_VERSION,
+        "compress_version": identity["compress_version"],
+        "identity": identity,
+        "toolchain": toolchain(),
+        "source": {
+            "path_or_id": session.recipe.model,
+            "fingerprint": identity["source_fingerprint"],
+            "bytes": session.checkpoint.total_bytes,
+        },
+        "calibration": _calibration(session),
+        "recipe_sha256": identity["recipe"],
+        "tensors": tensors,
+        "layers": [layer for record in done for layer in record["layers"]],
+        "metrics": metrics,
+        "files": files,
+        "bytes": {
+            "before": session.checkpoint.total_bytes,
+            "after": sum(entry["bytes_after"] for entry in tensors.values()),
+        },
+    }
+    write_json(directory.path / MANIFEST, manifest)
+    from compress.report import write_report
+
+    write_report(directory.path)
+    return manifest
+
+
+def _calibration(session: Session) -> dict[str, Any] | None:
+    if not session.needs_data:
+        return None
+    data = session.calibration
+    return {
+        "description": data.description,
+        "rows": data.rows,
+        "tokens": data.tokens,
+        "sha256": data.sha256,
+        "warning": data.warning,
+    }
+
+
+def toolchain() -> dict[str, str]:
+    """Versions that decide what bytes come out."""
+    import safetensors
+    import transformers
+
+    return {
+        "python": platform.python_version(), "torch": torch.__version__, "transformers": transformers.__version__,
+        "safetensors": safetensors.__version__, "cpu": torch.backends.cpu.get_cpu_capability(), "threads": str(torch.get_num_threads()),
+    }  # fmt: skip
+
+
+def read_manifest(directory: RunDirectory) -> dict[str, Any]:
+    return json.loads((directory.path / MANIFEST).read_text(encoding="utf-8"))
+
+
+def free_disk(directory: RunDirectory) -> int:
+    """Bytes that can still be written where the output is."""
+    existing = directory.path
+    while not existing.exists():
+        existing = existing.parent
+    return psutil.disk_usage(str(existing)).free
+
+
+__all__ = ["WORK", "evaluate", "evaluation_windows", "read_manifest", "write_manifest", "write_metadata"]

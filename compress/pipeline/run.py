@@ -1,0 +1,251 @@
+"""`apply`: one pass over the blocks of a checkpoint, each written as its own shard; then the rest, the gate, and the numbers."""
+
+from __future__ import annotations
+
+import resource
+import shutil
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.pipeline import finish, gate
+from compress.pipeline.block import BlockJob, BlockResult, compress_block
+from compress.pipeline.directory import LOG, RunDirectory
+from compress.pipeline.files import disk_errors
+from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.outside import compress_outside
+from compress.pipeline.plan import Plan, plan_session
+from compress.pipeline.progress import Reporter
+from compress.pipeline.session import Session
+from compress.pipeline.shards import shard_name, write_part
+from compress.pipeline.stream import Batch, StreamedModel
+from compress.recipe.models import Recipe
+from runtime.errors import CompressError, RequestError
+
+# Hidden states larger than this share of the free memory live in files.
+SPILL_SHARE = 0.2
+
+
+@dataclass
+class AppliedArtifact:
+    """What `apply` gives back.
+
+    Attributes:
+        path: directory of the artifact.
+        metrics: quality, sizes and limits, as in the manifest.
+        manifest: content of compress.json.
+        seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
+        peak_memory: largest resident memory of the process, in bytes.
+    """
+
+    path: Path
+    metrics: dict[str, Any]
+    manifest: dict[str, Any]
+    seconds: dict[str, float] = field(default_factory=dict)
+    peak_memory: int = 0
+    warnings: list[str] = field(default_factory=list)
+
+
+def apply(
+    recipe: Recipe,
+    *,
+    output: Path | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+) -> AppliedArtifact:
+    """Run a recipe.
+
+    Args:
+        output: directory to write; default the recipe's.
+        resume: continue an unfinished run in `output`; the result has the same bytes as an uninterrupted one.
+        overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
+        device: where blocks run: auto, cpu, cuda, cuda:1.
+
+    Raises:
+        RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
+            finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
+            raised after the artifact is complete.
+    """
+    directory_path = Path(output) if output is not None else recipe.output_directory
+    torch.manual_seed(recipe.seed)
+    clock = _Clock()
+    session = Session.open(recipe, device)
+    evaluation = finish.evaluation_windows(session)
+    identity = session.identity()
+    directory = RunDirectory(directory_path, identity, resume, overwrite)
+    if directory.finished:
+        manifest = finish.read_manifest(directory)
+        directory.finish()
+        return AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak())
+    plan = plan_session(session, evaluation, directory.path)
+    _refuse_what_cannot_fit(plan, directory)
+    clock.lap("prepare")
+
+    with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
+        reporter.info(plan.headline())
+        if session.needs_data and session.calibration.warning:
+            reporter.warn(session.calibration.warning)
+        _compress_blocks(session, directory, reporter, plan.spill)
+        clock.lap("compress")
+        finish.write_metadata(session, directory)
+        artifact = gate.open_artifact(directory.path, session)
+        gate.check_against_pipeline(session, artifact, directory, reporter)
+        clock.lap("load back")
+        metrics = finish.evaluate(session, artifact, evaluation, directory, plan.spill, reporter)
+        clock.lap("evaluate")
+        manifest = finish.write_manifest(session, directory, identity, metrics)
+        directory.finish()
+        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
+    failed = [limit for limit in metrics.get("limits", []) if not limit["ok"]]
+    if failed:
+        sentence = "; ".join(f"{x['name']} is {x['value']:.4g}, the limit is {x['limit']:.4g}" for x in failed)
+        raise LimitError(
+            f"{sentence}; the artifact is complete in {directory.path}, but the recipe does not accept it", result
+        )
+    return result
+
+
+class LimitError(CompressError):
+    """The artifact is complete, but worse than the recipe's `evaluate` limits allow. `result` is what `apply` would have returned."""
+
+    def __init__(self, message: str, result: AppliedArtifact) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def lap(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase] = round(now - self._last, 3)
+        self._last = now
+
+
+def _peak() -> int:
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def _refuse_what_cannot_fit(plan: Plan, directory: RunDirectory) -> None:
+    if plan.problems:
+        if not directory.record_path("block-00000").is_file():
+            directory.finish()  # nothing was started; leave no trace
+        raise RequestError("; ".join(plan.problems))
+
+
+def _compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
+    streamed = session.streamed
+    count = len(streamed.blocks)
+    total = count + 1
+    done = 0
+    while done < count and directory.record(_part(done)) is not None:
+        done += 1
+    reporter.phase("compress", total, done)
+    if done:
+        reporter.info(f"resuming at block {done} of {count}")
+    streamed.load_outside()
+    batches: list[Batch] = [*session.batches, (session.probe, None)] if session.needs_data else [(session.probe, None)]
+    scratch = directory.work / "hidden-next" if spill else None
+    if done == 0:
+        states = HiddenStates(len(batches), scratch)
+        streamed.prelude(batches, states)
+    elif directory.record("outside") is None:
+        states = HiddenStates.load(directory.hidden_path(done), len(batches), scratch)
+    else:
+        return
+    for index in range(done, count):
+        record = _one_block(session, directory, index, states, batches, reporter)
+        states.persist(directory.hidden_path(index + 1))
+        directory.commit(_part(index), record)
+        _remove_hidden(directory, index)
+        worst = max(record["layers"], key=lambda layer: layer["error"], default=None)
+        reporter.step(
+            f"block {index}: " + (f"worst layer {worst['name']} error {worst['error']:.2e}" if worst else "copied")
+        )
+    outside = compress_outside(session, states, batches, total, directory, reporter)
+    directory.commit("outside", outside)
+    reporter.step("embeddings, final norm and head")
+
+
+def _part(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+def _remove_hidden(directory: RunDirectory, index: int) -> None:
+    shutil.rmtree(directory.hidden_path(index), ignore_errors=True)
+
+
+def _one_block(
+    session: Session,
+    directory: RunDirectory,
+    index: int,
+    states: HiddenStates,
+    batches: list[Batch],
+    reporter: Reporter,
+) -> dict[str, Any]:
+    streamed = session.streamed
+    work = session.block_work(index)
+    calibrated = range(len(batches) - 1)  # the last batch is the probe
+    with streamed.loaded_block(index) as block:
+        original = {n: p.data for n, p in block.named_parameters()}
+        job = BlockJob(
+            prefix=streamed.block_prefix(index), block=block, work=work,
+            forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in calibrated],
+            small_forward=_small_forward(streamed, index, states, batches) if session.needs_data else None,
+            dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
+        )  # fmt: skip
+        result: BlockResult = compress_block(job, reporter)
+        with torch.inference_mode():
+            for number, batch in enumerate(batches):
+                states.put(number, streamed.run_block(index, states.get(number), batch))
+        changed = {
+            streamed.block_prefix(index) + n: p.data
+            for n, p in block.named_parameters()
+            if n in original
+            and p.data is not original[n]
+            and (streamed.block_prefix(index) + n).removesuffix(".weight") not in result.layers
+        }
+        return write_part(
+            directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),
+            changed, result.layers, result.skipped,
+        )  # fmt: skip
+
+
+def _runner(
+    streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch
+) -> Callable[[], torch.Tensor]:
+    return lambda: streamed.run_block(index, states.get(number), batch)
+
+
+def _small_forward(
+    streamed: StreamedModel, index: int, states: HiddenStates, batches: list[Batch]
+) -> Callable[[torch.dtype], torch.Tensor]:
+    """Runs the block over the first row of the first batch in a given dtype (folding is tried in float32)."""
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        ids, mask = batches[0]
+        batch = (ids[:1], mask[:1] if mask is not None else None)
+        hidden = states.get(0)[:1].to(streamed.device, dtype)
+        kwargs = _cast(streamed.block_kwargs(batch)[index], dtype)
+        out = streamed.blocks[index](hidden, **kwargs)
+        return out[0] if isinstance(out, tuple) else out
+
+    return run
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value

@@ -1,0 +1,146 @@
+"""What a run works on: the source model, which layers get what, and the calibration batches. Shared by `plan` and `apply`."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress import calibration
+from compress.assign import assign
+from compress.pipeline.stream import Batch, StreamedModel
+from compress.pipeline.work import LayerWork
+from compress.recipe.models import Recipe
+from compress.targets import ModuleInfo
+from runtime.checkpoint import Checkpoint
+from runtime.errors import RequestError
+from runtime.skeleton import tied_names
+
+PROBE_TOKENS = 64
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the first GPU when there is one; anything torch does not know is a RequestError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise RequestError(
+            f"device {device!r} cannot be used here: {str(error).splitlines()[0]}; use auto, cpu or cuda"
+        ) from error
+    return chosen
+
+
+@dataclass
+class Session:
+    """Everything that is known before the first layer is touched."""
+
+    recipe: Recipe
+    checkpoint: Checkpoint
+    streamed: StreamedModel
+    work: dict[str, LayerWork]
+
+    @classmethod
+    def open(cls, recipe: Recipe, device: str = "auto") -> Session:
+        checkpoint = Checkpoint(recipe.model)
+        if "quantization_config" in checkpoint.config:
+            method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
+            raise RequestError(
+                f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
+            )
+        streamed = StreamedModel(checkpoint, choose_device(device))
+        infos = [
+            ModuleInfo(name, type(module).__name__, (int(module.weight.shape[0]), int(module.weight.shape[1])))
+            for name, module in streamed.model.named_modules()
+            if isinstance(module, (nn.Linear, nn.Embedding))
+        ]
+        work = {name: LayerWork(assignment) for name, assignment in assign(recipe, infos).items()}
+        for name, layer in work.items():
+            if isinstance(streamed.model.get_submodule(name), nn.Embedding) and (
+                layer.needs or layer.scheme.activations is not None
+            ):
+                methods = ", ".join(m.name for m in layer.methods)
+                raise RequestError(
+                    f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
+                )
+        return cls(recipe, checkpoint, streamed, work)
+
+    # ------------------------------------------------------------ calibration
+    @property
+    def needs_data(self) -> bool:
+        return any(w.needs for w in self.work.values())
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(str(self.checkpoint.path))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+            raise RequestError(
+                f"{self.checkpoint.path} has no tokenizer that can be read ({first}), and text needs one"
+            ) from error
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
+    @cached_property
+    def calibration(self) -> calibration.CalibrationData:
+        return calibration.load(self.recipe.calibration, self.tokenizer, self.vocabulary)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Calibration batches; a mask only where a batch has padding."""
+        return [(ids, None if bool(mask.all()) else mask) for ids, mask in self.calibration.batches]
+
+    @cached_property
+    def probe(self) -> torch.Tensor:
+        """Ids `[1, n]` that follow the pipeline through every block, so that the artifact can be held against it."""
+        limit = min(
+            PROBE_TOKENS, int(getattr(self.streamed.config, "max_position_embeddings", PROBE_TOKENS) or PROBE_TOKENS)
+        )
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, self.vocabulary, (1, limit), generator=generator)
+
+    # ------------------------------------------------------------ names
+    def block_work(self, index: int) -> dict[str, LayerWork]:
+        prefix = self.streamed.block_prefix(index)
+        return {name: layer for name, layer in self.work.items() if name.startswith(prefix)}
+
+    @property
+    def outside_work(self) -> dict[str, LayerWork]:
+        inside = self.streamed.blocks_name + "."
+        return {name: layer for name, layer in self.work.items() if not name.startswith(inside)}
+
+    @property
+    def untie(self) -> bool:
+        """Whether a shared embedding must be split, because only one of its two uses (or both, packed) is compressed."""
+        tied = tied_names(self.streamed.model)
+        shared = {n.rpartition(".")[0] for pair in tied.items() for n in pair}
+        return any(name in shared for name in self.work)
+
+    def linear_names(self) -> list[str]:
+        return [n for n, m in self.streamed.model.named_modules() if isinstance(m, nn.Linear)]
+
+    def identity(self) -> dict[str, Any]:
+        """What must be equal for a resume to give the same bytes."""
+        import compress
+
+        text = json.dumps(self.recipe.resolved(), sort_keys=True)
+        identity = {
+            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            "source_fingerprint": self.checkpoint.fingerprint(),
+            "compress_version": compress.__version__,
+        }
+        if self.needs_data:
+            identity["calibration_text"] = self.calibration.sha256
+        return identity

@@ -1,0 +1,90 @@
+"""What the recipe asks of one layer, with the facts about its methods that the pipeline acts on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from compress import prune, quantize
+from compress.assign import Assignment
+from compress.method import Method
+from runtime.scheme import Scheme
+
+
+@dataclass
+class LayerWork:
+    """One layer's assignment. `sparsity` is its own share when the recipe spreads sparsity over layers, else None."""
+
+    assignment: Assignment
+    sparsity: float | None = None
+
+    @property
+    def prune(self) -> Any:
+        return self.assignment.prune
+
+    @property
+    def quantize(self) -> Any:
+        return self.assignment.quantize
+
+    @property
+    def scheme(self) -> Scheme:
+        return self.assignment.scheme
+
+    @property
+    def share(self) -> float:
+        """Fraction of its weights that is removed; 0.0 when nothing prunes it."""
+        if self.prune is None:
+            return 0.0
+        return self.sparsity if self.sparsity is not None else self.prune.target_sparsity
+
+    @property
+    def methods(self) -> list[Method]:
+        """The methods at work, pruning first."""
+        found = []
+        if self.assignment.prune is not None:
+            found.append(prune.METHODS[self.assignment.prune.method])
+        if self.assignment.quantize is not None:
+            found.append(quantize.METHODS[self.assignment.quantize.method])
+        return found
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What calibration must collect for it ("hessian", "ranges"); empty for data-free work."""
+        needs: set[str] = set().union(*(m.needs for m in self.methods))
+        activations = self.scheme.activations
+        if activations is not None and not activations.dynamic:
+            needs.add("ranges")
+        return frozenset(needs)
+
+    @property
+    def compensates(self) -> bool:
+        """Whether a solver makes up for errors in later columns; then it pays to look at what the layers before it became."""
+        return any(m.compensates for m in self.methods)
+
+    @property
+    def transform(self) -> Any:
+        """`(weights, statistics, scheme, config) -> scale [in]` of a method that folds scales into neighbours, else None."""
+        return next((m.scales for m in self.methods if m.transforms), None)
+
+    def same_settings(self, other: LayerWork) -> bool:
+        """Whether both can be solved in one go."""
+        return (self.prune, self.quantize, self.scheme) == (other.prune, other.quantize, other.scheme)
+
+    def describe(self) -> str:
+        """As reports name it: "sparsegpt 2:4 + gptq int4 g128"."""
+        parts = []
+        if self.prune is not None:
+            pattern = str(self.prune.parsed)
+            parts.append(
+                f"{self.prune.method} {pattern}" if ":" in pattern else f"{self.prune.method} {self.share:.0%}"
+            )
+        if self.quantize is not None:
+            weights = self.scheme.weights
+            assert weights is not None
+            kind = "fp" if weights.type == "float" else "int"
+            span = f"g{weights.group_size}" if weights.strategy == "group" else weights.strategy
+            text = f"{self.quantize.method} {kind}{weights.bits} {span}"
+            if self.scheme.activations is not None:
+                text += f" a{self.scheme.activations.bits} {'dynamic' if self.scheme.activations.dynamic else 'static'}"
+            parts.append(text)
+        return " + ".join(parts)

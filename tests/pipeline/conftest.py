@@ -1,0 +1,117 @@
+"""Tiny random checkpoints of several families, with a tokenizer of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers.decoders import ByteLevel as ByteLevelDecoder
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
+
+SMALL: dict[str, dict[str, Any]] = {
+    "llama": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen2": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+    },
+    "qwen3": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    },
+    "gemma2": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+        "sliding_window": 8,
+    },
+    "opt": {
+        "hidden_size": 64,
+        "ffn_dim": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "word_embed_proj_dim": 64,
+    },
+}
+VOCABULARY = 257
+
+
+def byte_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a byte, and one for the end of a text."""
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {letter: i for i, letter in enumerate(letters)} | {"<eos>": 256}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = ByteLevelDecoder()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<eos>")
+
+
+@pytest.fixture
+def make_checkpoint(tmp_path: Path) -> Callable[..., Path]:
+    """`make_checkpoint(family, **config)` writes a random checkpoint (weights large enough that outputs differ) and returns it."""
+
+    def make(
+        family: str = "llama",
+        dtype: torch.dtype = torch.bfloat16,
+        name: str = "model",
+        shards: str = "5GB",
+        **changes: Any,
+    ) -> Path:
+        torch.manual_seed(len(family))
+        settings = {**SMALL[family], "vocab_size": VOCABULARY, "max_position_embeddings": 128, **changes}
+        config = AutoConfig.for_model(family, **settings)
+        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                if parameter.ndim == 2:
+                    parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+        path = tmp_path / name
+        model.save_pretrained(path, max_shard_size=shards)
+        byte_tokenizer().save_pretrained(path)
+        return path
+
+    return make
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    """A few kilobytes of text with some structure in it."""
+    path = tmp_path / "text.txt"
+    lines = [f"line {i}: the square of {i} is {i * i}, and its double is {2 * i}.\n" for i in range(400)]
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
+
+
+@pytest.fixture
+def recipe(text: Path) -> Callable[..., dict[str, Any]]:
+    """A small recipe as a dictionary; keywords replace whole sections."""
+
+    def make(model: Path, *stages: dict[str, Any], **sections: Any) -> dict[str, Any]:
+        base: dict[str, Any] = {
+            "name": "test",
+            "model": str(model),
+            "calibration": {"data": str(text), "samples": 8, "sequence_length": 32, "batch_size": 4},
+            "stages": list(stages),
+        }
+        return {**base, **sections}
+
+    return make

@@ -1,7 +1,7 @@
 """A Hugging Face checkpoint directory whose tensors are read one at a time.
 
-Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with an
-index, or shards without. Pickles are never opened.
+Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with
+an index, or shards without. Pickles are never opened.
 """
 
 from __future__ import annotations

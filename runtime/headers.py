@@ -163,7 +163,7 @@ def _check_layout(file: Path, entries: dict[str, _Entry], available: int) -> Non
     for name, (_, _, begin, end) in sorted(entries.items(), key=lambda item: (item[1][2], item[1][3])):
         if end > available:
             raise ArtifactError(
-                f"{file} is truncated: tensor {name} ends at byte {end} of the data, the file has {available} bytes of it"
+                f"{file} is truncated: tensor {name} ends at byte {end} of the data, the file has {available} of them"
             )
         if begin < position:
             raise ArtifactError(f"{file}: tensors {previous} and {name} overlap")

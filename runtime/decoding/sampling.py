@@ -1,0 +1,109 @@
+"""From logits to the next token: pure functions over `[batch, vocab]` float32 logits, no state.
+
+A removed token has logit -inf. Every filter keeps the most likely token, so that something can always be drawn. The order of
+application is the one of transformers: repetition penalty, temperature, top-k, top-p, min-p.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.decoding.options import GenerationOptions
+from runtime.errors import CompressError
+
+REMOVED = float("-inf")
+
+
+def repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
+    """Make tokens that occurred less likely: positive logits are divided by `penalty`, negative ones multiplied.
+
+    Args:
+        logits: float `[batch, vocab]`.
+        seen: bool `[batch, vocab]`, True where the token is in the prompt or the output so far.
+        penalty: > 0; 1 changes nothing.
+
+    Source: Keskar et al., CTRL, arXiv 1909.05858, section 4.1.
+    """
+    if penalty == 1.0:
+        return logits
+    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+
+
+def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Remove all but the `k` largest logits of each row (ties with the k-th stay)."""
+    if k >= logits.shape[-1]:
+        return logits
+    threshold = torch.topk(logits, k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < threshold, REMOVED)
+
+
+def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
+    """Keep the fewest most likely tokens whose probabilities sum to at least `p`.
+
+    Source: Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv 1904.09751.
+    """
+    if p >= 1.0:
+        return logits
+    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    probabilities = torch.softmax(ordered, dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities
+    remove = before >= p
+    remove[..., 0] = False
+    return logits.masked_fill(torch.zeros_like(remove).scatter(-1, order, remove), REMOVED)
+
+
+def keep_min_p(logits: torch.Tensor, minimum: float) -> torch.Tensor:
+    """Remove tokens whose probability is below `minimum` times the largest one.
+
+    Source: Nguyen et al., Turning Up the Heat: Min-p Sampling, arXiv 2407.01082.
+    """
+    if minimum <= 0.0:
+        return logits
+    probabilities = torch.softmax(logits, dim=-1)
+    return logits.masked_fill(probabilities < minimum * probabilities.amax(dim=-1, keepdim=True), REMOVED)
+
+
+def process(logits: torch.Tensor, seen: torch.Tensor | None, options: GenerationOptions) -> torch.Tensor:
+    """All of `options` applied to float `[batch, vocab]` logits; `seen` is needed only for the repetition penalty."""
+    if seen is not None:
+        logits = repetition_penalty(logits, seen, options.repetition_penalty)
+    if options.temperature == 0:
+        return logits
+    logits = logits / options.temperature
+    if options.top_k is not None:
+        logits = keep_top_k(logits, options.top_k)
+    logits = keep_top_p(logits, options.top_p)
+    return keep_min_p(logits, options.min_p)
+
+
+def draw(logits: torch.Tensor, generators: Sequence[torch.Generator]) -> torch.Tensor:
+    """Draw one token a row, int64 `[batch]`, by inverting the cumulative distribution at one uniform number a row.
+
+    Row i consumes one number of `generators[i]` (CPU generators) and looks at no other row, so a sequence does not depend on
+    the batch it is in. float64 throughout: a float32 cumulative sum over a large vocabulary loses the unlikely tokens.
+    """
+    uniform = torch.stack([torch.rand((), generator=g, dtype=torch.float64) for g in generators]).to(logits.device)
+    cumulative = torch.softmax(logits.double(), dim=-1).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    # right=True finds the first entry above the target: a token of probability 0 adds nothing and is never that entry.
+    target = torch.minimum(uniform[:, None] * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, target, right=True)[:, 0]
+
+
+def next_tokens(
+    logits: torch.Tensor,
+    seen: torch.Tensor | None,
+    options: GenerationOptions,
+    generators: Sequence[torch.Generator],
+) -> torch.Tensor:
+    """The next token of each row, int64 `[batch]`: the most likely one at temperature 0, else a draw.
+
+    Raises:
+        CompressError: a logit is NaN, which argmax and draws would turn into nonsense without a word.
+    """
+    if bool(torch.isnan(logits).any()):
+        raise CompressError("the model produced NaN logits: its weights or activations are broken")
+    logits = process(logits, seen, options)
+    return logits.argmax(dim=-1) if options.temperature == 0 else draw(logits, generators)

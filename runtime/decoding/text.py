@@ -1,0 +1,97 @@
+"""Tokens to text while they arrive, and stop strings that may begin in one token and end in another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+REPLACEMENT = "\ufffd"
+# An unfinished UTF-8 character is at most three bytes, each of which a tokenizer may show as one replacement character.
+LONGEST_UNFINISHED = 3
+CONTEXT_TOKENS = 8
+
+
+class Detokenizer:
+    """Turns a growing list of token ids into pieces of text that are final.
+
+    Decoding a token alone is wrong for tokenizers where spaces or bytes depend on the neighbours, and decoding everything
+    each time is quadratic. So a short window is decoded: some tokens whose text is already out, and the new ones. Trailing
+    replacement characters wait, since the next token may complete the character.
+
+    Args:
+        tokenizer: a transformers tokenizer.
+        prompt: ids before the first new token; they are context and give no text.
+    """
+
+    def __init__(self, tokenizer: Any, prompt: Sequence[int]) -> None:
+        self._tokenizer = tokenizer
+        self._ids: list[int] = list(prompt[-CONTEXT_TOKENS:])
+        self._start = 0  # where the window begins
+        self._read = len(self._ids)  # the window's text is out up to here
+        self._emitted = len(self._decode(0))  # characters of the window that are out
+
+    def push(self, token: int) -> str:
+        """The text that is certain after one more token; it may be empty."""
+        self._ids.append(token)
+        text = self._decode(self._start)
+        waiting = len(text) - len(text.rstrip(REPLACEMENT))
+        final = text[: len(text) - min(waiting, LONGEST_UNFINISHED)]
+        piece = final[self._emitted :]
+        self._emitted = max(self._emitted, len(final))
+        if waiting == 0 and piece:
+            # Slide: the tokens since the last slide become the context of the next ones.
+            self._start, self._read = self._read, len(self._ids)
+            self._emitted = len(self._decode(self._start))
+        return piece
+
+    def finish(self) -> str:
+        """What still waits: an unfinished character is shown as it stands."""
+        text = self._decode(self._start)
+        piece = text[self._emitted :]
+        self._emitted = max(self._emitted, len(text))
+        return piece
+
+    def _decode(self, start: int) -> str:
+        return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class StopMatcher:
+    """Finds the first stop string in a text that arrives in pieces of any size.
+
+    The result depends on the text alone, not on the pieces: the stop that is completed first wins, the longest of those
+    completed by the same character.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """Text that certainly belongs to no stop string; sets `found` when one is complete (the text ends before it)."""
+        self._held += piece
+        best: tuple[int, int] | None = None
+        for stop in self._stops:
+            begin = self._held.find(stop)
+            if begin >= 0 and (best is None or (begin + len(stop), begin) < best):
+                best = (begin + len(stop), begin)
+        if best is not None:
+            self.found = True
+            text, self._held = self._held[: best[1]], ""
+            return text
+        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
+        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
+        return text
+
+    def finish(self) -> str:
+        """The beginning of a stop string that was never completed is ordinary text."""
+        text, self._held = self._held, ""
+        return text
+
+
+def _overlap(text: str, stop: str) -> int:
+    """Length of the longest end of `text` that begins `stop`."""
+    for length in range(min(len(text), len(stop) - 1), 0, -1):
+        if text.endswith(stop[:length]):
+            return length
+    return 0

@@ -1,0 +1,56 @@
+"""What decoding needs of an engine. One file an engine in this folder; `runtime/load.py` picks the one that fits the directory."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+
+
+class Engine(Protocol):
+    """A loaded causal language model.
+
+    Attributes:
+        device: where inputs must be.
+        vocab_size: width of the logits; ids are 0..vocab_size-1.
+        context_length: most positions the model was made for; None when it has no limit.
+        padding_is_exact: False when a left-padded row is not computed as it would be alone; such batches are decoded in
+            groups of equal length.
+        weight_bytes: memory the weights take as they are held (packed).
+    """
+
+    device: torch.device
+    vocab_size: int
+    context_length: int | None
+    padding_is_exact: bool
+    weight_bytes: int
+
+    def new_cache(self) -> Any:
+        """An empty KV cache; it grows with every `forward`."""
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Logits, float32 `[batch, seq or 1, vocab]`.
+
+        Args:
+            input_ids: int64 `[batch, seq]`, the tokens after those in `cache`.
+            cache: from `new_cache`, or None to keep nothing.
+            attention_mask: int64 `[batch, cached + seq]`, 1 = token, 0 = padding; None: no padding anywhere.
+            position_ids: int64 `[batch, seq]`; None: counted from the cached length.
+            last_only: only the last position's logits are wanted.
+        """
+
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        """Drop all sequences of `cache` but `rows` (int64 indices), in that order, and free their memory."""
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Memory that `cache` holds."""
+
+    def explain(self) -> dict[str, str]:
+        """{module name: what computes it}."""

@@ -1,0 +1,131 @@
+"""The torch engine: a transformers model whose compressed layers keep their weights packed."""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.artifact import Artifact
+from runtime.errors import ArtifactError
+from runtime.skeleton import build_skeleton, read_config
+from runtime.weights import fill, main_dtype, to_device
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class TorchEngine:
+    """Runs a transformers causal language model; see `runtime.engines.base.Engine`.
+
+    Raises:
+        ArtifactError: the model keeps no KV cache in the way of transformers 5.
+    """
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        accepted = inspect.signature(module.forward).parameters
+        if "past_key_values" not in accepted:
+            raise ArtifactError(
+                f"{type(module).__name__} takes no KV cache (past_key_values); this runtime cannot decode it"
+            )
+        self._takes_positions = "position_ids" in accepted
+        self._takes_last_only = "logits_to_keep" in accepted
+        text = module.config.get_text_config()
+        self.context_length: int | None = getattr(text, "max_position_embeddings", None)
+        layers = set(getattr(text, "layer_types", None) or ())
+        self.padding_is_exact = self._takes_positions and layers <= _ATTENTION_LAYERS
+        embeddings = module.get_input_embeddings()
+        self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
+        self.weight_bytes = weight_bytes(module)
+
+    def new_cache(self) -> Any:
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.module.config.get_text_config())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments["past_key_values"] = cache
+        arguments["use_cache"] = cache is not None
+        if self._takes_positions and position_ids is not None:
+            arguments["position_ids"] = position_ids
+        if last_only and self._takes_last_only:
+            arguments["logits_to_keep"] = 1
+        logits = self.module(**arguments).logits
+        return (logits[:, -1:] if last_only else logits).float()
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        cache.batch_select_indices(rows)
+
+    def cache_bytes(self, cache: Any) -> int:
+        tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        return _bytes(tensors)
+
+    def explain(self) -> dict[str, str]:
+        result = {}
+        for name, module in self.module.named_modules():
+            kernel = getattr(module, "kernel_name", None)
+            if kernel is not None:
+                result[name] = str(kernel)
+            elif isinstance(module, nn.Linear):
+                result[name] = f"torch {str(module.weight.dtype).removeprefix('torch.')}"
+        return result
+
+
+def load_torch(
+    artifact: Artifact, device: torch.device, kernels: str, dtype: torch.dtype | None, trust_remote_code: bool
+) -> TorchEngine:
+    """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
+    config = read_config(artifact.path, trust_remote_code)
+    compute = dtype or main_dtype(artifact.checkpoint)
+    module = build_skeleton(config, compute, trust_remote_code)
+    compressed = install_compressed(module, artifact.config, compute)
+    module = fill(module, artifact.checkpoint, compute, device, compressed, trust_remote_code)
+    to_device(module, device)
+    for layer in module.modules():
+        prepare = getattr(layer, "prepare", None)
+        if prepare is not None and hasattr(layer, "dequantize"):
+            prepare(kernels)
+    return TorchEngine(module, device)
+
+
+def install_compressed(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> frozenset[str]:
+    """Replace the layers that `quantization_config` names by compressed ones; returns their names (empty when plain)."""
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return frozenset()
+    from runtime.linear import install
+    from runtime.quantization_config import parse
+    from runtime.skeleton import linear_shapes
+
+    entries = parse(quantization, list(linear_shapes(module)))
+    install(module, entries)
+    return frozenset(entries)
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Memory of all parameters and buffers, shared ones counted once."""
+    return _bytes([*module.parameters(), *module.buffers()])
+
+
+def _bytes(tensors: list[torch.Tensor]) -> int:
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"
+    }
+    return sum(storages.values())

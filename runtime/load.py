@@ -1,0 +1,123 @@
+"""`runtime.load`: from a directory to a model that generates."""
+
+from __future__ import annotations
+
+import difflib
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.artifact import Artifact
+from runtime.checkpoint import read_json
+from runtime.decoding.options import reject_unknown
+from runtime.engines.torch import load_torch
+from runtime.errors import ArtifactError, RequestError
+from runtime.model import Model
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Any of these means that the directory is meant to have a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "trust_remote_code"]
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
+    threads: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    verify: bool = False,
+    trust_remote_code: bool = False,
+    **unknown: Any,
+) -> Model:
+    """Load a compressed artifact, or a plain Hugging Face checkpoint, for inference. Compressed weights stay packed.
+
+    Args:
+        path: the directory, or a hub id ("org/name").
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ...
+        kernels: "auto" picks the fastest that is right for each layer; a name from `Model.explain()` forces one ("reference"
+            is plain torch).
+        threads: CPU threads of torch, for the whole process; None leaves them.
+        dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
+        verify: compare every file with the SHA-256 in the artifact's manifest first.
+        trust_remote_code: let the checkpoint bring Python code that is run.
+
+    Raises:
+        RequestError: a wrong option. ArtifactError: the directory cannot be used. Both say why in one sentence.
+    """
+    reject_unknown(unknown, _OPTIONS, "load")
+    target = _device(device)
+    compute = _dtype(dtype)
+    if threads is not None:
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
+        torch.set_num_threads(threads)
+    artifact = Artifact(path, trust_remote_code)
+    if verify:
+        artifact.verify()
+    engine = load_torch(artifact, target, kernels, compute, trust_remote_code)
+    tokenizer = _tokenizer(artifact.path, trust_remote_code)
+    return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
+
+
+def _device(device: str | torch.device) -> torch.device:
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise RequestError(f"device {device!r} is not usable here; try 'auto' or 'cpu'") from error
+    return torch.empty(0, device=chosen).device  # "cuda" becomes "cuda:0", so that devices compare equal
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        close = difflib.get_close_matches(name, DTYPES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(DTYPES)}"
+        raise RequestError(f"dtype {name!r} is unknown: {hint}")
+    return DTYPES[name]
+
+
+def _tokenizer(path: Path, trust_remote_code: bool) -> Any:
+    """The directory's tokenizer, or None when it has none (token ids still work)."""
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and tokenizers raise whatever comes up, bare Exception included
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
+
+
+def _end_of_sequence(artifact: Artifact, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
+    file = artifact.path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    text_config = artifact.config.get("text_config")
+    for source in (generation, artifact.config, text_config if isinstance(text_config, dict) else {}):
+        value = source.get("eos_token_id")
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+                raise ArtifactError(
+                    f"{artifact.path}: eos_token_id must be an integer or a list of them, not {value!r}"
+                )
+            return frozenset(values)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if own is None else frozenset([own])

@@ -1,1 +1,43 @@
-"""Run compressed artifacts. `runtime.load(path)` is the whole interface; heavy imports wait until they are needed."""
+"""Run compressed artifacts. `runtime.load(path)` is the whole interface; heavy imports wait until they are needed.
+
+Importing this package also teaches transformers the quantization method `compress`, so that
+`AutoModelForCausalLM.from_pretrained` reads our artifacts; transformers itself is not imported for that.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from runtime.errors import ArtifactError, CompressError, RequestError
+    from runtime.load import load
+    from runtime.model import Model
+
+__all__ = ["ArtifactError", "CompressError", "Model", "RequestError", "__version__", "load"]
+
+_HOMES = {
+    "ArtifactError": "runtime.errors",
+    "CompressError": "runtime.errors",
+    "RequestError": "runtime.errors",
+    "Model": "runtime.model",
+    "load": "runtime.load",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            return version("compress")
+        except PackageNotFoundError:  # run from a source tree that was never installed
+            return "0+unknown"
+    if name in _HOMES:
+        from importlib import import_module
+
+        return getattr(import_module(_HOMES[name]), name)
+    raise AttributeError(f"module 'runtime' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

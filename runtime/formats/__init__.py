@@ -11,7 +11,7 @@ import re
 import torch
 
 from runtime.errors import RequestError
-from runtime.formats.base import Format, Shape, TensorSpec
+from runtime.formats.base import Format, Shape, Tensors, TensorSpec
 from runtime.formats.bitmap import Bitmap
 from runtime.formats.float_quantized import FloatQuantized
 from runtime.formats.int_quantized import IntQuantized
@@ -20,7 +20,7 @@ from runtime.formats.packed import Packed
 from runtime.formats.sparse24 import Sparse24
 from runtime.scheme import Scheme
 
-__all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names"]
+__all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names", "value_count"]
 
 # Compressed-tensors formats first: what another engine can read is preferred.
 _FORMATS: tuple[Format, ...] = (PackQuantized(), IntQuantized(), FloatQuantized(), Packed(), Sparse24(), Bitmap())
@@ -69,3 +69,8 @@ def density_of(sparsity: str | None) -> float:
         return 1.0
     match = re.fullmatch(r"(\d+):(\d+)", sparsity)
     return int(match[1]) / int(match[2]) if match and int(match[2]) else 0.5
+
+
+def value_count(storage: Format, tensors: Tensors) -> int | None:
+    """How many values packed tensors hold, for the formats whose size depends on it (`bitmap`); None for the others."""
+    return storage.stored_count(tensors)

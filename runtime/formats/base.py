@@ -148,7 +148,7 @@ class Format(ABC):
         """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and
         dtype.
         """
-        specs = self.tensors(scheme, shape, dtype, self.stored_count(tensors, shape, where))
+        specs = self.tensors(scheme, shape, dtype, self.stored_count(tensors, where))
         for name, spec in specs.items():
             if name.startswith("input_"):
                 continue  # not part of the weight: whoever runs the layer checks them
@@ -159,7 +159,33 @@ class Format(ABC):
                 f"tensor {join(where, 'weight_shape')} says {declared.tolist()} but the model has {list(shape)} there"
             )
 
-    def stored_count(self, tensors: Tensors, shape: Shape, where: str = "") -> int | None:
+    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
+        """The tensors of the matrix made of these rows (int64 `[n]`) only, so that a lookup unpacks no more than it
+        needs.
+        """
+        out = self.select_weight_rows(tensors, scheme, rows)
+        if "weight_shape" in tensors:
+            out["weight_shape"] = torch.tensor([rows.numel(), shape[1]], dtype=torch.int64)
+        for name in ("weight_scale", "weight_zero_point"):
+            grid = tensors.get(name)
+            if grid is None or scheme.weights is None:
+                continue
+            if scheme.weights.strategy == "tensor":
+                out[name] = grid
+            elif name == "weight_zero_point" and self.zero_point_packed(scheme.weights):
+                # Every selected zero point has its own bit offset in its column, so the columns are opened.
+                bits = scheme.weights.bits
+                out[name] = pack_columns(unpack_columns(grid, bits, shape[0])[rows], bits)
+            else:
+                out[name] = grid[rows]
+        return out
+
+    def select_weight_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
+        """`select_rows` for the tensors of `weight_tensors`; right for every format that stores row by row."""
+        names = ("weight", "weight_packed", "weight_values", "weight_metadata")
+        return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
+
+    def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
         """`count` of `tensors(...)` as the stored tensors tell it; None when the format has no such number."""
         return None
 
@@ -193,15 +219,16 @@ def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
 
 
 def check_tensor(tensors: Tensors, name: str, spec: TensorSpec, where: str) -> None:
-    """Raise ArtifactError unless `tensors[name]` is as `spec` says. Float scales may be wider than the model's
-    dtype.
+    """Raise ArtifactError unless `tensors[name]` is as `spec` says.
+
+    Plain floats (scales, kept float values) may be of another float dtype: a bfloat16 artifact can be run in float32.
     """
     tensor = tensors.get(name)
     if tensor is None:
         raise ArtifactError(f"tensor {join(where, name)} is missing")
     if tuple(tensor.shape) != spec.shape:
         raise ArtifactError(f"tensor {join(where, name)} has shape {list(tensor.shape)}, expected {list(spec.shape)}")
-    if tensor.dtype != spec.dtype and not (name.endswith("_scale") and tensor.dtype in SCALE_DTYPES):
+    if tensor.dtype != spec.dtype and not (tensor.dtype in SCALE_DTYPES and spec.dtype in SCALE_DTYPES):
         raise ArtifactError(f"tensor {join(where, name)} is {_short(tensor.dtype)}, expected {_short(spec.dtype)}")
 
 
@@ -280,6 +307,12 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
 def ragged(scheme: WeightScheme, shape: Shape) -> bool:
     """True when the last group of a row is shorter than the others."""
     return scheme.strategy == "group" and shape[1] % (scheme.group_size or 1) != 0
+
+
+def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    if matrix.dtype == FLOAT8:  # has no index_select on every device; its bytes do
+        return matrix.view(torch.uint8)[rows].view(FLOAT8)
+    return matrix[rows]
 
 
 def _grid_shape(scheme: WeightScheme, shape: Shape) -> tuple[int, ...]:

@@ -14,13 +14,12 @@ from runtime.formats.base import (
     Shape,
     Tensors,
     TensorSpec,
-    check_tensor,
     expand_groups,
     join,
     kept,
     why_not_weights,
 )
-from runtime.formats.bitpack import pack_stream, packed_words, unpack_stream
+from runtime.formats.bitpack import gather_stream, pack_stream, packed_words, unpack_stream
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 
 
@@ -49,9 +48,30 @@ class Bitmap(Format):
     def count(self, weight: CompressedWeight) -> int | None:
         return int(kept(weight).sum())
 
-    def stored_count(self, tensors: Tensors, shape: Shape, where: str = "") -> int | None:
-        check_tensor(tensors, "weight_row_offsets", TensorSpec((shape[0] + 1,), torch.int64), where)
-        return int(tensors["weight_row_offsets"][-1])
+    def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
+        offsets = tensors.get("weight_row_offsets")
+        if offsets is None or offsets.dim() != 1 or not offsets.numel() or offsets.dtype != torch.int64:
+            raise ArtifactError(f"tensor {join(where, 'weight_row_offsets')} is missing or not a list of int64")
+        return int(offsets[-1])
+
+    def select_weight_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
+        offsets = tensors["weight_row_offsets"]
+        lengths = offsets.diff()[rows]
+        ends = lengths.cumsum(0)
+        new = torch.nn.functional.pad(ends, (1, 0))
+        # Position in the stored stream of every value of the selected rows.
+        index = torch.arange(int(new[-1]), device=rows.device)
+        index += torch.repeat_interleave(offsets[rows] - new[:-1], lengths)
+        out = {"weight_bitmap": tensors["weight_bitmap"][rows], "weight_row_offsets": new}
+        if "weight_packed" in tensors:
+            assert scheme.weights is not None
+            bits = scheme.weights.bits
+            out["weight_packed"] = pack_stream(gather_stream(tensors["weight_packed"], bits, index), bits)
+        else:
+            values = tensors["weight_values"]
+            picked = values.view(torch.uint8)[index].view(FLOAT8) if values.dtype == FLOAT8 else values[index]
+            out["weight_values"] = picked
+        return out
 
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None

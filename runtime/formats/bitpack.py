@@ -66,6 +66,15 @@ def unpack_stream(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     return torch.cat([body, tail])
 
 
+def gather_stream(packed: torch.Tensor, bits: int, index: torch.Tensor) -> torch.Tensor:
+    """Codes number `index` (int64 `[n]`) of a stream that `pack_stream` made: int8 `[n]`."""
+    start = index * bits
+    word, shift = start // 32, start % 32
+    following = (word + 1).clamp(max=max(0, packed.numel() - 1))
+    value = (packed[word].to(torch.int64) & 0xFFFFFFFF) | packed[following].to(torch.int64) << 32
+    return (((value >> shift) & ((1 << bits) - 1)) - (1 << (bits - 1))).to(torch.int8)
+
+
 def _slices(rows: int, columns: int) -> list[tuple[int, int]]:
     if columns == 0:
         return []

@@ -1,4 +1,4 @@
-"""`int-quantized` of compressed-tensors: one int8 a weight, for layers whose activations are int8 too (W8A8)."""
+"""`int-quantized` of compressed-tensors: one int8 a weight, mostly for layers whose activations are int8 too (W8A8)."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class IntQuantized(Format):
             return reason
         if scheme.weights is None or scheme.weights.type != "int":
             return "it stores integer weights only"
-        if scheme.activations is None or scheme.activations.type != "int":
-            return "it is for layers with integer activations"
+        if scheme.activations is not None and scheme.activations.type != "int":
+            return "it is for layers with integer activations, or none"
         if ragged(scheme.weights, shape):
             return f"compressed-tensors wants groups that divide the row: {shape[1]} % {scheme.weights.group_size} != 0"
         return None

@@ -1,0 +1,36 @@
+"""The reference: dequantize the weight, round the input where the scheme says so, multiply. Plain torch, any device.
+
+It defines what every other kernel must compute. The weight is dequantized anew in each call, so memory stays packed
+and the result is bit for bit that of a dense layer holding the dequantized weight.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from runtime import formats
+from runtime.formats.base import Tensors
+from runtime.kernels.activations import fake_quantize
+from runtime.kernels.base import Kernel, Layer
+
+
+class Reference(Kernel):
+    """Always fits."""
+
+    name = "reference"
+    device = None
+
+    def __init__(self) -> None:
+        self.formats = frozenset(formats.names())
+
+    def why_not(self, layer: Layer) -> str | None:
+        return None
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        activations = layer.entry.scheme.activations
+        if activations is not None:
+            x = fake_quantize(x, activations, tensors.get("input_scale"), tensors.get("input_zero_point"))
+        return torch.nn.functional.linear(x, self.restore(tensors, layer).dequantize(), bias)
+
+    def path(self, rows: int) -> str:
+        return "dequantize + dense matmul"

@@ -1,0 +1,169 @@
+"""`CompressedLinear`: an nn.Linear whose weight stays packed in memory and is computed with by a kernel of the
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime import kernels as kernel_table
+from runtime.embedding import CompressedEmbedding
+from runtime.errors import ArtifactError, RequestError
+from runtime.formats.base import check_tensor
+from runtime.kernels import Kernel
+from runtime.module import CompressedModule
+from runtime.quantization_config import ModuleEntry
+
+
+class CompressedLinear(CompressedModule):
+    """`y = x W^T + b` with `x` `[..., in]` in `dtype` and `W` `[out, in]` packed.
+
+    Attributes:
+        entry: scheme and storage format.
+        kernel: the kernel chosen by `prepare`; None (the reference computes) before.
+    """
+
+    def __init__(
+        self, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
+    ) -> None:
+        super().__init__(entry, shape, dtype, device)
+        self.out_features, self.in_features = self.shape
+        if bias:
+            data = torch.empty(self.out_features, dtype=dtype, device=device)
+            self.bias: nn.Parameter | None = nn.Parameter(data, requires_grad=False)
+        else:
+            self.register_parameter("bias", None)
+
+    @classmethod
+    def from_spec(
+        cls, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
+    ) -> CompressedLinear:
+        """An empty layer to load tensors into."""
+        return cls(entry, shape, bias, dtype, device)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        entry: ModuleEntry,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> CompressedLinear:
+        """A layer around stored tensors (`Format.pack`'s, plus `input_scale` for static activations).
+
+        Raises:
+            ArtifactError: a tensor is missing or does not fit.
+        """
+        module = cls(entry, shape, bias is not None, dtype)
+        for name, spec in module._specs.items():
+            check_tensor(dict(tensors), name, spec, "")
+            module._buffers[name] = tensors[name]
+        if bias is not None:
+            module.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        return module
+
+    def prepare(self, kernels: str = "auto") -> Kernel:
+        """Choose the kernel and lay the weight out for it; call once, after the tensors are loaded.
+
+        Raises:
+            RequestError: the kernel named cannot compute this layer.
+            ArtifactError: tensors are missing or inconsistent.
+        """
+        self.unprepare()
+        self.check()
+        if "input_scale" in self._buffers:  # as compressed-tensors does, activation scales have the model's dtype
+            self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
+        kernel = kernel_table.find(self.layer, kernels)
+        self._replace(kernel.prepare(self._tensors(), self.layer))
+        self.kernel = kernel
+        return kernel
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        kernel = self.kernel or kernel_table.REFERENCE
+        y = kernel.run(x.reshape(-1, self.in_features), self._tensors(), self.layer, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def explain(self, rows: int = 1) -> str:
+        """Which kernel computes `rows` tokens, and how."""
+        return (self.kernel or kernel_table.REFERENCE).path(rows)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.entry.format}, kernel={self.kernel_name}"
+        )
+
+
+def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = "") -> list[str]:
+    """Replace the nn.Linear (GPT-2's Conv1D too) and nn.Embedding modules that `entries` names by empty compressed
+    ones.
+
+    `prefix` is the name of `model` inside the whole model when it is a part of it (a block): entries outside are
+    passed over. New modules are on the device of the weight they replace (usually meta). Returns the names, in order.
+
+    Raises:
+        ArtifactError: a named module does not exist, is of a kind that cannot be compressed, or has a shape its format
+            cannot hold.
+    """
+    done = []
+    for name, entry in entries.items():
+        if prefix and not name.startswith(prefix + "."):
+            continue
+        local = name[len(prefix) + 1 :] if prefix else name
+        try:
+            old = model.get_submodule(local)
+        except AttributeError:
+            raise ArtifactError(f"quantization_config names module {name}, which the model does not have") from None
+        parent, _, leaf = local.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _compressed(name, old, entry))
+        done.append(name)
+    return done
+
+
+def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
+    """`prepare()` of every compressed module, after loading: {module: kernel}.
+
+    A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits
+    nowhere.
+    """
+    chosen: dict[str, str] = {}
+    refused = ""
+    for name, module in model.named_modules():
+        if not isinstance(module, CompressedModule):
+            continue
+        module.check(name)
+        try:
+            module.prepare(kernels)
+        except RequestError as error:
+            if isinstance(error, ArtifactError):
+                raise
+            refused = refused or f"{error} ({name})"
+            module.prepare()
+        chosen[name] = module.kernel_name
+    if refused and kernels not in chosen.values():
+        raise RequestError(refused)
+    return chosen
+
+
+def _compressed(name: str, old: nn.Module, entry: ModuleEntry) -> CompressedModule:
+    weight = getattr(old, "weight", None)
+    if isinstance(old, CompressedModule):
+        raise ArtifactError(f"module {name} is compressed already")
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("meta")
+    try:
+        if isinstance(old, nn.Linear) and type(old).forward is nn.Linear.forward:
+            shape = (old.out_features, old.in_features)
+            return CompressedLinear(entry, shape, old.bias is not None, old.weight.dtype, device)
+        if type(old).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.dim() == 2:
+            # transformers' Conv1D stores the transposed matrix; the compressed one is always [out, in].
+            return CompressedLinear(entry, (weight.shape[1], weight.shape[0]), True, weight.dtype, device)
+        if isinstance(old, nn.Embedding) and type(old).forward is nn.Embedding.forward and old.max_norm is None:
+            return CompressedEmbedding(entry, (old.num_embeddings, old.embedding_dim), old.weight.dtype, device)
+    except RequestError as error:
+        raise ArtifactError(f"module {name}: {error}") from None
+    raise ArtifactError(f"module {name} is a {type(old).__name__}, which cannot hold a compressed weight")

@@ -16,7 +16,7 @@ from collections.abc import Iterable
 import typer
 
 from compress import __version__
-from compress.recipe.nearest import did_you_mean
+from compress.nearest import did_you_mean
 from runtime.errors import CompressError
 
 COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "generate", "report", "recipes", "methods")

@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compress.recipe.nearest import did_you_mean, listing
+from compress.nearest import did_you_mean, listing
 from runtime.errors import RequestError
 
 DEFAULT_IGNORE = ("lm_head",)

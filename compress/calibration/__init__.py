@@ -1,5 +1,5 @@
 """Text for calibration and evaluation, as rows of token ids."""
 
-from compress.calibration.load import CalibrationData, load, load_evaluation
+from compress.calibration.rows import CalibrationData, load, load_evaluation
 
 __all__ = ["CalibrationData", "load", "load_evaluation"]

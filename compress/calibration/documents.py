@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from compress import resources
+from compress.nearest import did_you_mean, listing, nearest
 from compress.recipe.models import TextSource
-from compress.recipe.nearest import did_you_mean, listing, nearest
 from runtime.errors import RequestError
 
 MAX_TEXT_BYTES = 64 * 2**20

@@ -9,7 +9,7 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, print_table
-from compress.recipe.nearest import did_you_mean, listing
+from compress.nearest import did_you_mean, listing
 from runtime.errors import RequestError
 
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")

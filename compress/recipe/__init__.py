@@ -1,9 +1,9 @@
 """Recipes: what to compress, how, and how well. `load` reads one; `Recipe` is the validated result."""
 
-from compress.recipe.load import find_recipe, load
 from compress.recipe.locate import locate_model
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, Recipe, TextSource
 from compress.recipe.origin import Origin
+from compress.recipe.reading import find_recipe, load
 from compress.recipe.stages import KINDS, Stage, StageKind
 
 __all__ = [

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from compress.nearest import nearest
 from compress.recipe.models import Recipe
-from compress.recipe.nearest import nearest
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from compress.recipe.nearest import did_you_mean, listing
+from compress.nearest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import show
 from compress.recipe.yaml_source import Path, dotted, parse

@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from compress.recipe.nearest import did_you_mean, listing
+from compress.nearest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import key_named_in, problems_of, show
 from compress.recipe.yaml_source import Path

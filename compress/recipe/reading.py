@@ -10,8 +10,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress import resources
+from compress.nearest import did_you_mean, listing
 from compress.recipe.models import Recipe
-from compress.recipe.nearest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.overrides import apply_overrides
 from compress.recipe.problems import problems_of, raise_all, show

@@ -1,0 +1,164 @@
+# ruff: noqa: E501 (a case and its sentence stand in one line)
+"""Assignment: which stage acts on which module, and what does not fit."""
+
+from __future__ import annotations
+
+import pytest
+
+from compress.assign import ModuleInfo, assign
+from compress.recipe import load
+from runtime.errors import RequestError
+from runtime.scheme import Scheme, WeightScheme
+
+
+def model(width=64, inner=172, layers=2):
+    modules = [ModuleInfo("model.embed_tokens", "Embedding", (100, width))]
+    for layer in range(layers):
+        prefix = f"model.layers.{layer}"
+        modules += [
+            ModuleInfo(f"{prefix}.self_attn.q_proj", "Linear", (width, width)),
+            ModuleInfo(f"{prefix}.mlp.down_proj", "Linear", (width, inner)),
+        ]
+    return [*modules, ModuleInfo("lm_head", "Linear", (100, width))]
+
+
+def recipe(*stages, **keys):
+    return load({"name": "t", "model": "m", "stages": list(stages), **keys})
+
+
+def refused(tmp_path, text, modules=None):
+    path = tmp_path / "r.yaml"
+    path.write_text("name: t\nmodel: m\nstages:\n" + text)
+    loaded = load(path)
+    with pytest.raises(RequestError) as caught:
+        assign(loaded, model() if modules is None else modules)
+    return str(caught.value).removeprefix(f"{path}:")
+
+
+def test_defaults_take_every_linear_layer_but_the_head():
+    found = assign(recipe({"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}), model())
+    assert list(found) == [f"model.layers.{n}.{m}" for n in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
+    entry = found["model.layers.0.mlp.down_proj"]
+    assert entry.scheme == Scheme(WeightScheme(4, "int", True, "group", 32))
+    assert entry.prune is None
+    assert entry.quantize is not None
+    assert entry.quantize.method == "rtn"
+    assert entry.stages == [0]
+
+
+def test_prune_and_quantize_meet_in_one_assignment():
+    stages = [
+        {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
+        {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},
+    ]
+    entry = assign(recipe(*stages), model())["model.layers.1.self_attn.q_proj"]
+    assert entry.scheme == Scheme(WeightScheme(4, "int", True, "group", 32), None, "2:4")
+    assert entry.stages == [0, 1]
+    assert entry.prune is not None
+    assert entry.prune.method == "sparsegpt"
+
+
+def test_pruning_alone_keeps_float_values():
+    found = assign(recipe({"prune": {"method": "magnitude", "sparsity": 0.5}}), model())
+    assert {entry.scheme for entry in found.values()} == {Scheme(sparsity="unstructured")}
+
+
+def test_later_stages_of_a_kind_override_earlier_ones():
+    stages = [
+        {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},
+        {"quantize": {"method": "rtn", "bits": 8, "group_size": "channel", "targets": ["down_proj"]}},
+    ]
+    found = assign(recipe(*stages), model())
+    first, second = found["model.layers.0.self_attn.q_proj"], found["model.layers.0.mlp.down_proj"]
+    assert (first.quantize.method, first.stages) == ("gptq", [0])
+    assert (second.quantize.method, second.stages) == ("rtn", [1])
+    assert second.scheme.weights == WeightScheme(8, "int", True, "channel")
+
+
+def test_head_and_embedding_when_they_are_named():
+    found = assign(
+        recipe({"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["lm_head", "Embedding"]}}),
+        model(),
+    )
+    assert list(found) == ["model.embed_tokens", "lm_head"]
+
+
+def test_ignoring_the_head_is_fine_where_there_is_none():
+    modules = [module for module in model() if module.name != "lm_head"]
+    found = assign(recipe({"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "ignore": ["lm_head"]}}), modules)
+    assert len(found) == 4
+
+
+CASES = {
+    "target that matches nothing": (
+        "  - quantize:\n      method: rtn\n      group_size: 32\n      targets:\n        - Linear\n        - down_porj\n",
+        "9: stages.0.quantize.targets.1: 'down_porj' matches no module of the model; did you mean 'down_proj'? Classes: Embedding, Linear.",
+    ),
+    "ignore that matches nothing": (
+        "  - quantize:\n      method: rtn\n      group_size: 32\n      ignore: [lm_head, gate_proj]\n",
+        "7: stages.0.quantize.ignore.1: 'gate_proj' matches no module of the model",
+    ),
+    "ignore that takes all away": (
+        "  - prune:\n      method: wanda\n      sparsity: 0.5\n      targets: [down_proj]\n      ignore: ['*']\n",
+        "7: stages.0.prune.targets: the targets down_proj match only modules that 'ignore' (*) takes away",
+    ),
+    "group larger than the row": (
+        "  - quantize:\n      method: rtn\n      group_size: 128\n",
+        "6: stages.0.quantize.group_size: model.layers.0.self_attn.q_proj: group_size 128 is larger than the row of 64 weights",
+    ),
+    "default group larger than the row": (
+        "  - quantize:\n      method: rtn\n",
+        "4: stages.0.quantize.group_size: model.layers.0.self_attn.q_proj: group_size 128 is larger than the row of 64 weights",
+    ),
+    "width not divisible by M": (
+        "  - prune:\n      method: wanda\n      pattern: 2:5\n",
+        "6: stages.0.prune.pattern: model.layers.0.self_attn.q_proj: pattern '2:5' needs a width divisible by 5, the weight is 64 x 64",
+    ),
+    "2:4 on an odd width": (
+        "  - prune: {method: wanda, pattern: 2:4, targets: [down_proj]}\n",
+        "4: stages.0.prune.pattern: model.layers.0.mlp.down_proj: pattern '2:4' needs a width divisible by 4, the weight is 64 x 170",
+    ),
+    "blocks that do not fit": (
+        "  - prune:\n      method: wanda\n      pattern: block:7x4\n      sparsity: 0.5\n",
+        "6: stages.0.prune.pattern: model.layers.0.self_attn.q_proj: pattern 'block:7x4' needs a height divisible by 7",
+    ),
+    "prune after quantize": (
+        "  - quantize:\n      method: gptq\n      group_size: 32\n  - prune:\n      method: wanda\n      pattern: 2:4\n",
+        "7: stages.1.prune: 'model.layers.0.self_attn.q_proj' is already quantized by stage 0; put the prune stage before it",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_does_not_fit_names_file_line_key_and_module(tmp_path, case):
+    text, words = CASES[case]
+    modules = model(inner=170) if "odd" in case else None
+    answer = refused(tmp_path, text, modules)
+    assert answer.startswith(words)
+    assert "\n" not in answer
+
+
+def test_pruning_after_quantizing_other_modules_is_allowed():
+    stages = [
+        {"quantize": {"method": "rtn", "group_size": 32, "targets": ["q_proj"]}},
+        {"prune": {"method": "magnitude", "sparsity": 0.5, "targets": ["down_proj"]}},
+    ]
+    found = assign(recipe(*stages), model())
+    assert found["model.layers.0.self_attn.q_proj"].stages == [0]
+    assert found["model.layers.0.mlp.down_proj"].stages == [1]
+
+
+def test_an_override_is_named_instead_of_the_line():
+    loaded = load(
+        {"name": "t", "model": "m", "stages": [{"quantize": {"method": "rtn"}}]},
+        set=["stages.0.quantize.group_size=100"],
+    )
+    with pytest.raises(
+        RequestError, match="^--set stages.0.quantize.group_size=100: stages.0.quantize.group_size: model.layers.0"
+    ):
+        assign(loaded, model())
+
+
+def test_a_ragged_last_group_is_stored():
+    found = assign(recipe({"quantize": {"method": "rtn", "bits": 4, "group_size": 48}}), model())
+    assert found["model.layers.0.mlp.down_proj"].scheme.weights.group_size == 48

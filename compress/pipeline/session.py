@@ -15,7 +15,7 @@ from compress import calibration
 from compress.assign import assign
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
-from compress.recipe.models import Recipe
+from compress.recipe import Recipe, locate_model
 from compress.targets import ModuleInfo
 from runtime.checkpoint import Checkpoint
 from runtime.errors import RequestError
@@ -49,7 +49,7 @@ class Session:
 
     @classmethod
     def open(cls, recipe: Recipe, device: str = "auto") -> Session:
-        checkpoint = Checkpoint(recipe.model)
+        checkpoint = Checkpoint(locate_model(recipe))
         if "quantization_config" in checkpoint.config:
             method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
             raise RequestError(

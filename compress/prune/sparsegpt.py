@@ -30,5 +30,5 @@ METHOD = Method(
     summary="removes weights by exact cost and updates the others",
     paper="Frantar and Alistarh, SparseGPT, 2023, arXiv 2301.00774",
     needs=frozenset({"hessian", "ranges"}),
-    compensates=lambda config: True,
+    compensates=True,
 )

@@ -34,5 +34,5 @@ METHOD = Method(
     summary="rounds column by column and compensates the error",
     paper="Frantar et al., GPTQ, 2022, arXiv 2210.17323",
     needs=frozenset({"hessian", "ranges"}),
-    compensates=lambda config: True,
+    compensates=True,
 )

@@ -72,7 +72,7 @@ def solve_group(
         fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
         masks = fixed_masks(dense, statistics, prune, fractions)
         chosen_in_loop = masks is None
-    compensated = quantize is not None and QUANTIZE[quantize.method].compensates(quantize)
+    compensated = quantize is not None and compensates(quantize)
     pattern = prune.parsed if prune is not None and chosen_in_loop else None
     hessian = statistics.hessian if statistics is not None else None
     notes: list[dict[str, Any]] = [{} for _ in weights]
@@ -98,6 +98,11 @@ def solve_group(
         _result(weight.detach().to(torch.float32), compressed, hessian, note)
         for weight, compressed, note in zip(weights, solved, notes, strict=True)
     ]
+
+
+def compensates(quantize: QuantizeConfig) -> bool:
+    """Whether rounding errors are compensated: the method does so itself, or a transform whose `solver` field asks for it."""
+    return QUANTIZE[quantize.method].compensates or getattr(quantize, "solver", None) == "gptq"
 
 
 def fixed_masks(

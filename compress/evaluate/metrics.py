@@ -1,0 +1,94 @@
+"""Quality of next-token predictions, accumulated over logits that come in pieces."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+
+from runtime.errors import CompressError
+
+CHUNK_VALUES = 8 * 2**20
+"""Logits that are turned into float32 log-probabilities at once: 32 MiB each for model and reference, whatever the vocabulary."""
+
+
+class TokenMetrics:
+    """Perplexity, and agreement with a reference model, over all tokens that were added.
+
+    Each piece is computed in float32; sums over tokens are kept in float64.
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.compared = 0
+        self._nll = 0.0
+        self._kl = 0.0
+        self._agree = 0
+
+    def add(self, logits: torch.Tensor, targets: torch.Tensor, reference_logits: torch.Tensor | None = None) -> None:
+        """Score some positions.
+
+        Args:
+            logits: `[n, vocab]`, any float dtype: what the model predicts at each position.
+            targets: `[n]` integers: the token that came next.
+            reference_logits: `[n, vocab]` of the model to compare with, or None. Should one model have padded its vocabulary,
+                only the ids that both know are compared.
+
+        Raises:
+            CompressError: NaN or infinity among the logits; a mean over them would say nothing.
+        """
+        count = int(targets.shape[0])
+        rows = max(1, CHUNK_VALUES // max(1, int(logits.shape[-1])))
+        for start in range(0, count, rows):
+            part = slice(start, start + rows)
+            reference = None if reference_logits is None else reference_logits[part]
+            self._add(logits[part], targets[part].to(logits.device), reference)
+        self.tokens += count
+
+    def _add(self, logits: torch.Tensor, targets: torch.Tensor, reference: torch.Tensor | None) -> None:
+        log_probabilities = _log_softmax(logits, "the model")
+        picked = log_probabilities.gather(-1, targets.long()[:, None])
+        self._nll -= float(picked.double().sum())
+        if reference is None:
+            return
+        reference = reference.to(logits.device)
+        shared = min(logits.shape[-1], reference.shape[-1])
+        if logits.shape[-1] != shared:
+            log_probabilities = _log_softmax(logits[:, :shared], "the model")
+        base = _log_softmax(reference[:, :shared], "the reference")
+        # Sum over the vocabulary in float32, over tokens in float64. Rounding can make the KL of equal rows -1e-8: clamp.
+        divergence = (base.exp() * (base - log_probabilities)).sum(-1).clamp_min_(0.0)
+        self._kl += float(divergence.double().sum())
+        self._agree += int((base.argmax(-1) == log_probabilities.argmax(-1)).sum())
+        self.compared += int(targets.shape[0])
+
+    def result(self) -> dict[str, Any]:
+        """`perplexity`, `nll` (mean, nats a token), `tokens`; with a reference also `kl` and `top1_agreement`.
+
+        `kl` is the mean of KL(reference || model) over positions, in nats; `top1_agreement` the share of positions where
+        both find the same token most likely.
+
+        Raises:
+            CompressError: nothing was added.
+        """
+        if not self.tokens:
+            raise CompressError("no tokens were scored")
+        nll = self._nll / self.tokens
+        result: dict[str, Any] = {"perplexity": _exp(nll), "nll": nll, "tokens": self.tokens}
+        if self.compared:
+            result["kl"] = self._kl / self.compared
+            result["top1_agreement"] = self._agree / self.compared
+        return result
+
+
+def _exp(nll: float) -> float:
+    """exp without OverflowError: a model that is certain of wrong tokens has infinite perplexity, which limits then refuse."""
+    return math.exp(nll) if nll < 700 else math.inf
+
+
+def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:
+    values = torch.log_softmax(logits.float(), dim=-1)
+    if not bool(torch.isfinite(values).all()):
+        raise CompressError(f"{whose} gives logits that are NaN or infinite")
+    return values

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.errors import ArtifactError, CompressError, RequestError
-    from runtime.load import load
+    from runtime.loading import load
     from runtime.model import Model
 
 __all__ = ["ArtifactError", "CompressError", "Model", "RequestError", "__version__", "load"]
@@ -20,7 +20,7 @@ _HOMES = {
     "CompressError": "runtime.errors",
     "RequestError": "runtime.errors",
     "Model": "runtime.model",
-    "load": "runtime.load",
+    "load": "runtime.loading",
 }
 
 

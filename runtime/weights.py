@@ -58,7 +58,7 @@ def fill(
     knows the conversions; the model returned is then a new one.
     """
     places = _places(model)
-    ties = {name: source for name, source in tied_names(model).items() if name in places}
+    ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
     names = _match(model, checkpoint, places)
     missing = sorted(places.keys() - names.keys() - _tied_away(ties, names))
     unexpected = _unexpected(model, checkpoint, set(names.values()))

@@ -8,6 +8,7 @@ from typing import Any
 REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 character is at most three bytes, each of which a tokenizer may show as one replacement character.
 LONGEST_UNFINISHED = 3
+PATIENCE = 8  # tokens; what is still unreadable then is no text, and all but its end is given out
 CONTEXT_TOKENS = 8
 
 
@@ -35,7 +36,12 @@ class Detokenizer:
         self._ids.append(token)
         text = self._decode(self._start)
         waiting = len(text) - len(text.rstrip(REPLACEMENT))
-        final = text[: len(text) - min(waiting, LONGEST_UNFINISHED)]
+        if waiting and len(self._ids) - self._read <= PATIENCE:
+            # Llama 2's byte fallback decodes a run of byte tokens as a whole: the first byte of a character makes the
+            # finished characters before it unreadable too, until it is complete.
+            final = text[: text.index(REPLACEMENT)]
+        else:
+            final = text[: len(text) - min(waiting, LONGEST_UNFINISHED)]
         piece = final[self._emitted :]
         self._emitted = max(self._emitted, len(final))
         if waiting == 0 and piece:

@@ -1,4 +1,4 @@
-"""What decoding needs of an engine. One file an engine in this folder; `runtime/load.py` picks the one that fits the directory."""
+"""What decoding needs of an engine. One file an engine in this folder; `runtime/loading.py` picks the one that fits the directory."""
 
 from __future__ import annotations
 

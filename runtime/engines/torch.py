@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from runtime.artifact import Artifact
-from runtime.errors import ArtifactError
-from runtime.skeleton import build_skeleton, read_config
+from runtime.errors import ArtifactError, RequestError
+from runtime.skeleton import build_skeleton, linear_shapes, read_config
 from runtime.weights import fill, main_dtype, to_device
 
 if TYPE_CHECKING:
@@ -93,30 +93,38 @@ def load_torch(
 ) -> TorchEngine:
     """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
     config = read_config(artifact.path, trust_remote_code)
-    compute = dtype or main_dtype(artifact.checkpoint)
-    module = build_skeleton(config, compute, trust_remote_code)
-    compressed = install_compressed(module, artifact.config, compute)
+    stored = main_dtype(artifact.checkpoint)
+    compute = dtype or stored
+    module = build_skeleton(config, stored, trust_remote_code)
+    compressed = install_compressed(module, artifact.config)
     module = fill(module, artifact.checkpoint, compute, device, compressed, trust_remote_code)
     to_device(module, device)
-    for layer in module.modules():
-        prepare = getattr(layer, "prepare", None)
-        if prepare is not None and hasattr(layer, "dequantize"):
-            prepare(kernels)
+    if compressed:
+        from runtime.linear import prepare_all
+
+        if compute != stored:
+            for name in compressed:
+                module.get_submodule(name).to(compute)
+        prepare_all(module, kernels)
+    elif kernels not in ("auto", "reference"):
+        raise RequestError(f"kernels {kernels!r} fits no layer: {artifact.path} is not compressed")
     return TorchEngine(module, device)
 
 
-def install_compressed(module: nn.Module, config: dict[str, Any], dtype: torch.dtype) -> frozenset[str]:
-    """Replace the layers that `quantization_config` names by compressed ones; returns their names (empty when plain)."""
+def install_compressed(module: nn.Module, config: dict[str, Any]) -> frozenset[str]:
+    """Replace the layers that config.json's `quantization_config` names by compressed ones, still on meta.
+
+    Returns their names; empty for a plain checkpoint.
+    """
     quantization = config.get("quantization_config")
     if quantization is None:
         return frozenset()
     from runtime.linear import install
     from runtime.quantization_config import parse
-    from runtime.skeleton import linear_shapes
 
-    entries = parse(quantization, list(linear_shapes(module)))
-    install(module, entries)
-    return frozenset(entries)
+    embeddings = [name for name, child in module.named_modules() if isinstance(child, nn.Embedding)]
+    entries = parse(quantization, list(linear_shapes(module)), embeddings)
+    return frozenset(install(module, entries))
 
 
 def weight_bytes(module: nn.Module) -> int:

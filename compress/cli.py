@@ -20,7 +20,6 @@ from compress.nearest import did_you_mean
 from runtime.errors import CompressError
 
 COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "generate", "report", "recipes", "methods")
-_GLOBAL_OPTIONS = ("--help", "--version", "--install-completion", "--show-completion", "--debug")
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
 
@@ -65,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         code = _run(given)
         sys.stdout.flush()
         return code
-    except KeyboardInterrupt:
+    except (KeyboardInterrupt, typer.Abort):
         hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
         return _fail(f"interrupted{hint}", 130, options, debug)
     except BrokenPipeError:
@@ -83,8 +82,6 @@ def main(arguments: list[str] | None = None) -> int:
             error, "format_message"
         ):  # typer's own errors; which module they live in differs between its versions
             return _fail(_usage(error), 2, options, debug)
-        if type(error).__name__ == "Abort":
-            return _fail("interrupted", 130, options, debug)
         if type(error).__name__ == "OutOfMemoryError":
             text = "the device is out of memory; a smaller calibration.batch_size needs less, --device cpu uses the machine's"
             return _fail(text, 1, options, debug)

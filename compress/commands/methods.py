@@ -17,7 +17,7 @@ _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    group = typer.Typer(help="List the methods, or show one with its fields.", invoke_without_command=True)
+    group = typer.Typer(invoke_without_command=True)
     group.callback()(list_methods)
     group.command("show")(show_method)
     app.add_typer(group, name="methods")

@@ -13,7 +13,7 @@ _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
-    group = typer.Typer(help="List the bundled recipes, or show one.", invoke_without_command=True)
+    group = typer.Typer(invoke_without_command=True)
     group.callback()(list_recipes)
     group.command("show")(show_recipe)
     app.add_typer(group, name="recipes")

@@ -29,26 +29,28 @@ def locate_model(recipe: Recipe) -> Path:
             raise RequestError(
                 recipe.at("model", f"{candidate} is a file; a model is a directory with config.json and safetensors")
             )
-    missing = _missing_path(name, tried)
-    if missing is not None:
-        raise RequestError(recipe.at("model", missing))
-    return _download(recipe, name)
+    hint = _nearest_directory(tried)
+    parents = [candidate.parent for candidate in tried if "/" in name and candidate.parent.is_dir()]
+    if parents or _HUB_ID.match(name) is None or name.startswith((".", "~")):
+        # `checkpoints/stdlib-4n` could be a hub id too, but beside a directory `checkpoints` it is a slip of the pen.
+        places = " and ".join(dict.fromkeys(str(path) for path in tried))
+        raise RequestError(recipe.at("model", f"no directory '{name}'{hint or f' (looked for {places})'}"))
+    try:
+        return _download(name)
+    except RequestError as error:
+        raise RequestError(recipe.at("model", f"{error}{hint}")) from None
 
 
-def _missing_path(name: str, tried: list[Path]) -> str | None:
-    """The sentence for a name that can only be a path; None when it may be a hub id."""
+def _nearest_directory(tried: list[Path]) -> str:
     for candidate in tried:
-        if candidate.parent.is_dir() and (candidate.parent != Path() or "/" in name):
+        if candidate.parent.is_dir():
             found = nearest(candidate.name, (entry.name for entry in candidate.parent.iterdir() if entry.is_dir()))
             if found:
-                return f"no model '{name}'; did you mean '{candidate.parent / found}'?"
-    looks_like_path = _HUB_ID.match(name) is None or name.startswith((".", "/", "~"))
-    if looks_like_path or any((candidate.parent).is_dir() and "/" in name for candidate in tried):
-        return f"no directory '{name}' (looked for {' and '.join(str(path) for path in dict.fromkeys(tried))})"
-    return None
+                return f"; did you mean '{candidate.parent / found}'?"
+    return ""
 
 
-def _download(recipe: Recipe, name: str) -> Path:
+def _download(name: str) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
 
@@ -63,6 +65,6 @@ def _download(recipe: Recipe, name: str) -> Path:
     except (OSError, ValueError) as error:
         lines = str(error).strip().splitlines()
         reason = (
-            f"'{name}' is no directory here, and could not be downloaded: {lines[0] if lines else type(error).__name__}"
+            f"'{name}' is no directory here and cannot be downloaded: {lines[0] if lines else type(error).__name__}"
         )
-    raise RequestError(recipe.at("model", reason))
+    raise RequestError(reason)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (a case and its sentence stand in one line)
 """Assignment: which stage acts on which module, and what does not fit."""
 
 from __future__ import annotations
@@ -154,7 +153,8 @@ def test_an_override_is_named_instead_of_the_line():
         set=["stages.0.quantize.group_size=100"],
     )
     with pytest.raises(
-        RequestError, match="^--set stages.0.quantize.group_size=100: stages.0.quantize.group_size: model.layers.0"
+        RequestError,
+        match=r"^--set stages\.0\.quantize\.group_size=100: stages\.0\.quantize\.group_size: model\.layers\.0",
     ):
         assign(loaded, model())
 

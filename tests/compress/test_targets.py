@@ -1,4 +1,3 @@
-# ruff: noqa: E501 (a case and its sentence stand in one line)
 """Targets: class names, names, globs, expressions, and what `ignore` takes away."""
 
 from __future__ import annotations
@@ -65,7 +64,7 @@ def test_a_default_ignore_yields_to_a_target_that_names_it():
     ("pattern", "words"), [("re:(", "missing )"), ("re:[a", "unterminated"), ("", "empty"), ("re:", "empty")]
 )
 def test_bad_patterns(pattern, words):
-    with pytest.raises(RequestError, match="regular expression|empty") as caught:
+    with pytest.raises(RequestError, match=r"regular expression|empty") as caught:
         check_pattern(pattern)
     assert words in str(caught.value)
 

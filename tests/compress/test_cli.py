@@ -1,0 +1,369 @@
+# ruff: noqa: E501 (a case and its sentence stand in one line)
+"""The command line: help, exit codes, one sentence on stderr, one JSON object on stdout."""
+
+from __future__ import annotations
+
+import errno
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import typer
+
+import compress
+from compress import cli
+from compress.cli import main
+from runtime.errors import ArtifactError, CompressError, RequestError
+
+
+def run(capsys, *arguments):
+    code = main([str(argument) for argument in arguments])
+    captured = capsys.readouterr()
+    return code, captured.out, captured.err
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    """A command line with the one command `apply`, which raises what it is given."""
+
+    def prepare(error):
+        def apply(recipe: str = typer.Argument(""), as_json: bool = typer.Option(False, "--json")) -> None:
+            raise error
+
+        def build(commands=()):
+            app = typer.Typer()
+            app.callback()(lambda: None)
+            app.command("apply")(apply)
+            return app
+
+        monkeypatch.setattr(cli, "build", build)
+
+    return prepare
+
+
+def fresh(*arguments):
+    """A new process, as a user starts one."""
+    return subprocess.run(
+        [sys.executable, "-m", "compress.cli", *arguments], capture_output=True, text=True, timeout=120
+    )
+
+
+# ------------------------------------------------------------------ help
+
+
+def test_version(capsys):
+    assert run(capsys, "--version") == (0, f"{compress.__version__}\n", "")
+
+
+def test_help_of_the_program_teaches(capsys):
+    code, out, _ = run(capsys, "--help")
+    assert code == 0
+    assert "compress apply llama_w4_sparse" in out
+    for name in cli.COMMANDS:
+        assert name in out
+
+
+@pytest.mark.parametrize("command", cli.COMMANDS)
+def test_each_command_has_help_with_examples(capsys, command):
+    code, out, _ = run(capsys, command, "--help")
+    assert code == 0
+    assert "Usage: compress" in out
+    assert f"compress {command} " in out.replace("Usage: compress", "")
+    assert "--json" in out
+
+
+def test_help_and_recipes_are_quick_and_import_no_torch():
+    code = (
+        "import sys; from compress.cli import main; main({arguments!r}); "
+        "heavy = [m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules]; "
+        "print(heavy, file=sys.stderr)"
+    )
+    for arguments in (["--help"], ["apply", "--help"], ["recipes"], ["recipes", "show", "llama_w4"], ["aply"]):
+        start = time.monotonic()
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(arguments=arguments)], capture_output=True, text=True, timeout=60
+        )
+        assert done.stderr.splitlines()[-1] == "[]", (arguments, done.stderr)
+        # Measured 0.4 s; the bound only has to tell it from an import of torch and transformers on a busy machine.
+        assert time.monotonic() - start < 5, arguments
+
+
+def test_no_arguments_show_the_help(capsys):
+    _, out, err = run(capsys)
+    assert "Usage: compress" in out + err
+
+
+def test_shell_completion_is_there():
+    done = subprocess.run(
+        [sys.executable, "-m", "compress.cli"], capture_output=True, text=True, timeout=60,
+        env={"_COMPRESS_COMPLETE": "complete_bash", "COMP_WORDS": "compress apply llama_w4", "COMP_CWORD": "2", "PATH": "/usr/bin"},
+    )  # fmt: skip
+    assert done.stdout.split() == ["llama_w4", "llama_w4_sparse"], done.stderr
+
+
+# ------------------------------------------------------------------ wrong requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["aply", "x"], "no command 'aply'; did you mean 'apply'? Commands: apply, plan"),
+        (["apply"], "Missing argument"),
+        (["apply", "llama_w4", "--reume"], "--reume"),
+        (["apply", "llama_w4", "extra"], "unexpected extra argument"),
+        (["apply", "llama_w5"], "no such recipe file; did you mean 'llama_w4'?"),
+        (["apply", "llama_w4", "--set", "stages.0.quantize.bit=3"], "stages.0.quantize.bit: unknown key; did you mean 'bits'?"),
+        (["apply", "llama_w4", "--set", "nonsense"], "--set nonsense: expected KEY=VALUE"),
+        (["apply", "llama_w4", "--model", "recipes/checkpoint"], "--model recipes/checkpoint: model: no directory"),
+        (["plan", "llama_w4", "--set", "stages.0.quantize.targets=[Linaer]"], "did you mean 'Linear'?"),
+        (["plan", "llama_w4", "--set", "stages.0.quantize.group_size=4096"], "group_size 4096 is larger than the row of"),
+        (["plan", "llama_w4_sparse", "--set", "stages.0.prune.pattern=2:5"], "pattern '2:5' needs a width divisible by 5, the weight is"),
+        (["methods", "show", "gtpq"], "no method 'gtpq'; did you mean 'gptq'?"),
+        (["recipes", "show", "lama_w4"], "did you mean 'llama_w4'?"),
+        (["recipes", "shw"], "shw"),
+    ],
+)  # fmt: skip
+def test_wrong_requests_exit_2_with_one_sentence(capsys, arguments, words):
+    code, out, err = run(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert err.startswith("compress: ")
+    assert words in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["apply", "nope", "--json"],
+        ["aply", "--json"],
+        ["apply", "--json"],
+        ["plan", "llama_w4", "--json", "--set", "x=1"],
+    ],
+)
+def test_with_json_the_error_is_the_one_object_on_stdout(capsys, arguments):
+    code, out, err = run(capsys, *arguments)
+    assert code == 2
+    answer = json.loads(out)
+    assert set(answer) == {"error", "exit_code"}
+    assert answer["exit_code"] == 2
+    assert answer["error"].split(";")[0] in err
+
+
+# ------------------------------------------------------------------ failures
+
+FAILURES = {
+    "compress error": (CompressError("layer 3 failed"), 1, "layer 3 failed"),
+    "request": (RequestError("bad path"), 2, "bad path"),
+    "artifact": (ArtifactError("corrupt file"), 2, "corrupt file"),
+    "full disk": (OSError(errno.ENOSPC, "No space left on device", "/out/model.safetensors"), 1, "the disk is full (/out/model.safetensors); free some space and go on"),
+    "other os error": (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "Permission denied (/out)"),
+    "interrupt": (KeyboardInterrupt(), 130, "interrupted; what is finished is kept: go on with the same command and --resume"),
+    "memory": (MemoryError(), 1, "out of memory"),
+    "bug": (ZeroDivisionError("division by zero\nsecond line"), 1, "unexpected ZeroDivisionError: division by zero; --debug shows where"),
+    "bug without words": (KeyError(), 1, "unexpected KeyError"),
+    "abort": (typer.Abort(), 130, "interrupted; what is finished"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", FAILURES)
+@pytest.mark.parametrize("as_json", [False, True])
+def test_failures_answer_in_one_sentence(capsys, failing, case, as_json):
+    error, code, words = FAILURES[case]
+    failing(error)
+    found, out, err = run(capsys, "apply", *(["--json"] if as_json else []))
+    assert found == code
+    assert err.startswith(f"compress: {words}"), err
+    assert len(err.strip().splitlines()) == 1
+    if as_json:
+        assert json.loads(out) == {"error": err.removeprefix("compress: ").strip(), "exit_code": code}
+    else:
+        assert out == ""
+
+
+def test_a_device_out_of_memory_is_said_so(capsys, failing):
+    import torch
+
+    failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
+    code, _, err = run(capsys, "apply")
+    assert code == 1
+    assert err.startswith("compress: the device is out of memory; a smaller calibration.batch_size")
+
+
+def test_debug_shows_the_traceback_wherever_it_stands(capsys, failing):
+    for arguments in (["--debug", "apply"], ["apply", "--debug"]):
+        failing(ZeroDivisionError("oops"))
+        code, _, err = run(capsys, *arguments)
+        assert code == 1
+        assert "Traceback" in err
+        assert err.strip().endswith("compress: unexpected ZeroDivisionError: oops")
+
+
+def test_a_reader_that_leaves_is_no_error():
+    command = f"{sys.executable} -m compress.cli recipes show llama_w4 | head -c 1"
+    done = subprocess.run(["bash", "-c", f"set -o pipefail; {command}"], capture_output=True, text=True, timeout=60)
+    assert done.stderr == ""
+    assert done.stdout == "#"
+
+
+# ------------------------------------------------------------------ recipes and methods
+
+
+def test_recipes_are_listed_and_shown(capsys):
+    code, out, _ = run(capsys, "recipes")
+    assert code == 0
+    assert "llama_w4_sparse" in out
+    code, out, _ = run(capsys, "recipes", "--json")
+    entries = {entry["name"]: entry for entry in json.loads(out)["recipes"]}
+    assert entries["llama_w4_sparse"]["stages"] == ["prune (sparsegpt)", "quantize (gptq)"]
+    code, out, _ = run(capsys, "recipes", "show", "llama_w4")
+    assert out == Path(entries["llama_w4"]["path"]).read_text(encoding="utf-8")
+    code, out, _ = run(capsys, "recipes", "show", "llama_w4", "--json")
+    assert json.loads(out)["recipe"]["name"] == "llama_w4"
+
+
+def test_methods_are_listed_and_shown(capsys):
+    from compress.prune import METHODS as PRUNE
+    from compress.quantize import METHODS as QUANTIZE
+
+    code, out, _ = run(capsys, "methods", "--json")
+    assert code == 0
+    listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
+    assert listed == {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
+    code, out, _ = run(capsys, "methods")
+    assert "sparsegpt" in out
+    for _, name in listed:
+        code, out, _ = run(capsys, "methods", "show", name)
+        assert code == 0
+        assert "Source: " in out
+        assert "targets: a list of texts" in out
+
+
+def test_a_method_says_its_fields(capsys):
+    _, out, _ = run(capsys, "methods", "show", "gptq", "--json")
+    shown = json.loads(out)
+    fields = {field["name"]: field for field in shown["fields"]}
+    assert fields["bits"]["type"] == "an integer between 2 and 8"
+    assert fields["damping"]["default"] == "0.01"
+    assert "2210.17323" in shown["paper"]
+    assert all(field["description"] for field in shown["fields"])
+
+
+# ------------------------------------------------------------------ apply and plan around the pipeline
+
+
+@pytest.fixture
+def pipeline(monkeypatch, tmp_path):
+    """The pipeline replaced by one that notes how it was called."""
+    from compress.pipeline import run as module
+
+    calls = []
+
+    def apply(recipe, **options):
+        calls.append((recipe, options))
+        print("a library that prints")
+        metrics = {
+            "before": {"perplexity": 10.0}, "after": {"perplexity": 12.0}, "perplexity_increase": 0.2, "kl": 0.05,
+            "top1_agreement": 0.9, "limits": [],
+        }  # fmt: skip
+        result = module.AppliedArtifact(
+            tmp_path / "out",
+            metrics,
+            {"bytes": {"before": 8_000_000, "after": 2_000_000}},
+            {"compress": 61.0},
+            5 * 10**8,
+        )
+        if recipe.name == "over":
+            raise module.LimitError("max_kl is 0.05, the limit is 0.01", result)
+        return result
+
+    monkeypatch.setattr(module, "apply", apply)
+    monkeypatch.setattr("compress.commands.apply._sample", lambda path, prompt, device: f"{prompt} and so on")
+    return calls
+
+
+@pytest.fixture
+def recipe(tmp_path):
+    def make(name):
+        path = tmp_path / "r.yaml"
+        path.write_text(f"name: {name}\nmodel: m\nsample: Once\nstages:\n  - quantize: {{method: rtn}}\n")
+        return path
+
+    return make
+
+
+def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
+    code, out, _ = run(
+        capsys, "apply", recipe("fine"), "--model", "other", "-o", tmp_path / "x", "--set", "seed=3", "--resume", "--overwrite", "--device", "cpu", "-q",
+    )  # fmt: skip
+    assert code == 0
+    ((loaded, options),) = pipeline
+    assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
+    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True}
+    for words in (
+        "8.00 MB",
+        "2.00 MB",
+        "4.00 times smaller",
+        "+20.0%",
+        "90.0%",
+        "compress 1 min 01 s",
+        "500.00 MB",
+        "Once and so on",
+        "compress generate",
+    ):
+        assert words in out
+
+
+def test_apply_with_json_prints_one_object(capsys, pipeline, recipe):
+    code, out, err = run(capsys, "apply", recipe("fine"), "--json", "--prompt", "Say")
+    assert code == 0
+    answer = json.loads(out)
+    assert answer["bytes"] == {"before": 8_000_000, "after": 2_000_000}
+    assert answer["sample"] == {"prompt": "Say", "text": "Say and so on"}
+    assert "a library that prints" in err
+    assert "error" not in answer
+
+
+def test_apply_without_a_sample(capsys, pipeline, recipe):
+    _, out, _ = run(capsys, "apply", recipe("fine"), "--json", "--prompt", "")
+    assert "sample" not in json.loads(out)
+
+
+@pytest.mark.parametrize("as_json", [False, True])
+def test_a_limit_that_is_exceeded_fails_after_the_summary(capsys, pipeline, recipe, as_json):
+    code, out, err = run(capsys, "apply", recipe("over"), *(["--json"] if as_json else []))
+    assert code == 1
+    assert err.strip().endswith("compress: max_kl is 0.05, the limit is 0.01")
+    if as_json:
+        answer = json.loads(out)
+        assert (answer["error"], answer["exit_code"]) == ("max_kl is 0.05, the limit is 0.01", 1)
+        assert answer["metrics"]["kl"] == 0.05
+    else:
+        assert "+20.0%" in out
+
+
+def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
+    artifact = compress.apply(recipe("fine"), model="other", output="here", set=["seed=4"], resume=True)
+    assert artifact.metrics["kl"] == 0.05
+    loaded, options = pipeline[0]
+    assert (loaded.model, str(loaded.output_directory), loaded.seed) == ("other", "here", 4)
+    assert options["resume"] is True
+    monkeypatch.setattr("compress.pipeline.plan.make_plan", lambda recipe: SimpleNamespace(name=recipe.name))
+    assert compress.plan(recipe("fine")).name == "fine"
+
+
+def test_import_compress_is_light():
+    code = (
+        "import sys, compress; print([m for m in ('torch', 'transformers', 'pydantic', 'typer') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]"
+
+
+def test_the_program_exits_with_the_code():
+    assert fresh("recipes").returncode == 0
+    assert fresh("aply").returncode == 2

@@ -1,0 +1,1 @@
+"""Kernels for CPUs, made of torch's own int4 and int8 operators."""

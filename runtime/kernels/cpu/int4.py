@@ -1,0 +1,201 @@
+"""4-bit weights on a CPU through torch's own int4 kernel (`_weight_int4pack_mm_for_cpu`), bfloat16 activations.
+
+The kernel wins while the weight's bytes are what takes time; from `FEW_ROWS` rows on, slices of the weight are
+dequantized and multiplied by the dense kernel instead. Both read one copy of the weight: torch's layout stores blocks
+of 16, 32 or 64 rows (it depends on the vector unit), column by column, two codes a byte. Which row each nibble holds
+is learned from torch itself by packing numbered matrices, so nothing here assumes an instruction set.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from runtime import formats
+from runtime.formats.base import Tensors, expand_groups
+from runtime.kernels.base import Kernel, Layer
+from runtime.scheme import CompressedWeight
+
+# Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel 0.19 ms at 1 row and 2.9 at 32,
+dequantize and # multiply about 3 ms at any number of rows up to 64.
+FEW_ROWS = 32
+GROUPS = (256, 128, 64, 32)  # what torch's kernel takes
+_BLOCK = 64  # rows are padded to this, a multiple of every block size
+_SLICE = 1 << 20  # weights dequantized at once
+
+
+class Int4Cpu(Kernel):
+    """`y = x W^T` with codes of 2-4 bits held as 4 bits: 4.25 bits a weight at group 128, 4.5 at group 64.
+
+    Value of a code: `(q - 8) * scale + zero` with `zero = -zero_point * scale` rounded to bfloat16, as torch's kernel
+    wants it. Rows are padded to 64 and columns to the group. From `bitmap` weights the bitmap is kept too (one more
+    bit), because the stored tensors must come back exactly.
+    """
+
+    name = "int4-cpu"
+    device = "cpu"
+    formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
+
+    def why_not(self, layer: Layer) -> str | None:
+        weights = layer.entry.scheme.weights
+        if weights is None or weights.type != "int" or weights.bits > 4:
+            return "it computes integer weights of 2 to 4 bits"
+        if layer.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if layer.dtype != torch.bfloat16:
+            return "torch's int4 kernel is fast with bfloat16 activations only"
+        if weights.strategy == "group" and (weights.group_size or 1) % 32:
+            return f"torch's int4 kernel wants groups of a multiple of 32, not {weights.group_size}"
+        if _row_order() is None:
+            return "torch's int4 layout on this CPU is not one that can be read back"
+        return None
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+        assert scheme is not None
+        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
+        assert weight.scale is not None
+        group = _group(layer)
+        wide, high = -(-columns // group) * group, -(-rows // _BLOCK) * _BLOCK
+        codes = torch.zeros(high, wide, dtype=torch.int32)
+        codes[:rows, :columns] = weight.values
+        codes += 8
+        out = {"weight": torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, 1)}
+        del codes
+        scale = torch.zeros(high, wide // group, dtype=torch.float32)
+        scale[:rows] = _per_group(weight.scale, layer, group).float()
+        zero = torch.zeros_like(scale)
+        if weight.zero_point is not None:
+            zero[:rows] = -_per_group(weight.zero_point, layer, group).float()
+            zero *= scale
+            out["zero_point"] = weight.zero_point
+        out["scales_and_zeros"] = torch.stack([scale.t(), zero.t()], dim=-1).to(torch.bfloat16).contiguous()
+        if scheme.strategy != "group" or weight.scale.dtype != torch.bfloat16:
+            out["scale"] = weight.scale
+        if layer.entry.format == "bitmap":
+            out["weight_bitmap"] = tensors["weight_bitmap"]
+        return out
+
+    def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+        order = _row_order()
+        assert scheme is not None and order is not None
+        packed, block = tensors["weight"], order.numel()
+        wide = packed.shape[1] * 2
+        nibbles = packed.view(-1, wide, block // 2)
+        codes = torch.empty(nibbles.shape[0], block, wide, dtype=torch.int8)
+        codes[:, order[0::2]] = (nibbles & 15).view(torch.int8).transpose(1, 2)
+        codes[:, order[1::2]] = (nibbles >> 4).view(torch.int8).transpose(1, 2)
+        values = codes.view(-1, wide)[:rows, :columns] - 8
+        scale = tensors.get("scale")
+        if scale is None:
+            step = (scheme.group_size or 1) // _group(layer)
+            scale = tensors["scales_and_zeros"][::step, :rows, 0].t().contiguous()
+        mask = None
+        if "weight_bitmap" in tensors:
+            bitmap = tensors["weight_bitmap"]
+            bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).view(rows, -1)
+            mask = bits[:, :columns].to(torch.bool)
+        elif layer.entry.format == "sparse24":
+            zero = tensors.get("zero_point")
+            mask = values != (0 if zero is None else expand_groups(zero, scheme, columns))
+        return CompressedWeight(
+            values.contiguous(), scale, tensors.get("zero_point"), mask, layer.entry.scheme, layer.dtype
+        )
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        packed, group = tensors["weight"], _group(layer)
+        if packed.shape[1] * 2 != x.shape[1]:
+            x = torch.nn.functional.pad(x, (0, packed.shape[1] * 2 - x.shape[1]))
+        if x.shape[0] <= FEW_ROWS:
+            scales = tensors["scales_and_zeros"]
+            y = torch.ops.aten._weight_int4pack_mm_for_cpu(x.contiguous(), packed, group, scales)
+        else:
+            y = self._dense(x, tensors, layer)
+        y = y[:, : layer.shape[0]]
+        return y.contiguous() if bias is None else y + bias
+
+    def path(self, rows: int) -> str:
+        return "torch int4 matmul" if rows <= FEW_ROWS else "dequantize slices + dense matmul"
+
+    def _dense(self, x: torch.Tensor, tensors: Tensors, layer: Layer) -> torch.Tensor:
+        """`(q - 8 - zero_point) * scale` in bfloat16, rounded like the reference, some blocks of rows at a time."""
+        order, group = _row_order(), _group(layer)
+        assert order is not None
+        packed, block = tensors["weight"], order.numel()
+        wide, half = packed.shape[1] * 2, block // 2
+        nibbles = packed.view(-1, wide, half)
+        # Columns of a slice: low nibbles, then high nibbles, of each block.
+        columns = torch.cat([order[0::2], order[1::2]])
+        straight = torch.equal(columns, torch.arange(block))
+        scales = tensors["scales_and_zeros"][..., 0].view(wide // group, -1, block)
+        zeros = None
+        if "zero_point" in tensors:
+            zeros = torch.zeros(wide // group, nibbles.shape[0] * block, dtype=torch.bfloat16)
+            zeros[:, : layer.shape[0]] = _per_group(tensors["zero_point"], layer, group).t()
+            zeros = zeros.view(wide // group, -1, block)
+        step = max(1, _SLICE // (wide * block))
+        out = torch.empty(x.shape[0], nibbles.shape[0] * block, dtype=torch.bfloat16)
+        for start in range(0, nibbles.shape[0], step):
+            part = nibbles[start : start + step].transpose(0, 1)  # [wide, blocks, half]
+            count = part.shape[1]
+            dense = torch.empty(wide, count, block, dtype=torch.bfloat16)
+            dense[..., :half] = part & 15
+            dense[..., half:] = part >> 4
+            if not straight:
+                dense = torch.empty_like(dense).index_copy_(2, columns, dense)
+            dense -= 8
+            grouped = dense.view(wide // group, group, count, block)
+            if zeros is not None:
+                grouped -= zeros[:, None, start : start + count]
+            grouped *= scales[:, None, start : start + count]
+            torch.mm(x, dense.view(wide, -1), out=out[:, start * block : (start + count) * block])
+        return out
+
+
+def _group(layer: Layer) -> int:
+    """Group size torch's kernel is called with: it divides ours, and pads the row least."""
+    scheme = layer.entry.scheme.weights
+    assert scheme is not None
+    whole = scheme.group_size if scheme.strategy == "group" and scheme.group_size else 0
+    fitting = [g for g in GROUPS if whole % g == 0]
+    return min(fitting, key=lambda g: (-(-layer.shape[1] // g) * g, -g))
+
+
+def _per_group(grid: torch.Tensor, layer: Layer, group: int) -> torch.Tensor:
+    """Scales or zero points as `[out, groups of the kernel]`."""
+    scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+    assert scheme is not None
+    count = -(-columns // group)
+    if scheme.strategy != "group":
+        return grid.reshape(-1, 1).expand(rows, count)
+    return grid.repeat_interleave((scheme.group_size or group) // group, dim=1)[:, :count]
+
+
+@cache
+def _row_order() -> torch.Tensor | None:
+    """Row within its block of each nibble, in storage order; None when the layout is not blocks of rows, column by
+    column.
+    """
+    columns = 4
+    place = torch.arange(_BLOCK * columns).view(_BLOCK, columns)
+    found = torch.zeros(_BLOCK * columns, dtype=torch.int64)
+    for shift in (0, 4):  # the place of a code is written in two 4-bit digits, one matrix each
+        digits = (place >> shift & 15).to(torch.int32)
+        packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(digits, 1).view(-1)
+        found |= torch.stack([packed & 15, packed >> 4], dim=-1).view(-1).to(torch.int64) << shift
+    rows, column = found // columns, found % columns
+    for block in (64, 32, 16):
+        order = rows[:block]
+        inside = torch.arange(0, _BLOCK, block).repeat_interleave(block * columns) + order.repeat(
+            _BLOCK // block * columns
+        )
+        counted = torch.arange(columns).repeat_interleave(block).repeat(_BLOCK // block)
+        if (
+            torch.equal(rows, inside)
+            and torch.equal(column, counted)
+            and torch.equal(order.sort()[0], torch.arange(block))
+        ):
+            return order
+    return None

@@ -17,6 +17,7 @@ from runtime.scheme import WeightScheme
 FP8_MAX = 448.0
 #: Elements that are searched at a time: small enough to stay in the cache.
 CHUNK = 1 << 17
+Search = Literal["mse", "minmax", "hessian"]
 
 
 @dataclass
@@ -73,9 +74,10 @@ def make_grid(
     weight: torch.Tensor,
     scheme: WeightScheme,
     dtype: torch.dtype,
-    search: Literal["mse", "minmax"] = "mse",
+    search: Search = "mse",
     importance: torch.Tensor | None = None,
     mask: torch.Tensor | None = None,
+    hessian: torch.Tensor | None = None,
 ) -> Grid:
     """Choose scales (and zero points).
 
@@ -84,37 +86,32 @@ def make_grid(
         scheme: the grid wanted.
         dtype: dtype the scale is stored in.
         search: `minmax` covers the range of every group; `mse` tries narrower and wider ranges, of both signs when symmetric,
-            and keeps the one with the smallest weighted squared error.
+            and keeps the one with the smallest weighted squared error; `hessian` weights by the output error of the group.
         importance: `[in]` weights of the squared error, e.g. the mean square of the inputs; None = 1.
         mask: bool `[out, in]`, True = kept; removed weights have no say.
+        hessian: `[in, in]`, for `hessian`.
     """
     out, columns = weight.shape
     group = scheme.group_size if scheme.strategy == "group" else columns
     assert group is not None
-    groups = scheme.groups(columns)
-    rows = max(1, CHUNK // (groups * group))
+    rows = max(1, CHUNK // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
-    weights = _grouped(None if importance is None else importance[None], groups, group)
-    scale = torch.empty(out, groups, device=weight.device)
+    scale = torch.empty(out, scheme.groups(columns), device=weight.device)
     zero = None if scheme.symmetric else torch.empty_like(scale)
-    for start in range(0, out, rows):
-        part = weight[start : start + rows]
-        keep = None if mask is None else mask[start : start + rows]
-        if keep is not None:
-            part = part * keep
-        grouped = _grouped(part, groups, group)
-        assert grouped is not None
-        error_weights = weights
-        if keep is not None:
-            kept = _grouped(keep.to(part), groups, group)
-            assert kept is not None
-            error_weights = kept if weights is None else kept * weights
-        s, z = search_groups(grouped, scheme, dtype, search, error_weights)
-        scale[start : start + rows] = s
-        if zero is not None:
-            assert z is not None
-            zero[start : start + rows] = z
+    for g in range(scale.shape[1]):
+        span = slice(g * group, min((g + 1) * group, columns))
+        cost = None if importance is None else importance[span]
+        if search == "hessian" and hessian is not None:
+            cost = hessian[span, span]
+        for start in range(0, out, rows):
+            part = weight[start : start + rows, span]
+            # A removed weight is zero, which every grid has: it adds no error.
+            part = part.contiguous() if mask is None else part * mask[start : start + rows, span]
+            s, z = search_groups(part, scheme, dtype, search, cost)
+            scale[start : start + rows, g] = s
+            if zero is not None and z is not None:
+                zero[start : start + rows, g] = z
     return Grid(scheme, scale, zero)
 
 
@@ -122,41 +119,42 @@ def search_groups(
     groups: torch.Tensor,
     scheme: WeightScheme,
     dtype: torch.dtype,
-    search: Literal["mse", "minmax"] = "mse",
-    importance: torch.Tensor | None = None,
+    search: Search = "mse",
+    cost: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Scale and zero point `[...]` of groups `[..., n]`; `importance` broadcasts to the groups."""
-    best_scale: torch.Tensor | None = None
-    best_zero: torch.Tensor | None = None
-    best: torch.Tensor | None = None
+    """Scale and zero point `[rows]` of groups `[rows, n]`; `cost`: weights `[n]` of the squared error, or its matrix `[n, n]`."""
     candidates = list(candidate_grids(groups, scheme, dtype, search))
+    best_scale, best_zero = candidates[0]
     if len(candidates) == 1:
-        return candidates[0]
+        return best_scale, best_zero
+    best: torch.Tensor | None = None
     low, high = scheme.code_range
-    work = torch.empty_like(groups)
+    work, product = torch.empty_like(groups), torch.empty_like(groups)
     for scale, zero in candidates:
-        torch.div(groups, scale[..., None], out=work)
+        torch.div(groups, scale[:, None], out=work)
         work.round_()
         if zero is None:
             work.clamp_(low, high)
         else:
-            work.clamp_((low - zero)[..., None], (high - zero)[..., None])
-        work.mul_(scale[..., None]).sub_(groups)
-        error = work.square_().sum(-1) if importance is None else work.square_().mul_(importance).sum(-1)
-        if best is None or best_scale is None:
-            best, best_scale, best_zero = error, scale.clone(), None if zero is None else zero.clone()
+            work.clamp_((low - zero)[:, None], (high - zero)[:, None])
+        work.mul_(scale[:, None]).sub_(groups)
+        if cost is None or cost.dim() == 1:
+            error = work.square_().sum(1) if cost is None else work.square_() @ cost
+        else:
+            error = torch.mm(work, cost, out=product).mul_(work).sum(1)
+        if best is None:
+            best = error
             continue
         better = error < best
         best = torch.where(better, error, best)
         best_scale = torch.where(better, scale, best_scale)
         if zero is not None and best_zero is not None:
             best_zero = torch.where(better, zero, best_zero)
-    assert best_scale is not None
     return best_scale, best_zero
 
 
 def candidate_grids(groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype, search: str):
-    """The grids that are tried for groups `[..., n]`: pairs of scale and zero point `[...]`, the range-covering one first."""
+    """The grids that are tried for groups `[rows, n]`: pairs of scale and zero point `[rows]`, the range-covering one first."""
     low, high = scheme.code_range
     least, most = torch.aminmax(groups, dim=-1)
     # Zero is always on the grid, so an all-positive group still starts at 0.
@@ -168,14 +166,14 @@ def candidate_grids(groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dty
     levels = 2**scheme.bits
     if scheme.symmetric:
         yield storable(extreme / ((levels - 1) / 2), dtype), None
-        if search == "mse":
+        if search != "minmax":
             # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
             sign = torch.where(most > -least, -1.0, 1.0)
             for shrink in shrinks(scheme.bits):
                 yield storable(sign * extreme * (shrink / -low), dtype), None
                 yield storable(-sign * extreme * (shrink / high), dtype), None
         return
-    for shrink in (1.0, *(shrinks(scheme.bits) if search == "mse" else ())):
+    for shrink in (1.0, *(shrinks(scheme.bits) if search != "minmax" else ())):
         scale = storable((most - least) * (shrink / (levels - 1)), dtype)
         yield scale, (low - least * shrink / scale).round_().clamp_(low, high)
 
@@ -193,16 +191,6 @@ def storable(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     small = scale.abs() < tiny
     rounded = scale.to(dtype).to(torch.float32)
     return torch.where(small, torch.where(scale == 0, 1.0, tiny), rounded)
-
-
-def _grouped(x: torch.Tensor | None, groups: int, group: int) -> torch.Tensor | None:
-    """`[rows, in]` as `[rows, groups, group]`, the ragged last group filled up with zeros."""
-    if x is None:
-        return None
-    missing = groups * group - x.shape[1]
-    if missing:
-        x = torch.nn.functional.pad(x, (0, missing))
-    return x.reshape(x.shape[0], groups, group)
 
 
 def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:

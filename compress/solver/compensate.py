@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 
 from compress.prune.patterns import Pattern
-from compress.quantize.grid import Grid, make_grid
+from compress.quantize.grid import Grid, Search, make_grid
 from compress.solver import loop
 from compress.solver.choosers import mask_chooser, scale_chooser
 from compress.solver.factor import factorize
@@ -25,7 +25,7 @@ class Options:
     damping: float = 0.01
     order: Literal["activation", "group", "natural"] = "activation"
     block_size: int = 128
-    scales: Literal["mse", "minmax"] = "mse"
+    scales: Search = "mse"
 
 
 @dataclass
@@ -52,7 +52,7 @@ def compensate(
     factor = factorize(sorted_hessian, options.damping, name)
     stacked = torch.cat([w[:, order].T for w in weights], dim=1)
     static = [
-        make_grid(w, grid_scheme, constraint.dtype, options.scales, energy, None if m is None else m)
+        make_grid(w, grid_scheme, constraint.dtype, options.scales, energy, m, hessian)
         for w, m in zip(weights, constraint.masks or [None] * len(weights), strict=True)
     ] if grid_scheme is not None else []  # fmt: skip
     grid = _column_grid(static, heights, order, grid_scheme, constraint.dtype, options, energy)

@@ -131,7 +131,8 @@ def nearest(
     if scheme.weights is None or quantize is None:
         return keep_float(weight, mask, scheme, dtype)
     importance = statistics.square_mean if statistics is not None else None
-    grid = make_grid(weight, scheme.weights, dtype, quantize.scales, importance, mask)
+    hessian = statistics.hessian if statistics is not None else None
+    grid = make_grid(weight, scheme.weights, dtype, quantize.scales, importance, mask, hessian)
     return assemble(grid.codes(weight), grid, mask, scheme, dtype)
 
 

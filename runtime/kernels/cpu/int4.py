@@ -18,7 +18,7 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.scheme import CompressedWeight
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel 0.19 ms at 1 row and 2.9 at 32,
-dequantize and # multiply about 3 ms at any number of rows up to 64.
+# dequantize and multiply about 3 ms at any number of rows up to 64.
 FEW_ROWS = 32
 GROUPS = (256, 128, 64, 32)  # what torch's kernel takes
 _BLOCK = 64  # rows are padded to this, a multiple of every block size

@@ -10,7 +10,7 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.scheme import CompressedWeight
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048): torch's kernel 0.21 ms at 1 row, 0.37 at 4, 1.46 at 16;
-converting to bfloat16 # and multiplying 0.9 ms up to 32 rows.
+# converting to bfloat16 and multiplying 0.9 ms up to 32 rows.
 FEW_ROWS = 8
 _SLICE = 1 << 20  # weights converted at once
 

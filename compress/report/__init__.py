@@ -1,0 +1,6 @@
+"""What compression did, to look at: `report.html` of one artifact, and a plot of size against quality of several."""
+
+from compress.report.html import write_report
+from compress.report.plots import plot_tradeoff
+
+__all__ = ["plot_tradeoff", "write_report"]

@@ -1,0 +1,238 @@
+"""Whole runs on tiny models: every tensor accounted for, the artifact computes what the pipeline computed, bytes repeat."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+import compress
+import runtime
+from compress.pipeline.run import LimitError
+from runtime.checkpoint import Checkpoint
+from runtime.errors import CompressError, RequestError
+
+GPTQ = {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}
+STAGES = {
+    "rtn": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}],
+    "rtn ragged": [{"quantize": {"method": "rtn", "bits": 5, "group_size": 40}}],
+    "rtn asymmetric 3 bits": [{"quantize": {"method": "rtn", "bits": 3, "group_size": 16, "symmetric": False}}],
+    "gptq": [GPTQ],
+    "gptq 8 channel": [{"quantize": {"method": "gptq", "scheme": "W8A16"}}],
+    "awq": [{"quantize": {"method": "awq", "scheme": "W4A16", "group_size": 32}}],
+    "smoothquant": [{"quantize": {"method": "smoothquant", "scheme": "W8A8-INT8"}}],
+    "smoothquant static": [{"quantize": {"method": "smoothquant", "scheme": "W8A8-INT8", "activation_mode": "static"}}],
+    "fp8": [{"quantize": {"method": "rtn", "scheme": "FP8_DYNAMIC"}}],
+    "fp8 static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
+    "magnitude": [{"prune": {"method": "magnitude", "sparsity": 0.5}}],
+    "wanda": [{"prune": {"method": "wanda", "sparsity": 0.5}}],
+    "wanda 4:8": [{"prune": {"method": "wanda", "pattern": "4:8"}}],
+    "sparsegpt": [{"prune": {"method": "sparsegpt", "sparsity": 0.6}}],
+    "sparsegpt 2:4": [{"prune": {"method": "sparsegpt", "pattern": "2:4"}}],
+    "joint 2:4": [{"prune": {"method": "sparsegpt", "pattern": "2:4"}}, GPTQ],
+    "joint unstructured": [{"prune": {"method": "sparsegpt", "sparsity": 0.5}}, GPTQ],
+    "wanda and gptq": [{"prune": {"method": "wanda", "pattern": "2:4"}}, GPTQ],
+    "block": [{"prune": {"method": "magnitude", "pattern": "block:4x4", "sparsity": 0.5}}],
+    "mixed": [GPTQ, {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["*.down_proj"]}}],
+}
+
+
+def run(recipe, model, stages, output, **sections):
+    return compress.apply(recipe(model, *stages, **sections), output=output, quiet=True)
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_path, name):
+    model = make_checkpoint()
+    artifact = run(recipe, model, STAGES[name], tmp_path / "out")
+    manifest = artifact.manifest
+    source = Checkpoint(model)
+    assert set(manifest["tensors"]) == set(source.names())
+    compressed = [n for n, entry in manifest["tensors"].items() if entry["action"] == "compressed"]
+    assert len(compressed) == 3 * 7
+    on_disk = {f.name for f in (tmp_path / "out").iterdir()}
+    assert set(manifest["files"]) | {"compress.json", "compress.log", "report.html"} == on_disk
+    assert manifest["bytes"]["after"] < manifest["bytes"]["before"]
+    ids = torch.randint(0, 257, (2, 20))
+    ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(ids).logits.float()
+    torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max()))
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(ids).logits.float()
+    assert not torch.equal(ours, dense), "nothing was compressed"
+
+
+def test_two_runs_give_the_same_bytes(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    evaluate = {"data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
+    for name in ("a", "b"):
+        run(recipe, model, STAGES["joint 2:4"], tmp_path / name, evaluate=evaluate)
+    files = sorted(f.name for f in (tmp_path / "a").iterdir() if f.name != "compress.log")
+    assert files == sorted(f.name for f in (tmp_path / "b").iterdir() if f.name != "compress.log")
+    for file in files:
+        assert (tmp_path / "a" / file).read_bytes() == (tmp_path / "b" / file).read_bytes(), file
+
+
+def test_sharded_source_gives_the_same_weights(make_checkpoint, recipe, tmp_path):
+    whole = make_checkpoint(name="whole")
+    shards = make_checkpoint(name="shards", shards="60KB")
+    assert len(list(shards.glob("*.safetensors"))) > 3
+    run(recipe, whole, [GPTQ], tmp_path / "a")
+    run(recipe, shards, [GPTQ], tmp_path / "b")
+    for file in sorted((tmp_path / "a").glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "b" / file.name).read_bytes()
+
+
+def test_padded_tokens_do_not_count(make_checkpoint, recipe, tmp_path):
+    """Rows with padding give the statistics of their tokens: text after the end of a row changes nothing."""
+    model = make_checkpoint()
+    lines = ["a short line\n", "a somewhat longer line of text\n", "x\n", "four words are here\n"] * 2
+    base = {"samples": 8, "sequence_length": 64, "batch_size": 2, "packing": False}
+    for name, size in (("a", 2), ("b", 1)):
+        file = tmp_path / f"{name}.jsonl"
+        file.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+        run(recipe, model, [GPTQ], tmp_path / name, calibration={**base, "data": str(file), "batch_size": size})
+    first = json.loads((tmp_path / "a/compress.json").read_text())["layers"]
+    second = json.loads((tmp_path / "b/compress.json").read_text())["layers"]
+    for one, other in zip(first, second, strict=True):
+        assert one["error"] == pytest.approx(other["error"], rel=0.05)
+
+
+def test_head_and_embeddings_on_request(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint(tie_word_embeddings=True)
+    stages = [
+        GPTQ,
+        {"quantize": {"method": "gptq", "scheme": "W8A16", "targets": ["lm_head"], "ignore": []}},
+        {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["Embedding"], "ignore": []}},
+    ]
+    artifact = run(recipe, model, stages, tmp_path / "out")
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= {
+        n for n, entry in artifact.manifest["tensors"].items() if entry["action"] == "compressed"
+    }
+    assert json.loads((tmp_path / "out/config.json").read_text())["tie_word_embeddings"] is False
+    ids = torch.randint(0, 257, (1, 20))
+    ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(ids).logits.float()
+    assert torch.nn.functional.cosine_similarity(ours.flatten(), dense.flatten(), dim=0) > 0.9
+
+
+def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    text = recipe(model)["calibration"]["data"]
+    evaluate = {"data": text, "sequence_length": 32, "samples": 4, "min_top1_agreement": 1.0}
+    with pytest.raises(
+        LimitError, match=r"min_top1_agreement is .* the limit is 1; the artifact is complete"
+    ) as caught:
+        run(
+            recipe,
+            model,
+            [{"quantize": {"method": "rtn", "bits": 2, "group_size": 32}}],
+            tmp_path / "out",
+            evaluate=evaluate,
+        )
+    assert caught.value.exit_code == 1
+    assert runtime.load(tmp_path / "out").logits(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 257)
+
+
+@pytest.mark.parametrize("where", ["weight", "activation"])
+def test_nan_names_the_layer(make_checkpoint, recipe, tmp_path, where):
+    from safetensors.torch import save_file
+
+    model = make_checkpoint()
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight" if where == "weight" else "model.layers.1.input_layernorm.weight"
+    tensors[name].view(-1)[3] = float("nan")
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    culprit = "model.layers.1.mlp.up_proj" if where == "weight" else "model.layers.1.self_attn.q_proj"
+    with pytest.raises(CompressError, match=f"{culprit}: .*NaN or Inf"):
+        run(recipe, model, [GPTQ], tmp_path / "out")
+    if where == "weight":
+        stage = {"quantize": {**GPTQ["quantize"], "targets": ["model.layers.1.mlp.up_proj"]}}
+        artifact = run(recipe, model, [{"quantize": {"method": "rtn", "bits": 4, "group_size": 32, "targets": ["*layers.0*"]}}, stage],
+                       tmp_path / "skip", on_nonfinite="skip", seed=1)  # fmt: skip
+        entry = artifact.manifest["tensors"][name]
+        assert entry["action"] == "copied"
+        assert "NaN" in entry["reason"]
+
+
+def test_output_that_holds_something_else_is_left_alone(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    output = tmp_path / "out"
+    output.mkdir()
+    (output / "precious.txt").write_text("mine")
+    for overwrite in (False, True):
+        with pytest.raises(RequestError, match=r"already holds precious.txt, which is no run of this tool"):
+            compress.apply(recipe(model, GPTQ), output=output, quiet=True, overwrite=overwrite)
+    assert [f.name for f in output.iterdir()] == ["precious.txt"]
+
+
+def test_finished_artifact_is_not_replaced_unasked(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    request = recipe(model, STAGES["rtn"][0])
+    compress.apply(request, output=tmp_path / "out", quiet=True)
+    with pytest.raises(RequestError, match=r"finished artifact.*--overwrite"):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    before = (tmp_path / "out/compress.json").read_bytes()
+    again = compress.apply(request, output=tmp_path / "out", quiet=True, resume=True)
+    assert again.manifest["bytes"]
+    assert (tmp_path / "out/compress.json").read_bytes() == before
+    compress.apply(recipe(model, STAGES["rtn ragged"][0]), output=tmp_path / "out", quiet=True, overwrite=True)
+    assert (tmp_path / "out/compress.json").read_bytes() != before
+
+
+def test_compressed_source_is_refused(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    compress.apply(recipe(model, STAGES["rtn"][0]), output=tmp_path / "out", quiet=True)
+    with pytest.raises(RequestError, match="is compressed already"):
+        compress.apply(recipe(tmp_path / "out", STAGES["rtn"][0]), output=tmp_path / "again", quiet=True)
+
+
+def test_plan_matches_what_apply_does(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    for name in ("gptq", "joint 2:4", "smoothquant", "fp8 static", "rtn ragged", "sparsegpt 2:4"):
+        plan = compress.plan(recipe(model, *STAGES[name]), output=tmp_path / name)
+        assert not (tmp_path / name).exists(), "a plan writes nothing"
+        artifact = run(recipe, model, STAGES[name], tmp_path / name)
+        planned = {t.name: (t.action, t.bytes_before, t.bytes_after) for t in plan.tensors}
+        done = {n: (e["action"], e["bytes_before"], e["bytes_after"]) for n, e in artifact.manifest["tensors"].items()}
+        assert planned == done, name
+        assert plan.bytes_after == artifact.manifest["bytes"]["after"]
+        assert plan.seconds > 0
+
+
+def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, monkeypatch):
+    from compress.pipeline import plan
+
+    model = make_checkpoint()
+    monkeypatch.setattr(plan, "_free_disk", lambda path: 1000)
+    with pytest.raises(RequestError, match=r"of disk for .* are free"):
+        run(recipe, model, [GPTQ], tmp_path / "out")
+    assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
+
+
+def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, monkeypatch):
+    from compress.pipeline import shards
+
+    model = make_checkpoint()
+    real, calls = shards.save_file, []
+
+    def fails_at_third(tensors, path, metadata=None):
+        calls.append(path)
+        if len(calls) == 3:
+            Path(path).write_bytes(b"half a file")
+            raise OSError(28, "No space left on device")
+        real(tensors, path, metadata=metadata)
+
+    monkeypatch.setattr(shards, "save_file", fails_at_third)
+    with pytest.raises(CompressError, match=r"the disk is full while writing .*--resume") as caught:
+        run(recipe, model, [GPTQ], tmp_path / "out")
+    assert caught.value.exit_code == 1
+    assert not list((tmp_path / "out").glob(".*.tmp")), "the half-written file is gone"
+    monkeypatch.undo()
+    compress.apply(recipe(model, GPTQ), output=tmp_path / "out", resume=True, quiet=True)
+    run(recipe, model, [GPTQ], tmp_path / "straight")
+    for file in sorted((tmp_path / "straight").glob("*.safetensors")):
+        assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()

@@ -1,0 +1,117 @@
+#!/usr/bin/env python
+"""The tables of the README from the JSON of `compress_vs_peers.py`: `python benchmarks/compress_table.py [--check]`.
+
+`--check` prints instead the cells where ours misses the aim: perplexity within 0.3 % of the better peer, at least twice as fast
+as the faster peer, at most half the memory of the smaller one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parent / "results"
+PEERS = {"llmcompressor": "llm-compressor", "gptqmodel": "GPTQModel"}
+QUALITY, SPEED, MEMORY = 1.003, 0.5, 0.5
+
+Cell = dict[str, dict[str, Any]]
+
+
+def best(cell: Cell, peer: str, key: str) -> tuple[float, str] | None:
+    """The smallest value of `key` over a peer's variants, and the variant's name."""
+    found = [(run[key], name) for name, run in cell.items() if name.split(":")[0] == peer and key in run]
+    return min(found) if found else None
+
+
+def _ppl(run: dict[str, Any] | None) -> str:
+    if run is None:
+        return "–"
+    return "fails" if "error" in run else f"{run['perplexity']:.2f}"
+
+
+def quality_table(data: dict[str, Any]) -> str:
+    """Perplexity: ours, each peer with its defaults, each peer at its best settings."""
+    lines = [
+        f"Held-out perplexity (dense: {data['dense']['perplexity']:.2f})",
+        "",
+        "| | ours | llm-compressor | tuned | GPTQModel | tuned |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for name, cell in data["cells"].items():
+        row = [_ppl(cell.get("ours"))]
+        for peer in PEERS:
+            row.append(_ppl(cell.get(peer)))
+            tuned = {key: run for key, run in cell.items() if key.startswith(f"{peer}:")}
+            value = best(tuned, peer, "perplexity")
+            row.append(f"{value[0]:.2f}" if value else ("fails" if tuned else "–"))
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def cost_table(data: dict[str, Any]) -> str:
+    """Wall time and peak memory of the whole process, each tool with its defaults."""
+    names = ["ours", *PEERS]
+    lines = [
+        "Whole process, imports included: wall seconds / peak resident MB",
+        "",
+        "| | ours | llm-compressor | GPTQModel |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, cell in data["cells"].items():
+        row = []
+        for tool in names:
+            run = cell.get(tool)
+            if run is None:
+                row.append("–")
+            else:
+                row.append("fails" if "error" in run else f"{run['seconds']:.1f} s / {run['peak_mb']:.0f}")
+        lines.append(f"| {name} | {' | '.join(row)} |")
+    return "\n".join(lines)
+
+
+def misses(data: dict[str, Any]) -> list[str]:
+    """One line for each aim that a cell misses."""
+    lines = []
+    for name, cell in data["cells"].items():
+        ours = cell.get("ours", {"error": "not run"})
+        if "error" in ours:
+            lines.append(f"{name}: ours failed: {ours['error'][:200]}")
+            continue
+        for key, factor, what in (
+            ("perplexity", QUALITY, "perplexity"),
+            ("seconds", SPEED, "time"),
+            ("peak_mb", MEMORY, "memory"),
+        ):
+            rivals = [value for peer in PEERS if (value := best(cell, peer, key))]
+            if rivals and key in ours and ours[key] > min(rivals)[0] * factor:
+                rival, who = min(rivals)
+                lines.append(
+                    f"{name}: {what} {ours[key]:.4g}, {who} {rival:.4g} (ratio {ours[key] / rival:.4f}, aim {factor:g})"
+                )
+    return lines
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("files", nargs="*", type=Path, default=sorted(RESULTS.glob("compress_vs_peers_*.json")))
+    parser.add_argument("--check", action="store_true", help="list the aims that are missed")
+    options = parser.parse_args()
+    for file in options.files:
+        data = json.loads(file.read_text())
+        machine = data["machine"]
+        print(
+            f"{data['model']['name']} ({data['model']['bytes'] / 1e6:.1f} MB); {machine['cpu']}, {machine['threads']} threads\n"
+        )
+        if options.check:
+            print("\n".join(misses(data)) or "every aim is met")
+            continue
+        if "dense" in data:
+            print(quality_table(data) + "\n")
+        print(cost_table(data) + "\n")
+
+
+if __name__ == "__main__":
+    main()

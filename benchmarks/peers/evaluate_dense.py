@@ -1,0 +1,73 @@
+"""The one evaluator: held-out perplexity of a dense checkpoint, and what its weights really are. Prints one JSON object.
+
+    python evaluate_dense.py --model DENSE --ids ids.json [--group-size 128]
+
+Weights are loaded as they are stored (bfloat16) and computed with in float32, so that nothing but the weights differs
+between two checkpoints. Every token of a window but the first is scored.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from pathlib import Path
+
+import torch
+from transformers import AutoModelForCausalLM
+
+BATCH = 16
+
+
+@torch.inference_mode()
+def perplexity(model: torch.nn.Module, windows: torch.Tensor) -> tuple[float, int]:
+    """Perplexity over `windows` [n, length] and the number of scored tokens."""
+    total, count = 0.0, 0
+    for rows in windows.split(BATCH):
+        logits = model(rows).logits[:, :-1].float()
+        loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), rows[:, 1:].flatten(), reduction="sum")
+        total += float(loss)
+        count += rows[:, 1:].numel()
+    return math.exp(total / count), count
+
+
+def weight_facts(model: torch.nn.Module, group_size: int | None) -> dict[str, float | int | bool]:
+    """Checks on the linear layers of the decoder, so that no tool wins by not doing what was asked.
+
+    Returns:
+        zeros: share of weights that are zero; holds_2_4: at most two non-zeros in each four; levels: the largest number
+        of different values in any group of `group_size` columns of a row (-1: the whole row; absent when None).
+    """
+    zeros = total = levels = 0
+    holds = True
+    for name, module in model.named_modules():
+        if not isinstance(module, torch.nn.Linear) or name.endswith("lm_head"):
+            continue
+        weight = module.weight.detach()
+        zeros += int((weight == 0).sum())
+        total += weight.numel()
+        holds &= bool(((weight.reshape(weight.shape[0], -1, 4) != 0).sum(-1) <= 2).all())
+        if group_size is not None:
+            size = weight.shape[1] if group_size == -1 else group_size
+            for part in weight.split(size, dim=1):
+                ordered = part.sort(dim=1).values
+                levels = max(levels, int((ordered.diff(dim=1) != 0).sum(1).max()) + 1)
+    facts: dict[str, float | int | bool] = {"zeros": round(zeros / total, 4), "holds_2_4": holds}
+    return facts if group_size is None else {**facts, "levels": levels}
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--model", required=True)
+    parser.add_argument("--ids", type=Path, required=True)
+    parser.add_argument("--group-size", type=int)
+    arguments = parser.parse_args()
+    windows = torch.tensor(json.loads(arguments.ids.read_text())["heldout"])
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
+    value, count = perplexity(model, windows)
+    print(json.dumps({"perplexity": value, "scored_tokens": count, **weight_facts(model, arguments.group_size)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -14,7 +14,7 @@ from compress.pipeline.folding import find_folds, fold
 from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
 from compress.pipeline.progress import Reporter
 from compress.pipeline.work import LayerWork
-from compress.solver import solve_group
+from compress.solver.group import solve_group
 from compress.statistics import Statistics
 from runtime.errors import CompressError
 

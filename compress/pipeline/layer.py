@@ -12,7 +12,7 @@ from runtime.quantization_config import ModuleEntry
 from torch import nn
 
 from compress.pipeline.work import LayerWork
-from compress.solver import LayerResult
+from compress.solver.group import LayerResult
 from compress.statistics import Statistics
 from runtime import formats
 from runtime.errors import CompressError

@@ -14,7 +14,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.stream import Batch
-from compress.solver import solve_group
+from compress.solver.group import solve_group
 from compress.statistics import Statistics, StatisticsCollector
 from runtime.errors import CompressError, RequestError
 from runtime.skeleton import tied_names

@@ -19,6 +19,7 @@ class SparseGPTConfig(PruneConfig):
 
     method: Literal["sparsegpt"] = Field("sparsegpt", description="Name of the method.")
     damping: float = Field(0.01, gt=0, le=1, description="Added to the Hessian's diagonal, as a fraction of its mean.")
+    order: Literal["activation", "natural"] = Field("activation", description="Columns by activation energy, or as they are.")
     block_size: int = Field(
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."
     )

@@ -31,8 +31,9 @@ class QuantizeConfig(BaseModel):
         None,
         description="Input scales: one a token at run time (dynamic, the default), or one in all from calibration (static).",
     )
-    scales: Literal["mse", "minmax"] = Field(
-        "mse", description="Scales that minimise the weighted error, or that cover the range."
+    scales: Literal["hessian", "mse", "minmax"] = Field(
+        "mse",
+        description="How scales are found: least output error of a group, least weighted squared error, or covering the range.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."

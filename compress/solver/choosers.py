@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from compress.prune.patterns import Pattern, keep_largest
-from compress.quantize.grid import search_groups
+from compress.quantize.grid import Search, search_groups
 from compress.solver.loop import MaskChooser, ScaleChooser
 from runtime.scheme import WeightScheme
 
@@ -53,18 +53,14 @@ def _mask_part(pattern: Pattern, score: torch.Tensor, zeros: int) -> torch.Tenso
     return kept.repeat_interleave(pattern.columns, 0).repeat_interleave(pattern.rows, 1)
 
 
-def scale_chooser(
-    scheme: WeightScheme, dtype: torch.dtype, search: str, importance: torch.Tensor | None
-) -> ScaleChooser:
-    """Fit the scale of a group to its weights as earlier columns have left them; `importance [in]` in visiting order."""
+def scale_chooser(scheme: WeightScheme, dtype: torch.dtype, search: Search, cost: torch.Tensor) -> ScaleChooser:
+    """Fit the scale of a group to its weights as earlier columns have left them.
+
+    `cost`, in visiting order: `[in]` weights of the squared error, or the Hessian `[in, in]`.
+    """
 
     def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
-        groups = adjusted.T.contiguous()
-        weights = None if importance is None else importance[first:last]
-        if kept is not None:
-            keep = kept.T.to(groups)
-            groups = groups * keep
-            weights = keep if weights is None else keep * weights
-        return search_groups(groups, scheme, dtype, search, weights)  # type: ignore[arg-type]
+        groups = adjusted.T.contiguous() if kept is None else adjusted.T * kept.T
+        return search_groups(groups, scheme, dtype, search, cost[first:last] if cost.dim() == 1 else cost[first:last, first:last])
 
     return choose

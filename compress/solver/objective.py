@@ -16,3 +16,9 @@ def row_errors(difference: torch.Tensor, hessian: torch.Tensor | None) -> torch.
     parts = [((part @ hessian) * part).sum(1) for part in difference.split(rows)]
     # Rounding can push an error that is zero below it.
     return torch.cat(parts).clamp_(min=0)
+
+
+def column_errors(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
+    """The same for a transposed difference `[in, rows]`, float32 `[rows]`."""
+    width = max(1, CHUNK // difference.shape[0])
+    return torch.cat([((hessian @ part) * part).sum(0) for part in difference.split(width, dim=1)]).clamp_(min=0)

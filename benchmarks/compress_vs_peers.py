@@ -21,6 +21,7 @@ import json
 import os
 import platform
 import shutil
+import signal
 import statistics
 import sys
 import tempfile
@@ -202,6 +203,7 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
 
 def main() -> None:
     """Run what is missing."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is stopped too
     arguments = parse()
     result_file = arguments.output or HERE / "results" / f"compress_vs_peers_{arguments.shape.replace('.', '_')}.json"
     result_file.parent.mkdir(parents=True, exist_ok=True)

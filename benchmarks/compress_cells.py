@@ -71,6 +71,9 @@ def variants(cell: Cell) -> list[Variant]:
         if method == "awq":
             settings["duo_scaling"] = "both"
         result.append(Variant("llmcompressor", "tuned", settings))
+    if cell.prune and method == "gptq":
+        # Its GPTQ fills pruned positions again; rounding to the nearest after SparseGPT is what keeps 2:4 there.
+        result.append(Variant("llmcompressor", "sparsegpt then rtn", {"quantize_method": "rtn"}))
     if cell.prune is None:
         result.append(Variant("gptqmodel"))
     if cell.prune is None and method == "gptq":

@@ -21,14 +21,23 @@ Cell = dict[str, dict[str, Any]]
 
 def best(cell: Cell, peer: str, key: str) -> tuple[float, str] | None:
     """The smallest value of `key` over a peer's variants, and the variant's name."""
-    found = [(run[key], name) for name, run in cell.items() if name.split(":")[0] == peer and key in run]
+    found = [
+        (run[key], name) for name, run in cell.items() if name.split(":")[0] == peer and key in run and _valid(run)
+    ]
     return min(found) if found else None
+
+
+def _valid(run: dict[str, Any]) -> bool:
+    """A run that was asked for 2:4 and did not keep it does not count."""
+    return run.get("asked_pattern") != "2:4" or run.get("holds_2_4", True)
 
 
 def _ppl(run: dict[str, Any] | None) -> str:
     if run is None:
         return "–"
-    return "fails" if "error" in run else f"{run['perplexity']:.2f}"
+    if "error" in run:
+        return "fails"
+    return f"{run['perplexity']:.2f}" + ("" if _valid(run) else " (not 2:4)")
 
 
 def quality_table(data: dict[str, Any]) -> str:

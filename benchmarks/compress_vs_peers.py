@@ -117,6 +117,7 @@ class Bench:
             "peak_mb": max(run.peak_mb for run in runs),
             "output_bytes": sum(f.stat().st_size for f in (self.work / "output").glob("*.safetensors")),
             "settings": variant.settings,
+            **({"asked_pattern": cell.prune["pattern"]} if cell.prune else {}),
         }
         report = self.work / "report.json"
         if report.exists():

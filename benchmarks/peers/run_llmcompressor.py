@@ -38,10 +38,11 @@ def modifiers(config: dict[str, Any], settings: dict[str, Any]) -> list[Any]:
             **({"observer": settings["observer"]} if "observer" in settings else {}),
         }
         groups = {"group_0": {"targets": ["Linear"], "weights": weights}}
-        if quantize["method"] == "gptq":
+        method = settings.get("quantize_method", quantize["method"])
+        if method == "gptq":
             result.append(GPTQModifier(config_groups=groups, ignore=["lm_head"]))
         else:
-            if quantize["method"] == "awq":
+            if method == "awq":
                 extra = {"duo_scaling": settings["duo_scaling"]} if "duo_scaling" in settings else {}
                 result.append(AWQModifier(**extra))
             result.append(QuantizationModifier(config_groups=groups, ignore=["lm_head"]))

@@ -41,3 +41,12 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+def _teach_transformers() -> None:
+    from runtime.hook import install_hook
+
+    install_hook()
+
+
+_teach_transformers()

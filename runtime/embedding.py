@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import nn
 
 from runtime import formats
 from runtime.formats.base import check_tensor
@@ -41,6 +42,12 @@ class CompressedEmbedding(CompressedModule):
         rows = storage.select_rows(self._tensors(), scheme, self.shape, wanted)
         picked = storage.unpack(rows, scheme, (wanted.numel(), self.embedding_dim), self.stored_dtype).dequantize()
         return picked.to(self.dtype)[position]
+
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """A plain nn.Embedding with the dequantized table."""
+        table = nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta")
+        table.weight = nn.Parameter(self.dequantize().to(dtype or self.dtype), requires_grad=False)
+        return table
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, format={self.entry.format}"

@@ -88,6 +88,14 @@ class CompressedLinear(CompressedModule):
         y = kernel.run(x.reshape(-1, self.in_features), self._tensors(), self.layer, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A plain nn.Linear with the dequantized weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        layer.weight = nn.Parameter(self.dequantize().to(dtype or self.dtype), requires_grad=False)
+        if self.bias is not None:
+            layer.bias = nn.Parameter(self.bias.data.to(dtype or self.dtype), requires_grad=False)
+        return layer
+
     def explain(self, rows: int = 1) -> str:
         """Which kernel computes `rows` tokens, and how."""
         return (self.kernel or kernel_table.REFERENCE).path(rows)
@@ -111,6 +119,7 @@ def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = 
             cannot hold.
     """
     done = []
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
     for name, entry in entries.items():
         if prefix and not name.startswith(prefix + "."):
             continue
@@ -119,6 +128,9 @@ def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = 
             old = model.get_submodule(local)
         except AttributeError:
             raise ArtifactError(f"quantization_config names module {name}, which the model does not have") from None
+        for tied, source in ties.items():
+            if f"{local}.weight" in (tied, source):
+                raise ArtifactError(f"config.json ties {tied} to {source}, but {name} is compressed on its own")
         parent, _, leaf = local.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _compressed(name, old, entry))
         done.append(name)

@@ -69,6 +69,10 @@ class CompressedModule(nn.Module):
         """Dense weight `[rows, columns]` in `self.dtype`."""
         return self.compressed_weight().dequantize()
 
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Module:
+        """The plain torch module that holds the dequantized weight."""
+        raise TypeError(f"{type(self).__name__} has no plain counterpart")
+
     def check(self, where: str = "") -> None:
         """Raise ArtifactError, naming the tensor, unless the loaded tensors are complete and consistent."""
         if self._replaced:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -47,7 +47,8 @@ def build(modules: Mapping[str, ModuleEntry], all_linear_names: Iterable[str]) -
     if not modules:
         raise CompressError("a quantization_config needs at least one compressed module")
     linear = list(all_linear_names)
-    shared = all(not formats.get(entry.format).own for entry in modules.values())
+    # transformers cannot load an embedding that compressed-tensors has packed: an embedding makes the config ours.
+    shared = set(modules) <= set(linear) and not any(formats.get(entry.format).own for entry in modules.values())
     groups: dict[tuple[Scheme, str], list[str]] = {}
     for name, entry in modules.items():
         # compressed-tensors has no word for sparsity: there the zeros are just values.
@@ -61,14 +62,26 @@ def build(modules: Mapping[str, ModuleEntry], all_linear_names: Iterable[str]) -
         "ignore": [name for name in linear if name not in modules],
     }
     for index, ((scheme, name), members) in enumerate(groups.items()):
-        targets = members
-        if shared and len(groups) == 1 and any(member in linear for member in members):
-            others = set(linear)
-            targets = ["Linear"] + [member for member in members if member not in others]
+        targets = ["Linear"] if shared and len(groups) == 1 else members
         config["config_groups"][f"group_{index}"] = {"targets": targets, **scheme.to_config(), "format": name}
+    if shared and _needs_dense_loading(modules.values()):
+        config["dequantize"] = True
     if not shared:
         config["value_counts"] = {n: e.count for n, e in modules.items() if e.count is not None}
     return config
+
+
+def _needs_dense_loading(entries: Collection[ModuleEntry]) -> bool:
+    """True where from_pretrained must unpack while it loads, because compressed-tensors (0.20) sizes packed zero
+    points wrongly.
+
+    It prepares a module for packed weights but for unpacked zero points, and then refuses the checkpoint
+    (llm-compressor issue 1618). transformers reads `dequantize` from the config; other engines pass over it. With
+    quantized activations that path would drop their rounding, so there it is not used.
+    """
+    schemes = [entry.scheme for entry in entries if entry.format == "pack-quantized"]
+    packed = any(s.weights is not None and not s.weights.symmetric and s.weights.strategy != "tensor" for s in schemes)
+    return packed and all(entry.scheme.activations is None for entry in entries)
 
 
 def parse(

@@ -80,7 +80,8 @@ class Int4Cpu(Kernel):
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
         order = _row_order()
-        assert scheme is not None and order is not None
+        assert scheme is not None
+        assert order is not None
         packed, block = tensors["weight"], order.numel()
         wide = packed.shape[1] * 2
         nibbles = packed.view(-1, wide, block // 2)

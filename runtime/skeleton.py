@@ -19,12 +19,20 @@ if TYPE_CHECKING:
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it."""
+    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError) as error:
-        raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(error)}") from error
+    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ArtifactError(
+                f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
+                "trust_remote_code"
+            ) from error
+        # A validation error says which check failed; what was wrong is in its cause.
+        detail = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
 
 
 def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:

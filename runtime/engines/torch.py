@@ -92,6 +92,8 @@ def load_torch(
     artifact: Artifact, device: torch.device, kernels: str, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> TorchEngine:
     """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
+    if not isinstance(artifact.config.get("quantization_config", {}), dict):
+        raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
     config = read_config(artifact.path, trust_remote_code)
     stored = main_dtype(artifact.checkpoint)
     compute = dtype or stored

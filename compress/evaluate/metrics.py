@@ -36,7 +36,7 @@ class TokenMetrics:
                 only the ids that both know are compared.
 
         Raises:
-            CompressError: NaN or infinity among the logits; a mean over them would say nothing.
+            CompressError: logits that are NaN or +inf; a mean over them would say nothing. (-inf rules a token out.)
         """
         count = int(targets.shape[0])
         rows = max(1, CHUNK_VALUES // max(1, int(logits.shape[-1])))
@@ -57,8 +57,10 @@ class TokenMetrics:
         if logits.shape[-1] != shared:
             log_probabilities = _log_softmax(logits[:, :shared], "the model")
         base = _log_softmax(reference[:, :shared], "the reference")
+        # A token the reference rules out (-inf) adds nothing, whatever the model thinks of it: 0 log 0 = 0.
+        terms = (base.exp() * (base - log_probabilities)).masked_fill(base == -math.inf, 0.0)
         # Sum over the vocabulary in float32, over tokens in float64. Rounding can make the KL of equal rows -1e-8: clamp.
-        divergence = (base.exp() * (base - log_probabilities)).sum(-1).clamp_min_(0.0)
+        divergence = terms.sum(-1).clamp_min_(0.0)
         self._kl += float(divergence.double().sum())
         self._agree += int((base.argmax(-1) == log_probabilities.argmax(-1)).sum())
         self.compared += int(targets.shape[0])
@@ -89,6 +91,6 @@ def _exp(nll: float) -> float:
 
 def _log_softmax(logits: torch.Tensor, whose: str) -> torch.Tensor:
     values = torch.log_softmax(logits.float(), dim=-1)
-    if not bool(torch.isfinite(values).all()):
+    if bool(torch.isnan(values).any()):
         raise CompressError(f"{whose} gives logits that are NaN or infinite")
     return values

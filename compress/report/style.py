@@ -37,7 +37,9 @@ th { text-align: left; color: var(--soft); font-weight: 600; border-bottom: 1px 
 th, td { padding: 0.34rem 0.7rem 0.34rem 0; vertical-align: top; }
 tbody tr + tr td { border-top: 1px solid var(--line); }
 .right { text-align: right; white-space: nowrap; }
-td.name { font-family: ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; font-size: 0.8rem; overflow-wrap: anywhere; }
+td.name {
+  font: 0.8rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere;
+}
 td.notes { color: var(--soft); font-size: 0.8rem; min-width: 9rem; }
 .meter {
   background: linear-gradient(var(--bar), var(--bar)) no-repeat right center / var(--share, 0) 1.15em;

@@ -1,0 +1,88 @@
+"""`compress bench`: speed and memory of an artifact, beside the uncompressed model in transformers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, print_table, size, stdout_reserved
+from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("bench")(bench)
+
+
+def bench(
+    model: str = PATH,
+    reference: str | None = typer.Option(
+        None, "--reference", "-r", help="A plain checkpoint, run by transformers in bfloat16, to compare with."
+    ),
+    prompt_tokens: int = typer.Option(128, "--prompt-tokens", "-p", min=1, help="Length of the (random) prompts."),
+    new_tokens: int = typer.Option(64, "--new-tokens", "-n", min=2, help="Tokens to decode."),
+    batch_size: int = typer.Option(1, "--batch-size", "-b", min=1, help="Prompts at once."),
+    repeat: int = typer.Option(3, "--repeat", min=1, help="Rounds after a warm-up; medians are shown."),
+    device: str = DEVICE,
+    kernels: str = KERNELS,
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    trust_remote_code: bool = TRUST,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Measure speed: load time, prefill and decode in tokens a second, memory, and which kernels computed it.
+
+    Each model runs in a process of its own.
+
+    \b
+    Examples:
+      compress bench out/llama_w4
+      compress bench out/my-w4 --reference ~/models/my-llama --batch-size 4 --threads 2 --json
+    """
+    from compress.evaluate.speed import SpeedRequest, run_isolated
+
+    options = load_options(device, kernels, dtype, threads, trust_remote_code)
+    shape = (prompt_tokens, new_tokens, batch_size, repeat)
+    with stdout_reserved(as_json):
+        result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))
+        if reference is not None:
+            result["reference"] = run_isolated(SpeedRequest(reference, "transformers", *shape, options=options))
+    result |= {"prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "batch_size": batch_size, "repeat": repeat}
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def _show(result: dict[str, Any]) -> None:
+    base = result.get("reference")
+    rows = []
+    for label, key, faster in (
+        ("prefill, tokens a second", "prefill_tokens_per_second", True),
+        ("decode, tokens a second", "decode_tokens_per_second", True),
+        ("first token after, seconds", "first_token_seconds", False),
+        ("loading, seconds", "load_seconds", False),
+    ):
+        ratio = "" if not base else f"{result[key] / base[key] if faster else base[key] / result[key]:.2f}x"
+        rows.append((label, _number(result[key]), _number(base[key]) if base else "", ratio))
+    for label, key in (
+        ("weights in memory", "weight_bytes"),
+        ("memory grown by loading", "resident_bytes"),
+        ("largest memory of the process", "peak_bytes"),
+        ("largest memory on the device", "device_peak_bytes"),
+    ):
+        if key in result:
+            other = base.get(key) if base else None
+            ratio = f"{other / result[key]:.2f}x" if other and result[key] > 0 else ""
+            rows.append((label, size(result[key]), size(other) if other is not None else "", ratio))
+    print_table("", ("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
+    print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
+    kernels = ", ".join(f"{kernel} ({count} layers)" for kernel, count in result["kernels"].items())
+    print(f"Kernels: {kernels}")
+    shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new ones"
+    print(f"{shape}; {result['device']}, {result['threads']} threads; medians of {result['repeat']} rounds.")
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,0 +1,149 @@
+"""`compress eval`: quality, size and speed of a model on text, or on lm-eval's tasks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, print_table, size, stdout_reserved
+from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+from runtime.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("eval")(evaluate_model)
+
+
+def evaluate_model(
+    model: str = PATH,
+    text: str = typer.Option(
+        "bundled",
+        "--text",
+        "-t",
+        help="A .txt, .jsonl or .parquet file, or a data set id; default: the bundled held-out text.",
+    ),
+    sequence_length: int | None = typer.Option(
+        None,
+        "--sequence-length",
+        "-s",
+        min=2,
+        help="Tokens of a window (default 256, or the model's context if shorter).",
+    ),
+    samples: int | None = typer.Option(
+        None, "--samples", min=1, help="Only the first windows (default: the whole text)."
+    ),
+    batch_size: int = typer.Option(8, "--batch-size", min=1, help="Windows in one forward pass."),
+    reference: str | None = typer.Option(
+        None, "--reference", "-r", help="The uncompressed model: adds KL divergence and agreement with it."
+    ),
+    tasks: str | None = typer.Option(
+        None,
+        "--tasks",
+        help="Names of lm-eval tasks, separated by commas, instead of a text (pip install 'compress[eval]').",
+    ),
+    task_path: Path | None = typer.Option(None, "--task-path", help="Directory with lm-eval task files of your own."),
+    num_fewshot: int | None = typer.Option(None, "--num-fewshot", min=0, help="Examples in the prompt of a task."),
+    limit: int | None = typer.Option(None, "--limit", min=1, help="Only the first requests of each task."),
+    device: str = DEVICE,
+    kernels: str = KERNELS,
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    trust_remote_code: bool = TRUST,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Measure a model: perplexity on text; with --reference also KL divergence and agreement; size and speed.
+
+    The text is cut into windows without overlap, and every token but the first of a window is scored.
+
+    \b
+    Examples:
+      compress eval out/llama_w4_sparse
+      compress eval out/my-w4 --text my.txt --sequence-length 512 --reference ~/models/my-llama --json
+      compress eval out/my-w4 --tasks arc_easy,hellaswag --limit 200
+    """
+    options = load_options(device, kernels, dtype, threads, trust_remote_code)
+    names = _names(tasks)
+    _check_combination(names, text, reference, task_path, num_fewshot, limit)
+    with stdout_reserved(as_json):
+        from compress.evaluate import evaluate, evaluate_tasks
+        from compress.evaluate.lm_eval import require_lm_eval
+
+        if names:
+            require_lm_eval()  # before a large model is loaded
+            import runtime
+
+            scores = evaluate_tasks(
+                runtime.load(model, **options), names, task_path=task_path, num_fewshot=num_fewshot, limit=limit,
+                batch_size=batch_size,
+            )  # fmt: skip
+            result: dict[str, Any] = {"model": model, "tasks": scores}
+        else:
+            measured = evaluate(
+                model, text, sequence_length=sequence_length, samples=samples, batch_size=batch_size, reference=reference,
+                load_options=options,
+            )  # fmt: skip
+            result = {"model": model, "text": text, **measured}
+    if as_json:
+        print_json(result)
+    elif names:
+        _show_tasks(result["tasks"])
+    else:
+        _show(result)
+
+
+def _names(tasks: str | None) -> list[str]:
+    names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
+    if tasks is not None and not names:
+        raise RequestError("--tasks names no task; give names such as arc_easy,hellaswag")
+    return names
+
+
+def _check_combination(
+    tasks: list[str], text: str, reference: str | None, path: Path | None, fewshot: int | None, limit: int | None
+) -> None:
+    """An option that would be ignored is an error: the user believes it has an effect."""
+    if tasks:
+        given = {"--text": text != "bundled", "--reference": reference is not None}
+        why = "does not go with --tasks: tasks bring their own text and compare with their own answers"
+    else:
+        given = {"--task-path": path is not None, "--num-fewshot": fewshot is not None, "--limit": limit is not None}
+        why = "needs --tasks"
+    for name, is_given in given.items():
+        if is_given:
+            raise RequestError(f"{name} {why}")
+
+
+def _show(result: dict[str, Any]) -> None:
+    base = result.get("reference")
+    rows = [("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")]
+    if base:
+        rows += [
+            ("increase of the perplexity", f"{result['perplexity_increase']:+.2%}", ""),
+            ("KL to the reference, nats a token", f"{result['kl']:.5g}", ""),
+            ("same most likely token", f"{result['top1_agreement']:.2%}", ""),
+        ]
+    for label, key in (("size of the tensors on disk", "bytes"), ("weights in memory", "weight_bytes")):
+        rows.append((label, size(result[key]), size(base[key]) if base else ""))
+    rows.append(
+        (
+            "bits a weight, all weights",
+            f"{result['bits_per_weight']:.3g}",
+            f"{base['bits_per_weight']:.3g}" if base else "",
+        )
+    )
+    rows.append(("tokens read a second", f"{result['tokens_per_second']:,.0f}", ""))
+    print_table("", ("", "model", "reference" if base else ""), rows, right=(1, 2))
+    print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
+
+
+def _show_tasks(tasks: dict[str, dict[str, Any]]) -> None:
+    rows = []
+    for task, metrics in tasks.items():
+        for name, value in metrics.items():
+            if "_stderr" not in name:
+                error = metrics.get(f"{name}_stderr")
+                rows.append((task, name, f"{value:.4f}", f"± {error:.4f}" if error is not None else ""))
+    print_table("", ("task", "metric", "value", ""), rows, right=(2,))

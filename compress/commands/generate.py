@@ -1,0 +1,84 @@
+"""`compress generate`: let an artifact continue a text."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, stdout_reserved
+from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+from runtime.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("generate")(generate)
+
+
+def generate(
+    model: str = PATH,
+    prompt: str = typer.Argument(..., help="The text to continue; - reads it from stdin."),
+    max_new_tokens: int | None = typer.Option(
+        None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default 128)."
+    ),
+    temperature: float = typer.Option(
+        0.0, "--temperature", "-T", help="0: always the most likely token; above: sample."
+    ),
+    top_k: int | None = typer.Option(None, "--top-k", help="Sample among the k most likely tokens."),
+    top_p: float = typer.Option(1.0, "--top-p", help="Sample among the fewest tokens that reach this probability."),
+    min_p: float = typer.Option(0.0, "--min-p", help="Drop tokens less likely than this share of the most likely."),
+    repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: repeat less."),
+    stop: list[str] = typer.Option([], "--stop", help="End before this text; may be repeated."),
+    seed: int | None = typer.Option(None, "--seed", help="Makes sampling reproducible."),
+    stream: bool = typer.Option(False, "--stream", help="Show the text while it is made."),
+    verify: bool = typer.Option(False, "--verify", help="Check every file against its SHA-256 first."),
+    device: str = DEVICE,
+    kernels: str = KERNELS,
+    dtype: str | None = DTYPE,
+    threads: int | None = THREADS,
+    trust_remote_code: bool = TRUST,
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object: the text and its statistics."),
+) -> None:
+    """Continue a text. Only what is new is printed; speed goes to stderr.
+
+    \b
+    Examples:
+      compress generate out/llama_w4_sparse "def read_lines(path):"
+      compress generate out/my-w4 "Once upon a time" --stream --temperature 0.8 --top-p 0.95 --seed 1
+      cat prompt.txt | compress generate out/my-w4 - -n 64 --stop $'\\n\\n'
+    """
+    if stream and as_json:
+        raise RequestError("--stream shows text while it is made, --json prints one object at the end: use one of them")
+    if prompt == "-":
+        prompt = sys.stdin.read()
+    options: dict[str, Any] = {
+        "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
+        "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed,
+    }  # fmt: skip
+    with stdout_reserved(as_json):
+        import runtime
+
+        loaded = runtime.load(model, verify=verify, **load_options(device, kernels, dtype, threads, trust_remote_code))
+        if stream:
+            for piece in loaded.stream(prompt, **options):
+                print(piece, end="", flush=True)
+            print()
+            text = ""
+        else:
+            text = loaded.generate(prompt, **options)
+    stats = loaded.stats
+    if as_json:
+        print_json({"model": model, "prompt": prompt, "text": text, "stats": stats})
+        return
+    if not stream:
+        print(text)
+    print(_speed(stats), file=sys.stderr)
+
+
+def _speed(stats: dict[str, Any]) -> str:
+    return (
+        f"{stats['new_tokens']} tokens, {stats['tokens_per_second']:.1f} a second; "
+        f"prompt of {stats['prompt_tokens']} tokens read in {stats['prefill_seconds']:.2f} s"
+    )

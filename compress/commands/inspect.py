@@ -1,0 +1,129 @@
+"""`compress inspect`: what an artifact holds, from its headers and manifest, and whether its files are intact."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+
+from compress.commands.output import print_json, print_table, size, stdout_reserved
+from runtime.errors import ArtifactError, CompressError
+
+if TYPE_CHECKING:
+    from runtime.artifact import Artifact
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("inspect")(inspect)
+
+
+def inspect(
+    artifact: str = typer.Argument(..., metavar="ARTIFACT", help="An artifact, or a plain Hugging Face checkpoint."),
+    verify: bool = typer.Option(
+        False, "--verify", help="Compare every file with its SHA-256 in the manifest; exit 1 when one differs."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Show what is stored: every tensor with its format, bits, zeros and bytes. No tensor is loaded.
+
+    \b
+    Examples:
+      compress inspect out/llama_w4_sparse
+      compress inspect out/llama_w4_sparse --verify --json
+    """
+    with stdout_reserved(as_json):
+        from runtime.artifact import MANIFEST, Artifact
+
+        # An artifact that fails its check is a failure (exit 1) of something that was asked for rightly, however the damage
+        # shows itself: a truncated file cannot even be opened.
+        damaged = verify and (Path(artifact) / MANIFEST).is_file()
+        try:
+            opened = Artifact(artifact)
+            checked = opened.verify() if verify else None
+        except ArtifactError as error:
+            raise CompressError(str(error)) if damaged else error from None
+        result = describe(opened)
+    result["verified_files"] = checked
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+
+
+def describe(artifact: Artifact) -> dict[str, Any]:
+    """Summary of an artifact or checkpoint and a row for each of its tensors.
+
+    Rows of an artifact are the tensors of its source: `name`, `action`, `format`, `bits`, `sparsity`, `bytes_before`, `bytes`,
+    `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`.
+    """
+    rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
+    return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
+
+
+def _accounted(artifact: Artifact) -> Iterator[dict[str, Any]]:
+    assert artifact.manifest is not None
+    layers = {layer["name"]: layer for layer in artifact.manifest.get("layers") or []}
+    for name, account in artifact.manifest["tensors"].items():
+        layer = layers.get(name.removesuffix(".weight"), {}) if account["action"] == "compressed" else {}
+        stored = account.get("stored_as") or []
+        dtype = str(artifact.checkpoint.dtype(stored[0])).removeprefix("torch.") if len(stored) == 1 else None
+        yield {
+            "name": name,
+            "action": account["action"],
+            "format": account.get("format") or dtype,
+            "bits": layer.get("bits"),
+            "sparsity": layer.get("sparsity"),
+            "error": layer.get("error"),
+            "bytes_before": account.get("bytes_before", 0),
+            "bytes": sum(artifact.checkpoint.nbytes(tensor) for tensor in stored),
+            "stored_as": stored,
+            **({"reason": account["reason"]} if account.get("reason") else {}),
+        }
+
+
+def _stored(artifact: Artifact) -> Iterator[dict[str, Any]]:
+    checkpoint = artifact.checkpoint
+    for name in checkpoint.names():
+        yield {
+            "name": name,
+            "dtype": str(checkpoint.dtype(name)).removeprefix("torch."),
+            "shape": list(checkpoint.shape(name)),
+            "bytes": checkpoint.nbytes(name),
+        }
+
+
+def _show(result: dict[str, Any]) -> None:
+    tensors = result["tensors"]
+    if "schema_version" in result:
+        rows: list[tuple[str, ...]] = [
+            (
+                row["name"], row["action"], row["format"] or "", f"{row['bits']:.2f}" if row["bits"] else "",
+                f"{row['sparsity']:.1%}" if row["sparsity"] else "", size(row["bytes_before"]), size(row["bytes"]),
+            )
+            for row in tensors
+        ]  # fmt: skip
+        print_table("", ("tensor", "", "format", "bits", "zeros", "before", "bytes"), rows, right=(3, 4, 5, 6))
+    else:
+        rows = [(row["name"], row["dtype"], "×".join(map(str, row["shape"])), size(row["bytes"])) for row in tensors]
+        print_table("", ("tensor", "dtype", "shape", "bytes"), rows, right=(3,))
+    print(f"{result['architecture']} in {result['path']}")
+    print(f"{result['tensor_count']} tensors, {size(result['tensor_bytes'])}, in {result['files']} safetensors files")
+    if result.get("quant_method"):
+        print(f"Compressed: quant_method {result['quant_method']}, format {result['format']}")
+    if result.get("source"):
+        total = result["bytes"]
+        ratio = total["before"] / max(total["after"], 1)
+        print(
+            f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}: {ratio:.2f} times smaller"
+        )
+    metrics = result.get("metrics") or {}
+    if "after" in metrics:
+        before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
+        print(
+            f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), KL {metrics['kl']:.4g} nats a token"
+        )
+    if result["verified_files"] is not None:
+        print(f"Verified: all {result['verified_files']} files are as they were written.")

@@ -1,0 +1,77 @@
+"""`compress report`: the page of one artifact, or a plot that compares several."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compress.commands.output import print_json, print_table, size, stdout_reserved
+from runtime.errors import RequestError
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("report")(report)
+
+
+def report(
+    artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT...", help="One artifact, or several to compare."),
+    output: Path | None = typer.Option(
+        None, "--output", "-o", help="Where the page goes (default: report.html in the artifact)."
+    ),
+    plot: Path | None = typer.Option(
+        None, "--plot", help="Draw size against perplexity of all the artifacts: a .svg, .png or .pdf file."
+    ),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Write the report page of an artifact, or compare several in a table and a plot.
+
+    The page stands alone: no network, no other files. Everything in it comes from the artifact; nothing is measured again.
+
+    \b
+    Examples:
+      compress report out/llama_w4_sparse
+      compress report out/llama_w4 out/llama_w8a8 out/llama_w4_sparse --plot tradeoff.svg
+    """
+    several = len(artifacts) > 1
+    if output is not None and (several or plot is not None):
+        raise RequestError("--output is for the page of one artifact; a comparison is drawn with --plot")
+    written: list[Path] = []
+    rows: list[dict[str, Any]] = []
+    with stdout_reserved(as_json):
+        from compress.report import plot_tradeoff, write_report
+        from compress.report.compare import comparison
+
+        if several or plot is not None:
+            rows = comparison(artifacts)
+            if plot is not None:
+                written = plot_tradeoff(rows, plot)
+        else:
+            written = [write_report(artifacts[0], output)]
+    if as_json:
+        print_json({"written": [str(path) for path in written], **({"artifacts": rows} if rows else {})})
+        return
+    if rows:
+        _show(rows)
+    for path in written:
+        print(f"Written to {path}.")
+
+
+def _show(rows: list[dict[str, Any]]) -> None:
+    original = next((row for row in rows if row.get("reference")), None)
+    cells = []
+    for row in rows:
+        bits = row.get("bits_per_weight")
+        known = isinstance(row["perplexity"], float) and math.isfinite(row["perplexity"])
+        cells.append(
+            (
+                row["label"], row["method"], size(row["bytes"]), f"{bits:.2f}" if bits else "",
+                f"{row['perplexity']:.4g}" if known else "not measured",
+                f"{row['perplexity'] / original['perplexity'] - 1:+.1%}" if known and original and row is not original else "",
+            )
+        )  # fmt: skip
+    columns = ("artifact", "methods", "size", "bits a weight", "perplexity", "change")
+    print_table("", columns, cells, right=(2, 3, 4, 5))

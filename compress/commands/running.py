@@ -1,0 +1,27 @@
+"""Options of the commands that load a model to run it, and what `runtime.load` gets from them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import typer
+
+PATH = typer.Argument(
+    ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
+)
+DEVICE = typer.Option("auto", "--device", help="Where it runs: auto, cpu, cuda, cuda:1.")
+KERNELS = typer.Option("auto", "--kernels", help="auto, or the name of a kernel (`reference` is plain torch).")
+DTYPE = typer.Option(
+    None, "--dtype", help="Compute in float32, float16 or bfloat16 (default: what the checkpoint has)."
+)
+THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: as torch decides).")
+TRUST = typer.Option(False, "--trust-remote-code", help="Let the checkpoint bring Python code that is run.")
+
+
+def load_options(
+    device: str, kernels: str, dtype: str | None, threads: int | None, trust_remote_code: bool
+) -> dict[str, Any]:
+    """Keywords of `runtime.load`."""
+    return {
+        "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
+    }  # fmt: skip

@@ -1,0 +1,150 @@
+"""Measure a model on text: perplexity, and with a reference KL divergence and agreement; size and speed beside them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.evaluate.metrics import TokenMetrics
+from compress.evaluate.sizes import sizes
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from runtime.model import Model
+
+LOGIT_BYTES = 512 * 2**20
+"""A forward pass takes fewer rows than asked for when its float32 logits would be larger than this."""
+
+
+def evaluate(
+    model: str | Path | Model,
+    text: str | Path = "bundled",
+    *,
+    windows: torch.Tensor | None = None,
+    sequence_length: int | None = None,
+    samples: int | None = None,
+    batch_size: int = 8,
+    reference: str | Path | Model | None = None,
+    load_options: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """Perplexity of a model on text, and how far it is from a reference.
+
+    The text is cut into windows of `sequence_length` tokens without overlap; every token but the first of a window is scored.
+    Model and reference run in lockstep, batch by batch, so no logits are kept.
+
+    Args:
+        model: an artifact, a plain checkpoint, or a loaded model.
+        text: `bundled` (the held-out text that comes along), a .txt, .jsonl or .parquet file, or the id of a data set.
+        windows: token ids `[n, sequence_length]` instead of a text.
+        sequence_length: tokens of a window; default 256, or the model's context when that is shorter.
+        samples: only the first windows; None takes all.
+        batch_size: windows in one forward pass.
+        reference: the model to compare with, usually the uncompressed one; it must have the same tokenizer.
+        load_options: for `runtime.load` where a path is given: device, kernels, dtype, ...
+
+    Returns:
+        `perplexity`, `nll`, `tokens`, `sequence_length`, `windows`, `seconds`, `tokens_per_second` (of `model` alone), what
+        `sizes` says, and with a reference `kl`, `top1_agreement` and `reference` (its perplexity and sizes).
+
+    Raises:
+        RequestError: a path or a text that cannot be used, values out of range, a reference with another tokenizer.
+        CompressError: the model gives NaN.
+    """
+    if batch_size < 1:
+        raise RequestError(f"batch_size must be at least 1, not {batch_size}")
+    trust = bool((load_options or {}).get("trust_remote_code", False))
+    ours = _loaded(model, load_options)
+    base = None if reference is None else _loaded(reference, load_options)
+    if base is not None:
+        _check_same_tokens(ours, base)
+    if windows is None:
+        windows = _windows(ours, text, sequence_length, samples)
+    elif windows.dim() != 2 or windows.shape[1] < 2 or not len(windows):
+        raise RequestError(f"windows must be token ids of shape [n, at least 2], not {list(windows.shape)}")
+    metrics, reference_metrics = TokenMetrics(), TokenMetrics()
+    seconds = 0.0
+    for rows in windows.split(_rows(ours, windows, batch_size)):
+        start = time.perf_counter()
+        logits = ours.logits(rows)
+        _wait(logits)
+        seconds += time.perf_counter() - start
+        targets = rows[:, 1:].reshape(-1)
+        reference_logits = None
+        if base is not None:
+            reference_logits = base.logits(rows)[:, :-1].flatten(0, 1)
+            reference_metrics.add(reference_logits, targets)
+        metrics.add(logits[:, :-1].flatten(0, 1), targets, reference_logits)
+    result = metrics.result() | {
+        "sequence_length": int(windows.shape[1]),
+        "windows": len(windows),
+        "seconds": seconds,
+        "tokens_per_second": windows.numel() / seconds,
+        **sizes(ours, trust),
+    }
+    if base is not None:
+        result["reference"] = {"perplexity": reference_metrics.result()["perplexity"], **sizes(base, trust)}
+        result["perplexity_increase"] = result["perplexity"] / result["reference"]["perplexity"] - 1
+    return result
+
+
+def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Model:
+    if isinstance(model, (str, Path)):
+        import runtime
+
+        return runtime.load(model, **(options or {}))
+    return model
+
+
+def _windows(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> torch.Tensor:
+    from pydantic import ValidationError
+
+    from compress.calibration import load_evaluation
+    from compress.recipe.models import EvaluateConfig
+    from compress.recipe.origin import Origin
+
+    if model.tokenizer is None:
+        raise RequestError(f"{model.artifact.path} has no tokenizer, so it cannot be evaluated on text")
+    context = model.engine.context_length
+    length = sequence_length if sequence_length is not None else min(256, context or 256)
+    if context is not None and length > context:
+        raise RequestError(f"sequence length {length} is more than the model's context of {context}")
+    try:
+        config = EvaluateConfig(data=str(text), sequence_length=length, samples=samples)
+    except ValidationError as error:
+        problem = error.errors()[0]
+        raise RequestError(f"{problem['loc'][0]}: {problem['msg']}, not {problem['input']!r}") from None
+    config.locate(Origin(overrides={("evaluate", "data"): "text"}), ("evaluate",))
+    return load_evaluation(config, model.tokenizer, model.engine.vocab_size)
+
+
+def _rows(model: Model, windows: torch.Tensor, batch_size: int) -> int:
+    per_row = int(windows.shape[1]) * model.engine.vocab_size * 4
+    return max(1, min(batch_size, LOGIT_BYTES // per_row))
+
+
+def _check_same_tokens(model: Model, reference: Model) -> None:
+    """KL between two models needs ids that mean the same. Vocabularies may differ in length (padding), not in content."""
+    if model.tokenizer is None or reference.tokenizer is None:
+        if model.engine.vocab_size != reference.engine.vocab_size:
+            raise RequestError(
+                f"the reference has {reference.engine.vocab_size} token ids and the model {model.engine.vocab_size}; "
+                "a comparison needs the same tokenizer"
+            )
+        return
+    ours, theirs = model.tokenizer.get_vocab(), reference.tokenizer.get_vocab()
+    if ours != theirs:
+        token = next(iter(dict(ours.items() ^ theirs.items())))
+        raise RequestError(
+            f"the reference {reference.artifact.path} has another tokenizer ({token!r} is {theirs.get(token, 'unknown')} there "
+            f"and {ours.get(token, 'unknown')} here); a comparison needs the same one"
+        )
+
+
+def _wait(tensor: torch.Tensor) -> None:
+    """Let a GPU finish, so that the clock measures the work and not its launch."""
+    if tensor.is_cuda:
+        torch.cuda.synchronize(tensor.device)

@@ -1,0 +1,29 @@
+"""How large a model is: on disk, in memory, and per weight."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from runtime.artifact import Artifact
+    from runtime.model import Model
+
+
+def parameter_count(artifact: Artifact, trust_remote_code: bool = False) -> int:
+    """Weights of the model that `config.json` describes, uncompressed; tied ones counted once. Nothing is allocated."""
+    from runtime.skeleton import build_skeleton, read_config
+
+    skeleton = build_skeleton(read_config(artifact.path, trust_remote_code), torch.bfloat16, trust_remote_code)
+    return sum(parameter.numel() for parameter in skeleton.parameters())
+
+
+def sizes(model: Model, trust_remote_code: bool = False) -> dict[str, Any]:
+    """`bytes` (all tensors on disk), `bits_per_weight` (these over all weights, embeddings included), `weight_bytes` in memory."""
+    total = model.artifact.checkpoint.total_bytes
+    return {
+        "bytes": total,
+        "bits_per_weight": 8 * total / parameter_count(model.artifact, trust_remote_code),
+        "weight_bytes": model.engine.weight_bytes,
+    }

@@ -1,0 +1,208 @@
+"""How fast a model runs: load time, prefill, decode, memory. One model a process, so that nobody else's memory is counted.
+
+`run_isolated` starts `python -m compress.evaluate.speed`, which measures one model and writes what it found to a file.
+"""
+
+from __future__ import annotations
+
+import json
+import resource
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CompressError, RequestError
+
+
+@dataclass(frozen=True)
+class SpeedRequest:
+    """What is measured.
+
+    Attributes:
+        model: path of an artifact or checkpoint.
+        engine: `runtime` is ours; `transformers` is `AutoModelForCausalLM.from_pretrained(dtype=bfloat16)`, to compare with.
+        prompt_tokens, new_tokens, batch_size: shape of the work; the prompts are random token ids.
+        repeat: measured rounds after one warm-up; medians are reported.
+        options: keywords of `runtime.load`.
+    """
+
+    model: str
+    engine: str = "runtime"
+    prompt_tokens: int = 128
+    new_tokens: int = 64
+    batch_size: int = 1
+    repeat: int = 3
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def run_isolated(request: SpeedRequest) -> dict[str, Any]:
+    """`measure` in a process of its own.
+
+    Raises:
+        RequestError, CompressError: what `measure` raised there, or that the process died.
+    """
+    with tempfile.TemporaryDirectory(prefix="compress-bench-") as directory:
+        result = Path(directory) / "result.json"
+        command = [sys.executable, "-m", "compress.evaluate.speed", json.dumps(asdict(request)), str(result)]
+        # What libraries print there goes to stderr here: stdout belongs to the caller.
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False).returncode
+        if not result.is_file():
+            raise CompressError(f"measuring {request.model} ended with exit code {code} and no result")
+        found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
+    if "error" in found:
+        raise (RequestError if found["exit_code"] == 2 else CompressError)(found["error"])
+    return found
+
+
+def measure(request: SpeedRequest) -> dict[str, Any]:
+    """Load one model and time it in this process.
+
+    Returns:
+        `load_seconds`, `prefill_tokens_per_second`, `decode_tokens_per_second` (over the whole batch), `first_token_seconds`,
+        `weight_bytes`, `resident_bytes` (growth of the process by loading), `peak_bytes` (largest size of the process), on a
+        GPU `device_peak_bytes`, `kernels` ({kernel: number of layers}).
+
+    Raises:
+        RequestError: the prompt and the new tokens do not fit the model's context, or the model cannot be loaded.
+    """
+    import psutil
+    import torch
+
+    # What every model needs is imported before the clock starts.
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+
+    import runtime.load  # noqa: F401
+
+    process = psutil.Process()
+    base = process.memory_info().rss
+    start = time.perf_counter()
+    loaded = _ENGINES[request.engine](request)
+    load_seconds = time.perf_counter() - start
+    resident = process.memory_info().rss - base
+    generator = torch.Generator().manual_seed(0)
+    shape = (request.batch_size, request.prompt_tokens)
+    prompts = torch.randint(0, loaded.vocab_size, shape, generator=generator).tolist()
+    total = request.prompt_tokens + request.new_tokens
+    if loaded.context_length is not None and total > loaded.context_length:
+        raise RequestError(
+            f"{request.prompt_tokens} prompt tokens and {request.new_tokens} new ones exceed the context of {loaded.context_length}"
+        )
+    loaded.time(prompts, min(4, request.new_tokens))
+    rounds = [loaded.time(prompts, request.new_tokens) for _ in range(request.repeat)]
+    prefill, decode = (statistics.median(values) for values in zip(*rounds, strict=True))
+    result = {
+        "model": request.model,
+        "engine": request.engine,
+        "load_seconds": load_seconds,
+        "first_token_seconds": prefill,
+        "prefill_tokens_per_second": request.batch_size * request.prompt_tokens / prefill,
+        "decode_tokens_per_second": request.batch_size * (request.new_tokens - 1) / decode,
+        "weight_bytes": loaded.weight_bytes,
+        "resident_bytes": resident,
+        "peak_bytes": _peak_bytes(),
+        "kernels": loaded.kernels,
+        "device": loaded.device,
+        "threads": torch.get_num_threads(),
+    }
+    if loaded.device.startswith("cuda"):
+        result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
+    return result
+
+
+@dataclass
+class _Loaded:
+    """What `measure` needs of either engine. `time(prompts, new tokens)` gives seconds of (prefill, decode)."""
+
+    time: Callable[[list[list[int]], int], tuple[float, float]]
+    vocab_size: int
+    context_length: int | None
+    weight_bytes: int
+    kernels: dict[str, int]
+    device: str
+
+
+def _load_runtime(request: SpeedRequest) -> _Loaded:
+    import runtime
+
+    model = runtime.load(request.model, **request.options)
+
+    def time_one(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+        model.generate(prompts, max_new_tokens=new_tokens, ignore_eos=True)
+        stats = model.stats
+        return stats["prefill_seconds"], stats["decode_seconds"]
+
+    engine = model.engine
+    kernels = dict(Counter(model.explain().values()).most_common())
+    return _Loaded(time_one, engine.vocab_size, engine.context_length, engine.weight_bytes, kernels, str(engine.device))
+
+
+def _load_transformers(request: SpeedRequest) -> _Loaded:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from runtime.engines.torch import weight_bytes
+    from runtime.locate import resolve
+
+    options = request.options
+    if options.get("threads"):
+        torch.set_num_threads(options["threads"])
+    wanted = options.get("device", "auto")
+    device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
+    trust = bool(options.get("trust_remote_code", False))
+    try:
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            str(resolve(request.model, trust)), dtype=torch.bfloat16, trust_remote_code=trust
+        ).to(device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise RequestError(f"transformers cannot load {request.model}: {str(error).strip().splitlines()[0]}") from error
+    model.eval()
+
+    def generate(ids: Any, new_tokens: int) -> float:
+        start = time.perf_counter()
+        # pad_token_id only silences a warning: nothing is padded here.
+        model.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, min_new_tokens=new_tokens, max_new_tokens=new_tokens,
+            pad_token_id=0,
+        )  # fmt: skip
+        if ids.is_cuda:
+            torch.cuda.synchronize()
+        return time.perf_counter() - start
+
+    def time_one(prompts: list[list[int]], new_tokens: int) -> tuple[float, float]:
+        ids = torch.tensor(prompts, device=device)
+        prefill = generate(ids, 1)
+        return prefill, max(generate(ids, new_tokens) - prefill, 1e-9)
+
+    config = model.config.get_text_config()
+    layers = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
+    context = getattr(config, "max_position_embeddings", None)
+    return _Loaded(time_one, config.vocab_size, context, weight_bytes(model), {"torch bfloat16": layers}, str(device))
+
+
+_ENGINES: dict[str, Callable[[SpeedRequest], _Loaded]] = {"runtime": _load_runtime, "transformers": _load_transformers}
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
+
+
+def _main(arguments: list[str]) -> int:
+    request, output = SpeedRequest(**json.loads(arguments[0])), Path(arguments[1])
+    try:
+        found = measure(request)
+    except CompressError as error:
+        found = {"error": str(error), "exit_code": error.exit_code}
+    output.write_text(json.dumps(found), encoding="utf-8")
+    return int(found.get("exit_code", 0))
+
+
+if __name__ == "__main__":
+    sys.exit(_main(sys.argv[1:]))

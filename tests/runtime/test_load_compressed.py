@@ -128,18 +128,22 @@ def test_quantized_activations(tmp_path: Path, storage: str) -> None:
     weights = compress(llama(), tmp_path / "m", inside_blocks(storage))
     expected = dense_twin(llama(), weights)(BATCH).logits
     logits = runtime.load(tmp_path / "m").logits(BATCH)
-    assert close(logits, expected, 0.15)
+    assert close(logits, expected, 0.3)  # e4m3 has 3 bits of mantissa
     assert not torch.equal(logits, expected)
     assert close(logits, runtime.load(tmp_path / "m", kernels="reference").logits(BATCH), 1e-3)
 
 
 @torch.inference_mode()
-def test_a_head_of_its_own_unties_and_embeddings_compress(tmp_path: Path) -> None:
+def test_heads_and_embeddings_compress_when_they_are_not_tied(tmp_path: Path) -> None:
     scheme = ("pack-quantized", SCHEMES["pack-quantized"])
     for names in ({"lm_head"}, {"lm_head", "model.embed_tokens"}):
         path = tmp_path / str(len(names))
-        weights = compress(llama(), path, lambda name, names=names: scheme if name in names else None)
-        assert close(runtime.load(path).logits(BATCH), dense_twin(llama(), weights)(BATCH).logits, 1e-5)
+        twin = llama(tie_word_embeddings=False)
+        weights = compress(twin, path, lambda name, names=names: scheme if name in names else None)
+        assert close(runtime.load(path).logits(BATCH), dense_twin(twin, weights)(BATCH).logits, 1e-5)
+    compress(llama(), tmp_path / "tied", lambda name: scheme if name == "lm_head" else None)
+    with pytest.raises(ArtifactError, match=r"ties lm_head\.weight"):
+        runtime.load(tmp_path / "tied")
 
 
 @torch.inference_mode()
@@ -170,7 +174,10 @@ def test_another_compute_dtype_keeps_the_stored_weights(tmp_path: Path) -> None:
         weights = compress(llama().bfloat16(), path, inside_blocks(storage))
         model = runtime.load(path, dtype="float32", kernels="reference")
         assert {p.dtype for p in model.engine.module.parameters()} == {torch.float32}
-        assert close(model.logits(BATCH), dense_twin(llama().bfloat16(), weights).float()(BATCH).logits, 1e-5)
+        twin = llama()  # not made by .float(): a bfloat16 module has rounded rotary frequencies
+        twin.load_state_dict(llama().bfloat16().state_dict())
+        twin = dense_twin(twin, weights).float()
+        assert close(model.logits(BATCH), twin(BATCH).logits, 1e-5)
 
 
 def test_kernels_that_do_not_exist(tmp_path: Path) -> None:

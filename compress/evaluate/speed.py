@@ -157,9 +157,9 @@ def _load_transformers(request: SpeedRequest) -> _Loaded:
     device = ("cuda" if torch.cuda.is_available() else "cpu") if wanted == "auto" else wanted
     trust = bool(options.get("trust_remote_code", False))
     try:
-        model: Any = AutoModelForCausalLM.from_pretrained(
-            str(resolve(request.model, trust)), dtype=torch.bfloat16, trust_remote_code=trust
-        ).to(device)
+        path = str(resolve(request.model, trust))
+        model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, trust_remote_code=trust)
+        model = model.to(device)
     except (OSError, ValueError, RuntimeError) as error:
         raise RequestError(f"transformers cannot load {request.model}: {str(error).strip().splitlines()[0]}") from error
     model.eval()

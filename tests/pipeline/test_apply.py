@@ -46,6 +46,7 @@ def run(recipe, model, stages, output, **sections):
 
 
 @pytest.mark.parametrize("name", STAGES)
+@torch.no_grad()
 def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_path, name):
     model = make_checkpoint()
     artifact = run(recipe, model, STAGES[name], tmp_path / "out")

@@ -19,6 +19,7 @@ from compress import __version__
 from compress.nearest import did_you_mean
 from runtime.errors import CompressError
 
+INTERRUPTED = 130
 COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "generate", "report", "recipes", "methods")
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
@@ -35,7 +36,7 @@ Start here:
 def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
     """The application with the given commands."""
     app = typer.Typer(
-        name="compress", help=_HELP, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode="rich",
+        name="compress", help=_HELP, pretty_exceptions_enable=False, rich_markup_mode="rich",
         context_settings={"help_option_names": ["-h", "--help"]},
     )  # fmt: skip
 
@@ -63,10 +64,12 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         code = _run(given)
         sys.stdout.flush()
-        return code
+        if code != INTERRUPTED:
+            return code
+        raise KeyboardInterrupt  # some versions of typer turn it into this exit code, others into Abort
     except (KeyboardInterrupt, typer.Abort):
         hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
-        return _fail(f"interrupted{hint}", 130, options, debug)
+        return _fail(f"interrupted{hint}", INTERRUPTED, options, debug)
     except BrokenPipeError:
         # The reader of stdout (`head`, say) has seen enough. Python would complain once more when it flushes at exit.
         sys.stdout = None  # type: ignore[assignment]
@@ -97,8 +100,12 @@ def _run(arguments: list[str]) -> int:
         if "--json" in arguments:
             print(json.dumps({"error": f"no command '{command}'", "exit_code": 2}))
         return 2
+    arguments = arguments or ["--help"]
     wanted = (command,) if command in COMMANDS and arguments[0] == command else COMMANDS
-    result = build(wanted)(args=arguments, prog_name="compress", standalone_mode=False)
+    try:
+        result = build(wanted)(args=arguments, prog_name="compress", standalone_mode=False)
+    except typer.Exit as stop:
+        return stop.exit_code
     return result if isinstance(result, int) else 0
 
 

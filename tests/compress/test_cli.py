@@ -7,7 +7,6 @@ import errno
 import json
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -78,23 +77,23 @@ def test_each_command_has_help_with_examples(capsys, command):
 
 def test_help_and_recipes_are_quick_and_import_no_torch():
     code = (
-        "import sys; from compress.cli import main; main({arguments!r}); "
+        "import sys, time; from compress.cli import main; main({arguments!r}); "
         "heavy = [m for m in ('torch', 'transformers', 'datasets', 'matplotlib') if m in sys.modules]; "
-        "print(heavy, file=sys.stderr)"
+        "print(heavy, time.process_time(), file=sys.stderr)"
     )
     for arguments in (["--help"], ["apply", "--help"], ["recipes"], ["recipes", "show", "llama_w4"], ["aply"]):
-        start = time.monotonic()
-        done = subprocess.run(
-            [sys.executable, "-c", code.format(arguments=arguments)], capture_output=True, text=True, timeout=60
-        )
-        assert done.stderr.splitlines()[-1] == "[]", (arguments, done.stderr)
-        # Measured 0.4 s; the bound only has to tell it from an import of torch and transformers on a busy machine.
-        assert time.monotonic() - start < 5, arguments
+        command = [sys.executable, "-c", code.format(arguments=arguments)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        heavy, seconds = done.stderr.splitlines()[-1].rsplit(" ", 1)
+        assert heavy == "[]", arguments
+        # Measured 0.3 s of processor time (wall time would measure what else the machine does).
+        assert float(seconds) < 1, arguments
 
 
 def test_no_arguments_show_the_help(capsys):
-    _, out, err = run(capsys)
-    assert "Usage: compress" in out + err
+    code, out, err = run(capsys)
+    assert (code, err) == (0, "")
+    assert "Usage: compress" in out
 
 
 def test_shell_completion_is_there():
@@ -177,10 +176,10 @@ def test_failures_answer_in_one_sentence(capsys, failing, case, as_json):
     failing(error)
     found, out, err = run(capsys, "apply", *(["--json"] if as_json else []))
     assert found == code
-    assert err.startswith(f"compress: {words}"), err
+    assert err.strip().startswith(f"compress: {words}"), err
     assert len(err.strip().splitlines()) == 1
     if as_json:
-        assert json.loads(out) == {"error": err.removeprefix("compress: ").strip(), "exit_code": code}
+        assert json.loads(out) == {"error": err.strip().removeprefix("compress: "), "exit_code": code}
     else:
         assert out == ""
 

@@ -1,0 +1,102 @@
+"""Every bundled recipe, through the real command line, with a tenth of its calibration text."""
+
+from __future__ import annotations
+
+import json
+import math
+
+import pytest
+import torch
+
+import runtime
+from compress.cli import main
+from compress.recipe import load, locate_model
+from compress.resources import bundled_recipes
+from runtime.artifact import Artifact
+
+RECIPES = bundled_recipes()
+QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=32"]
+
+# Bits a weight of the compressed matrices, scales included: what the recipe promises, with little room above it.
+BITS = {"llama_w4_sparse": 3.2, "llama_w4": 4.2, "llama_w8a8": 8.2, "llama_fp8": 8.2, "llama_sparse50": 9.1}
+
+
+@pytest.fixture(scope="module", params=sorted(RECIPES))
+def applied(request, tmp_path_factory, capfd_module):
+    """Name of the recipe, its output directory, and what `compress apply --json` printed."""
+    output = tmp_path_factory.mktemp(request.param) / "artifact"
+    options = [text for key in QUICK for text in ("--set", key)]
+    code = main(["apply", request.param, "--output", str(output), "--json", "--device", "cpu", *options])
+    out, err = capfd_module.readouterr()
+    assert code == 0, err[-2000:]
+    return request.param, output, json.loads(out)
+
+
+@pytest.fixture(scope="module")
+def capfd_module():
+    """`capfd` for the whole module (pytest's own lives for one test)."""
+    from _pytest.capture import FDCapture, MultiCapture
+
+    capture = MultiCapture(in_=None, out=FDCapture(1), err=FDCapture(2))
+    capture.start_capturing()
+    yield capture
+    capture.stop_capturing()
+
+
+@pytest.mark.parametrize("name", sorted(RECIPES))
+def test_a_bundled_recipe_is_complete(name):
+    recipe = load(name)
+    assert recipe.name == name
+    assert recipe.description
+    assert recipe.output == f"out/{name}"
+    assert recipe.sample
+    assert recipe.evaluate is not None
+    assert "max_perplexity_increase" in recipe.evaluate.limits()
+    assert (locate_model(recipe) / "config.json").is_file()
+    assert RECIPES[name].read_text(encoding="utf-8").startswith("# "), "the file says first what it is for"
+
+
+def test_the_set_of_recipes():
+    assert set(BITS) <= set(RECIPES)
+
+
+def test_quality_is_within_the_recipes_own_limits(applied):
+    _, _, printed = applied
+    metrics = printed["metrics"]
+    assert math.isfinite(metrics["after"]["perplexity"])
+    assert metrics["limits"]
+    assert all(limit["ok"] for limit in metrics["limits"])
+    assert 0 <= metrics["kl"] < 1
+    assert metrics["after"]["perplexity"] != metrics["before"]["perplexity"], "the artifact is not the original"
+
+
+def test_size_is_what_the_recipe_promises(applied):
+    name, output, printed = applied
+    manifest = Artifact(output).manifest
+    assert manifest is not None
+    packed = {key: entry for key, entry in manifest["tensors"].items() if entry["action"] == "compressed"}
+    source = {key: entry["bytes_before"] // 2 for key, entry in packed.items()}  # bf16
+    bits = 8 * sum(entry["bytes_after"] for entry in packed.values()) / sum(source.values())
+    assert bits <= BITS[name]
+    assert len(packed) == 4 * 7
+    assert printed["bytes"]["after"] < printed["bytes"]["before"]
+
+
+def test_the_artifact_writes(applied):
+    _, output, printed = applied
+    prompt, text = printed["sample"]["prompt"], printed["sample"]["text"]
+    assert text.strip()
+    model = runtime.load(output, device="cpu")
+    again = model.generate(prompt, max_new_tokens=48)
+    assert again == text, "greedy decoding says the same again"
+    logits = model.logits(torch.tensor([[5, 6, 7]]))
+    assert logits.shape == (1, 3, 4096)
+    assert bool(logits.isfinite().all())
+
+
+def test_the_resolved_recipe_in_the_artifact_is_a_recipe(applied):
+    name, output, _ = applied
+    again = load(output / "recipe.yaml")
+    assert again.name == name
+    assert again.calibration.samples == 16
+    assert (output / "report.html").stat().st_size > 1000

@@ -10,7 +10,6 @@ from typing import Any
 import psutil
 import torch
 import yaml
-from runtime.quantization_config import build, entry_from_dict
 
 from compress import calibration
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
@@ -20,6 +19,7 @@ from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.streamed_eval import compare
 from runtime.errors import ArtifactError
+from runtime.quantization_config import build, entry_from_dict
 
 SCHEMA_VERSION = 1
 # Small files that make a checkpoint complete. Weights in any other format, code and pickles stay behind.

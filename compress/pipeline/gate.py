@@ -8,8 +8,6 @@ from pathlib import Path
 
 import psutil
 import torch
-from runtime.linear import CompressedLinear, install
-from runtime.quantization_config import parse
 from safetensors import safe_open
 from torch import nn
 
@@ -21,6 +19,8 @@ from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
+from runtime.linear import CompressedLinear, install
+from runtime.quantization_config import parse
 from runtime.skeleton import linear_shapes
 
 # The streamed artifact repeats the pipeline's own arithmetic; only the order of sums inside a library may differ.

@@ -7,8 +7,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
 from torch import nn
 
 from compress.pipeline.work import LayerWork
@@ -16,6 +14,8 @@ from compress.solver.group import LayerResult
 from compress.statistics import Statistics
 from runtime import formats
 from runtime.errors import CompressError
+from runtime.linear import CompressedLinear
+from runtime.quantization_config import ModuleEntry
 from runtime.scheme import Scheme
 
 FP8_MAX = 448.0
@@ -41,8 +41,8 @@ class SolvedLayer:
 
 
 def weight_digest(dense: torch.Tensor) -> str:
-    """SHA-256 over the bytes of a dense weight (any dtype)."""
-    return hashlib.sha256(dense.detach().cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+    """SHA-256 over the bytes of a dense weight (any dtype); both zeros count as one."""
+    return hashlib.sha256((dense.detach() + 0.0).cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
 
 
 def pack_layer(

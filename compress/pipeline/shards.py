@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from runtime.quantization_config import entry_to_dict
 from safetensors import safe_open
 from safetensors.torch import save_file
 
@@ -15,6 +14,7 @@ from compress.pipeline.layer import SolvedLayer, weight_digest
 from runtime import formats
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
+from runtime.quantization_config import entry_to_dict
 
 
 def shard_name(number: int, total: int) -> str:

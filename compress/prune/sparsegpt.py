@@ -19,7 +19,15 @@ class SparseGPTConfig(PruneConfig):
 
     method: Literal["sparsegpt"] = Field("sparsegpt", description="Name of the method.")
     damping: float = Field(0.01, gt=0, le=1, description="Added to the Hessian's diagonal, as a fraction of its mean.")
-    order: Literal["activation", "natural"] = Field("activation", description="Columns by activation energy, or as they are.")
+    order: Literal["activation", "natural"] = Field(
+        "activation", description="Columns by activation energy, or as they are."
+    )
+    mask_search: Literal["exact", "greedy"] = Field(
+        "exact", description="N:M: compare all ways to choose at their exact cost, or take one weight after the other (the paper)."
+    )
+    reconstruction: int = Field(
+        0, ge=0, le=1000, description="Conjugate-gradient steps that fit the kept weights once the mask is complete."
+    )
     block_size: int = Field(
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."
     )

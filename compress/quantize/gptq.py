@@ -24,9 +24,12 @@ class GPTQConfig(QuantizeConfig):
     )
     block_size: int = Field(128, ge=8, le=4096, description="Columns whose updates are applied together.")
     static_groups: bool = Field(
-        False, description="Fix all scales beforehand, instead of fitting a group when the loop arrives at it (if the order allows)."
+        False,
+        description="Fix all scales beforehand, instead of fitting a group when the loop arrives at it (if the order allows).",
     )
-    sweeps: int = Field(0, ge=0, le=100, description="Refinement passes that move single codes to lower the output error.")
+    sweeps: int = Field(
+        0, ge=0, le=100, description="Refinement passes that move single codes to lower the output error."
+    )
     refit_scales: bool = Field(True, description="Refit scales by least squares in every refinement pass.")
     joint: bool = Field(
         True, description="With sparsegpt in the same recipe: prune and round in one pass (false: one after the other)."

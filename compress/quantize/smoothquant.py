@@ -18,11 +18,15 @@ class SmoothQuantConfig(QuantizeConfig):
     """Balance the ranges of inputs and weights channel by channel; meant for schemes that quantize the inputs too (W8A8-INT8)."""
 
     method: Literal["smoothquant"] = Field("smoothquant", description="Name of the method.")
-    alpha: float = Field(0.5, ge=0, le=1, description="How much of the difficulty moves into the weights: 0 none, 1 all.")
+    alpha: float = Field(
+        0.5, ge=0, le=1, description="How much of the difficulty moves into the weights: 0 none, 1 all."
+    )
     solver: Literal["rtn", "gptq"] = Field("rtn", description="How the scaled weights are rounded.")
 
 
-def scales(weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: SmoothQuantConfig) -> torch.Tensor:
+def scales(
+    weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: SmoothQuantConfig
+) -> torch.Tensor:
     """Channel scales `[in]` for weights that share an input."""
     return smoothquant_scales(weights, statistics, config.alpha)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import combinations
+
 import torch
 
 from compress.prune.patterns import Pattern, keep_largest
@@ -10,22 +12,22 @@ from compress.solver.loop import MaskChooser, ScaleChooser
 from runtime.scheme import WeightScheme
 
 
-def mask_chooser(pattern: Pattern, diagonal: torch.Tensor, heights: list[int], sparsity: list[float]) -> MaskChooser:
-    """Choose by the cost of removing a weight while the later columns compensate: `w_j^2 R_jj^2` (SparseGPT).
+def mask_chooser(pattern: Pattern, variance: torch.Tensor, heights: list[int], sparsity: list[float]) -> MaskChooser:
+    """Choose by the cost of removing a weight while the later columns compensate: `w_j^2 / U_jj^2` (SparseGPT).
 
     Args:
         pattern: what the mask must look like.
-        diagonal: `[in]` squared diagonal of the factor, in visiting order.
+        variance: `[in]` squared diagonal of the factor, in visiting order.
         heights: rows of each of the stacked weights.
         sparsity: of each of the stacked weights (not used by N:M).
     """
 
-    def choose(first: int, last: int, adjusted: torch.Tensor) -> torch.Tensor:
-        score = adjusted.square() * diagonal[first:last, None]
+    def choose(first: int, last: int, adjusted: torch.Tensor) -> tuple[torch.Tensor, None]:
+        score = adjusted.square() / variance[first:last, None]
         if pattern.kind == "n:m":
             columns, rows = score.shape
             # [blocks, m, rows]: the weights of one block lie along the middle.
-            return keep_largest(score.T.reshape(-1, pattern.m), pattern.n).reshape(rows, columns).T
+            return keep_largest(score.T.reshape(-1, pattern.m), pattern.n).reshape(rows, columns).T, None
         parts = []
         for part, fraction in zip(score.split(heights, dim=1), sparsity, strict=True):
             # The columns passed so far decide how many zeros are due, so that the rounding never adds up.
@@ -33,7 +35,36 @@ def mask_chooser(pattern: Pattern, diagonal: torch.Tensor, heights: list[int], s
                 pattern, part.shape[1], first, fraction
             )
             parts.append(_mask_part(pattern, part, due))
-        return torch.cat(parts, dim=1)
+        return torch.cat(parts, dim=1), None
+
+    return choose
+
+
+def exact_mask_chooser(pattern: Pattern, upper: torch.Tensor) -> MaskChooser:
+    """N:M by trying every way to keep `n` of `m` weights, each at its exact cost.
+
+    The cost of removing the set S of a block is `w_S^T ((H^-1)_SS)^-1 w_S`, with the inverse Hessian of the columns not visited
+    yet: all of them, also the kept ones of the block, make up for the loss (the multi-weight form of Optimal Brain Surgeon).
+    The kept weights of the block are moved accordingly.
+    """
+    removed = list(combinations(range(pattern.m), pattern.m - pattern.n))
+    sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool)
+    for i, chosen in enumerate(removed):
+        sets[i, list(chosen)] = True
+    sets = sets.to(upper.device)
+
+    def choose(first: int, last: int, adjusted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        corner = upper[first:last, first:last]
+        inverse = corner.T @ corner
+        # [sets, m, m]: ((H^-1)_SS)^-1, zero elsewhere; the unit diagonal outside S makes the matrix invertible.
+        both = sets[:, :, None] & sets[:, None, :]
+        padded = torch.where(both, inverse, torch.eye(pattern.m, device=upper.device))
+        costs = torch.where(both, torch.linalg.inv(padded), 0.0)
+        multipliers = torch.matmul(costs, adjusted)  # [sets, m, rows]
+        best = (multipliers * adjusted).sum(1).argmin(0)
+        kept = ~sets[best].T
+        multiplier = multipliers.gather(0, best[None, None, :].expand(1, pattern.m, -1))[0]
+        return kept, (adjusted - inverse @ multiplier).mul_(kept)
 
     return choose
 
@@ -61,6 +92,8 @@ def scale_chooser(scheme: WeightScheme, dtype: torch.dtype, search: Search, cost
 
     def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
         groups = adjusted.T.contiguous() if kept is None else adjusted.T * kept.T
-        return search_groups(groups, scheme, dtype, search, cost[first:last] if cost.dim() == 1 else cost[first:last, first:last])
+        return search_groups(
+            groups, scheme, dtype, search, cost[first:last] if cost.dim() == 1 else cost[first:last, first:last]
+        )
 
     return choose

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import comb
 from typing import Any, Literal
 
 import torch
 
 from compress.prune.patterns import Pattern
-from compress.quantize.grid import Grid, Search, make_grid
+from compress.quantize.grid import Search
 from compress.solver import loop
-from compress.solver.choosers import mask_chooser, scale_chooser
+from compress.solver.choosers import exact_mask_chooser, mask_chooser, scale_chooser
 from compress.solver.factor import factorize
 from compress.solver.nearest import assemble, keep_float
 from compress.solver.objective import column_errors
 from compress.solver.order import column_order
+from compress.solver.reconstruct import reconstruct
 from compress.solver.refine import refine
 from compress.solver.stacked import StackedGrid
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+
+
+#: N:M patterns with more ways to choose than this are pruned greedily.
+MAX_SETS = 70
 
 
 @dataclass(frozen=True)
@@ -29,6 +35,8 @@ class Options:
     block_size: int = 128
     scales: Search = "mse"
     static_groups: bool = False
+    mask_search: Literal["exact", "greedy"] = "exact"
+    reconstruction: int = 0
     sweeps: int = 0
     refit_scales: bool = False
 
@@ -61,11 +69,16 @@ def compensate(
     mask = torch.cat([m.T for m in constraint.masks], dim=1) if constraint.masks is not None else None
     static = grid = None
     if grid_scheme is not None:
-        static = StackedGrid.fit(weights, grid_scheme, constraint.dtype, options.scales, constraint.masks, energy, hessian)
+        static = StackedGrid.fit(
+            weights, grid_scheme, constraint.dtype, options.scales, constraint.masks, energy, hessian
+        )
         grid = _column_grid(static, order, constraint.dtype, options, energy, hessian)
     choose, unit = None, 1
     if (pattern := constraint.pattern) is not None:
-        choose = mask_chooser(pattern, factor.diagonal, heights, list(constraint.sparsity))
+        if pattern.kind == "n:m" and options.mask_search == "exact" and comb(pattern.m, pattern.n) <= MAX_SETS:
+            choose = exact_mask_chooser(pattern, factor.upper)
+        else:
+            choose = mask_chooser(pattern, factor.upper.diagonal().square(), heights, list(constraint.sparsity))
         unit = pattern.unit if pattern.kind == "n:m" else pattern.unit * max(1, options.block_size // pattern.unit)
     visited_mask = None if mask is None else mask[order]
     solution = loop.run(target[order], factor, grid, visited_mask, choose, unit, options.block_size)
@@ -75,6 +88,8 @@ def compensate(
     mask = None if solution.mask is None else solution.mask[inverse]
     kept = [None] * len(heights) if mask is None else [m.T.contiguous() for m in mask.split(heights, dim=1)]
     if static is None or grid is None:
+        if mask is not None:
+            values = reconstruct(target, values, mask, hessian, options.damping, options.reconstruction)
         return [
             (keep_float(v.T, m, constraint.scheme, constraint.dtype), dict(notes))
             for v, m in zip(values.split(heights, dim=1), kept, strict=True)
@@ -89,14 +104,16 @@ def compensate(
     return [
         (assemble(c, g, m, constraint.scheme, constraint.dtype), notes | {"rows_replaced": int(r.sum())})
         for c, g, m, r in zip(
-            (part.T for part in codes.split(heights, dim=1)), solved.split(heights), kept, replaced.split(heights), strict=True
+            (part.T for part in codes.split(heights, dim=1)),
+            solved.split(heights),
+            kept,
+            replaced.split(heights),
+            strict=True,
         )
     ]
 
 
-def visiting_order(
-    kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None
-) -> torch.Tensor:
+def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None) -> torch.Tensor:
     """Permutation `[in]` of the columns; units of a pattern stay together, and groups too where the kind of order says so."""
     unit = pattern.unit if pattern is not None else 1
     if kind == "natural":
@@ -116,14 +133,21 @@ def _column_grid(static: StackedGrid, order, dtype, options: Options, energy, he
     group = static.group_of(order.shape[0])[order].tolist()
     runs = 1 + sum(a != b for a, b in zip(group, group[1:], strict=False))
     choose = None
-    if not options.static_groups and scheme.strategy == "group" and scheme.type == "int" and runs == static.scale.shape[0]:
+    if (
+        not options.static_groups
+        and scheme.strategy == "group"
+        and scheme.type == "int"
+        and runs == static.scale.shape[0]
+    ):
         cost = hessian[order][:, order] if options.scales == "hessian" else energy[order]
         choose = scale_chooser(scheme, dtype, options.scales, cost)
     zero = None if static.zero is None else static.zero.clone()
     return loop.ColumnGrid(low, high, scheme.type == "float", static.scale.clone(), zero, group, choose)
 
 
-def _never_above_nearest(target, codes, values, solved: StackedGrid, static: StackedGrid, mask, hessian) -> torch.Tensor:
+def _never_above_nearest(
+    target, codes, values, solved: StackedGrid, static: StackedGrid, mask, hessian
+) -> torch.Tensor:
     """Give rows whose output error is above that of rounding to nearest the nearest codes, in place; returns which, bool `[rows]`."""
     nearest = static.codes(target)
     rounded = static.values(nearest)

@@ -1,9 +1,8 @@
-"""The factor of the Hessian that the column loop runs on.
+"""The factor of the inverse Hessian that the column loop runs on.
 
-With `H = R R^T`, R upper triangular, the output error of a row is `||(w - q) R||^2`, and its j-th term only depends on columns up
-to j: `R_jj^2 (w_j + sum_{i<j} (w_i - q_i) R_ij / R_jj - q_j)^2`. Choosing every q_j as the grid value nearest to that sum is GPTQ:
-R is the inverse of the Cholesky factor U of the inverse Hessian (`H^-1 = U^T U`), so `R_jj^2 = 1 / U_jj^2` is the OBS saliency's
-divisor. Working with R itself takes one Cholesky instead of two and an inversion, and is more accurate.
+`H^-1 = U^T U` with U upper triangular. `U_jj^2` is the variance of column j once all columns before it are fixed (the divisor of the
+OBS saliency), and row j of `U / U_jj` says how the later columns best make up for a change of column j. U is the inverse of
+the factor R of `H = R R^T`, so one Cholesky (of H in reverse order) and one triangular inverse are enough.
 """
 
 from __future__ import annotations
@@ -20,10 +19,9 @@ RETRIES = 3
 
 @dataclass
 class Factor:
-    """`unit [in, in]`: R with its columns divided by the diagonal (unit upper triangular); `diagonal [in]`: R_jj^2."""
+    """`upper [in, in]`: U; `damping` that was needed, as a fraction of the mean diagonal; `retries` it took."""
 
-    unit: torch.Tensor
-    diagonal: torch.Tensor
+    upper: torch.Tensor
     damping: float
     retries: int
 
@@ -34,21 +32,19 @@ def factorize(hessian: torch.Tensor, damping: float, name: str = "layer") -> Fac
     Raises:
         CompressError: the matrix is not positive definite even with `damping * 10^RETRIES`.
     """
+    identity = torch.eye(hessian.shape[0], device=hessian.device)
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # No input ever reached this layer: all columns are alike, and rounding to nearest is optimal.
-        unit = torch.eye(hessian.shape[0], device=hessian.device)
-        return Factor(unit, torch.ones(hessian.shape[0], device=hessian.device), damping, 0)
+        return Factor(identity, damping, 0)
     for retry in range(RETRIES + 1):
-        # Cholesky gives lower factors; of the matrix in reverse order that is the upper one we want.
         damped = hessian.flip(0, 1)
         damped.diagonal().add_(damping * mean)
         lower, info = torch.linalg.cholesky_ex(damped)
         del damped
         if int(info) == 0 and bool(torch.isfinite(lower.diagonal()).all()):
-            unit = lower.flip(0, 1)
-            diagonal = unit.diagonal().clone()
-            unit.div_(diagonal[None, :])
-            return Factor(unit, diagonal.square_(), damping, retry)
+            inverse = torch.linalg.solve_triangular(lower, identity, upper=False)
+            del lower, identity
+            return Factor(inverse.flip(0, 1), damping, retry)
         damping *= 10
     raise CompressError(
         f"{name}: the Hessian is not positive definite even with damping {damping / 10:g}; "

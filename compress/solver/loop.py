@@ -18,9 +18,10 @@ from compress.solver.factor import Factor
 
 LEAF = 16
 
-#: `(first, last, adjusted)` -> bool `[last - first, rows]`, True = kept: chooses the mask of the columns `first:last` of the visiting
-#: order when the loop arrives there; `adjusted [last - first, rows]` are the weights by then.
-MaskChooser = Callable[[int, int, torch.Tensor], torch.Tensor]
+#: `(first, last, adjusted)` -> the mask, bool `[last - first, rows]` (True = kept), of the columns `first:last` of the visiting order,
+#: chosen when the loop arrives there; `adjusted [last - first, rows]` are the weights by then. The second value is None, or how
+#: the weights of these columns are best changed, given the mask, before they are visited (zero where removed).
+MaskChooser = Callable[[int, int, torch.Tensor], "tuple[torch.Tensor, torch.Tensor | None]"]
 #: `(first, last, adjusted, kept)` -> scale and zero point `[rows]` of the group of columns `first:last`, likewise; `kept` is the mask
 #: as far as it is known, or None.
 ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
@@ -93,27 +94,25 @@ def run(
     """
     columns, rows = weight.shape
     groups = _starts(grid.group) if grid is not None and grid.choose is not None else {}
-    masks = (
-        {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)} if choose_mask is not None else {}
-    )
-    work = weight.clone()
+    masks = {}
     if choose_mask is not None:
+        masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
         mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
+    work = weight.clone()
     codes = None
     if grid is not None and not grid.is_float:
         codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
     value = torch.empty(rows, device=weight.device)
-    unit = factor.unit
+    upper = factor.upper
+    inverse = (1 / upper.diagonal()).tolist()
     for start, end in _blocks(columns, block, masks, groups):
-        error = torch.empty(end - start, rows, device=weight.device)
+        # What every column owes to the later ones, divided by U_jj.
+        error = torch.zeros(end - start, rows, device=weight.device)
         first = start
         while first < end:
             # A leaf never reaches into a unit that is yet to be chosen: its columns must be up to date then.
             last = min(first + LEAF, end)
             last = next((j for j in range(first + 1, last) if j in masks or j in groups), last)
-            if first in masks and choose_mask is not None and mask is not None:
-                upto = masks[first]
-                mask[first:upto] = choose_mask(first, upto, work[first:upto])
             if first in groups and grid is not None and grid.choose is not None:
                 upto = groups[first]
                 kept = _known_mask(mask, choose_mask, masks, first, upto, work)
@@ -121,21 +120,32 @@ def run(
                 grid.scale[grid.group[first]] = scale
                 if grid.zero is not None and zero is not None:
                     grid.zero[grid.group[first]] = zero
+            if first in masks and choose_mask is not None and mask is not None:
+                upto = masks[first]
+                mask[first:upto], better = choose_mask(first, upto, work[first:upto])
+                if better is not None:
+                    last = upto
+                    owed = torch.linalg.solve_triangular(upper[first:last, first:last].T, work[first:last] - better, upper=False)
+                    error[first - start : last - start] = owed
+                    work[first:last] = better
             for j in range(first, last):
                 adjusted = work[j]
                 if grid is not None:
                     grid.round(adjusted, grid.group[j], value, None if codes is None else codes[j])
-                    adjusted.copy_(value)
+                else:
+                    value.copy_(adjusted)
                 if mask is not None:
-                    adjusted.mul_(mask[j])
-                torch.sub(weight[j], adjusted, out=error[j - start])
+                    value.mul_(mask[j])
+                adjusted.sub_(value).mul_(inverse[j])
+                error[j - start] += adjusted
                 if j + 1 < last:
-                    work[j + 1 : last].addr_(unit[j, j + 1 : last], error[j - start])
+                    work[j + 1 : last].addr_(upper[j, j + 1 : last], adjusted, alpha=-1)
+                adjusted.copy_(value)
             if last < end:
-                work[last:end].addmm_(unit[first:last, last:end].T, error[first - start : last - start])
+                work[last:end].addmm_(upper[first:last, last:end].T, error[first - start : last - start], alpha=-1)
             first = last
         if end < columns:
-            work[end:].addmm_(unit[start:end, end:].T, error)
+            work[end:].addmm_(upper[start:end, end:].T, error, alpha=-1)
     if codes is not None and mask is not None and grid is not None:
         group = torch.tensor(grid.group, device=weight.device)
         codes = codes * mask if grid.zero is None else torch.where(mask, codes, grid.zero[group].to(torch.int8))
@@ -156,7 +166,7 @@ def _blocks(columns: int, block: int, *units: dict[int, int]) -> list[tuple[int,
         end = min(start + block, columns)
         for unit in units:
             for first, last in unit.items():
-                if start < first < end and last > end or (first == start and end < last < start + 2 * block):
+                if (start < first < end < last) or (first == start and end < last < start + 2 * block):
                     end = first if first > start else last
         blocks.append((start, end))
         start = end
@@ -171,5 +181,5 @@ def _known_mask(mask, choose_mask, masks, first, last, work) -> torch.Tensor | N
     if masks[begin] >= last:
         return mask[first:last]
     parts = [mask[first : masks[begin]]]
-    parts += [choose_mask(j, masks[j], work[j : masks[j]]) for j in range(masks[begin], last) if j in masks]
+    parts += [choose_mask(j, masks[j], work[j : masks[j]])[0] for j in range(masks[begin], last) if j in masks]
     return torch.cat(parts)[: last - first]

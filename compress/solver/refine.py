@@ -95,4 +95,3 @@ def refine(
                 change = unit * step
                 values[start:end] += change
                 gradient.addmm_(hessian[:, start:end], change, alpha=-1)
-

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import math
 import weakref
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,6 @@ from runtime.errors import CompressError, RequestError
 from runtime.model import Model
 
 PROMPTS = ["Once upon a time", "cat", "def add(a, b):\n    return", "Grüße aus 東京 🙂 and the cat sat on the mat"]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def two_threads() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module")
@@ -346,3 +337,20 @@ def test_without_a_tokenizer_ids_still_work(tmp_path: Path) -> None:
             call()
     with pytest.raises(RequestError, match="stop needs a tokenizer"):
         bare.generate([5], stop="x")
+
+
+# -------------------------------------------------------------------- the bundled checkpoint
+@torch.inference_mode()
+def test_the_bundled_checkpoint_is_read_as_transformers_reads_it() -> None:
+    from transformers import AutoModelForCausalLM
+
+    path = Path(__file__).parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
+    ours, theirs = runtime.load(path), AutoModelForCausalLM.from_pretrained(path).eval()
+    prompt = "def main():\n    parser = argparse."
+    tokens = torch.tensor([ours.tokenizer(prompt)["input_ids"]])
+    assert torch.equal(ours.logits(tokens), theirs(tokens).logits.float())
+    expected = theirs.generate(tokens, max_new_tokens=24, do_sample=False, pad_token_id=0)[
+        0, tokens.shape[1] :
+    ].tolist()
+    assert ours.generate(tokens[0].tolist(), max_new_tokens=24) == expected
+    assert "".join(ours.stream(prompt, max_new_tokens=24)) == ours.generate(prompt, max_new_tokens=24)

@@ -10,7 +10,7 @@ from pathlib import Path
 from runtime.errors import ArtifactError
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml"]
+HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml", "report.html"]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 from typing import Any
 
+import torch
 from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
@@ -57,7 +58,8 @@ class CompressHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """Replace every compressed module by a dense one (`model.dequantize()`)."""
+        """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in configs."""
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):
                 parent, _, leaf = name.rpartition(".")

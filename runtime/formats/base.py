@@ -80,7 +80,11 @@ class Format(ABC):
 
         `dtype` is the dtype of the model (scales have it); `count` the number of stored values, for `bitmap` only.
         Static activation schemes add `input_scale` (and `input_zero_point`), which `pack` writes when it is given them.
+
+        Raises:
+            RequestError: the format cannot store this scheme at this shape.
         """
+        self._require(scheme, shape)
         specs = self.weight_tensors(scheme, shape, dtype, count)
         if scheme.weights is not None:
             grid = _grid_shape(scheme.weights, shape)

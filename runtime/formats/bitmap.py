@@ -118,7 +118,7 @@ class Bitmap(Format):
         self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         offsets, bitmap = tensors["weight_row_offsets"], tensors["weight_bitmap"]
-        bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).view(shape[0], -1)
+        bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).flatten(1)
         mask = bits[:, : shape[1]].to(torch.bool)
         if bool(bits[:, shape[1] :].any()) or int(offsets[0]) != 0 or not torch.equal(offsets.diff(), mask.sum(1)):
             raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")

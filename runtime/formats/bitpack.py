@@ -41,12 +41,12 @@ def unpack_rows(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
 
 def pack_columns(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Pack along dimension 0: int8 `[rows, columns]` -> int32 `[packed_words(rows, bits), columns]` (zero points)."""
-    return pack_rows(codes.t().contiguous(), bits).t().contiguous()
+    return pack_rows(codes.t(), bits).t().clone(memory_format=torch.contiguous_format)
 
 
 def unpack_columns(packed: torch.Tensor, bits: int, rows: int) -> torch.Tensor:
     """Inverse of `pack_columns`: int32 `[words, columns]` -> int8 `[rows, columns]`."""
-    return unpack_rows(packed.t().contiguous(), bits, rows).t().contiguous()
+    return unpack_rows(packed.t(), bits, rows).t().clone(memory_format=torch.contiguous_format)
 
 
 def pack_stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
@@ -102,7 +102,8 @@ def _pack(codes: torch.Tensor, bits: int) -> torch.Tensor:
 def _unpack(packed: torch.Tensor, bits: int, out: torch.Tensor) -> None:
     rows, columns = out.shape
     eights, half = -(-columns // 8), 1 << (bits - 1)
-    stream = packed.reshape(-1).view(torch.uint8).view(rows, -1)
+    # A copy, because a tensor of one row or one word may count as contiguous and still refuse to be seen as bytes.
+    stream = packed.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8).view(rows, -1)
     if bits == 8:
         out.copy_(stream[:, :columns].to(torch.int16) - half)
         return

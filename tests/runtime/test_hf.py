@@ -1,0 +1,199 @@
+"""from_pretrained: our artifacts through our quantizer, shared formats through the compressed-tensors package."""
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from weight_cases import int_scheme, write_checkpoint
+
+import runtime
+from runtime.linear import CompressedLinear, install
+from runtime.module import CompressedModule
+from runtime.quantization_config import parse
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+ROOT = Path(runtime.__file__).parents[1]
+IDS = torch.tensor([[1, 5, 98, 3, 0, 7, 7], [4, 4, 2, 60, 9, 1, 30]])
+W8, F8 = WeightScheme(8, "int", True, "channel"), WeightScheme(8, "float", True, "channel")
+
+
+def tiny(dtype=torch.float32):
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=172, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=99, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    for parameter in model.parameters():  # and not .to(dtype), which would round the rotary frequencies too
+        parameter.data = parameter.data.to(dtype)
+    return model
+
+
+def save(path, scheme, dtype=torch.float32, embedding=False, head=True, input_scale=None):
+    """The checkpoint on disk, and the dense model it should be equal to."""
+    model = tiny(dtype)
+    names = [n for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and (head or n != "lm_head")]
+    names += ["model.embed_tokens"] if embedding else []
+    dense = write_checkpoint(path, model, dict.fromkeys(names, scheme), dtype, input_scale)
+    for name, weight in dense.items():
+        model.get_submodule(name).weight.data = weight
+    return model
+
+
+@torch.no_grad()
+def logits(model):
+    return model(IDS).logits
+
+
+def method(path):
+    return json.loads((path / "config.json").read_text())["quantization_config"]["quant_method"]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "scheme",
+    [int_scheme(4, group=4), int_scheme(3), int_scheme(4, False), int_scheme(4, False, 4), Scheme(F8)],
+    ids=str,
+)
+def test_shared_formats_load_through_compressed_tensors(tmp_path, scheme, dtype):
+    dense = save(tmp_path, scheme, dtype)
+    assert method(tmp_path) == "compressed-tensors"
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(dense))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "input_scale"),
+    [
+        (Scheme(W8, ActivationScheme()), None),
+        (Scheme(W8, ActivationScheme(8, "int", False)), None),
+        (Scheme(W8, ActivationScheme(8, "int", True, False, "tensor")), 0.02),
+        (Scheme(F8, ActivationScheme(8, "float")), None),
+        (Scheme(F8, ActivationScheme(8, "float", True, False, "tensor")), 0.01),
+        (Scheme(WeightScheme(4, "int", True, "group", 4), ActivationScheme()), None),
+    ],
+    ids=str,
+)
+def test_the_reference_rounds_activations_as_compressed_tensors_does(tmp_path, scheme, input_scale, dtype):
+    save(tmp_path, scheme, dtype, input_scale=input_scale)
+    assert method(tmp_path) == "compressed-tensors"
+    theirs = logits(AutoModelForCausalLM.from_pretrained(tmp_path))
+    ours = tiny(dtype)
+    config = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    install(ours, parse(config, [n for n, m in ours.named_modules() if isinstance(m, torch.nn.Linear)]))
+    ours.load_state_dict(load_file(tmp_path / "model.safetensors"))
+    for module in ours.modules():
+        if isinstance(module, CompressedModule):
+            module.prepare("reference")
+    assert torch.equal(logits(ours), theirs)
+
+
+OWN = [
+    (int_scheme(4, group=32), False),  # ragged: 172 % 32
+    (int_scheme(4, False, 32, "2:4"), False),
+    (int_scheme(3, False, "channel", "unstructured"), True),
+    (Scheme(None, None, "2:4"), True),
+    (Scheme(None, None, "unstructured"), False),
+    (int_scheme(4, False, 4), True),  # a packed embedding
+]
+
+
+@pytest.mark.parametrize(("scheme", "embedding"), OWN, ids=str)
+def test_own_formats_load_and_save(tmp_path, scheme, embedding):
+    (tmp_path / "a").mkdir()
+    dense = save(tmp_path / "a", scheme, torch.float32, embedding)
+    assert method(tmp_path / "a") == "compress"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    assert isinstance(model.lm_head, CompressedLinear)
+    assert torch.equal(logits(model), logits(dense))
+    model.save_pretrained(tmp_path / "b")
+    original = load_file(tmp_path / "a" / "model.safetensors")
+    saved = load_file(tmp_path / "b" / "model.safetensors")
+    assert set(saved) == set(original)
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path / "b")), logits(dense))
+    plain = model.dequantize()
+    assert type(plain.lm_head) is torch.nn.Linear
+    assert torch.equal(logits(plain), logits(dense))
+
+
+def test_kernels_run_under_from_pretrained(tmp_path):
+    (tmp_path / "a").mkdir()
+    dense = save(tmp_path / "a", int_scheme(4, False, 32, "2:4"), torch.bfloat16, head=False)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "a")
+    layers = [m for m in model.modules() if isinstance(m, CompressedLinear)]
+    assert len(layers) == 14
+    assert {m.kernel_name for m in layers} == {"int4-cpu"}
+    assert type(model.lm_head) is torch.nn.Linear
+    torch.testing.assert_close(logits(model), logits(dense), rtol=0.05, atol=0.03)
+    model.save_pretrained(tmp_path / "b")  # from the kernel's layout back to the one on disk
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    assert torch.equal(logits(again), logits(model))
+    generated = model.generate(IDS[:1], max_new_tokens=3, do_sample=False, pad_token_id=0)
+    assert generated.shape == (1, IDS.shape[1] + 3)
+
+
+def test_every_missing_tensor_is_an_error(tmp_path):
+    save(tmp_path, int_scheme(4, group=32))
+    file = tmp_path / "model.safetensors"
+    tensors = load_file(file)
+    for lost in ("weight_scale", "weight_packed", "weight_shape"):
+        name = f"model.layers.1.mlp.up_proj.{lost}"
+        save_file({k: v for k, v in tensors.items() if k != name}, file, metadata={"format": "pt"})
+        with pytest.raises(runtime.ArtifactError, match=name.replace(".", r"\.")):
+            AutoModelForCausalLM.from_pretrained(tmp_path)
+
+
+def test_disk_offload_is_refused(tmp_path):
+    save(tmp_path, int_scheme(4, group=32))
+    with pytest.raises(runtime.RequestError, match="offloaded to disk"):
+        AutoModelForCausalLM.from_pretrained(tmp_path, device_map={"": "disk"}, offload_folder=str(tmp_path))
+
+
+def test_the_config_survives(tmp_path):
+    save(tmp_path, int_scheme(4, group=32, sparsity="unstructured"))
+    before = json.loads((tmp_path / "config.json").read_text())["quantization_config"]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert json.loads(model.config.to_json_string(use_diff=False))["quantization_config"] == before
+    assert copy.deepcopy(model.config).quantization_config.to_dict() == before
+
+
+# ---------------------------------------------------------------- the hook, in fresh interpreters
+ORDERS = {
+    "runtime first, twice": "import runtime, importlib; importlib.reload(runtime); import transformers",
+    "runtime last, twice": "import transformers.quantizers.auto, runtime, importlib; importlib.reload(runtime)",
+}
+
+
+def python(code):
+    return subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=200)
+
+
+@pytest.mark.parametrize("imports", ORDERS.values(), ids=ORDERS)
+def test_either_import_order_registers(imports):
+    table = "from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING as table"
+    done = python(f"{imports}\n{table}\nprint(table['compress'].__name__)")
+    assert done.stdout.strip() == "CompressHfQuantizer", done.stderr
+
+
+def test_import_runtime_imports_nothing_heavy():
+    done = python(
+        "import sys, runtime; print(sorted({'torch', 'transformers', 'pydantic', 'numpy'} & set(sys.modules)))"
+    )
+    assert done.stdout.strip() == "[]", done.stderr
+    done = python(
+        "import runtime; print(runtime.CompressError.exit_code, bool(runtime.__version__), 'load' in dir(runtime))"
+    )
+    assert done.stdout.strip() == "1 True True", done.stderr
+    done = python("import sys, torch, runtime.formats, runtime.linear; print('transformers' in sys.modules)")
+    assert done.stdout.strip() == "False", done.stderr
+
+
+def test_an_unknown_attribute():
+    with pytest.raises(AttributeError, match="no attribute 'laod'"):
+        _ = runtime.laod

@@ -1,0 +1,228 @@
+"""Every kernel against the reference, the reference against dense arithmetic and against compressed-tensors."""
+
+import itertools
+
+import pytest
+import torch
+from compressed_tensors.quantization import QuantizationArgs
+from compressed_tensors.quantization.lifecycle.forward import fake_quantize as their_fake_quantize
+from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
+from weight_cases import int_scheme, random_weight
+
+from runtime import formats, kernels
+from runtime.errors import RequestError
+from runtime.kernels.activations import fake_quantize
+from runtime.kernels.cpu import int4
+from runtime.linear import CompressedLinear
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+SHAPES = [(7, 172), (80, 128), (33, 257), (64, 384)]
+ROWS = [0, 1, 3, 17, 40]
+# Relative error (Frobenius) against the reference. Both round to bfloat16 on the way: 2^-9 a rounding, more where
+# large terms
+# cancel (zero points).
+TOLERANCE = 2e-2
+
+
+def weight_only():
+    grids = (("group", 32), ("group", 128), ("group", 96), ("channel", None), ("tensor", None))
+    for bits, symmetric, (strategy, group), sparsity in itertools.product(
+        (2, 3, 4, 5, 8), (True, False), grids, (None, "2:4", "unstructured")
+    ):
+        yield Scheme(WeightScheme(bits, "int", symmetric, strategy, group), None, sparsity)
+
+
+def with_activations():
+    for (strategy, dynamic), symmetric, weight_symmetric, weight_strategy in itertools.product(
+        (("token", True), ("tensor", True), ("tensor", False)), (True, False), (True, False), ("channel", "tensor")
+    ):
+        activations = ActivationScheme(8, "int", symmetric, dynamic, strategy)
+        yield Scheme(WeightScheme(8, "int", weight_symmetric, weight_strategy), activations)
+
+
+def layer_of(scheme, shape, dtype=torch.bfloat16, bias=True, seed=0):
+    weight = random_weight(scheme, shape, dtype, seed)
+    storage = formats.choose(scheme, shape)
+    tensors = storage.pack(weight)
+    if scheme.activations is not None and not scheme.activations.dynamic:
+        tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
+        if not scheme.activations.symmetric:
+            tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
+    entry = ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors))
+    offset = torch.randn(shape[0]).to(dtype) if bias else None
+    return CompressedLinear.from_tensors(entry, shape, tensors, offset, dtype), weight
+
+
+def run_cases(schemes, name):
+    done = 0
+    for seed, (scheme, shape) in enumerate(itertools.product(schemes, SHAPES)):
+        if (scheme.sparsity == "2:4" and shape[1] % 4) or (scheme.weights.group_size or 1) > shape[1]:
+            continue
+        layer, weight = layer_of(scheme, shape, bias=seed % 2 == 0, seed=seed)
+        if name not in [k.name for k in kernels.candidates(layer.layer)]:
+            continue
+        inputs = {rows: torch.randn(rows, shape[1]).to(torch.bfloat16) for rows in ROWS}
+        layer.prepare("reference")
+        expected = {rows: layer(x) for rows, x in inputs.items()}
+        layer.prepare(name)
+        assert layer.kernel_name == name
+        assert torch.equal(layer.dequantize(), weight.dequantize())
+        for rows, x in inputs.items():
+            y = layer(x)
+            assert y.shape == (rows, shape[0])
+            assert y.dtype == x.dtype
+            if rows:
+                error = (y.float() - expected[rows].float()).norm() / expected[rows].float().norm()
+                assert error < TOLERANCE, (scheme, shape, rows, float(error))
+        done += 1
+    return done
+
+
+def test_int4_cpu():
+    assert run_cases(weight_only(), "int4-cpu") > 100
+
+
+def test_int8_cpu():
+    assert run_cases(weight_only(), "int8-cpu") > 20
+
+
+def test_w8a8_cpu():
+    assert run_cases(with_activations(), "w8a8-cpu") == 4 * 24
+
+
+def test_int4_many_rows_round_like_the_reference():
+    """The dense path of the int4 kernel dequantizes to the very same bfloat16 numbers."""
+    for symmetric in (True, False):
+        layer, weight = layer_of(int_scheme(4, symmetric, 64), (128, 256), bias=False)
+        identity = torch.eye(256, dtype=torch.bfloat16)
+        layer.prepare("int4-cpu")
+        assert int4.FEW_ROWS < 256
+        assert torch.equal(layer(identity).t(), weight.dequantize())
+
+
+def test_int4_slices_join_seamlessly(monkeypatch):
+    layer, _ = layer_of(int_scheme(4, False, 32), (250, 96))
+    layer.prepare("int4-cpu")
+    x = torch.randn(50, 96).to(torch.bfloat16)
+    whole = layer(x)
+    monkeypatch.setattr(int4, "_SLICE", 1)
+    torch.testing.assert_close(layer(x), whole, rtol=1e-2, atol=1e-2)
+
+
+def test_int4_keeps_about_four_bits_a_weight_in_memory():
+    layer, _ = layer_of(int_scheme(4, group=128), (256, 1024), bias=False)
+    layer.prepare("int4-cpu")
+    bits = 8 * sum(b.numel() * b.element_size() for b in layer.buffers()) / (256 * 1024)
+    assert bits <= 4.26
+
+
+def test_w8a8_sums_are_exact():
+    """Against float64: only the last multiplication by the scales rounds."""
+    for scheme in with_activations():
+        layer, weight = layer_of(scheme, (33, 257), torch.float32, bias=False)
+        layer.prepare("w8a8-cpu")
+        x = torch.randn(9, 257)
+        scale, zero = layer._buffers.get("input_scale"), layer._buffers.get("input_zero_point")
+        exact = fake_quantize(x, scheme.activations, scale, zero).double() @ weight.dequantize().double().t()
+        # float32 codes of the reference: (q - z) * s rounds each input once
+        torch.testing.assert_close(layer(x).double(), exact, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_reference_is_a_dense_layer(shape):
+    for scheme in [
+        *weight_only(),
+        Scheme(None, None, "unstructured"),
+        Scheme(WeightScheme(8, "float", True, "channel")),
+    ]:
+        if (scheme.sparsity == "2:4" and shape[1] % 4) or (
+            scheme.weights and (scheme.weights.group_size or 1) > shape[1]
+        ):
+            continue
+        layer, weight = layer_of(scheme, shape)
+        x = torch.randn(2, 3, shape[1]).to(torch.bfloat16)
+        assert torch.equal(layer(x), torch.nn.functional.linear(x, weight.dequantize(), layer.bias))
+
+
+ACTIVATIONS = [
+    ActivationScheme(bits, type_, symmetric, dynamic, strategy)
+    for (bits, type_), symmetric, (strategy, dynamic) in itertools.product(
+        ((8, "int"), (4, "int"), (8, "float")), (True, False), (("token", True), ("tensor", True), ("tensor", False))
+    )
+    if symmetric or type_ == "int"
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("scheme", ACTIVATIONS, ids=str)
+def test_activations_round_as_in_compressed_tensors(scheme, dtype):
+    args = QuantizationArgs(**Scheme(None, scheme).to_config()["input_activations"])
+    x = (torch.randn(2, 5, 48) * 3).to(dtype)
+    x[0, 1], x[1, 2], x[1, 3] = 0, x[1, 2].abs(), -x[1, 3].abs()
+    scale = zero = None
+    if scheme.dynamic:
+        their_scale, their_zero = compute_dynamic_scales_and_zp(x, args, torch.nn.Identity())
+    else:
+        scale = their_scale = torch.tensor([0.05], dtype=dtype)
+        if not scheme.symmetric:
+            zero = their_zero = torch.tensor([3], dtype=torch.int8)
+        else:
+            their_zero = None
+    theirs = their_fake_quantize(x.clone(), their_scale, their_zero, args)
+    assert torch.equal(fake_quantize(x, scheme, scale, zero), theirs)
+
+
+def test_float8_activations():
+    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    layer, weight = layer_of(scheme, (32, 64), torch.float32, bias=False)
+    x = torch.randn(5, 64)
+    scale = x.abs().amax(-1, keepdim=True) / 448
+    rounded = (x / scale).to(torch.float8_e4m3fn).float() * scale
+    torch.testing.assert_close(layer(x), rounded @ weight.dequantize().t())
+    assert not torch.equal(layer(x), x @ weight.dequantize().t())
+
+
+# ---------------------------------------------------------------- the table
+def test_table():
+    table = kernels.table()
+    for name in formats.names():
+        for device in ("cpu", "cuda"):
+            assert table["linear", name, device][-1] is kernels.REFERENCE
+    assert [k.name for k in table["linear", "pack-quantized", "cpu"]] == ["int4-cpu", "int8-cpu", "reference"]
+    assert [k.name for k in table["linear", "int-quantized", "cpu"]] == ["int8-cpu", "w8a8-cpu", "reference"]
+
+
+@pytest.mark.parametrize(
+    ("scheme", "dtype", "expected"),
+    [
+        (int_scheme(4, group=128), torch.bfloat16, "int4-cpu"),
+        (int_scheme(3, group=64, sparsity="2:4"), torch.bfloat16, "int4-cpu"),
+        (int_scheme(4, group=128), torch.float32, "reference"),
+        (int_scheme(4, group=16), torch.bfloat16, "reference"),
+        (int_scheme(8, group=128), torch.bfloat16, "int8-cpu"),
+        (int_scheme(8, group=16), torch.bfloat16, "reference"),
+        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.bfloat16, "w8a8-cpu"),
+        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.float32, "w8a8-cpu"),
+        (Scheme(WeightScheme(4, "int", True, "group", 128), ActivationScheme()), torch.bfloat16, "reference"),
+        (Scheme(WeightScheme(8, "float", True, "channel")), torch.bfloat16, "reference"),
+        (Scheme(None, None, "2:4"), torch.bfloat16, "reference"),
+    ],
+    ids=str,
+)
+def test_auto_picks(scheme, dtype, expected):
+    layer, _ = layer_of(scheme, (64, 384), dtype)
+    layer.prepare()
+    assert layer.kernel_name == expected
+    assert layer.explain(rows=1) != "" != layer.explain(rows=1000)
+
+
+def test_a_wrong_kernel_is_refused_with_the_reason():
+    layer, _ = layer_of(int_scheme(4, group=16), (64, 384))
+    with pytest.raises(RequestError, match="groups of a multiple of 32, not 16"):
+        layer.prepare("int4-cpu")
+    with pytest.raises(RequestError, match="does not read format pack-quantized"):
+        layer.prepare("w8a8-cpu")
+    with pytest.raises(RequestError, match="did you mean int4-cpu"):
+        layer.prepare("int4_cpu")
+    assert torch.isfinite(layer(torch.randn(1, 384).to(torch.bfloat16))).all()

@@ -1,0 +1,242 @@
+"""CompressedLinear, CompressedEmbedding and their installation in a model."""
+
+import copy
+import itertools
+
+import pytest
+import torch
+from torch import nn
+from weight_cases import int_scheme, random_weight
+
+from runtime import formats
+from runtime.embedding import CompressedEmbedding
+from runtime.errors import ArtifactError, RequestError
+from runtime.linear import CompressedLinear, install, prepare_all
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+STATIC = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor"))
+SCHEMES = [
+    int_scheme(4, False, 32),
+    int_scheme(4, True, "channel", "2:4"),
+    int_scheme(3, False, 32, "unstructured"),
+    int_scheme(8, True, 64),
+    Scheme(WeightScheme(8, "float", True, "channel")),
+    Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()),
+    Scheme(None, None, "2:4"),
+    Scheme(None, None, "unstructured"),
+]
+
+
+def packed(scheme, shape, dtype=torch.bfloat16, seed=0):
+    weight = random_weight(scheme, shape, dtype, seed)
+    storage = formats.choose(scheme, shape)
+    tensors = storage.pack(weight)
+    return ModuleEntry(scheme, storage.name, formats.value_count(storage, tensors)), tensors, weight
+
+
+def linear(scheme, shape=(48, 128), dtype=torch.bfloat16, bias=True, seed=0):
+    entry, tensors, weight = packed(scheme, shape, dtype, seed)
+    offset = torch.randn(shape[0]).to(dtype) if bias else None
+    return CompressedLinear.from_tensors(entry, shape, tensors, offset, dtype), weight
+
+
+@pytest.mark.parametrize("kernels", ["reference", "auto"])
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_state_dict_is_what_is_on_disk_whatever_the_kernel(scheme, kernels):
+    layer, weight = linear(scheme)
+    before = {k: v.clone() for k, v in layer.state_dict().items()}
+    layer.prepare(kernels)
+    after = layer.state_dict()
+    assert set(after) == set(before)
+    if scheme.sparsity != "2:4":  # a quad with fewer than two non-zeros may be written in several ways
+        for key, value in before.items():
+            assert torch.equal(after[key].view(torch.uint8), value.view(torch.uint8)), key
+    fresh = CompressedLinear.from_spec(layer.entry, layer.shape, True, torch.bfloat16, "cpu")
+    fresh.load_state_dict(after)
+    assert torch.equal(fresh.dequantize(), weight.dequantize())
+    # and into a module that a kernel has prepared already
+    other, _ = linear(scheme, seed=0)
+    other.prepare(kernels)
+    other.load_state_dict(before)
+    assert torch.equal(other.dequantize(), weight.dequantize())
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+def test_a_cast_changes_the_arithmetic_and_not_the_weight(scheme):
+    layer, weight = linear(scheme)
+    layer.prepare()
+    stored = {k: v.dtype for k, v in layer.stored().items()}
+    layer.float()
+    assert {k: v.dtype for k, v in layer.stored().items()} == stored
+    assert layer.dequantize().dtype == torch.float32
+    assert torch.equal(layer.dequantize(), weight.dequantize().float())
+    assert layer(torch.randn(2, 128)).dtype == torch.float32
+    layer.to(torch.bfloat16)
+    assert layer(torch.randn(2, 128).to(torch.bfloat16)).dtype == torch.bfloat16
+    assert torch.equal(layer.dequantize(), weight.dequantize())
+
+
+def test_copies_are_independent():
+    layer, weight = linear(SCHEMES[0])
+    layer.prepare()
+    twin = copy.deepcopy(layer)
+    for buffer in layer.buffers():
+        buffer.zero_()
+    assert torch.equal(twin.dequantize(), weight.dequantize())
+    x = torch.randn(1, 128).to(torch.bfloat16)
+    assert not torch.equal(twin(x), layer(x))
+
+
+def test_meta_layers_have_the_tensors_of_the_format():
+    for scheme in SCHEMES:
+        entry, tensors, _ = packed(scheme, (48, 128))
+        layer = CompressedLinear.from_spec(entry, (48, 128), False, torch.bfloat16)
+        state = layer.state_dict()
+        assert {k: (v.shape, v.dtype) for k, v in state.items()} == {k: (v.shape, v.dtype) for k, v in tensors.items()}
+        assert all(v.is_meta for v in state.values())
+        with pytest.raises(ArtifactError, match="was not loaded"):
+            layer.prepare()
+
+
+def test_wrong_tensors_are_named():
+    entry, tensors, _ = packed(SCHEMES[0], (48, 128))
+    without = {key: value for key, value in tensors.items() if key != "weight_scale"}
+    with pytest.raises(ArtifactError, match="weight_scale is missing"):
+        CompressedLinear.from_tensors(entry, (48, 128), without, None, torch.bfloat16)
+    with pytest.raises(ArtifactError, match="weight_packed has shape"):
+        CompressedLinear.from_tensors(entry, (48, 160), tensors, None, torch.bfloat16)
+
+
+@pytest.mark.parametrize("value", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_useless_input_scale_is_refused(value):
+    entry, tensors, _ = packed(STATIC, (8, 64))
+    tensors["input_scale"] = torch.tensor([value], dtype=torch.bfloat16)
+    layer = CompressedLinear.from_tensors(entry, (8, 64), tensors, None, torch.bfloat16)
+    with pytest.raises(ArtifactError, match="input_scale"):
+        layer.prepare()
+
+
+def test_a_wider_input_scale_is_taken():
+    entry, tensors, _ = packed(STATIC, (8, 64))
+    tensors["input_scale"] = torch.tensor([0.02])  # float32 in a bfloat16 model
+    layer = CompressedLinear.from_tensors(entry, (8, 64), tensors, None, torch.bfloat16)
+    layer.prepare()
+    assert layer(torch.randn(3, 64).to(torch.bfloat16)).dtype == torch.bfloat16
+
+
+@pytest.mark.parametrize("scheme", SCHEMES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_embedding_looks_rows_up(scheme, dtype):
+    if scheme.activations is not None:
+        scheme = Scheme(scheme.weights)
+    entry, tensors, weight = packed(scheme, (37, 64), dtype)
+    table = CompressedEmbedding.from_tensors(entry, (37, 64), tensors, dtype)
+    ids = torch.tensor([[0, 36, 5], [5, 5, 0]])
+    for _ in range(2):
+        assert torch.equal(table(ids), weight.dequantize()[ids])
+        table.prepare()
+    assert table(ids[:0]).shape == (0, 3, 64)
+    assert torch.equal(table.dense().weight, weight.dequantize())
+    for wrong in (37, -1):
+        with pytest.raises(IndexError, match=r"outside \[0, 37\)"):
+            table(torch.tensor([wrong]))
+
+
+# ---------------------------------------------------------------- install
+class Conv1D(nn.Module):
+    """As in transformers: a linear layer that keeps its matrix transposed."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(64, 8)), nn.Parameter(torch.zeros(8))
+
+
+class Scaled(nn.Embedding):
+    def forward(self, ids):
+        return super().forward(ids) * 8
+
+
+def model():
+    body = nn.ModuleDict({"up": nn.Linear(64, 48), "down": nn.Linear(48, 64, bias=False), "conv": Conv1D()})
+    return nn.ModuleDict(
+        {"embed": nn.Embedding(37, 64), "scaled": Scaled(9, 64), "block": body, "norm": nn.LayerNorm(64)}
+    )
+
+
+ENTRY = ModuleEntry(int_scheme(4), "pack-quantized")
+
+
+def test_install_replaces_by_name():
+    net = model()
+    names = ["block.up", "embed", "block.conv"]
+    assert install(net, dict.fromkeys(names, ENTRY)) == names
+    assert isinstance(net["block"]["up"], CompressedLinear)
+    assert net["block"]["up"].bias is not None
+    assert net["block"]["conv"].shape == (8, 64)
+    assert isinstance(net["embed"], CompressedEmbedding)
+    assert type(net["block"]["down"]) is nn.Linear
+
+
+def test_install_in_a_part():
+    net = model()
+    entries = dict.fromkeys(["model.block.down", "model.blocks.up", "embed"], ENTRY)
+    assert install(net["block"], entries, prefix="model.block") == ["model.block.down"]
+    assert isinstance(net["block"]["down"], CompressedLinear)
+
+
+@pytest.mark.parametrize(
+    ("name", "entry", "words"),
+    [
+        ("block.upp", ENTRY, "block.upp, which the model does not have"),
+        ("norm", ENTRY, "norm is a LayerNorm"),
+        ("scaled", ENTRY, "scaled is a Scaled"),
+        ("block.up", ModuleEntry(int_scheme(4, group=48), "pack-quantized"), "block.up: format pack-quantized"),
+        ("block.up", ModuleEntry(int_scheme(4, sparsity="unstructured"), "bitmap"), "block.up: format bitmap"),
+    ],
+)
+def test_install_refuses(name, entry, words):
+    with pytest.raises(ArtifactError, match=words):
+        install(model(), {name: entry})
+
+
+def test_install_twice():
+    net = model()
+    install(net, {"embed": ENTRY})
+    with pytest.raises(ArtifactError, match="compressed already"):
+        install(net, {"embed": ENTRY})
+
+
+def test_install_refuses_a_tied_weight():
+    net = model()
+    net.all_tied_weights_keys = {"lm_head.weight": "embed.weight"}
+    with pytest.raises(ArtifactError, match=r"ties lm_head\.weight to embed\.weight"):
+        install(net, {"embed": ENTRY})
+
+
+def test_prepare_all_uses_a_kernel_where_it_fits():
+    net = nn.ModuleDict({"a": linear(int_scheme(4, group=32))[0], "b": linear(STATIC_FREE)[0]})
+    assert prepare_all(net) == {"a": "int4-cpu", "b": "w8a8-cpu"}
+    assert prepare_all(net, "int4-cpu") == {"a": "int4-cpu", "b": "w8a8-cpu"}
+    assert prepare_all(net, "reference") == {"a": "reference", "b": "reference"}
+    with pytest.raises(RequestError, match=r"int8-cpu .*\(a\)"):
+        prepare_all(net, "int8-cpu")
+    with pytest.raises(RequestError, match="unknown kernel"):
+        prepare_all(net, "int5-cpu")
+    broken = copy.deepcopy(net)
+    broken["a"].prepare("reference")
+    broken["a"].weight_shape[0] = 7
+    with pytest.raises(ArtifactError, match=r"a\.weight_shape"):
+        prepare_all(broken)
+
+
+STATIC_FREE = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme())
+
+
+def test_dense_is_the_same_layer():
+    for scheme, bias in itertools.product(SCHEMES[:4], (True, False)):
+        layer, _ = linear(scheme, bias=bias)
+        x = torch.randn(3, 128).to(torch.bfloat16)
+        layer.prepare("reference")
+        assert torch.equal(layer.dense()(x), layer(x))
+        assert layer.dense(torch.float32).weight.dtype == torch.float32

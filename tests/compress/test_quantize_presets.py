@@ -1,0 +1,76 @@
+"""Presets, and fields that override them."""
+
+from __future__ import annotations
+
+import pytest
+from pydantic import ValidationError
+
+from compress.quantize import METHODS, PRESETS, check_fits, resolve_scheme
+from compress.quantize.presets import preset
+from runtime.errors import RequestError
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+Config = METHODS["rtn"].config
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_preset_survives_config_json(name: str) -> None:
+    assert Scheme.from_config(PRESETS[name].to_config()) == PRESETS[name] == preset(name.lower())
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, Scheme(WeightScheme(4, "int", True, "group", 128))),
+        ({"scheme": "w4a16", "group_size": 32}, Scheme(WeightScheme(4, "int", True, "group", 32))),
+        ({"bits": 3, "group_size": -1}, Scheme(WeightScheme(3, "int", True, "channel"))),
+        ({"bits": 3, "group_size": "tensor", "symmetric": False}, Scheme(WeightScheme(3, "int", False, "tensor"))),
+        ({"scheme": "W8A8"}, PRESETS["W8A8-INT8"]),
+        (
+            {"scheme": "W8A8-INT8", "activation_mode": "static"},
+            Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor")),
+        ),
+        ({"scheme": "FP8", "activation_mode": "dynamic"}, Scheme(WeightScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations)),
+        ({"bits": 4, "activations": "int8"}, PRESETS["W4A8"]),
+    ],
+)
+def test_fields_override_the_preset(fields: dict, expected: Scheme) -> None:
+    assert resolve_scheme(Config(**fields)) == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"scheme": "W4A61"}, "did you mean 'W4A16'"),
+        ({"scheme": "FP8", "bits": 4}, "bits must be 8"),
+        ({"scheme": "FP8", "group_size": 64}, "group_size must be 'channel' or 'tensor'"),
+        ({"scheme": "FP8", "symmetric": False}, "no zero point"),
+        ({"activations": "fp8"}, "do not go with int weights"),
+        ({"activation_mode": "static"}, "activations are not quantized"),
+        ({"group_size": 0}, "group_size 0 is not possible"),
+    ],
+)
+def test_contradictions_are_refused(fields: dict, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        resolve_scheme(Config(**fields))
+
+
+def test_unknown_fields_and_wrong_bits_are_refused() -> None:
+    with pytest.raises(ValidationError):
+        Config(group=128)
+    with pytest.raises(ValidationError):
+        Config(bits=9)
+
+
+def test_a_group_larger_than_the_row_is_refused() -> None:
+    with pytest.raises(RequestError, match="q_proj: group_size 128 is larger than the row of 64"):
+        check_fits(PRESETS["W4A16"], (8, 64), "q_proj")
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_field_of_every_method_is_explained(name: str) -> None:
+    method = METHODS[name]
+    assert method.config.__doc__
+    assert method.paper
+    assert all(field.description for field in method.config.model_fields.values())
+    assert method.config().method == name

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from compress.pipeline import finish, gate
+from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
@@ -91,6 +92,7 @@ def apply(
         reporter.info(plan.headline())
         if session.needs_data and session.calibration.warning:
             reporter.warn(session.calibration.warning)
+        allocate_sparsity(session, directory, reporter, plan.spill)
         _compress_blocks(session, directory, reporter, plan.spill)
         clock.lap("compress")
         finish.write_metadata(session, directory)

@@ -54,6 +54,8 @@ class LayerWork:
         activations = self.scheme.activations
         if activations is not None and not activations.dynamic:
             needs.add("ranges")
+        if self.prune is not None and self.prune.allocation != "uniform":
+            needs.add("ranges")
         return frozenset(needs)
 
     @property

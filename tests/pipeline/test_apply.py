@@ -37,6 +37,7 @@ STAGES = {
     "joint unstructured": [{"prune": {"method": "sparsegpt", "sparsity": 0.5}}, GPTQ],
     "wanda and gptq": [{"prune": {"method": "wanda", "pattern": "2:4"}}, GPTQ],
     "block": [{"prune": {"method": "magnitude", "pattern": "block:4x4", "sparsity": 0.5}}],
+    "owl": [{"prune": {"method": "wanda", "sparsity": 0.5, "allocation": "owl"}}],
     "mixed": [GPTQ, {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["*.down_proj"]}}],
 }
 
@@ -62,7 +63,9 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(ids).logits.float()
     # Activation codes that fall on the other side of a half spread through a random network; weights alone do not.
-    quantized_inputs = any("int8 channel a8" in layer["method"] or "fp8" in layer["method"] for layer in manifest["layers"])
+    quantized_inputs = any(
+        "int8 channel a8" in layer["method"] or "fp8" in layer["method"] for layer in manifest["layers"]
+    )
     assert float((ours - theirs).norm() / theirs.norm()) < (0.1 if quantized_inputs else 0.01)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(ids).logits.float()
     assert not torch.equal(ours, dense), "nothing was compressed"
@@ -239,3 +242,13 @@ def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, m
     run(recipe, model, [GPTQ], tmp_path / "straight")
     for file in sorted((tmp_path / "straight").glob("*.safetensors")):
         assert file.read_bytes() == (tmp_path / "out" / file.name).read_bytes()
+
+
+@pytest.mark.parametrize("allocation", ["owl", "error"])
+def test_allocation_meets_the_budget(make_checkpoint, recipe, tmp_path, allocation):
+    stage = {"prune": {"method": "sparsegpt", "sparsity": 0.5, "allocation": allocation}}
+    layers = run(recipe, make_checkpoint(), [stage], tmp_path / "out").manifest["layers"]
+    sizes = [layer["shape"][0] * layer["shape"][1] for layer in layers]
+    mean = sum(size * layer["sparsity"] for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
+    assert mean == pytest.approx(0.5, abs=0.01)
+    assert len({round(layer["sparsity"], 2) for layer in layers}) > 1, "every layer got the same"

@@ -148,8 +148,11 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
 
 
 def notes_text(notes: dict[str, Any]) -> str:
-    """A layer's notes in one line: `damping 0.01, retries 2`."""
-    return ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in notes.items())
+    """A layer's notes in one line, `damping 0.01, retries 2`: without counts that are zero, and without its share of zeros."""
+    told = {
+        key: value for key, value in notes.items() if key != "sparsity" and (isinstance(value, (bool, str)) or value)
+    }
+    return ", ".join(f"{key.replace('_', ' ')} {_short(value)}" for key, value in told.items())
 
 
 def _short(value: Any) -> str:

@@ -158,7 +158,9 @@ def _bytes(facts: Facts) -> str:
         if before or after:
             ratio = f"{before / after:.2f}×" if before and after else ""
             share = f"{after / max(facts.bytes_after, 1):.1%}"
-            rows.append([(part, ""), *((text, "right") for text in (size(before), size(after), ratio, share))])
+            rows.append(
+                [(part, ""), *((text, "right") for text in (size(before) if before else "", size(after), ratio, share))]
+            )
     total = [("all tensors", ""), *((size(n), "right") for n in (facts.bytes_before, facts.bytes_after))]
     total += [(f"{facts.bytes_before / max(facts.bytes_after, 1):.2f}×", "right"), ("", "right")]
     table = _table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
@@ -250,6 +252,6 @@ def _cell(text: str, classes: str) -> str:
     style = ""
     if "meter" in names:
         share = min(1.0, max(0.0, float(names.pop())))
-        style = f' style="--share: {share:.1%}"'
+        style = f' style="--share: {share:.3f}"'
     attribute = f' class="{" ".join(names)}"' if names else ""
     return f"<td{attribute}{style}>{escape(text)}</td>"

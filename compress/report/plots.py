@@ -48,10 +48,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]]) -> str:
         positive = [value for values in series.values() for value in values.values() if value > 0]
         if positive and max(positive) > 100 * min(positive):
             axes.set_yscale("log")
-        else:
-            from matplotlib.ticker import PercentFormatter
-
-            axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+        axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         axes.set_ylabel("relative output error")
         axes.grid(axis="y", color=_FAINT, linewidth=0.8)
         _legend_above(axes, len(series))

@@ -4,12 +4,12 @@ CSS = """
 :root {
   color-scheme: light dark;
   --ground: #f8fafc; --card: #ffffff; --ink: #0f172a; --soft: #475569; --line: #e2e8f0; --accent: #2563eb;
-  --good: #15803d; --bad: #b91c1c; --warn-ground: #fffbeb; --warn-line: #fcd34d; --bar: #bfdbfe;
+  --good: #15803d; --bad: #b91c1c; --warn-ground: #fffbeb; --warn-line: #fcd34d;
 }
 @media (prefers-color-scheme: dark) {
   :root {
     --ground: #0b1120; --card: #131c2f; --ink: #e2e8f0; --soft: #94a3b8; --line: #26334d; --accent: #60a5fa;
-    --good: #4ade80; --bad: #f87171; --warn-ground: #2a2310; --warn-line: #a16207; --bar: #1e3a6b;
+    --good: #4ade80; --bad: #f87171; --warn-ground: #2a2310; --warn-line: #a16207;
   }
 }
 * { box-sizing: border-box; }
@@ -17,7 +17,7 @@ body {
   margin: 0; background: var(--ground); color: var(--ink);
   font: 15px/1.5 system-ui, -apple-system, "Segoe UI", Roboto, "Helvetica Neue", "DejaVu Sans", Arial, sans-serif;
 }
-main { max-width: 1080px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem; }
+main { max-width: 1160px; margin: 0 auto; padding: 2.2rem 1.2rem 4rem; }
 h1 { font-size: 1.7rem; margin: 0; letter-spacing: -0.01em; overflow-wrap: anywhere; }
 h2 { font-size: 1.1rem; margin: 0 0 0.7rem; }
 p { margin: 0.3rem 0 0.8rem; }
@@ -38,12 +38,12 @@ th, td { padding: 0.34rem 0.7rem 0.34rem 0; vertical-align: top; }
 tbody tr + tr td { border-top: 1px solid var(--line); }
 .right { text-align: right; white-space: nowrap; }
 td.name {
-  font: 0.8rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere;
+  font: 0.8rem/1.5 ui-monospace, "SF Mono", Menlo, Consolas, "DejaVu Sans Mono", monospace; overflow-wrap: anywhere; min-width: 17rem;
 }
 td.notes { color: var(--soft); font-size: 0.8rem; min-width: 9rem; }
 .meter {
-  background: linear-gradient(var(--bar), var(--bar)) no-repeat right center / var(--share, 0) 1.15em;
-  padding-left: 0.7rem; padding-right: 0.35rem;
+  background: linear-gradient(var(--accent), var(--accent)) no-repeat right 0.7rem top 1.85em / calc(var(--share, 0) * 4rem) 3px;
+  min-width: 5rem; padding-bottom: 0.6rem;
 }
 .ok { color: var(--good); font-weight: 600; }
 .failed { color: var(--bad); font-weight: 600; }

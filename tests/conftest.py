@@ -1,0 +1,95 @@
+"""Fixtures that all tests share: tiny random checkpoints with a tokenizer of their own, an artifact of one, the bundled checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+# Before anything imports the hub client: no test may wait for a network.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import pytest
+import torch
+
+torch.set_num_threads(min(2, torch.get_num_threads()))
+
+TEXT = "".join(f"line {i}: the square of {i} is {i * i}, and its double is {2 * i}.\n" for i in range(400))
+
+
+def _byte_tokenizer() -> Any:
+    """One token a byte, and one for the end of a text: 257 entries."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(letters)}, "<|endoftext|>": 256}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`tiny_llama(**config)`: directory of a random Llama (hidden 64, 2 layers, 257 tokens, bfloat16). Made once for each
+    configuration and shared: copy it before you change it. `seed=1` gives other weights."""
+    made: dict[str, Path] = {}
+
+    def make(seed: int = 0, **changes: Any) -> Path:
+        key = repr((seed, sorted(changes.items())))
+        if key not in made:
+            made[key] = _save_llama(tmp_path_factory.mktemp("tiny-llama"), seed, changes)
+        return made[key]
+
+    return make
+
+
+def _save_llama(path: Path, seed: int, changes: dict[str, Any]) -> Path:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    settings: dict[str, Any] = {
+        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 128, "tie_word_embeddings": True,
+        "bos_token_id": None, "eos_token_id": 256,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
+    with torch.no_grad():  # the usual initial weights are so small that all outputs look alike
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    model.to(torch.bfloat16).save_pretrained(path)
+    _byte_tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text file of some 20 kB with structure in it."""
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text(TEXT, encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="session")
+def tiny_artifact(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An artifact of `tiny_llama()`: 4 bits, rounded to nearest, evaluated on `tiny_text`. Copy it before you change it."""
+    import compress
+
+    recipe = {
+        "name": "tiny_w4",
+        "model": str(tiny_llama()),
+        "stages": [{"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}],
+        "evaluate": {"data": str(tiny_text), "sequence_length": 64, "samples": 8, "max_perplexity_increase": "300%"},
+    }
+    return compress.apply(recipe, output=tmp_path_factory.mktemp("tiny-artifact") / "tiny_w4", quiet=True).path
+
+
+@pytest.fixture(scope="session")
+def bundled() -> Path:
+    """The checkpoint that comes along. Read only."""
+    from compress.resources import recipes_directory
+
+    return recipes_directory() / "checkpoints" / "stdlib-4m"

@@ -11,6 +11,8 @@ from typing import Any, Literal
 
 import torch
 
+from runtime.float8 import widen
+
 WeightStrategy = Literal["tensor", "channel", "group"]
 NumberType = Literal["int", "float"]
 
@@ -87,13 +89,19 @@ class Scheme:
         weights = activations = None
         if config.get("weights"):
             w = config["weights"]
-            weights = WeightScheme(w["num_bits"], w.get("type", "int"), w.get("symmetric", True), w["strategy"], w.get("group_size"))
+            weights = WeightScheme(
+                w["num_bits"], w.get("type", "int"), w.get("symmetric", True), w["strategy"], w.get("group_size")
+            )
             if weights.strategy != "group":
                 weights = WeightScheme(weights.bits, weights.type, weights.symmetric, weights.strategy, None)
         if config.get("input_activations"):
             a = config["input_activations"]
             activations = ActivationScheme(
-                a["num_bits"], a.get("type", "int"), a.get("symmetric", True), bool(a.get("dynamic", False)), a["strategy"]
+                a["num_bits"],
+                a.get("type", "int"),
+                a.get("symmetric", True),
+                bool(a.get("dynamic", False)),
+                a["strategy"],
             )
         return cls(weights, activations, config.get("sparsity"))
 
@@ -120,22 +128,26 @@ class CompressedWeight:
 
     def dequantize(self) -> torch.Tensor:
         """`[out, in]` in `dtype`: `(values - zero_point) * scale`, computed in `scale.dtype` as compressed-tensors does."""
-        if self.scheme.weights is None:
+        weights = self.scheme.weights
+        if weights is None:
             dense = self.values.to(self.dtype)
         else:
             assert self.scale is not None
             scale, zero = self.scale, self.zero_point
-            columns = self.values.shape[1]
-            if self.scheme.weights.strategy == "group":
-                group = self.scheme.weights.group_size
+            rows, columns = self.values.shape
+            dense = widen(self.values, scale.dtype) if weights.type == "float" else self.values.to(scale.dtype)
+            if weights.strategy == "group":
+                group = weights.group_size
                 assert group is not None
-                index = torch.arange(columns, device=scale.device) // group
-                scale = scale[:, index]
-                zero = zero[:, index] if zero is not None else None
-            dense = self.values.to(scale.dtype)
+                if columns % group == 0:  # broadcasting is several times faster than spreading the scales
+                    dense, scale = dense.view(rows, columns // group, group), scale.unsqueeze(-1)
+                    zero = None if zero is None else zero.unsqueeze(-1)
+                else:
+                    scale = scale.repeat_interleave(group, 1)[:, :columns]
+                    zero = None if zero is None else zero.repeat_interleave(group, 1)[:, :columns]
             if zero is not None:
                 dense = dense - zero.to(scale.dtype)
-            dense = (dense * scale).to(self.dtype)
+            dense = (dense * scale).view(rows, columns).to(self.dtype)
         if self.mask is not None:
             dense = dense.masked_fill(~self.mask, 0)
         return dense

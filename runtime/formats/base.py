@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -109,6 +109,7 @@ class Format(ABC):
             RequestError: the format cannot store this scheme.
             CompressError: the weight breaks the contract of `CompressedWeight` (a bug in a solver, never bad input).
         """
+        weight = _on_cpu(weight)  # where files are written from
         shape = (weight.values.shape[0], weight.values.shape[1])
         self._require(weight.scheme, shape)
         check_weight(weight)
@@ -123,9 +124,9 @@ class Format(ABC):
                     pack_columns(zero, weight.scheme.weights.bits) if packed else zero.contiguous()
                 )
         if input_scale is not None:
-            out["input_scale"] = input_scale.reshape(1)
+            out["input_scale"] = input_scale.cpu().reshape(1)
         if input_zero_point is not None:
-            out["input_zero_point"] = input_zero_point.reshape(1)
+            out["input_zero_point"] = input_zero_point.cpu().reshape(1)
         return out
 
     def unpack(
@@ -311,6 +312,13 @@ def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
 def ragged(scheme: WeightScheme, shape: Shape) -> bool:
     """True when the last group of a row is shorter than the others."""
     return scheme.strategy == "group" and shape[1] % (scheme.group_size or 1) != 0
+
+
+def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
+    if weight.values.device.type == "cpu":
+        return weight
+    parts = {name: getattr(weight, name) for name in ("values", "scale", "zero_point", "mask")}
+    return replace(weight, **{name: None if part is None else part.cpu() for name, part in parts.items()})
 
 
 def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -12,12 +12,13 @@ from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu.int4 import Int4Cpu
 from runtime.kernels.cpu.int8 import Int8Cpu
 from runtime.kernels.cpu.w8a8 import W8A8Cpu
+from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.kernels.reference import Reference
 
 __all__ = ["REFERENCE", "Kernel", "Layer", "candidates", "find", "names", "table"]
 
 REFERENCE = Reference()
-_KERNELS: tuple[Kernel, ...] = (Int4Cpu(), Int8Cpu(), W8A8Cpu(), REFERENCE)
+_KERNELS: tuple[Kernel, ...] = (Int4Cpu(), Int8Cpu(), W8A8Cpu(), Float8Cuda(), REFERENCE)
 
 
 def names() -> list[str]:

@@ -11,14 +11,16 @@ from weight_cases import int_scheme, random_weight
 
 from runtime import formats, kernels
 from runtime.errors import RequestError
+from runtime.float8 import widen
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.cpu import int4
+from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.linear import CompressedLinear
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import ActivationScheme, Scheme, WeightScheme
 
 SHAPES = [(7, 172), (80, 128), (33, 257), (64, 384)]
-ROWS = [0, 1, 3, 17, 40]
+ROWS = [0, 1, 3, 17, 70]  # the last on the other side of every threshold
 # Relative error (Frobenius) against the reference. Both round to bfloat16 on the way: 2^-9 a rounding, more where
 # large terms
 # cancel (zero points).
@@ -104,7 +106,7 @@ def test_int4_many_rows_round_like_the_reference():
 def test_int4_slices_join_seamlessly(monkeypatch):
     layer, _ = layer_of(int_scheme(4, False, 32), (250, 96))
     layer.prepare("int4-cpu")
-    x = torch.randn(50, 96).to(torch.bfloat16)
+    x = torch.randn(70, 96).to(torch.bfloat16)
     whole = layer(x)
     monkeypatch.setattr(int4, "_SLICE", 1)
     torch.testing.assert_close(layer(x), whole, rtol=1e-2, atol=1e-2)
@@ -181,6 +183,56 @@ def test_float8_activations():
     rounded = (x / scale).to(torch.float8_e4m3fn).float() * scale
     torch.testing.assert_close(layer(x), rounded @ weight.dequantize().t())
     assert not torch.equal(layer(x), x @ weight.dequantize().t())
+
+
+@pytest.mark.parametrize("strategy", ["channel", "tensor"])
+@pytest.mark.parametrize(("activations", "dynamic"), [("token", True), ("tensor", True), ("tensor", False)])
+def test_fp8_cuda_arithmetic(strategy, activations, dynamic):
+    """torch computes `_scaled_mm` on a CPU too, slowly, so the arithmetic can be held against the reference anywhere."""
+    scheme = Scheme(WeightScheme(8, "float", True, strategy), ActivationScheme(8, "float", True, dynamic, activations))
+    layer, _ = layer_of(scheme, (48, 96))
+    kernel = Float8Cuda()
+    for rows in (0, 1, 19):
+        x = torch.randn(rows, 96).to(torch.bfloat16)
+        expected = layer(x)
+        y = kernel.run(x, layer.stored(), layer.layer, layer.bias)
+        assert y.shape == expected.shape
+        assert y.dtype == x.dtype
+        assert (y.float() - expected.float()).norm() <= TOLERANCE * expected.float().norm()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_fp8_cuda():
+    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    layer, _ = layer_of(scheme, (256, 512))
+    layer.cuda()
+    for rows in (1, 7, 300):
+        x = torch.randn(rows, 512, device="cuda", dtype=torch.bfloat16)
+        layer.prepare("reference")
+        expected = layer(x)
+        layer.prepare("fp8-cuda")
+        assert (layer(x).float() - expected.float()).norm() <= TOLERANCE * expected.float().norm()
+
+
+def test_fp8_cuda_says_why_not():
+    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    entry = ModuleEntry(scheme, "float-quantized")
+    device = torch.device("cuda")
+    assert "16" in Float8Cuda().why_not(kernels.Layer(entry, (48, 90), torch.bfloat16, device))
+    assert "bfloat16" in Float8Cuda().why_not(kernels.Layer(entry, (48, 96), torch.float32, device))
+    weight_only = ModuleEntry(Scheme(scheme.weights), "float-quantized")
+    assert "activations" in Float8Cuda().why_not(kernels.Layer(weight_only, (48, 96), torch.bfloat16, device))
+    layer, _ = layer_of(scheme, (48, 96))
+    with pytest.raises(RequestError, match="runs on cuda"):
+        layer.prepare("fp8-cuda")
+
+
+def test_wide_float8_is_exact():
+    every = torch.arange(256, dtype=torch.int16).to(torch.uint8).view(torch.float8_e4m3fn)
+    finite = every[~every.to(torch.float32).isnan()]
+    for dtype in (torch.float32, torch.float16, torch.bfloat16):
+        assert torch.equal(widen(finite, dtype), finite.to(dtype))
+        assert torch.equal(widen(every, dtype).isnan(), every.to(dtype).isnan())
 
 
 # ---------------------------------------------------------------- the table

@@ -51,8 +51,8 @@ def run_isolated(request: SpeedRequest) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="compress-bench-") as directory:
         result = Path(directory) / "result.json"
         command = [sys.executable, "-m", "compress.evaluate.speed", json.dumps(asdict(request)), str(result)]
-        # What libraries print there goes to stderr here: stdout belongs to the caller.
-        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=sys.stderr.fileno(), check=False).returncode
+        # What libraries print there goes to stderr (2) here: stdout belongs to the caller.
+        code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
         if not result.is_file():
             raise CompressError(f"measuring {request.model} ended with exit code {code} and no result")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
@@ -78,7 +78,7 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
     # What every model needs is imported before the clock starts.
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer  # noqa: F401
 
-    import runtime.load  # noqa: F401
+    from runtime import load  # noqa: F401
 
     process = psutil.Process()
     base = process.memory_info().rss

@@ -23,6 +23,9 @@ _PART_PATTERNS = (
 )
 _OVERHEAD = re.compile(r"\.(weight|input)_(scale|zero_point|shape|g_idx|metadata|bitmap|row_offsets)$")
 
+_LONGEST_KIND = 24
+"""Characters of a layer's kind in a legend; more would leave no room for the chart."""
+
 
 def part_of(tensor: str) -> str:
     """Which of `PARTS` a tensor of a transformers model belongs to, by its name."""
@@ -165,5 +168,5 @@ def split_layer_name(name: str) -> tuple[int, str]:
     """Block index and short kind of a layer: `model.layers.3.self_attn.q_proj` is (3, "q_proj"); -1 outside of blocks."""
     match = re.search(r"\.(\d+)\.(.+)$", "." + name)
     if match is None:
-        return -1, name
-    return int(match.group(1)), match.group(2).rsplit(".", 1)[-1]
+        return -1, name[:_LONGEST_KIND]
+    return int(match.group(1)), match.group(2).rsplit(".", 1)[-1][:_LONGEST_KIND]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Sequence
 from html import escape
@@ -39,7 +40,8 @@ def write_report(artifact: str | Path, output: str | Path | None = None) -> Path
         temporary.write_text(render(facts), encoding="utf-8")
         os.replace(temporary, path)
     except OSError as error:
-        temporary.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            temporary.unlink(missing_ok=True)
         raise RequestError(f"the report cannot be written to {path}: {error.strerror or error}") from None
     return path
 

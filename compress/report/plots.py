@@ -51,7 +51,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]]) -> str:
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         axes.set_ylabel("relative output error")
         axes.grid(axis="y", color=_FAINT, linewidth=0.8)
-        _legend_above(axes, len(series))
+        _legend_above(axes)
         return _svg(figure, "error")
 
 
@@ -74,7 +74,7 @@ def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:
         axes.set_xlim(0, largest / scale * 1.13)
         axes.set_xlabel(unit)
         axes.grid(axis="x", color=_FAINT, linewidth=0.8)
-        _legend_above(axes, len(PARTS))
+        _legend_above(axes)
         return _svg(figure, "bytes")
 
 
@@ -196,9 +196,12 @@ def _color(number: int) -> str:
     return COLORS[number % len(COLORS)]
 
 
-def _legend_above(axes: Axes, entries: int) -> None:
+def _legend_above(axes: Axes) -> None:
+    """The legend over the axes, in as many columns as its longest word leaves room for."""
+    words = axes.get_legend_handles_labels()[1]
+    columns = max(1, min(len(words), 110 // (max(map(len, words)) + 5)))
     axes.legend(
-        frameon=False, fontsize=9, ncols=min(entries, 8), loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0,
+        frameon=False, fontsize=9, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0,
         borderaxespad=0.2, columnspacing=1.2,
     )  # fmt: skip
 

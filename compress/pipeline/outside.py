@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -14,55 +15,53 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.stream import Batch
+from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
 from compress.statistics import Statistics, StatisticsCollector
 from runtime.errors import CompressError, RequestError
 from runtime.skeleton import tied_names
 
 
+@dataclass
+class Outside:
+    """What became of the layers the recipe names outside of the blocks."""
+
+    layers: dict[str, SolvedLayer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def compress_embeddings(session: Session, reporter: Reporter) -> Outside:
+    """Solve the embeddings the recipe names (no data is needed) and put them in place, before anything runs through them."""
+    outside = Outside()
+    for name, work in session.outside_work.items():
+        module = session.streamed.model.get_submodule(name)
+        if isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
+            _solve(session, name, work, module, None, outside, reporter)
+            module.weight.data = outside.layers[name].dense.to(module.weight.device)
+    return outside
+
+
 def compress_outside(
     session: Session,
+    outside: Outside,
     states: HiddenStates,
     batches: list[Batch],
     shards: int,
     directory: RunDirectory,
     reporter: Reporter,
 ) -> dict[str, Any]:
-    """Solve what the recipe names outside of the blocks, write the last shard, and return its record."""
+    """Solve what is left (the output head), write the last shard, and return its record."""
     streamed = session.streamed
-    layers: dict[str, SolvedLayer] = {}
-    skipped: dict[str, str] = {}
     for name, work in session.outside_work.items():
         module = streamed.model.get_submodule(name)
-        weight = module.weight.data  # type: ignore[union-attr]
-        assert isinstance(weight, torch.Tensor)
-        if not bool(torch.isfinite(weight).all()):
-            if session.recipe.on_nonfinite == "fail":
-                raise CompressError(
-                    f"{name}: the weight holds NaN or Inf; repair the checkpoint, or set on_nonfinite: skip"
-                )
-            skipped[name] = f"{name}: the weight holds NaN or Inf"
-            continue
-        statistics = _head_statistics(session, name, module, states, batches) if work.needs else None
-        solved = solve_group(
-            [weight.float()],
-            statistics,
-            work.prune,
-            work.quantize,
-            work.scheme,
-            dtype=streamed.dtype,
-            names=[name],
-            sparsity=[work.share] if work.prune is not None else None,
-        )[0]
-        layers[name] = pack_layer(
-            name, work, solved, activation_tensors(work.scheme, statistics, streamed.dtype), module
-        )
-        reporter.detail(f"{name}  error {solved.error:.3e}")
+        if not isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
+            statistics = _head_statistics(session, name, module, states, batches) if work.needs else None
+            _solve(session, name, work, module, statistics, outside, reporter)
     changed = {}
     if session.untie:
         for tied, source in tied_names(streamed.model).items():
             for name in (tied, source):
-                if not session.checkpoint.has(name) and name.rpartition(".")[0] not in layers:
+                if not session.checkpoint.has(name) and name.rpartition(".")[0] not in outside.layers:
                     changed[name] = streamed.model.get_parameter(name).data.clone()
     return write_part(
         directory.path,
@@ -70,9 +69,46 @@ def compress_outside(
         session.checkpoint,
         streamed.outside_names(),
         changed,
-        layers,
-        skipped,
+        outside.layers,
+        outside.skipped,
     )
+
+
+def _usable(session: Session, name: str, module: nn.Module, outside: Outside) -> bool:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if bool(torch.isfinite(weight).all()):
+        return True
+    if session.recipe.on_nonfinite == "fail":
+        raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint, or set on_nonfinite: skip")
+    outside.skipped[name] = f"{name}: the weight holds NaN or Inf"
+    return False
+
+
+def _solve(
+    session: Session,
+    name: str,
+    work: LayerWork,
+    module: nn.Module,
+    statistics: Statistics | None,
+    outside: Outside,
+    reporter: Reporter,
+) -> None:
+    weight, dtype = module.weight, session.streamed.dtype
+    assert isinstance(weight, torch.Tensor)
+    shares = [work.share] if work.prune is not None else None
+    solved = solve_group(
+        [weight.data.float()],
+        statistics,
+        work.prune,
+        work.quantize,
+        work.scheme,
+        dtype=dtype,
+        names=[name],
+        sparsity=shares,
+    )[0]
+    outside.layers[name] = pack_layer(name, work, solved, activation_tensors(work.scheme, statistics, dtype), module)
+    reporter.detail(f"{name}  error {solved.error:.3e}")
 
 
 def _head_statistics(

@@ -18,7 +18,7 @@ from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.outside import compress_outside
+from compress.pipeline.outside import compress_embeddings, compress_outside
 from compress.pipeline.plan import Plan, plan_session
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
@@ -154,6 +154,7 @@ def _compress_blocks(session: Session, directory: RunDirectory, reporter: Report
     if done:
         reporter.info(f"resuming at block {done} of {count}")
     streamed.load_outside()
+    embeddings = compress_embeddings(session, reporter)
     batches: list[Batch] = [*session.batches, (session.probe, None)] if session.needs_data else [(session.probe, None)]
     scratch = directory.work / "hidden-next" if spill else None
     if done == 0:
@@ -172,7 +173,7 @@ def _compress_blocks(session: Session, directory: RunDirectory, reporter: Report
         reporter.step(
             f"block {index}: " + (f"worst layer {worst['name']} error {worst['error']:.2e}" if worst else "copied")
         )
-    outside = compress_outside(session, states, batches, total, directory, reporter)
+    outside = compress_outside(session, embeddings, states, batches, total, directory, reporter)
     directory.commit("outside", outside)
     reporter.step("embeddings, final norm and head")
 
@@ -212,7 +213,7 @@ def _one_block(
             streamed.block_prefix(index) + n: p.data
             for n, p in block.named_parameters()
             if n in original
-            and p.data is not original[n]
+            and p.data_ptr() != original[n].data_ptr()
             and (streamed.block_prefix(index) + n).removesuffix(".weight") not in result.layers
         }
         return write_part(

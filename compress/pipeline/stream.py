@@ -20,6 +20,7 @@ from compress.pipeline.hidden import HiddenStates
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
 from runtime.skeleton import build_skeleton, find_blocks, read_config, set_tensor, tied_names
+from runtime.weights import main_dtype
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # ids [b, s] int64, mask [b, s] bool (None: all tokens are valid)
 
@@ -71,7 +72,7 @@ class StreamedModel:
             compressed ones. None for plain checkpoints.
         loaded: a context manager that is entered with (part of the model, name prefix to leave alone) once the tensors of that
             part are there, and left before they go.
-        dtype: what the model computes in; default the dtype that most stored elements have.
+        dtype: what the model computes in; default config.json's, as `runtime.load` does.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class StreamedModel:
         self.checkpoint = checkpoint
         self.device = torch.device(device)
         self.config = read_config(checkpoint.path, trust_remote_code)
-        self.dtype = dtype or _main_dtype(checkpoint)
+        self.dtype = dtype or main_dtype(checkpoint)
         self._loaded = loaded
         self.model = build_skeleton(self.config, self.dtype, trust_remote_code)
         if install is not None:
@@ -130,7 +131,7 @@ class StreamedModel:
         tied = tied_names(self.model)
         for name in self.outside_names():
             if name not in extra and name not in tied:
-                set_tensor(self.model, name, self.checkpoint.get(name).to(self.device))
+                set_tensor(self.model, name, self._read(self.model, name, name))
         for name, source in tied.items():
             if self.checkpoint.has(source):
                 set_tensor(self.model, name, self.model.get_parameter(source).data)
@@ -142,6 +143,15 @@ class StreamedModel:
             ):
                 set_tensor(self.model, name, buffer.to(self.device))
 
+    def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
+        """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""
+        value = self.checkpoint.get(name)
+        parent_name, _, leaf = local.rpartition(".")
+        place = part.get_submodule(parent_name)._parameters.get(leaf)
+        if place is not None and place.is_floating_point() and value.is_floating_point():
+            value = value.to(place.dtype)
+        return value.to(self.device)
+
     @contextmanager
     def loaded_block(self, index: int) -> Iterator[nn.Module]:
         """Block `index` with its weights in memory; they are released on exit."""
@@ -150,7 +160,7 @@ class StreamedModel:
         extra = set(self.extra)
         for name in self.block_names(index):
             if name not in extra:
-                set_tensor(block, name[len(prefix) :], self.checkpoint.get(name).to(self.device))
+                set_tensor(block, name[len(prefix) :], self._read(block, name[len(prefix) :], name))
         for name, buffer in block.named_buffers():
             if buffer.device.type not in ("meta", self.device.type):
                 set_tensor(block, name, buffer.to(self.device))
@@ -268,21 +278,6 @@ def run_blocks(
 def _call_key(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
     full = mask is None or bool(mask.all())
     return (tuple(ids.shape), None if full else mask.cpu().numpy().tobytes())  # type: ignore[union-attr]
-
-
-def _main_dtype(checkpoint: Checkpoint) -> torch.dtype:
-    """The floating dtype that holds the most elements: what the model computes in."""
-    sizes: dict[torch.dtype, int] = {}
-    for name in checkpoint.names():
-        dtype = checkpoint.dtype(name)
-        if dtype in (torch.float32, torch.float16, torch.bfloat16) and not name.endswith(("_scale", "_zero_point")):
-            elements = 1
-            for extent in checkpoint.shape(name):
-                elements *= extent
-            sizes[dtype] = sizes.get(dtype, 0) + elements
-    if not sizes:
-        raise ArtifactError(f"{checkpoint.path}: no float32, float16 or bfloat16 weights found")
-    return max(sizes, key=lambda d: sizes[d])
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:

@@ -107,10 +107,11 @@ def test_padded_tokens_do_not_count(make_checkpoint, recipe, tmp_path):
         assert one["error"] == pytest.approx(other["error"], rel=0.05)
 
 
+@torch.no_grad()
 def test_head_and_embeddings_on_request(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint(tie_word_embeddings=True)
     stages = [
-        GPTQ,
+        {"quantize": {"method": "gptq", "scheme": "W8A16"}},
         {"quantize": {"method": "gptq", "scheme": "W8A16", "targets": ["lm_head"], "ignore": []}},
         {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["Embedding"], "ignore": []}},
     ]
@@ -122,7 +123,9 @@ def test_head_and_embeddings_on_request(make_checkpoint, recipe, tmp_path):
     ids = torch.randint(0, 257, (1, 20))
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(ids).logits.float()
-    assert torch.nn.functional.cosine_similarity(ours.flatten(), dense.flatten(), dim=0) > 0.9
+    assert torch.nn.functional.cosine_similarity(ours.flatten(), dense.flatten(), dim=0) > 0.99
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(ids).logits.float()
+    assert float((ours - theirs).norm() / theirs.norm()) < 0.02
 
 
 def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_path):
@@ -252,3 +255,23 @@ def test_allocation_meets_the_budget(make_checkpoint, recipe, tmp_path, allocati
     mean = sum(size * layer["sparsity"] for size, layer in zip(sizes, layers, strict=True)) / sum(sizes)
     assert mean == pytest.approx(0.5, abs=0.01)
     assert len({round(layer["sparsity"], 2) for layer in layers}) > 1, "every layer got the same"
+
+
+def test_what_did_not_change_is_copied_bit_for_bit(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint(dtype=torch.float32)
+    for name, stage in (("plain", GPTQ), ("scaled", STAGES["awq"][0])):
+        artifact = run(recipe, model, [stage], tmp_path / name)
+        source, result = Checkpoint(model), Checkpoint(tmp_path / name)
+        for tensor, entry in artifact.manifest["tensors"].items():
+            if entry["action"] == "copied" and "reason" not in entry:
+                assert torch.equal(source.get(tensor), result.get(tensor))
+        touched = [t for t, entry in artifact.manifest["tensors"].items() if "reason" in entry]
+        assert len(touched) == (0 if name == "plain" else 6), "norms take scales only when there are scales"
+
+
+def test_checkpoint_stored_wider_than_its_config_says(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint(dtype=torch.float32)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
+    run(recipe, model, [GPTQ], tmp_path / "out")
+    assert runtime.load(tmp_path / "out").logits(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()

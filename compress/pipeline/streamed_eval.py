@@ -12,7 +12,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.stream import Batch, StreamedModel, run_blocks
 
 # Logits are made for this many positions at a time: vocabulary times this times 4 bytes is what they cost.
-LOGIT_ROWS = 2048
+LOGIT_ROWS = 512
 
 
 def compare(

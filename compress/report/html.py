@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.commands.output import size
-from compress.report import plots
+from compress.report import charts
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.style import CSS
 from runtime.errors import RequestError
@@ -131,7 +131,7 @@ def _quality(facts: Facts) -> str:
         content += "<p></p>" + _table(
             ("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits]
         )
-    content += plots.quality_chart(before, after)
+    content += charts.quality_chart(before, after)
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
     content += f'<p class="soft">Measured on {tokens}{length}; every token but the first of a window is scored.</p>'
@@ -146,7 +146,7 @@ def _limit_row(limit: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 def _layers_chart(facts: Facts) -> str:
-    chart = plots.error_chart(facts.layers)
+    chart = charts.error_chart(facts.layers)
     if not chart:
         return ""
     text = "How far each layer's output moved on the calibration text, relative to the output itself (squared norms)."
@@ -166,7 +166,7 @@ def _bytes(facts: Facts) -> str:
     total = [("all tensors", ""), *((size(n), "right") for n in (facts.bytes_before, facts.bytes_after))]
     total += [(f"{facts.bytes_before / max(facts.bytes_after, 1):.2f}×", "right"), ("", "right")]
     table = _table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
-    return _section("Where the bytes are", plots.bytes_chart(facts.before, facts.after) + table)
+    return _section("Where the bytes are", charts.bytes_chart(facts.before, facts.after) + table)
 
 
 def _layers_table(facts: Facts) -> str:

@@ -317,8 +317,14 @@ def ragged(scheme: WeightScheme, shape: Shape) -> bool:
 def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
     if weight.values.device.type == "cpu":
         return weight
-    parts = {name: getattr(weight, name) for name in ("values", "scale", "zero_point", "mask")}
-    return replace(weight, **{name: None if part is None else part.cpu() for name, part in parts.items()})
+    zero, mask = weight.zero_point, weight.mask
+    return replace(
+        weight,
+        values=weight.values.cpu(),
+        scale=None if weight.scale is None else weight.scale.cpu(),
+        zero_point=None if zero is None else zero.cpu(),
+        mask=None if mask is None else mask.cpu(),
+    )
 
 
 def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -17,10 +17,10 @@ from runtime.formats.base import Tensors, expand_groups
 from runtime.kernels.base import Kernel, Layer
 from runtime.scheme import CompressedWeight
 
-# Measured on x86 with AVX-512 (CPU time of one thread on a busy machine, 2048 x 2048, group 128): torch's kernel takes
-# 0.2 ms at 1 row and 0.1 more a row; dequantizing and multiplying takes 10 to 15 ms at 32 to 96 rows, a third of that
-# where the caches are free.
-FEW_ROWS = 64
+# Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel takes 0.2 ms at 1 row and 0.1 more a
+# row. Dequantizing and multiplying takes 4 ms where nothing else uses the caches, 10 to 15 on a busy machine, so the two
+# meet between 40 and 100 rows.
+FEW_ROWS = 32
 GROUPS = (256, 128, 64, 32)  # what torch's kernel takes
 _BLOCK = 64  # rows are padded to this, a multiple of every block size
 _SLICE = 1 << 18  # weights dequantized at once: half a megabyte, so that they stay in the cache

@@ -116,9 +116,10 @@ def _block_label(block: int) -> str:
 
 
 def _legend_above(axes: Axes) -> None:
-    """The legend over the axes, in as many columns as its longest word leaves room for."""
+    """The legend over the axes, in one row if that fits, else in columns as wide as its longest word."""
     words = axes.get_legend_handles_labels()[1]
-    columns = max(1, min(len(words), 110 // (max(map(len, words)) + 5)))
+    fits = sum(len(word) + 5 for word in words) <= 120
+    columns = len(words) if fits else max(1, 110 // (max(map(len, words)) + 5))
     axes.legend(
         frameon=False, fontsize=9, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0,
         borderaxespad=0.2, columnspacing=1.2,

@@ -23,8 +23,9 @@ from runtime.linear import CompressedLinear, install
 from runtime.quantization_config import parse
 from runtime.skeleton import linear_shapes
 
-# The streamed artifact repeats the pipeline's own arithmetic; only the order of sums inside a library may differ.
-STREAM_TOLERANCE = 2e-3
+# The streamed artifact repeats the pipeline's own arithmetic on weights whose digests are equal: usually the difference is 0. A
+# library may sum in another order, and a bf16 model (8 bits of mantissa) makes of that what wrong wiring exceeds by far.
+STREAM_TOLERANCE = 3e-2
 # A production kernel against the reference, one layer on the same input: other orders of summation, bf16 results (8 bits of
 # mantissa), int8 codes that fall on the other side of a half.
 KERNEL_TOLERANCE = 2e-2

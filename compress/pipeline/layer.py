@@ -55,7 +55,8 @@ def pack_layer(
     kept = float(weight.mask.float().mean()) if weight.mask is not None else 1.0
     storage = formats.choose(weight.scheme, shape, density=kept)
     tensors = storage.pack(weight, **inputs)
-    dense = weight.dequantize()
+    # Solvers work on transposed weights; in the usual layout the same products are summed in the same order as in the artifact.
+    dense = weight.dequantize().contiguous()
     again = storage.unpack(tensors, weight.scheme, shape, weight.dtype).dequantize()
     if not torch.equal(dense, again):
         raise CompressError(

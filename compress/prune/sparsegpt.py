@@ -23,10 +23,14 @@ class SparseGPTConfig(PruneConfig):
         "activation", description="Columns by activation energy, or as they are."
     )
     mask_search: Literal["exact", "greedy"] = Field(
-        "exact", description="N:M: compare all ways to choose at their exact cost, or take one weight after the other (the paper)."
+        "exact",
+        description="N:M: compare all ways to choose at their exact cost, or take one weight after the other (the paper).",
+    )
+    swaps: int = Field(
+        1, ge=0, le=100, description="N:M: passes that move zeros inside a block where that lowers the output error."
     )
     reconstruction: int = Field(
-        0, ge=0, le=1000, description="Conjugate-gradient steps that fit the kept weights once the mask is complete."
+        20, ge=0, le=1000, description="Conjugate-gradient steps that fit the kept weights once the mask is complete."
     )
     block_size: int = Field(
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."

@@ -19,7 +19,7 @@ class GPTQConfig(QuantizeConfig):
     method: Literal["gptq"] = Field("gptq", description="Name of the method.")
     damping: float = Field(0.01, gt=0, le=1, description="Added to the Hessian's diagonal, as a fraction of its mean.")
     order: Literal["activation", "group", "natural"] = Field(
-        "activation",
+        "group",
         description="Order of the columns: by activation energy with static groups; whole groups by energy; or as they are.",
     )
     block_size: int = Field(128, ge=8, le=4096, description="Columns whose updates are applied together.")

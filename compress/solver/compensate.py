@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import comb
 from typing import Any, Literal
 
 import torch
@@ -19,11 +18,8 @@ from compress.solver.order import column_order
 from compress.solver.reconstruct import reconstruct
 from compress.solver.refine import refine
 from compress.solver.stacked import StackedGrid
+from compress.solver.swap import searchable, swap
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
-
-
-#: N:M patterns with more ways to choose than this are pruned greedily.
-MAX_SETS = 70
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,8 @@ class Options:
     scales: Search = "mse"
     static_groups: bool = False
     mask_search: Literal["exact", "greedy"] = "exact"
-    reconstruction: int = 0
+    reconstruction: int = 20
+    swaps: int = 0
     sweeps: int = 0
     refit_scales: bool = False
 
@@ -55,62 +52,96 @@ class Constraint:
 def compensate(
     weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: Options, name: str
 ) -> list[tuple[CompressedWeight, dict[str, Any]]]:
-    """Solve float32 weights `[out_i, in]` with one input in one pass; returns each with its notes."""
+    """Solve float32 weights `[out_i, in]` with one input on one Hessian; returns each with its notes.
+
+    Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
+    grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
+    them is rounding the target: both losses are compensated against the same output.
+    """
     heights = [w.shape[0] for w in weights]
     energy = hessian.diagonal().clamp(min=0)
-    grid_scheme = constraint.scheme.weights
-    order = visiting_order(options.order, energy, grid_scheme, constraint.pattern)
-    factor = factorize(hessian[order][:, order], options.damping, name)
-    notes: dict[str, Any] = {"damping": factor.damping, "retries": factor.retries}
+    notes: dict[str, Any] = {}
     if dead := int((energy == 0).sum()):
         notes["dead_columns"] = dead
-
     target = torch.cat([w.T for w in weights], dim=1)
-    mask = torch.cat([m.T for m in constraint.masks], dim=1) if constraint.masks is not None else None
-    static = grid = None
-    if grid_scheme is not None:
-        static = StackedGrid.fit(
-            weights, grid_scheme, constraint.dtype, options.scales, constraint.masks, energy, hessian
-        )
-        grid = _column_grid(static, order, constraint.dtype, options, energy, hessian)
-    choose, unit = None, 1
-    if (pattern := constraint.pattern) is not None:
-        if pattern.kind == "n:m" and options.mask_search == "exact" and comb(pattern.m, pattern.n) <= MAX_SETS:
-            choose = exact_mask_chooser(pattern, factor.upper)
-        else:
-            choose = mask_chooser(pattern, factor.upper.diagonal().square(), heights, list(constraint.sparsity))
-        unit = pattern.unit if pattern.kind == "n:m" else pattern.unit * max(1, options.block_size // pattern.unit)
-    visited_mask = None if mask is None else mask[order]
-    solution = loop.run(target[order], factor, grid, visited_mask, choose, unit, options.block_size)
+    goal, mask = target, None
+    if constraint.pattern is not None:
+        goal, mask = _prune(target, heights, hessian, constraint, options, name, notes)
+    elif constraint.masks is not None:
+        mask = torch.cat([m.T for m in constraint.masks], dim=1)
+        goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
+    if constraint.scheme.weights is None:
+        return [
+            (keep_float(v.T, m, constraint.scheme, constraint.dtype), dict(notes))
+            for v, m in zip(goal.split(heights, dim=1), _split(mask, heights), strict=True)
+        ]
+    codes, grid, replaced = _round(target, goal, mask, heights, hessian, constraint, options, name, notes)
+    grids, rows = grid.split(heights), replaced.split(heights)
+    return [
+        (assemble(c.T, grids[i], m, constraint.scheme, constraint.dtype), notes | {"rows_replaced": int(rows[i].sum())})
+        for i, (c, m) in enumerate(zip(codes.split(heights, dim=1), _split(mask, heights), strict=True))
+    ]
+
+
+def _prune(target, heights, hessian, constraint: Constraint, options: Options, name: str, notes: dict[str, Any]):
+    """Choose masks and fit the kept weights: float values and mask, `[in, rows]`."""
+    pattern = constraint.pattern
+    assert pattern is not None
+    order = visiting_order(options.order, hessian.diagonal(), None, pattern)
+    factor = factorize(hessian[order][:, order], options.damping, name)
+    notes |= {"damping": factor.damping, "retries": factor.retries}
+    unit = pattern.unit
+    if options.mask_search == "exact" and searchable(pattern):
+        choose = exact_mask_chooser(pattern, factor.upper)
+    else:
+        choose = mask_chooser(pattern, factor.upper.diagonal().square(), heights, list(constraint.sparsity))
+        if pattern.kind != "n:m":
+            unit *= max(1, options.block_size // unit)
+    solution = loop.run(target[order], factor, None, None, choose, unit, options.block_size)
+    assert solution.mask is not None
+    inverse = order.argsort()
+    values, mask = solution.values[inverse], solution.mask[inverse]
+    values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
+    if options.swaps and searchable(pattern):
+        swap(target, None, values, None, mask, hessian, pattern, options.swaps)
+        values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
+    return values, mask
+
+
+def _round(
+    target, goal, mask, heights, hessian, constraint: Constraint, options: Options, name: str, notes: dict[str, Any]
+):
+    """Codes `[in, rows]`, their grid, and which rows are rounded to nearest; masks may move if they were chosen here."""
+    scheme = constraint.scheme.weights
+    assert scheme is not None
+    energy = hessian.diagonal().clamp(min=0)
+    order = visiting_order(options.order, energy, scheme, None)
+    factor = factorize(hessian[order][:, order], options.damping, name)
+    notes |= {"damping": factor.damping, "retries": factor.retries}
+    masks = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
+    static = StackedGrid.fit(
+        [g.T for g in goal.split(heights, dim=1)], scheme, constraint.dtype, options.scales, masks, energy, hessian
+    )
+    grid = _column_grid(static, order, constraint.dtype, options, energy, hessian)
+    solution = loop.run(goal[order], factor, grid, None if mask is None else mask[order], block=options.block_size)
     del factor
     inverse = order.argsort()
     values = solution.values[inverse]
-    mask = None if solution.mask is None else solution.mask[inverse]
-    kept = [None] * len(heights) if mask is None else [m.T.contiguous() for m in mask.split(heights, dim=1)]
-    if static is None or grid is None:
-        if mask is not None:
-            values = reconstruct(target, values, mask, hessian, options.damping, options.reconstruction)
-        return [
-            (keep_float(v.T, m, constraint.scheme, constraint.dtype), dict(notes))
-            for v, m in zip(values.split(heights, dim=1), kept, strict=True)
-        ]
-    solved = StackedGrid(static.scheme, grid.scale, grid.zero)
+    solved = StackedGrid(scheme, grid.scale, grid.zero)
     codes = solution.codes[inverse].to(torch.float32) if solution.codes is not None else solved.codes(values)
     del solution
     replaced = _never_above_nearest(target, codes, values, solved, static, mask, hessian)
-    if options.sweeps and static.scheme.type == "int":
-        refit = options.refit_scales and static.scheme.strategy != "tensor"
-        refine(target, codes, solved, mask, hessian, constraint.dtype, options.sweeps, refit)
-    return [
-        (assemble(c, g, m, constraint.scheme, constraint.dtype), notes | {"rows_replaced": int(r.sum())})
-        for c, g, m, r in zip(
-            (part.T for part in codes.split(heights, dim=1)),
-            solved.split(heights),
-            kept,
-            replaced.split(heights),
-            strict=True,
-        )
-    ]
+    if scheme.type == "int":
+        if options.swaps and mask is not None and constraint.pattern is not None and searchable(constraint.pattern):
+            swap(target, codes, values, solved, mask, hessian, constraint.pattern, options.swaps)
+        if options.sweeps:
+            refit = options.refit_scales and scheme.strategy != "tensor"
+            refine(target, codes, solved, mask, hessian, constraint.dtype, options.sweeps, refit)
+    return codes, solved, replaced
+
+
+def _split(mask: torch.Tensor | None, heights: list[int]) -> list[torch.Tensor | None]:
+    return [None] * len(heights) if mask is None else [m.T.contiguous() for m in mask.split(heights, dim=1)]
 
 
 def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None) -> torch.Tensor:
@@ -155,6 +186,7 @@ def _never_above_nearest(
         rounded *= mask
     worse = column_errors(target - values, hessian) > column_errors(target - rounded, hessian)
     if bool(worse.any()):
+        values[:, worse] = rounded[:, worse]
         codes[:, worse] = nearest[:, worse]
         solved.scale[:, worse] = static.scale[:, worse]
         if solved.zero is not None and static.zero is not None:

@@ -87,7 +87,9 @@ def solve_group(
     if compensated:
         assert hessian is not None
         constraint = Constraint(scheme, dtype, masks, pattern, fractions)
-        pairs = compensate(dense, hessian, constraint, _options(quantize), names[0])
+        pairs = compensate(
+            dense, hessian, constraint, _options(prune if pattern is not None else None, quantize), names[0]
+        )
         solved, notes = [weight for weight, _ in pairs], [note for _, note in pairs]
     else:
         solved = [
@@ -136,8 +138,11 @@ def nearest(
     return assemble(grid.codes(weight), grid, mask, scheme, dtype)
 
 
-def _options(config: PruneConfig | QuantizeConfig | None) -> Options:
-    fields = {name: getattr(config, name) for name in Options.__dataclass_fields__ if hasattr(config, name)}
+def _options(*configs: PruneConfig | QuantizeConfig | None) -> Options:
+    """Solver settings from the fields of the configurations, later ones first."""
+    fields = {}
+    for config in configs:
+        fields |= {name: getattr(config, name) for name in Options.__dataclass_fields__ if hasattr(config, name)}
     return Options(**fields)
 
 

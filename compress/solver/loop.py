@@ -23,7 +23,7 @@ LEAF = 16
 #: the weights of these columns are best changed, given the mask, before they are visited (zero where removed).
 MaskChooser = Callable[[int, int, torch.Tensor], "tuple[torch.Tensor, torch.Tensor | None]"]
 #: `(first, last, adjusted, kept)` -> scale and zero point `[rows]` of the group of columns `first:last`, likewise; `kept` is the mask
-#: as far as it is known, or None.
+#: or None.
 ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
@@ -89,7 +89,7 @@ def run(
         factor: of the Hessian in visiting order.
         grid: None keeps float values.
         mask: bool `[in, rows]`, fixed beforehand; or
-        choose_mask: called for every `mask_columns` columns.
+        choose_mask: called for every `mask_columns` columns (with float values, or a grid fixed beforehand).
         block: columns whose updates are applied together to the rest; made a multiple of the units that are chosen together.
     """
     columns, rows = weight.shape
@@ -115,7 +115,7 @@ def run(
             last = next((j for j in range(first + 1, last) if j in masks or j in groups), last)
             if first in groups and grid is not None and grid.choose is not None:
                 upto = groups[first]
-                kept = _known_mask(mask, choose_mask, masks, first, upto, work)
+                kept = None if mask is None else mask[first:upto]
                 scale, zero = grid.choose(first, upto, work[first:upto], kept)
                 grid.scale[grid.group[first]] = scale
                 if grid.zero is not None and zero is not None:
@@ -125,7 +125,9 @@ def run(
                 mask[first:upto], better = choose_mask(first, upto, work[first:upto])
                 if better is not None:
                     last = upto
-                    owed = torch.linalg.solve_triangular(upper[first:last, first:last].T, work[first:last] - better, upper=False)
+                    owed = torch.linalg.solve_triangular(
+                        upper[first:last, first:last].T, work[first:last] - better, upper=False
+                    )
                     error[first - start : last - start] = owed
                     work[first:last] = better
             for j in range(first, last):
@@ -171,15 +173,3 @@ def _blocks(columns: int, block: int, *units: dict[int, int]) -> list[tuple[int,
         blocks.append((start, end))
         start = end
     return blocks
-
-
-def _known_mask(mask, choose_mask, masks, first, last, work) -> torch.Tensor | None:
-    """The mask of a group whose scale is due: fixed, or what would be chosen now for those of its columns not reached yet."""
-    if mask is None or choose_mask is None:
-        return None if mask is None else mask[first:last]
-    begin = max(j for j in masks if j <= first)
-    if masks[begin] >= last:
-        return mask[first:last]
-    parts = [mask[first : masks[begin]]]
-    parts += [choose_mask(j, masks[j], work[j : masks[j]])[0] for j in range(masks[begin], last) if j in masks]
-    return torch.cat(parts)[: last - first]

@@ -16,7 +16,9 @@ layers = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 10**6)), min_si
 
 @settings(deadline=None, max_examples=50)
 @given(layers, st.floats(0.01, 0.99))
-def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(pairs: list[tuple[int, int]], target: float) -> None:
+def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
+    pairs: list[tuple[int, int]], target: float
+) -> None:
     scores, sizes = [p[0] for p in pairs], [p[1] for p in pairs]
     shares = allocate(scores, sizes, target)
     mean = sum(s * n for s, n in zip(shares, sizes, strict=True)) / sum(sizes)

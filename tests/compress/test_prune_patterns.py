@@ -61,7 +61,9 @@ def test_unknown_patterns_are_refused(text: str) -> None:
 
 
 def test_widths_that_do_not_divide_are_refused() -> None:
-    with pytest.raises(RequestError, match="down_proj: pattern '2:4' needs a width divisible by 4, the weight is 8 x 42"):
+    with pytest.raises(
+        RequestError, match="down_proj: pattern '2:4' needs a width divisible by 4, the weight is 8 x 42"
+    ):
         parse("2:4").check((8, 42), "down_proj")
     with pytest.raises(RequestError, match="height divisible by 4"):
         parse("block:4x4").check((6, 8))

@@ -73,7 +73,10 @@ def test_removed_weights_have_no_say() -> None:
     spoiled, mask = w.clone(), torch.ones_like(w, dtype=torch.bool)
     mask[:, ::4] = False
     spoiled[~mask] = 1e6
-    a, b = make_grid(w, scheme, torch.float32, "mse", None, mask), make_grid(spoiled, scheme, torch.float32, "mse", None, mask)
+    a, b = (
+        make_grid(w, scheme, torch.float32, "mse", None, mask),
+        make_grid(spoiled, scheme, torch.float32, "mse", None, mask),
+    )
     assert torch.equal(a.scale, b.scale)
 
 

@@ -30,7 +30,10 @@ def test_every_preset_survives_config_json(name: str) -> None:
             {"scheme": "W8A8-INT8", "activation_mode": "static"},
             Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor")),
         ),
-        ({"scheme": "FP8", "activation_mode": "dynamic"}, Scheme(WeightScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations)),
+        (
+            {"scheme": "FP8", "activation_mode": "dynamic"},
+            Scheme(WeightScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations),
+        ),
         ({"bits": 4, "activations": "int8"}, PRESETS["W4A8"]),
     ],
 )

@@ -19,7 +19,7 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     model: str = PATH,
-    prompt: str = typer.Argument(..., help="The text to continue; - reads it from stdin."),
+    prompt: str = typer.Argument(..., metavar="PROMPT", help="The text to continue; - reads it from stdin."),
     max_new_tokens: int | None = typer.Option(
         None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default 128)."
     ),

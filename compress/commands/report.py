@@ -18,7 +18,7 @@ def register(app: typer.Typer) -> None:
 
 
 def report(
-    artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT...", help="One artifact, or several to compare."),
+    artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
     output: Path | None = typer.Option(
         None, "--output", "-o", help="Where the page goes (default: report.html in the artifact)."
     ),

@@ -193,6 +193,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--shape", choices=("bundled", "1.1b"), default="bundled")
     parser.add_argument("--only", action="append", help="glob of cell names; may be repeated")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, or tool:variant, separated by commas")
+    parser.add_argument(
+        "--defaults-only", action="store_true", help="leave out the runs with better settings of the peers"
+    )
     parser.add_argument("--repeat", type=int, default=1, help="timed runs of each cell; the median is reported")
     parser.add_argument("--force", action="store_true", help="measure again what is in the JSON already")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
@@ -227,13 +230,14 @@ def main() -> None:
     if not large:
         data["dense"] = bench.evaluate(bench.model, None)
         print(f"dense: perplexity {data['dense']['perplexity']:.4f}", flush=True)
+    defaults_only = arguments.defaults_only or large
     chosen = set(arguments.tools.split(","))
     for cell in CELLS:
         patterns = [LARGE_CELL] if large else arguments.only
         if patterns and not any(fnmatch.fnmatch(cell.name, pattern) for pattern in patterns):
             continue
         for variant in variants(cell):
-            if not chosen & {variant.tool, variant.key} or (large and variant.name != "default"):
+            if not chosen & {variant.tool, variant.key} or (defaults_only and variant.name != "default"):
                 continue
             entry = data["cells"].setdefault(cell.name, {})
             if variant.key in entry and "error" not in entry[variant.key] and not arguments.force:

@@ -35,12 +35,15 @@ class CompressedEmbedding(CompressedModule):
         return module
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kernel is None:  # nobody has looked at the tensors yet
+            self.check()
         wanted, position = torch.unique(ids, return_inverse=True)
         if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
             raise IndexError(f"token id outside [0, {self.num_embeddings}) in embedding")
         storage, scheme = formats.get(self.entry.format), self.entry.scheme
         rows = storage.select_rows(self._tensors(), scheme, self.shape, wanted)
-        picked = storage.unpack(rows, scheme, (wanted.numel(), self.embedding_dim), self.stored_dtype).dequantize()
+        shape = (wanted.numel(), self.embedding_dim)
+        picked = storage.unpack(rows, scheme, shape, self.stored_dtype, check=False).dequantize()
         return picked.to(self.dtype)[position]
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:

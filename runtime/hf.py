@@ -1,7 +1,8 @@
 """transformers integration: `AutoModelForCausalLM.from_pretrained` for artifacts with quant_method `compress`.
 
-`import runtime` is enough (see `runtime.hook`). Weights stay packed; the kernels are those of `runtime.load`. Artifacts that
-use compressed-tensors formats only say so in their config and are loaded by the compressed-tensors package instead.
+`import runtime` is enough (see `runtime.hook`). Weights stay packed; the kernels are those of `runtime.load`.
+Artifacts that use compressed-tensors formats only say so in their config and are loaded by the compressed-tensors
+package instead.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class CompressHfQuantizer(HfQuantizer):
         return model
 
     def _dequantize(self, model: Any, dtype: Any = None) -> Any:
-        """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in configs."""
+        """Replace every compressed module by a dense one (`model.dequantize()`). `dtype` may be its name, as in
+        configs.
+        """
         dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype
         for name, module in list(model.named_modules()):
             if isinstance(module, CompressedModule):

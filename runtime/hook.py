@@ -1,7 +1,7 @@
 """Register our quantizer the moment transformers loads its own, without importing transformers.
 
-transformers keeps its quantizers in a table in `transformers.quantizers.auto`. When that module is loaded already, ours is
-added at once; otherwise a finder waits for its import, adds ours right after, and takes itself away.
+transformers keeps its quantizers in a table in `transformers.quantizers.auto`. When that module is loaded already,
+ours is added at once; otherwise a finder waits for its import, adds ours right after, and takes itself away.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ TABLE = "transformers.quantizers.auto"
 
 
 def install_hook() -> None:
-    """Make `quant_method: "compress"` known to transformers, now or when it is imported. Calling it again does nothing."""
+    """Make `quant_method: "compress"` known to transformers, now or when it is imported. Calling it again does
+    nothing.
+    """
     if TABLE in sys.modules:
         _register()
     elif not any(isinstance(finder, _Finder) for finder in sys.meta_path):

@@ -80,10 +80,12 @@ class CompressedLinear(CompressedModule):
             self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
         kernel = kernel_table.find(self.layer, kernels)
         self._replace(kernel.prepare(self._tensors(), self.layer))
-        self.kernel = kernel
+        self.kernel, self._wanted = kernel, kernels
         return kernel
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kernel is None:  # nobody has looked at the tensors yet
+            self.check()
         kernel = self.kernel or kernel_table.REFERENCE
         y = kernel.run(x.reshape(-1, self.in_features), self._tensors(), self.layer, self.bias)
         return y.view(*x.shape[:-1], self.out_features)

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from runtime import formats, kernels
+from runtime import formats
+from runtime import kernels as kernel_table
 from runtime.errors import ArtifactError
 from runtime.formats.base import Tensors, TensorSpec, check_tensor, input_tensors, join
 from runtime.kernels import Kernel, Layer
@@ -30,6 +31,7 @@ class CompressedModule(nn.Module):
         self.entry, self.shape, self.dtype = entry, (int(shape[0]), int(shape[1])), dtype
         self.stored_dtype = dtype
         self.kernel: Kernel | None = None
+        self._wanted = "auto"  # the kernel `prepare` was last asked for
         self._specs = self.specs(entry, self.shape, dtype)
         for name, spec in self._specs.items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))
@@ -52,7 +54,7 @@ class CompressedModule(nn.Module):
     @property
     def kernel_name(self) -> str:
         """Name of the kernel that computes this module."""
-        return (self.kernel or kernels.REFERENCE).name
+        return (self.kernel or kernel_table.REFERENCE).name
 
     def stored(self) -> Tensors:
         """The tensors as they are on disk; rebuilt exactly when a kernel keeps its own layout."""
@@ -62,8 +64,10 @@ class CompressedModule(nn.Module):
         return {name: self._tensor(name) for name in self._specs}
 
     def compressed_weight(self) -> CompressedWeight:
-        """The weight as codes, scales and mask."""
-        return (self.kernel or kernels.REFERENCE).restore(self._tensors(), self.layer)
+        """The weight as codes, scales and mask; ArtifactError when the tensors are not right."""
+        if self.kernel is None:
+            self.check()
+        return (self.kernel or kernel_table.REFERENCE).restore(self._tensors(), self.layer)
 
     def dequantize(self) -> torch.Tensor:
         """Dense weight `[rows, columns]` in `self.dtype`."""
@@ -122,7 +126,7 @@ class CompressedModule(nn.Module):
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # A kernel's layout belongs to a device and a dtype, and a cast must not touch codes and scales.
-        prepared = self.kernel is not None
+        prepared, wanted = self.kernel is not None, self._wanted
         self.unprepare()
         stored = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -132,13 +136,15 @@ class CompressedModule(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if prepared and self.device.type != "meta":
-            self.prepare()
+            fits = wanted in [kernel.name for kernel in kernel_table.candidates(self.layer)]
+            self.prepare(wanted if fits else "auto")
         return self
 
-    def prepare(self, kernels: str = "auto") -> Kernel | None:
-        """Lay the weight out for the kernel that will read it."""
+    def prepare(self, kernels: str = "auto") -> Kernel:
+        """Check the loaded tensors and lay the weight out for the kernel that will read it."""
         self.check()
-        return None
+        self.kernel = kernel_table.REFERENCE
+        return self.kernel
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

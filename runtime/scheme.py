@@ -1,7 +1,7 @@
 """What a compressed weight *is*: number grid, activation grid, sparsity pattern. Formats say how it is stored.
 
-The dictionary form (`to_config` / `from_config`) uses the vocabulary of the compressed-tensors `quantization_config`, so that a
-group of ours reads the same in `config.json`; `sparsity` is our one addition to it.
+The dictionary form (`to_config` / `from_config`) uses the vocabulary of the compressed-tensors `quantization_config`,
+so that a group of ours reads the same in `config.json`; `sparsity` is our one addition to it.
 """
 
 from __future__ import annotations
@@ -16,13 +16,16 @@ from runtime.float8 import widen
 WeightStrategy = Literal["tensor", "channel", "group"]
 NumberType = Literal["int", "float"]
 
+_SLICE = 1 << 18  # weights dequantized at once on a CPU
+
 
 @dataclass(frozen=True)
 class WeightScheme:
     """Grid of a weight matrix `[out, in]`.
 
-    `int`: `2 <= bits <= 8`, signed codes in `[-2^(bits-1), 2^(bits-1) - 1]`. `float`: `bits == 8`, float8 e4m3 (maximum 448).
-    `group_size` columns share one scale when `strategy == "group"`; the last group of a row may be shorter (ragged).
+    `int`: `2 <= bits <= 8`, signed codes in `[-2^(bits-1), 2^(bits-1) - 1]`. `float`: `bits == 8`, float8 e4m3
+    (maximum 448). `group_size` columns share one scale when `strategy == "group"`; the last group of a row may be
+    shorter (ragged).
     """
 
     bits: int
@@ -46,7 +49,9 @@ class WeightScheme:
 
 @dataclass(frozen=True)
 class ActivationScheme:
-    """Grid of the input of a linear layer: `token` = one scale a token, made at run time; `tensor` = one scale, dynamic or static."""
+    """Grid of the input of a linear layer: `token` = one scale a token, made at run time; `tensor` = one scale,
+    dynamic or static.
+    """
 
     bits: int = 8
     type: NumberType = "int"
@@ -76,8 +81,9 @@ class Scheme:
             }  # fmt: skip
         if self.activations is not None:
             config["input_activations"] = {
-                "num_bits": self.activations.bits, "type": self.activations.type, "symmetric": self.activations.symmetric,
-                "strategy": self.activations.strategy, "dynamic": self.activations.dynamic, "group_size": None,
+                "num_bits": self.activations.bits, "type": self.activations.type, "symmetric":
+                self.activations.symmetric, "strategy": self.activations.strategy, "dynamic":
+                self.activations.dynamic, "group_size": None,
             }  # fmt: skip
         if self.sparsity is not None:
             config["sparsity"] = self.sparsity
@@ -111,7 +117,8 @@ class CompressedWeight:
     """A solved weight, before bits are laid out. Solvers make it, formats pack and unpack it.
 
     Attributes:
-        values: `[out, in]`; int8 codes (int grids), float8_e4m3fn (float grids) or the weight itself (`scheme.weights is None`).
+        values: `[out, in]`; int8 codes (int grids), float8_e4m3fn (float grids) or the weight itself (`scheme.weights
+        is None`).
             Pruned positions hold the code of zero (`zero_point` or 0).
         scale: `[out, groups]` (`[out, 1]` for channel, `[1]` for tensor), in the model's dtype; None for float values.
         zero_point: int8, shape of `scale`, in the signed code range; None when symmetric.
@@ -127,27 +134,39 @@ class CompressedWeight:
     dtype: torch.dtype
 
     def dequantize(self) -> torch.Tensor:
-        """`[out, in]` in `dtype`: `(values - zero_point) * scale`, computed in `scale.dtype` as compressed-tensors does."""
-        weights = self.scheme.weights
-        if weights is None:
-            dense = self.values.to(self.dtype)
-        else:
-            assert self.scale is not None
-            scale, zero = self.scale, self.zero_point
-            rows, columns = self.values.shape
-            dense = widen(self.values, scale.dtype) if weights.type == "float" else self.values.to(scale.dtype)
-            if weights.strategy == "group":
-                group = weights.group_size
-                assert group is not None
-                if columns % group == 0:  # broadcasting is several times faster than spreading the scales
-                    dense, scale = dense.view(rows, columns // group, group), scale.unsqueeze(-1)
-                    zero = None if zero is None else zero.unsqueeze(-1)
-                else:
-                    scale = scale.repeat_interleave(group, 1)[:, :columns]
-                    zero = None if zero is None else zero.repeat_interleave(group, 1)[:, :columns]
-            if zero is not None:
-                dense = dense - zero.to(scale.dtype)
-            dense = (dense * scale).view(rows, columns).to(self.dtype)
-        if self.mask is not None:
-            dense = dense.masked_fill(~self.mask, 0)
-        return dense
+        """`[out, in]` in `dtype`: `(values - zero_point) * scale`, computed in `scale.dtype` as compressed-tensors
+        does.
+
+        Pruned positions hold the code of zero, so they need no masking here.
+        """
+        if self.scheme.weights is None:
+            return self.values.to(self.dtype)
+        rows, columns = self.values.shape
+        # On a CPU in slices that stay in the cache, which is several times faster; elsewhere at once.
+        step = max(1, _SLICE // max(1, columns)) if self.values.device.type == "cpu" else max(1, rows)
+        out = torch.empty(rows, columns, dtype=self.dtype, device=self.values.device)
+        for start in range(0, rows, step):
+            out[start : start + step] = self._dequantize_rows(slice(start, start + step))
+        return out
+
+    def _dequantize_rows(self, part: slice) -> torch.Tensor:
+        weights, values = self.scheme.weights, self.values[part]
+        assert weights is not None
+        assert self.scale is not None
+        scale, zero = self.scale, self.zero_point
+        if weights.strategy != "tensor":
+            scale, zero = scale[part], None if zero is None else zero[part]
+        rows, columns = values.shape
+        dense = widen(values, scale.dtype) if weights.type == "float" else values.to(scale.dtype)
+        if weights.strategy == "group":
+            group = weights.group_size
+            assert group is not None
+            if columns % group == 0:  # broadcasting is several times faster than spreading the scales
+                dense, scale = dense.view(rows, columns // group, group), scale.unsqueeze(-1)
+                zero = None if zero is None else zero.unsqueeze(-1)
+            else:
+                scale = scale.repeat_interleave(group, 1)[:, :columns]
+                zero = None if zero is None else zero.repeat_interleave(group, 1)[:, :columns]
+        if zero is not None:
+            dense = dense - zero.to(scale.dtype)
+        return (dense * scale).view(rows, columns)

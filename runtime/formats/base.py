@@ -61,7 +61,7 @@ class Format(ABC):
 
     @abstractmethod
     def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
 
@@ -130,15 +130,23 @@ class Format(ABC):
         return out
 
     def unpack(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = ""
+        self,
+        tensors: Tensors,
+        scheme: Scheme,
+        shape: Shape,
+        dtype: torch.dtype,
+        where: str = "",
+        check: bool = True,
     ) -> CompressedWeight:
-        """Inverse of `pack`. `where` is the module's name, for messages.
+        """Inverse of `pack`. `where` is the module's name, for messages; `check=False` is for tensors `validate` has
+        passed.
 
         Raises:
             ArtifactError: a tensor is missing or has the wrong shape, dtype or content.
         """
-        self._require(scheme, shape)
-        self.validate(tensors, scheme, shape, dtype, where)
+        if check:
+            self._require(scheme, shape)
+            self.validate(tensors, scheme, shape, dtype, where)
         scale = zero = None
         if scheme.weights is not None:
             scale = tensors["weight_scale"]
@@ -146,7 +154,7 @@ class Format(ABC):
                 zero = tensors["weight_zero_point"]
                 if self.zero_point_packed(scheme.weights):
                     zero = unpack_columns(zero, scheme.weights.bits, scale.shape[0])
-        values, mask = self.unpack_weight(tensors, scheme, shape, dtype, zero, where)
+        values, mask = self.unpack_weight(tensors, scheme, shape, zero)
         return CompressedWeight(values, scale, zero, mask, scheme, dtype)
 
     def validate(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = "") -> None:
@@ -163,6 +171,10 @@ class Format(ABC):
             raise ArtifactError(
                 f"tensor {join(where, 'weight_shape')} says {declared.tolist()} but the model has {list(shape)} there"
             )
+        self.validate_content(tensors, shape, where)
+
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:  # noqa: B027
+        """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
 
     def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
         """The tensors of the matrix made of these rows (int64 `[n]`) only, so that a lookup unpacks no more than it

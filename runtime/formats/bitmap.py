@@ -114,14 +114,17 @@ class Bitmap(Format):
             out["weight_values"] = values
         return out
 
-    def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        offsets, bitmap = tensors["weight_row_offsets"], tensors["weight_bitmap"]
-        bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).flatten(1)
-        mask = bits[:, : shape[1]].to(torch.bool)
-        if bool(bits[:, shape[1] :].any()) or int(offsets[0]) != 0 or not torch.equal(offsets.diff(), mask.sum(1)):
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
+        offsets, bits = tensors["weight_row_offsets"], _bits(tensors["weight_bitmap"])
+        beyond = bits[:, shape[1] :]
+        if int(offsets[0]) != 0 or not torch.equal(offsets.diff(), bits.sum(1)) or bool(beyond.any()):
             raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")
+
+    def unpack_weight(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        offsets = tensors["weight_row_offsets"]
+        mask = unpack_mask(tensors["weight_bitmap"], shape[1])
         if "weight_packed" in tensors:
             assert scheme.weights is not None
             stored = unpack_stream(tensors["weight_packed"], scheme.weights.bits, int(offsets[-1]))
@@ -134,3 +137,16 @@ class Bitmap(Format):
         if zero is not None:
             values.copy_(expand_groups(zero, scheme.weights, shape[1]).expand(shape))
         return values.masked_scatter_(mask, stored), mask
+
+
+def unpack_mask(bitmap: torch.Tensor, columns: int) -> torch.Tensor:
+    """bool `[rows, columns]` from uint8 `[rows, ceil(columns / 8)]`."""
+    return _bits(bitmap)[:, :columns].view(torch.bool)
+
+
+def _bits(bitmap: torch.Tensor) -> torch.Tensor:
+    """One byte, 0 or 1, for each bit, low bits first: eight at a time out of a table of 256."""
+    every = torch.arange(256, device=bitmap.device)
+    table = torch.stack([every >> i & 1 for i in range(8)], dim=-1).to(torch.uint8).view(torch.int64).view(-1)
+    chosen = table.index_select(0, bitmap.reshape(-1).to(torch.int32))
+    return chosen.view(bitmap.shape[0], bitmap.shape[1], 1).view(torch.uint8).flatten(1)

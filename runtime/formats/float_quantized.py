@@ -35,6 +35,6 @@ class FloatQuantized(Format):
         return {"weight": weight.values}
 
     def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return tensors["weight"], None

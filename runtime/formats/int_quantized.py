@@ -37,6 +37,6 @@ class IntQuantized(Format):
         return {"weight": weight.values}
 
     def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         return tensors["weight"], None

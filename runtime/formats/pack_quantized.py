@@ -54,7 +54,7 @@ class PackQuantized(Format):
         }
 
     def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         assert scheme.weights is not None
         return unpack_rows(tensors["weight_packed"], scheme.weights.bits, shape[1]), None

@@ -26,7 +26,7 @@ from runtime.formats.base import (
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 
-_SLICE = 1 << 19  # weights handled at once
+_SLICE = 1 << 18  # weights handled at once
 
 
 def _positions() -> torch.Tensor:
@@ -112,8 +112,14 @@ class Sparse24(Format):
             out["weight_values"] = halves
         return out
 
+    def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:
+        for start, stop in _slices(*shape):
+            nibbles = _nibbles(tensors["weight_metadata"][start:stop], shape[1])
+            if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
+                raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
+
     def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, zero: torch.Tensor | None, where: str
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, columns = shape
         metadata = tensors["weight_metadata"]
@@ -127,14 +133,15 @@ class Sparse24(Format):
         if zero is not None:
             values.copy_(expand_groups(zero, scheme.weights, columns).expand(shape))
         for start, stop in _slices(rows, columns):
-            bytes_ = metadata[start:stop]
-            nibbles = torch.stack([bytes_ & 15, bytes_ >> 4], dim=-1).view(stop - start, -1)[:, : columns // 4]
-            if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
-                raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
-            index = _columns(nibbles)
+            index = _columns(_nibbles(metadata[start:stop], columns))
             _bytes(values[start:stop]).scatter_(1, index, _bytes(halves[start:stop]))
             mask[start:stop].scatter_(1, index, True)
         return values, mask
+
+
+def _nibbles(metadata: torch.Tensor, columns: int) -> torch.Tensor:
+    """Position nibbles `[rows, columns / 4]` out of their bytes."""
+    return torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
 
 
 def _columns(nibbles: torch.Tensor) -> torch.Tensor:

@@ -77,6 +77,25 @@ def test_a_cast_changes_the_arithmetic_and_not_the_weight(scheme):
     assert torch.equal(layer.dequantize(), weight.dequantize())
 
 
+def test_a_move_keeps_the_kernel_that_was_asked_for():
+    layer, _ = linear(SCHEMES[0])
+    layer.prepare("reference")
+    layer.to("cpu")
+    assert layer.kernel_name == "reference"
+    layer.prepare("int4-cpu")
+    layer.float()
+    assert layer.kernel_name == "reference"  # int4-cpu computes in bfloat16 only
+
+
+@pytest.mark.parametrize("use", ["dequantize", "forward", "prepare"])
+def test_corrupt_positions_are_found_before_they_are_used(use):
+    layer, _ = linear(int_scheme(4, True, 32, "2:4"))
+    layer.weight_metadata[0, 0] = 0
+    calls = {"dequantize": layer.dequantize, "forward": lambda: layer(torch.zeros(1, 128)), "prepare": layer.prepare}
+    with pytest.raises(ArtifactError, match="weight_metadata"):
+        calls[use]()
+
+
 def test_copies_are_independent():
     layer, weight = linear(SCHEMES[0])
     layer.prepare()

@@ -14,6 +14,7 @@ import torch
 
 from runtime import formats
 from runtime.formats.base import Tensors, expand_groups
+from runtime.formats.bitmap import unpack_mask
 from runtime.kernels.base import Kernel, Layer
 from runtime.scheme import CompressedWeight
 
@@ -96,9 +97,7 @@ class Int4Cpu(Kernel):
             scale = tensors["scales_and_zeros"][::step, :rows, 0].t().contiguous()
         mask = None
         if "weight_bitmap" in tensors:
-            bitmap = tensors["weight_bitmap"]
-            bits = torch.stack([bitmap >> i & 1 for i in range(8)], dim=-1).view(rows, -1)
-            mask = bits[:, :columns].to(torch.bool)
+            mask = unpack_mask(tensors["weight_bitmap"], columns)
         elif layer.entry.format == "sparse24":
             zero = tensors.get("zero_point")
             mask = values != (0 if zero is None else expand_groups(zero, scheme, columns))

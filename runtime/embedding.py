@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from runtime import formats
-from runtime.formats.base import check_tensor
+from runtime.formats.checks import check_tensor
 from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry
 

@@ -13,7 +13,7 @@ from torch import nn
 from runtime import kernels as kernel_table
 from runtime.embedding import CompressedEmbedding
 from runtime.errors import ArtifactError, RequestError
-from runtime.formats.base import check_tensor
+from runtime.formats.checks import check_tensor
 from runtime.kernels import Kernel
 from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry

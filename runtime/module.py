@@ -11,7 +11,8 @@ from torch import nn
 from runtime import formats
 from runtime import kernels as kernel_table
 from runtime.errors import ArtifactError
-from runtime.formats.base import Tensors, TensorSpec, check_tensor, input_tensors, join
+from runtime.formats.base import input_tensors
+from runtime.formats.checks import Tensors, TensorSpec, check_tensor, join
 from runtime.kernels import Kernel, Layer
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import CompressedWeight

@@ -11,8 +11,9 @@ import re
 import torch
 
 from runtime.errors import RequestError
-from runtime.formats.base import Format, Shape, Tensors, TensorSpec
+from runtime.formats.base import Format
 from runtime.formats.bitmap import Bitmap
+from runtime.formats.checks import Shape, Tensors, TensorSpec
 from runtime.formats.float_quantized import FloatQuantized
 from runtime.formats.int_quantized import IntQuantized
 from runtime.formats.pack_quantized import PackQuantized

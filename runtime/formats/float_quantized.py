@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.base import FLOAT8, Format, Shape, Tensors, TensorSpec, ragged, why_not_weights
+from runtime.formats.base import Format
+from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, ragged, why_not_weights
 from runtime.scheme import CompressedWeight, Scheme
 
 

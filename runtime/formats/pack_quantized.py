@@ -6,8 +6,9 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.base import Format, Shape, Tensors, TensorSpec, ragged, why_not_weights
+from runtime.formats.base import Format
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
+from runtime.formats.checks import Shape, Tensors, TensorSpec, ragged, why_not_weights
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 
 

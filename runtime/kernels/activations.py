@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.base import FLOAT8
+from runtime.formats.checks import FLOAT8
 from runtime.scheme import ActivationScheme
 
 FLOAT8_MAXIMUM = 448.0

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime import formats
-from runtime.formats.base import Tensors
+from runtime.formats.checks import Tensors
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import CompressedWeight
 

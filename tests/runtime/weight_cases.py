@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from runtime import formats
-from runtime.formats.base import expand_groups
+from runtime.formats.checks import expand_groups
 from runtime.quantization_config import ModuleEntry, build
 from runtime.scheme import CompressedWeight, Scheme, WeightScheme
 

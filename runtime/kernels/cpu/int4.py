@@ -13,8 +13,8 @@ from functools import cache
 import torch
 
 from runtime import formats
-from runtime.formats.base import Tensors, expand_groups
 from runtime.formats.bitmap import unpack_mask
+from runtime.formats.checks import Tensors, expand_groups
 from runtime.kernels.base import Kernel, Layer
 from runtime.scheme import CompressedWeight
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.base import FLOAT8, Tensors
+from runtime.formats.checks import FLOAT8, Tensors
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Kernel, Layer
 

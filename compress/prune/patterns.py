@@ -102,7 +102,7 @@ def parse(text: str | None) -> Pattern:
 
 def keep_largest(score: torch.Tensor, keep: int) -> torch.Tensor:
     """Mask `[rows, n]` with exactly `keep` True in every row, at the largest scores (later positions win ties)."""
-    rows, n = score.shape
+    n = score.shape[1]
     drop = n - keep
     if drop <= 0:
         return torch.ones_like(score, dtype=torch.bool)

@@ -30,7 +30,7 @@ class SparseGPTConfig(PruneConfig):
         1, ge=0, le=100, description="N:M: passes that move zeros inside a block where that lowers the output error."
     )
     reconstruction: int = Field(
-        20, ge=0, le=1000, description="Conjugate-gradient steps that fit the kept weights once the mask is complete."
+        10, ge=0, le=1000, description="Conjugate-gradient steps that fit the kept weights once the mask is complete."
     )
     block_size: int = Field(
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."

@@ -79,7 +79,7 @@ def smoothquant_scales(weights: list[torch.Tensor], statistics: Statistics, alph
 def _weight_size(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:
     """Mean over rows of `|w|` relative to the largest of its group, `[in]`."""
     assert scheme.weights is not None
-    out, columns = weight.shape
+    columns = weight.shape[1]
     group = scheme.weights.group_size if scheme.weights.strategy == "group" else columns
     assert group is not None
     total = torch.empty(columns, device=weight.device)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any, Literal
 
 import torch
@@ -32,7 +33,7 @@ class Options:
     scales: Search = "mse"
     static_groups: bool = False
     mask_search: Literal["exact", "greedy"] = "exact"
-    reconstruction: int = 20
+    reconstruction: int = 10
     swaps: int = 0
     sweeps: int = 0
     refit_scales: bool = False
@@ -104,7 +105,8 @@ def _prune(target, heights, hessian, constraint: Constraint, options: Options, n
     values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
     if options.swaps and searchable(pattern):
         swap(target, None, values, None, mask, hessian, pattern, options.swaps)
-        values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
+        # Few zeros move, so the values are close already.
+        values = reconstruct(target, values, mask, hessian, factor.damping, -(-options.reconstruction // 2))
     return values, mask
 
 
@@ -162,7 +164,7 @@ def _column_grid(static: StackedGrid, order, dtype, options: Options, energy, he
     scheme = static.scheme
     low, high = scheme.code_range
     group = static.group_of(order.shape[0])[order].tolist()
-    runs = 1 + sum(a != b for a, b in zip(group, group[1:], strict=False))
+    runs = 1 + sum(a != b for a, b in pairwise(group))
     choose = None
     if (
         not options.static_groups

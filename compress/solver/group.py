@@ -140,7 +140,7 @@ def nearest(
 
 def _options(*configs: PruneConfig | QuantizeConfig | None) -> Options:
     """Solver settings from the fields of the configurations, later ones first."""
-    fields = {}
+    fields: dict[str, Any] = {}
     for config in configs:
         fields |= {name: getattr(config, name) for name in Options.__dataclass_fields__ if hasattr(config, name)}
     return Options(**fields)

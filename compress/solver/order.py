@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 
-def column_order(diagonal: torch.Tensor, units: list[int]) -> torch.Tensor | None:
+def column_order(diagonal: torch.Tensor, units: list[int]) -> torch.Tensor:
     """Columns by falling energy, with consecutive columns kept together in nested units.
 
     Args:

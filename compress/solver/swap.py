@@ -125,7 +125,7 @@ def _best(choices: _Choices, block: int, values, gradient, scale, zero, grid: St
     wanted = values + choices.inverse[block] @ gradient
     costs = ((choices.cost[block] @ wanted) * wanted).sum(1)
     targets = choices.target[block] @ wanted
-    count, n = choices.kept.shape
+    n = choices.kept.shape[1]
     upper = choices.upper[block]
     results = torch.empty_like(targets)
     found = torch.empty_like(targets) if grid is not None else None

@@ -54,7 +54,7 @@ def test_the_error_after_scaling_is_that_of_the_scaled_statistics() -> None:
 
 
 def test_clipping_lowers_the_output_error_and_gptq_lowers_it_further() -> None:
-    weights, x, statistics = problem()
+    weights, _, statistics = problem()
     errors = []
     for fields in ({"scales": "minmax"}, {"scales": "hessian"}, {"scales": "hessian", "solver": "gptq"}):
         config = METHODS["awq"].config(bits=3, group_size=32, **fields)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -25,7 +27,7 @@ def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
     assert mean == pytest.approx(target, abs=1e-9)
     assert all(0 <= s < 1 and abs(s - target) <= 0.08 + 1e-9 for s in shares)
     ranked = sorted(zip(scores, shares, strict=True))
-    assert all(a[1] >= b[1] - 1e-12 for a, b in zip(ranked, ranked[1:], strict=False))
+    assert all(a[1] >= b[1] - 1e-12 for a, b in pairwise(ranked))
 
 
 def test_equal_scores_give_the_target_and_wrong_requests_are_refused() -> None:

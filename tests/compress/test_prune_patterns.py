@@ -71,7 +71,7 @@ def test_widths_that_do_not_divide_are_refused() -> None:
 
 def test_contradictions_in_the_fields_are_refused() -> None:
     config = METHODS["magnitude"].config
-    with pytest.raises(ValidationError, match="means a sparsity of 0.5, not 0.7"):
+    with pytest.raises(ValidationError, match=r"means a sparsity of 0\.5, not 0\.7"):
         config(pattern="2:4", sparsity=0.7)
     with pytest.raises(ValidationError, match="needs 'sparsity'"):
         config()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import resource
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
@@ -197,7 +199,7 @@ def _one_block(
     streamed = session.streamed
     work = session.block_work(index)
     calibrated = range(len(batches) - 1)  # the last batch is the probe
-    with streamed.loaded_block(index) as block:
+    with streamed.loaded_block(index) as block, _modules_put_back(block):
         original = {n: p.data for n, p in block.named_parameters()}
         job = BlockJob(
             prefix=streamed.block_prefix(index), block=block, work=work,
@@ -220,6 +222,18 @@ def _one_block(
             directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),
             changed, result.layers, result.skipped,
         )  # fmt: skip
+
+
+@contextmanager
+def _modules_put_back(block: nn.Module) -> Iterator[None]:
+    """Layers that were replaced to simulate quantized inputs give way to the originals again: the block runs as the source later."""
+    original = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        yield
+    finally:
+        for name, module in original.items():
+            parent_name, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(parent_name), leaf, module)
 
 
 def _runner(

@@ -275,3 +275,15 @@ def test_checkpoint_stored_wider_than_its_config_says(make_checkpoint, recipe, t
     (model / "config.json").write_text(json.dumps({**config, "dtype": "bfloat16"}))
     run(recipe, model, [GPTQ], tmp_path / "out")
     assert runtime.load(tmp_path / "out").logits(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["smoothquant", "fp8 static", "joint 2:4", "awq"])
+def test_evaluation_compares_with_the_untouched_source(make_checkpoint, recipe, tmp_path, name):
+    """What stood in for the layers while compressing is gone when the source is measured."""
+    model = make_checkpoint()
+    evaluate = {"data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4}
+    metrics = run(recipe, model, STAGES[name], tmp_path / "out", evaluate=evaluate).metrics
+    same = run(recipe, model, STAGES["rtn"], tmp_path / "rtn", evaluate=evaluate).metrics
+    assert metrics["before"] == same["before"]
+    assert metrics["after"] != metrics["before"]
+    assert metrics["kl"] > 0

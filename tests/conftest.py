@@ -10,11 +10,14 @@ from typing import Any
 # Before anything imports the hub client: no test may wait for a network.
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+# One thread a process, in the processes that tests start too: the models are tiny, so that a second thread mostly waits for the
+# first, and `pytest -n 2` uses the other core better.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
 
-torch.set_num_threads(min(2, torch.get_num_threads()))
+torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, and its double is {2 * i}.\n" for i in range(400))
 

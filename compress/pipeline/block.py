@@ -98,10 +98,19 @@ def _transform(
 ) -> dict[int, Statistics]:
     """Apply function-preserving scales where the recipe asks for them; returns the statistics that are good to solve with."""
     transformed = [i for i, g in enumerate(groups) if any(local[n].transform is not None for n in g.members)]
-    if not transformed and job.true_sequential:
+    # A solver that compensates does best on what the layers before it became; one that does not (Wanda, rounding) ranks and
+    # scales better by what the original block sees, as its papers do.
+    late = {i for i, g in enumerate(groups) if job.true_sequential and any(local[n].compensates for n in g.members)}
+    early = [
+        i
+        for i, g in enumerate(groups)
+        if i in transformed or (i not in late and any(local[n].needs for n in g.members))
+    ]
+    if not early:
         return {}
-    hessian = any(_wants(local, g, "hessian") for g in groups)
-    statistics = dict(enumerate(collect(job.block, groups, job.forwards, hessian=hessian)))
+    hessian = any(_wants(local, groups[i], "hessian") for i in early)
+    found = collect(job.block, [groups[i] for i in early], job.forwards, hessian=hessian)
+    statistics = dict(zip(early, found, strict=True))
     if not transformed:
         return statistics
     assert job.small_forward is not None
@@ -121,15 +130,13 @@ def _transform(
         columns = fold(job.block, place, place.shared(wanted), work)
         statistics[position] = statistics[position].scaled(columns)
         result.folds.append(f"{job.prefix}{place.producer} -> {', '.join(place.consumers)}")
-    found = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}
+    scaled = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}
     for position in transformed:
-        if position not in found:
+        if position not in scaled:
             reporter.detail(
                 f"{job.prefix}{groups[position].members[0]}: nothing before it can take a scale; solved without one"
             )
-    if job.true_sequential and any(local[n].compensates for g in groups for n in g.members):
-        return {}  # compensated solvers see what the layers before them became
-    return statistics
+    return {i: s for i, s in statistics.items() if i not in late}
 
 
 def _solve(

@@ -28,7 +28,7 @@ class GPTQConfig(QuantizeConfig):
         description="Fix all scales beforehand, instead of fitting a group when the loop arrives at it (if the order allows).",
     )
     sweeps: int = Field(
-        3, ge=0, le=100, description="Refinement passes that move single codes to lower the output error."
+        1, ge=0, le=100, description="Refinement passes that move single codes to lower the output error."
     )
     refit_scales: bool = Field(True, description="Refit scales by least squares in every refinement pass.")
     joint: bool = Field(

@@ -191,6 +191,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--peers", required=True, help="directory that benchmarks/peers/setup.sh filled")
     parser.add_argument("--model", default=str(BUNDLED), help="a Llama checkpoint with its tokenizer")
     parser.add_argument("--shape", choices=("bundled", "1.1b"), default="bundled")
+    parser.add_argument(
+        "--layers", type=int, default=22, help="blocks of the 1.1b shape; fewer for a shorter run (says so in the JSON)"
+    )
     parser.add_argument("--only", action="append", help="glob of cell names; may be repeated")
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, or tool:variant, separated by commas")
     parser.add_argument(
@@ -209,7 +212,10 @@ def main() -> None:
     """Run what is missing."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the run under way is stopped too
     arguments = parse()
-    result_file = arguments.output or HERE / "results" / f"compress_vs_peers_{arguments.shape.replace('.', '_')}.json"
+    part = f"_{arguments.layers}_layers" if arguments.shape != "bundled" and arguments.layers != 22 else ""
+    result_file = (
+        arguments.output or HERE / "results" / f"compress_vs_peers_{arguments.shape.replace('.', '_')}{part}.json"
+    )
     result_file.parent.mkdir(parents=True, exist_ok=True)
     data: dict[str, Any] = json.loads(result_file.read_text()) if result_file.exists() else {"cells": {}}
     work = arguments.work or Path(tempfile.mkdtemp(prefix="compress_vs_peers_"))
@@ -217,7 +223,7 @@ def main() -> None:
     large = arguments.shape == "1.1b"
     samples = LARGE_SAMPLES if large else SAMPLES
     if large:
-        arguments.model = str(random_llama(work, arguments.model))
+        arguments.model = str(random_llama(work, arguments.model, arguments.layers))
     bench = Bench(arguments, work)
     bench.write_ids(samples)
     ids = json.loads(bench.ids.read_text())
@@ -253,11 +259,12 @@ def main() -> None:
         shutil.rmtree(work)
 
 
-def random_llama(work: Path, tokenizer_from: str) -> Path:
-    """The random 1.1B checkpoint, made when absent."""
-    path = work / "random-llama-1.1b"
+def random_llama(work: Path, tokenizer_from: str, layers: int) -> Path:
+    """The random checkpoint of the 1.1B shape, made when absent."""
+    path = work / ("random-llama-1.1b" if layers == 22 else f"random-llama-1.1b-{layers}-of-22-layers")
     if not (path / "config.json").exists():
         command = [sys.executable, str(HERE / "make_random_llama.py"), str(path), "--tokenizer", tokenizer_from]
+        command += ["--layers", str(layers)]
         result = measure(command, work / "make_random_llama.log", os.environ, timeout=1200)
         if result.returncode != 0:
             sys.exit(f"making the random checkpoint failed: {last_error(work / 'make_random_llama.log')}")

@@ -63,7 +63,7 @@ def cost_table(data: dict[str, Any]) -> str:
     """Wall time and peak memory of the whole process, each tool with its defaults."""
     names = ["ours", *PEERS]
     lines = [
-        "Whole process, imports included: wall seconds / peak resident MB",
+        "Whole process, imports included: wall seconds / peak resident MB (*: other work was running)",
         "",
         "| | ours | llm-compressor | GPTQModel |",
         "|---|---:|---:|---:|",
@@ -75,7 +75,8 @@ def cost_table(data: dict[str, Any]) -> str:
             if run is None:
                 row.append("–")
             else:
-                row.append("fails" if "error" in run else f"{run['seconds']:.1f} s / {run['peak_mb']:.0f}")
+                busy = "" if run.get("load_before", 99.0) <= data["machine"]["threads"] + 1 else "*"
+                row.append("fails" if "error" in run else f"{run['seconds']:.1f} s{busy} / {run['peak_mb']:.0f}")
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 

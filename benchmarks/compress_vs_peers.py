@@ -8,7 +8,7 @@
     python benchmarks/compress_table.py                                     the tables of the README
 
 Every run is a process of its own; its wall time and peak memory are those of the whole process, imports, loading and saving
-included. What it wrote is then turned into a dense bfloat16 checkpoint (not timed) and measured by one evaluator. Cells that are
+included; `load_before` is the machine's load average at its start (times taken on a busy machine say little). What it wrote is then turned into a dense bfloat16 checkpoint (not timed) and measured by one evaluator. Cells that are
 already in the JSON are skipped, so an interrupted run goes on; `--force` measures them again.
 """
 
@@ -107,6 +107,7 @@ class Bench:
         config_file.write_text(json.dumps(config))
         command = self.compress_command(cell, variant, config_file, samples)
         runs = []
+        load = os.getloadavg()[0]
         for _ in range(self.arguments.repeat):
             self.clean("output", "report.json")
             runs.append(self.step(command, "compress", self.arguments.timeout, variant.tool))
@@ -114,6 +115,7 @@ class Bench:
             "seconds": statistics.median(run.seconds for run in runs),
             "seconds_all": [run.seconds for run in runs],
             "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
+            "load_before": round(load, 1),
             "peak_mb": max(run.peak_mb for run in runs),
             "output_bytes": sum(f.stat().st_size for f in (self.work / "output").glob("*.safetensors")),
             "settings": variant.settings,

@@ -54,7 +54,8 @@ def quality_table(data: dict[str, Any]) -> str:
             row.append(_ppl(cell.get(peer)))
             tuned = {key: run for key, run in cell.items() if key.startswith(f"{peer}:")}
             value = best(tuned, peer, "perplexity")
-            row.append(f"{value[0]:.2f}" if value else ("fails" if tuned else "–"))
+            broken = [run for run in tuned.values() if "error" not in run]
+            row.append(f"{value[0]:.2f}" if value else _ppl(broken[0]) if broken else ("fails" if tuned else "–"))
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
 

@@ -8,8 +8,9 @@
     python benchmarks/compress_table.py                                     the tables of the README
 
 Every run is a process of its own; its wall time and peak memory are those of the whole process, imports, loading and saving
-included; `load_before` is the machine's load average at its start (times taken on a busy machine say little). What it wrote is then turned into a dense bfloat16 checkpoint (not timed) and measured by one evaluator. Cells that are
-already in the JSON are skipped, so an interrupted run goes on; `--force` measures them again.
+included; `load_before` is the load average of the machine at its start (times taken on a busy machine say little). What it
+wrote is then turned into a dense bfloat16 checkpoint (not timed) and measured by one evaluator. Cells that are already in the
+JSON are skipped, so an interrupted run goes on; `--force` measures them again.
 """
 
 from __future__ import annotations

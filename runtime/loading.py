@@ -15,6 +15,9 @@ from runtime.engines.torch import load_torch
 from runtime.errors import ArtifactError, RequestError
 from runtime.model import Model
 
+# Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
+VERIFY_BYTES = 2**30
+UNFINISHED = ".compress/run.json"  # what an interrupted run leaves
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # Any of these means that the directory is meant to have a tokenizer.
 _TOKENIZER_FILES = (
@@ -35,7 +38,7 @@ def load(
     kernels: str = "auto",
     threads: int | None = None,
     dtype: str | torch.dtype | None = None,
-    verify: bool = False,
+    verify: bool | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Model:
@@ -48,7 +51,7 @@ def load(
             is plain torch).
         threads: CPU threads of torch, for the whole process; None leaves them.
         dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
-        verify: compare every file with the SHA-256 in the artifact's manifest first.
+        verify: compare every file with the SHA-256 in the artifact's manifest first; None does so for artifacts up to 1 GiB.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -62,7 +65,10 @@ def load(
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
         torch.set_num_threads(threads)
     artifact = Artifact(path, trust_remote_code)
-    if verify:
+    if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
+        raise ArtifactError(f"{artifact.path} is an unfinished run of `compress apply`; finish it with --resume")
+    small = artifact.manifest is not None and artifact.checkpoint.total_bytes <= VERIFY_BYTES
+    if verify or (verify is None and small):
         artifact.verify()
     engine = load_torch(artifact, target, kernels, compute, trust_remote_code)
     tokenizer = _tokenizer(artifact.path, trust_remote_code)

@@ -20,6 +20,8 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     Raises:
         ArtifactError: nothing is there; the message names the nearest directory.
     """
+    if not isinstance(source, (str, os.PathLike)) or not str(source):
+        raise ArtifactError(f"{source!r} is no path; give the directory of a checkpoint or artifact, or a hub id")
     text = os.fspath(source)
     path = Path(text).expanduser()
     if path.is_dir():

@@ -43,11 +43,12 @@ class BlockJob:
 
 @dataclass
 class BlockResult:
-    """Solved layers by qualified name, and those left as they were with the reason."""
+    """Solved layers by qualified name, those left as they were with the reason, and the modules (names inside the block) whose
+    values took a scale."""
 
     layers: dict[str, SolvedLayer] = field(default_factory=dict)
     skipped: dict[str, str] = field(default_factory=dict)
-    folds: list[str] = field(default_factory=list)
+    scaled: set[str] = field(default_factory=set)
 
 
 def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
@@ -122,14 +123,14 @@ def _transform(
         job.block.to(job.dtype)
     for name, module in job.block.named_modules():
         if isinstance(module, nn.Linear):
-            work[name] = module.weight.data.float()
+            work[name] = module.weight.data.to(torch.float32, copy=True)
     for place in places:
         position = next(i for i in transformed if groups[i].members[0] in place.consumers)
         lead = local[next(n for n in groups[position].members if local[n].transform is not None)]
         wanted = lead.transform([work[n] for n in place.consumers], statistics[position], lead.scheme, lead.quantize)
         columns = fold(job.block, place, place.shared(wanted), work)
         statistics[position] = statistics[position].scaled(columns)
-        result.folds.append(f"{job.prefix}{place.producer} -> {', '.join(place.consumers)}")
+        result.scaled |= {place.producer, *place.consumers}
     scaled = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}
     for position in transformed:
         if position not in scaled:
@@ -177,16 +178,16 @@ def _solve(
 
 
 def _check_weights(job: BlockJob, result: BlockResult) -> list[str]:
-    names = []
-    for name in job.work:
-        weight = job.block.get_submodule(name.removeprefix(job.prefix)).weight
-        assert isinstance(weight, torch.Tensor)
-        if bool(torch.isfinite(weight).all()):
-            names.append(name)
-            continue
-        reason = f"{name}: the weight holds NaN or Inf"
-        _nonfinite(job, name, reason, result)
-    return names
+    """Names of the layers that can be solved. A tensor with NaN or Inf, compressed or not, is named and stops the run or is left."""
+    bad = {job.prefix + n for n, p in job.block.named_parameters() if not bool(torch.isfinite(p).all())}
+    for tensor in sorted(bad):
+        _nonfinite(
+            job,
+            tensor.removesuffix(".weight"),
+            f"{tensor.removesuffix('.weight')}: the weight holds NaN or Inf",
+            result,
+        )
+    return [name for name in job.work if f"{name}.weight" not in bad]
 
 
 def _finite(job: BlockJob, group: InputGroup, statistics: Statistics, result: BlockResult) -> bool:

@@ -93,7 +93,8 @@ def collect(
     Args:
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
-    collectors = [StatisticsCollector(group.in_features, hessian=hessian) for group in groups]
+    device = next(block.parameters()).device
+    collectors = [StatisticsCollector(group.in_features, hessian=hessian, device=device) for group in groups]
     mask: torch.Tensor | None = None
     handles = []
 

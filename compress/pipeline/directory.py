@@ -34,6 +34,8 @@ class RunDirectory:
         self.path = output
         self.work = output / WORK
         self.finished = False
+        self._identity = identity
+        self._replace = False
         if output.exists() and not output.is_dir():
             raise RequestError(f"output {output} is a file; name a directory that is new or empty")
         entries = [e for e in output.iterdir() if e.name != LOG] if output.exists() else []
@@ -46,13 +48,21 @@ class RunDirectory:
             raise RequestError(
                 f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
             )
+
+    def claim(self) -> None:
+        """Make the directory this run's: only now is anything changed, since until now the request could still be refused."""
+        if self._replace:
+            self._clear()
         self.work.mkdir(parents=True, exist_ok=True)
-        if not self.finished and not state.is_file():
-            write_json(state, identity)
+        state = self.work / "run.json"
+        if not state.is_file():
+            write_json(state, self._identity)
+        for leftover in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp"), *self.work.glob("*.tmp")]:
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _open_unfinished(self, state: Path, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         if overwrite and not resume:
-            self._clear()
+            self._replace = True
             return
         if not resume:
             raise RequestError(
@@ -65,8 +75,6 @@ class RunDirectory:
                 f"output {self.path} holds a run with another {', '.join(different).replace('_', ' ')}; "
                 "it cannot be resumed with this request: restore it, or name another directory"
             )
-        for leftover in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp"), *self.work.glob("*.tmp")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
 
     def _open_finished(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         manifest = _read_json(self.path / MANIFEST)
@@ -74,7 +82,7 @@ class RunDirectory:
             self.finished = True
             return
         if overwrite:
-            self._clear()
+            self._replace = True
             return
         raise RequestError(
             f"output {self.path} already holds a finished artifact; name another directory with --output, or add --overwrite"
@@ -88,7 +96,8 @@ class RunDirectory:
         """Remove what a run of ours wrote here (and only a directory that is recognisably ours gets to this point)."""
         manifest = _read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
         for name in [*manifest.get("files", {}), *UNHASHED]:
-            (self.path / name).unlink(missing_ok=True)
+            if Path(name).name == name:  # a manifest cannot make us touch anything but plain files of this directory
+                (self.path / name).unlink(missing_ok=True)
         for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp")]:
             leftover.unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)

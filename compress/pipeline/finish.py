@@ -85,6 +85,9 @@ def evaluate(
     config = session.recipe.evaluate
     if config is None or windows is None:
         return {}
+    if not session.checkpoint_is_finite:
+        reporter.warn("the source holds NaN or Inf, so its quality was not measured")
+        return {}
     metrics = compare(
         session.streamed, artifact, windows, config.batch_size, directory.work if spill else None, reporter
     )

@@ -118,7 +118,7 @@ def _head_statistics(
         raise RequestError(
             f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
         )
-    collector = StatisticsCollector(int(module.weight.shape[1]), hessian=True)  # type: ignore[union-attr, index]
+    collector = StatisticsCollector(int(module.weight.shape[1]), hessian=True, device=session.streamed.device)  # type: ignore[union-attr, index]
     for number, (_, mask) in enumerate(batches[:-1]):  # the last batch is the probe
         collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device)), mask)
     return collector.finish()

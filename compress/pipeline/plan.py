@@ -43,7 +43,7 @@ class TensorPlan:
 
 @dataclass
 class Plan:
-    """See the module's docstring. `problems` are sentences; a run with any of them is refused."""
+    """See the module's docstring. `problems` and `warnings` are sentences; a run with any of the problems is refused."""
 
     model: str
     output: str
@@ -58,6 +58,7 @@ class Plan:
     seconds: float
     spill: bool
     problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -102,9 +103,20 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         calibration_tokens=session.calibration.tokens if session.needs_data else 0,
         seconds=_seconds(session, tokens, scored), spill=spill,
     )  # fmt: skip
+    for tensor in tensors:
+        if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:
+            sizes = f"{size(tensor.bytes_after)} instead of {size(tensor.bytes_before)}"
+            plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
+            break
+    if session.untie:
+        added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)
+        plan.warnings.append(
+            f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
+        )
     if plan.peak_memory > MEMORY_SHARE * plan.available_memory:
         plan.problems.append(
-            f"the run needs about {size(plan.peak_memory)} of memory and {size(plan.available_memory)} are free: "
+            f"the run needs about {size(plan.peak_memory)} of memory and may take "
+            f"{size(MEMORY_SHARE * plan.available_memory)} of the {size(plan.available_memory)} that are free: "
             "lower calibration.batch_size or sequence_length, or use a machine with more"
         )
     if plan.disk_needed > free:

@@ -21,12 +21,13 @@ from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.outside import compress_embeddings, compress_outside
-from compress.pipeline.plan import Plan, plan_session
+from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.recipe.models import Recipe
+from runtime.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
 # Hidden states larger than this share of the free memory live in files.
@@ -80,20 +81,24 @@ def apply(
     clock = _Clock()
     session = Session.open(recipe, device)
     evaluation = finish.evaluation_windows(session)
-    identity = session.identity()
+    identity = session.identity(evaluation)
     directory = RunDirectory(directory_path, identity, resume, overwrite)
     if directory.finished:
+        Artifact(directory.path).verify()
         manifest = finish.read_manifest(directory)
         directory.finish()
-        return AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak())
+        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
     plan = plan_session(session, evaluation, directory.path)
-    _refuse_what_cannot_fit(plan, directory)
+    if plan.problems:
+        raise RequestError("; ".join(plan.problems))
+    directory.claim()
     clock.lap("prepare")
 
     with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
         reporter.info(plan.headline())
-        if session.needs_data and session.calibration.warning:
-            reporter.warn(session.calibration.warning)
+        for warning in [*plan.warnings, *([session.calibration.warning] if session.needs_data else [])]:
+            if warning:
+                reporter.warn(warning)
         allocate_sparsity(session, directory, reporter, plan.spill)
         _compress_blocks(session, directory, reporter, plan.spill)
         clock.lap("compress")
@@ -106,11 +111,16 @@ def apply(
         manifest = finish.write_manifest(session, directory, identity, metrics)
         directory.finish()
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
-    failed = [limit for limit in metrics.get("limits", []) if not limit["ok"]]
+    return _accept(result)
+
+
+def _accept(result: AppliedArtifact) -> AppliedArtifact:
+    """The artifact, unless the recipe's limits refuse it."""
+    failed = [limit for limit in result.metrics.get("limits", []) if not limit["ok"]]
     if failed:
         sentence = "; ".join(f"{x['name']} is {x['value']:.4g}, the limit is {x['limit']:.4g}" for x in failed)
         raise LimitError(
-            f"{sentence}; the artifact is complete in {directory.path}, but the recipe does not accept it", result
+            f"{sentence}; the artifact is complete in {result.path}, but the recipe does not accept it", result
         )
     return result
 
@@ -136,13 +146,6 @@ class _Clock:
 
 def _peak() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def _refuse_what_cannot_fit(plan: Plan, directory: RunDirectory) -> None:
-    if plan.problems:
-        if not directory.record_path("block-00000").is_file():
-            directory.finish()  # nothing was started; leave no trace
-        raise RequestError("; ".join(plan.problems))
 
 
 def _compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
@@ -200,7 +203,6 @@ def _one_block(
     work = session.block_work(index)
     calibrated = range(len(batches) - 1)  # the last batch is the probe
     with streamed.loaded_block(index) as block, _modules_put_back(block):
-        original = {n: p.data for n, p in block.named_parameters()}
         job = BlockJob(
             prefix=streamed.block_prefix(index), block=block, work=work,
             forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in calibrated],
@@ -211,12 +213,11 @@ def _one_block(
         with torch.inference_mode():
             for number, batch in enumerate(batches):
                 states.put(number, streamed.run_block(index, states.get(number), batch))
+        prefix = streamed.block_prefix(index)
         changed = {
-            streamed.block_prefix(index) + n: p.data
+            prefix + n: p.data
             for n, p in block.named_parameters()
-            if n in original
-            and p.data_ptr() != original[n].data_ptr()
-            and (streamed.block_prefix(index) + n).removesuffix(".weight") not in result.layers
+            if n.rpartition(".")[0] in result.scaled and (prefix + n).removesuffix(".weight") not in result.layers
         }
         return write_part(
             directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),

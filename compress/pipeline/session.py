@@ -128,10 +128,21 @@ class Session:
         shared = {n.rpartition(".")[0] for pair in tied.items() for n in pair}
         return any(name in shared for name in self.work)
 
+    @cached_property
+    def checkpoint_is_finite(self) -> bool:
+        """False when a layer or tensor was skipped for NaN or Inf (recipes with `on_nonfinite: skip` only)."""
+        if self.recipe.on_nonfinite == "fail":
+            return True
+        return all(
+            bool(torch.isfinite(self.checkpoint.get(n)).all())
+            for n in self.checkpoint.names()
+            if self.checkpoint.dtype(n).is_floating_point
+        )
+
     def linear_names(self) -> list[str]:
         return [n for n, m in self.streamed.model.named_modules() if isinstance(m, nn.Linear)]
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self, evaluation: torch.Tensor | None) -> dict[str, Any]:
         """What must be equal for a resume to give the same bytes."""
         import compress
 
@@ -141,6 +152,10 @@ class Session:
             "source_fingerprint": self.checkpoint.fingerprint(),
             "compress_version": compress.__version__,
         }
+        identity["torch_version"] = torch.__version__
+        identity["device"] = self.streamed.device.type
+        if evaluation is not None:
+            identity["evaluation_text"] = hashlib.sha256(evaluation.numpy().tobytes()).hexdigest()
         if self.needs_data:
             identity["calibration_text"] = self.calibration.sha256
         return identity

@@ -8,6 +8,7 @@ from typing import Any
 from compress import prune, quantize
 from compress.assign import Assignment
 from compress.method import Method
+from compress.solver.group import compensates
 from runtime.scheme import Scheme
 
 
@@ -61,7 +62,8 @@ class LayerWork:
     @property
     def compensates(self) -> bool:
         """Whether a solver makes up for errors in later columns; then it pays to look at what the layers before it became."""
-        return any(m.compensates for m in self.methods)
+        pruned = self.prune is not None and prune.METHODS[self.prune.method].compensates
+        return pruned or (self.quantize is not None and compensates(self.quantize))
 
     @property
     def transform(self) -> Any:

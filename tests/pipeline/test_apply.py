@@ -146,7 +146,7 @@ def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_
     assert runtime.load(tmp_path / "out").logits(torch.zeros(1, 4, dtype=torch.long)).shape == (1, 4, 257)
 
 
-@pytest.mark.parametrize("where", ["weight", "activation"])
+@pytest.mark.parametrize("where", ["weight", "norm"])
 def test_nan_names_the_layer(make_checkpoint, recipe, tmp_path, where):
     from safetensors.torch import save_file
 
@@ -155,7 +155,7 @@ def test_nan_names_the_layer(make_checkpoint, recipe, tmp_path, where):
     name = "model.layers.1.mlp.up_proj.weight" if where == "weight" else "model.layers.1.input_layernorm.weight"
     tensors[name].view(-1)[3] = float("nan")
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    culprit = "model.layers.1.mlp.up_proj" if where == "weight" else "model.layers.1.self_attn.q_proj"
+    culprit = name.removesuffix(".weight")
     with pytest.raises(CompressError, match=f"{culprit}: .*NaN or Inf"):
         run(recipe, model, [GPTQ], tmp_path / "out")
     if where == "weight":
@@ -287,3 +287,86 @@ def test_evaluation_compares_with_the_untouched_source(make_checkpoint, recipe, 
     assert metrics["before"] == same["before"]
     assert metrics["after"] != metrics["before"]
     assert metrics["kl"] > 0
+
+
+def test_overwrite_touches_only_its_own_directory(make_checkpoint, recipe, tmp_path):
+    model, output, victim = make_checkpoint(), tmp_path / "out", tmp_path / "victim.txt"
+    victim.write_text("mine")
+    compress.apply(recipe(model, STAGES["rtn"][0]), output=output, quiet=True)
+    manifest = json.loads((output / "compress.json").read_text())
+    (output / "compress.json").write_text(json.dumps({**manifest, "files": {**manifest["files"], "../victim.txt": {}}}))
+    compress.apply(recipe(model, GPTQ), output=output, quiet=True, overwrite=True)
+    assert victim.read_text() == "mine"
+
+
+def test_a_refused_overwrite_leaves_the_old_artifact(make_checkpoint, recipe, tmp_path, monkeypatch):
+    from compress.pipeline import plan
+
+    model, output = make_checkpoint(), tmp_path / "out"
+    compress.apply(recipe(model, STAGES["rtn"][0]), output=output, quiet=True)
+    before = {f.name: f.read_bytes() for f in output.iterdir()}
+    monkeypatch.setattr(plan, "MEMORY_SHARE", 0.0)
+    with pytest.raises(RequestError, match="of memory and may take"):
+        compress.apply(recipe(model, GPTQ), output=output, quiet=True, overwrite=True)
+    assert {f.name: f.read_bytes() for f in output.iterdir()} == before
+    with pytest.raises(RequestError, match="of memory and may take"):
+        compress.apply(recipe(model, GPTQ), output=tmp_path / "fresh", quiet=True)
+    assert not (tmp_path / "fresh").exists()
+
+
+def test_resume_of_a_finished_artifact_still_judges_and_verifies(make_checkpoint, recipe, tmp_path):
+    model, output = make_checkpoint(), tmp_path / "out"
+    evaluate = {"data": recipe(model)["calibration"]["data"], "sequence_length": 32, "samples": 4, "max_kl": 1e-9}
+    request = recipe(model, STAGES["rtn"][0], evaluate=evaluate)
+    for resume in (False, True):
+        with pytest.raises(LimitError, match="max_kl"):
+            compress.apply(request, output=output, quiet=True, resume=resume)
+    shard = sorted(output.glob("*.safetensors"))[0]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    with pytest.raises(RequestError, match=shard.name):
+        compress.apply(request, output=output, quiet=True, resume=True)
+    with pytest.raises(RequestError, match="SHA-256"):
+        runtime.load(output)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_scales_on_part_of_a_shared_input(make_checkpoint, recipe, tmp_path, dtype):
+    """q_proj is scaled and quantized; k and v read the same input, take the scale too, and stay dense."""
+    stage = {"quantize": {"method": "awq", "bits": 4, "group_size": 32, "targets": ["q_proj"]}}
+    artifact = run(recipe, make_checkpoint(dtype=dtype), [stage], tmp_path / "out")
+    touched = {n.split(".", 3)[3] for n, entry in artifact.manifest["tensors"].items() if "reason" in entry}
+    assert touched == {"input_layernorm.weight", "self_attn.k_proj.weight", "self_attn.v_proj.weight"}
+
+
+def test_an_unfinished_run_does_not_load(make_checkpoint, recipe, tmp_path):
+    output = tmp_path / "out"
+    compress.apply(recipe(make_checkpoint(), STAGES["rtn"][0]), output=output, quiet=True)
+    (output / "compress.json").unlink()
+    (output / ".compress").mkdir()
+    (output / ".compress/run.json").write_text("{}")
+    with pytest.raises(RequestError, match="unfinished run"):
+        runtime.load(output)
+
+
+def test_growing_is_said(make_checkpoint, recipe):
+    stage = {"quantize": {"method": "rtn", "bits": 8, "group_size": 1}}
+    assert any(
+        "will not get smaller" in warning for warning in compress.plan(recipe(make_checkpoint(), stage)).warnings
+    )
+    head = {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["lm_head"], "ignore": []}}
+    plan = compress.plan(recipe(make_checkpoint(name="tied", tie_word_embeddings=True), head))
+    assert any("share one tensor" in warning for warning in plan.warnings)
+
+
+def test_inf_in_the_activations_names_the_layer(make_checkpoint, recipe, tmp_path):
+    """Weights that are finite, and a product that is not: float16 overflows at 65504."""
+    from safetensors.torch import save_file
+
+    model = make_checkpoint(dtype=torch.float16)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.post_attention_layernorm.weight"].fill_(60000.0)
+    save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CompressError, match=r"model.layers.1.mlp.\w+: .*calibration inputs hold NaN or Inf"):
+        run(recipe, model, [GPTQ], tmp_path / "out")

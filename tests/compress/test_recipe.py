@@ -229,9 +229,9 @@ def test_all_problems_are_listed_one_a_line(write):
 
 def test_ten_thousand_stages_answer_at_once(write):
     path = write("name: x\nmodel: m\nstages:\n" + "  - quantize: {method: rtn, bits: 4}\n" * 10_000)
-    start = time.monotonic()
+    start = time.process_time()
     answer = sentence(path)
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
     assert answer == f"{path}:104: stages: more than 100 entries; at most 100 are allowed"
 
 
@@ -246,9 +246,9 @@ def test_too_many_stages_in_a_dictionary():
 def test_an_alias_bomb_is_refused_at_once(write):
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
-    start = time.monotonic()
+    start = time.process_time()
     assert "more than 20,000 values (aliases expanded)" in sentence(write("\n".join(lines)))
-    assert time.monotonic() - start < 1
+    assert time.process_time() - start < 1
 
 
 def test_anchors_and_aliases_work(write):

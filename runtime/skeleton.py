@@ -6,7 +6,7 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -134,8 +134,3 @@ def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
 def _first_line(error: BaseException) -> str:
     text = str(error).strip()
     return text.splitlines()[0] if text else type(error).__name__
-
-
-def describe(model: nn.Module) -> dict[str, Any]:
-    """Small facts for logs and reports."""
-    return {"class": type(model).__name__, "parameters": sum(p.numel() for p in model.parameters())}

@@ -7,7 +7,6 @@ import platform
 import shutil
 from typing import Any
 
-import psutil
 import torch
 import yaml
 
@@ -185,14 +184,6 @@ def toolchain() -> dict[str, str]:
 
 def read_manifest(directory: RunDirectory) -> dict[str, Any]:
     return json.loads((directory.path / MANIFEST).read_text(encoding="utf-8"))
-
-
-def free_disk(directory: RunDirectory) -> int:
-    """Bytes that can still be written where the output is."""
-    existing = directory.path
-    while not existing.exists():
-        existing = existing.parent
-    return psutil.disk_usage(str(existing)).free
 
 
 __all__ = ["WORK", "evaluate", "evaluation_windows", "read_manifest", "write_manifest", "write_metadata"]

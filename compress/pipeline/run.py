@@ -30,9 +30,6 @@ from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
-# Hidden states larger than this share of the free memory live in files.
-SPILL_SHARE = 0.2
-
 
 @dataclass
 class AppliedArtifact:

@@ -6,6 +6,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+#: Columns of the second moments that are accumulated together.
+BLOCK = 512
+
 
 @dataclass(frozen=True)
 class Statistics:
@@ -74,7 +77,10 @@ class StatisticsCollector:
             return
         x = x.to(self._abs)
         if self._hessian is not None:
-            self._hessian.addmm_(x.T, x)
+            # Symmetric: what lies above the diagonal is enough, and `finish` fills in the rest.
+            for start in range(0, self.in_features, BLOCK):
+                end = min(start + BLOCK, self.in_features)
+                self._hessian[start:end, start:].addmm_(x[:, start:end].T, x[:, start:])
         self._square += x.square().sum(0)
         low, high = torch.aminmax(x, dim=0)
         torch.minimum(self._minimum, low, out=self._minimum)
@@ -89,6 +95,11 @@ class StatisticsCollector:
         tokens = max(self._tokens, 1)
         if self._hessian is not None:
             self._hessian /= tokens
+            for start in range(0, self.in_features, BLOCK):
+                end = min(start + BLOCK, self.in_features)
+                corner = self._hessian[start:end, start:end]
+                corner.copy_(corner.triu() + corner.triu(1).T)
+                self._hessian[end:, start:end] = self._hessian[start:end, end:].T
         none = self._tokens == 0
         return Statistics(
             hessian=self._hessian,

@@ -12,6 +12,7 @@ from torch import nn
 from compress.pipeline.collect import InputGroup, collect, find_groups
 from compress.pipeline.folding import find_folds, fold
 from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
+from compress.pipeline.memory import return_memory
 from compress.pipeline.progress import Reporter
 from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
@@ -84,7 +85,10 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
             have = collect(job.block, [group], job.forwards, hessian=_wants(local, group, "hessian"))[0]
         if have is not None and not _finite(job, group, have, result):
             continue
+        statistics.pop(position, None)
         _solve(job, group.members, have, local, work, result, reporter)
+        del have
+        return_memory()
     return result
 
 
@@ -163,7 +167,7 @@ def _solve(
     for batch in batches:
         assignment = local[batch[0]]
         modules = [_linear(job.block, n) for n in batch]
-        weights = [work[n] if n in work else m.weight.data.float() for n, m in zip(batch, modules, strict=True)]
+        weights = [work[n] if n in work else m.weight.data for n, m in zip(batch, modules, strict=True)]
         solved = solve_group(
             weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
             names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,

@@ -98,7 +98,7 @@ def _solve(
     assert isinstance(weight, torch.Tensor)
     shares = [work.share] if work.prune is not None else None
     solved = solve_group(
-        [weight.data.float()],
+        [weight.data],
         statistics,
         work.prune,
         work.quantize,

@@ -16,6 +16,7 @@ from torch import nn
 
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
+from compress.pipeline.arithmetic import products
 from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
@@ -166,6 +167,8 @@ def _compress_blocks(session: Session, directory: RunDirectory, reporter: Report
         states = HiddenStates.load(directory.hidden_path(done), len(batches), scratch)
     else:
         return
+    if not session.outside_work:
+        streamed.release_outside()
     for index in range(done, count):
         record = _one_block(session, directory, index, states, batches, reporter)
         states.persist(directory.hidden_path(index + 1))
@@ -250,7 +253,8 @@ def _small_forward(
         batch = (ids[:1], mask[:1] if mask is not None else None)
         hidden = states.get(0)[:1].to(streamed.device, dtype)
         kwargs = _cast(streamed.block_kwargs(batch)[index], dtype)
-        out = streamed.blocks[index](hidden, **kwargs)
+        with products(streamed.device):
+            out = streamed.blocks[index](hidden, **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     return run

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.arithmetic import products
 from compress.pipeline.hidden import HiddenStates
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
@@ -94,6 +95,7 @@ class StreamedModel:
             install(self.model)
         self.blocks_name, self.blocks = find_blocks(self.model)
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+        self._outside_is_loaded = False
         tied = tied_names(self.model)
         stored = set(checkpoint.names())
         expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
@@ -142,6 +144,26 @@ class StreamedModel:
                 and buffer.device.type != "meta"
             ):
                 set_tensor(self.model, name, buffer.to(self.device))
+        self._outside_is_loaded = True
+
+    def release_outside(self) -> None:
+        """Drop what `load_outside` read; it is read again for as long as something needs it."""
+        for name, module in self.model.named_modules():
+            if not f"{name}.".startswith(self.blocks_name + "."):
+                _to_meta(module)
+        self._outside_is_loaded = False
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """What is no block is in memory inside, and afterwards if it was before."""
+        if self._outside_is_loaded:
+            yield
+            return
+        self.load_outside()
+        try:
+            yield
+        finally:
+            self.release_outside()
 
     def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
         """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""
@@ -206,7 +228,8 @@ class StreamedModel:
         if mask is not None:
             arguments["attention_mask"] = mask.to(self.device).long()
         try:
-            self.model(**arguments)
+            with self._outside(), products(self.device):
+                self.model(**arguments)
         except _PreludeDoneError:
             pass
         finally:
@@ -219,7 +242,9 @@ class StreamedModel:
 
     def run_block(self, index: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
         """One block over one batch: `[b, s, hidden]` in and out."""
-        out = self.blocks[index](hidden.to(self.device), **self.block_kwargs(batch)[index])
+        kwargs = self.block_kwargs(batch)[index]
+        with products(self.device):
+            out = self.blocks[index](hidden.to(self.device), **kwargs)
         return out[0] if isinstance(out, tuple) else out
 
     @torch.inference_mode()
@@ -252,7 +277,8 @@ class StreamedModel:
         setattr(parent, leaf, nn.ModuleList(_Recorder(block, lambda _h, _k: None, hidden) for block in self.blocks))
         ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
         try:
-            with self._loaded(self.model, self.blocks_name + ".") if self._loaded is not None else nullcontext():
+            loaded = self._loaded(self.model, self.blocks_name + ".") if self._loaded is not None else nullcontext()
+            with self._outside(), loaded, products(self.device):
                 return self.model(input_ids=ids, use_cache=False).logits
         finally:
             setattr(parent, leaf, self.blocks)
@@ -288,9 +314,14 @@ def _is_persistent(model: nn.Module, name: str) -> bool:
 def release(module: nn.Module) -> None:
     """Drop the weights of `module` (back to meta) so that its memory is free; non-persistent buffers stay."""
     for child in module.modules():
-        for key, parameter in child._parameters.items():
-            if parameter is not None:
-                child._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-        for key, buffer in child._buffers.items():
-            if buffer is not None and key not in child._non_persistent_buffers_set:
-                child._buffers[key] = torch.empty_like(buffer, device="meta")
+        _to_meta(child)
+
+
+def _to_meta(module: nn.Module) -> None:
+    """Drop the module's own weights, not those of the modules in it."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            module._buffers[key] = torch.empty_like(buffer, device="meta")

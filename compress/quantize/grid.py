@@ -12,11 +12,12 @@ from typing import Literal
 
 import torch
 
+from compress.solver import native
 from runtime.scheme import WeightScheme
 
 FP8_MAX = 448.0
-#: Elements that are searched at a time: small enough to stay in the cache.
-CHUNK = 1 << 17
+#: Elements that are searched at a time: small enough to stay in the cache in torch; C takes care of that by itself.
+CHUNK, NATIVE_CHUNK = 1 << 17, 1 << 21
 Search = Literal["mse", "minmax", "hessian"]
 
 
@@ -94,7 +95,7 @@ def make_grid(
     out, columns = weight.shape
     group = scheme.group_size if scheme.strategy == "group" else columns
     assert group is not None
-    rows = max(1, CHUNK // group)
+    rows = max(1, (NATIVE_CHUNK if native.usable(weight.T if weight.stride(0) == 1 else weight) else CHUNK) // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
     scale = torch.empty(out, scheme.groups(columns), device=weight.device)
@@ -106,8 +107,8 @@ def make_grid(
             cost = hessian[span, span]
         for start in range(0, out, rows):
             part = weight[start : start + rows, span]
-            # A removed weight is zero, which every grid has: it adds no error.
-            part = part.contiguous() if mask is None else part * mask[start : start + rows, span]
+            if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.
+                part = part * mask[start : start + rows, span]
             s, z = search_groups(part, scheme, dtype, search, cost)
             scale[start : start + rows, g] = s
             if zero is not None and z is not None:
@@ -123,59 +124,62 @@ def search_groups(
     cost: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point `[rows]` of groups `[rows, n]`; `cost`: weights `[n]` of the squared error, or its matrix `[n, n]`."""
-    candidates = list(candidate_grids(groups, scheme, dtype, search))
-    best_scale, best_zero = candidates[0]
-    if len(candidates) == 1:
-        return best_scale, best_zero
-    best: torch.Tensor | None = None
+    scale, zero = candidate_grids(groups, scheme, dtype, search)
+    if scale.shape[0] == 1:
+        return scale[0], None if zero is None else zero[0]
+    if (cost is None or cost.dim() == 1) and native.usable(groups.T if groups.stride(0) == 1 else groups):
+        columns = groups.T if groups.stride(0) == 1 else groups.T.contiguous()
+        best = native.search_grid(columns, cost, scale, zero, scheme.code_range)[None]
+    else:
+        best = _search(groups, scheme, scale, zero, cost)[None]
+    return scale.gather(0, best)[0], None if zero is None else zero.gather(0, best)[0]
+
+
+def _search(
+    groups: torch.Tensor, scheme: WeightScheme, scales: torch.Tensor, zeros: torch.Tensor | None, cost: torch.Tensor | None
+) -> torch.Tensor:
+    """Index `[rows]` of the candidate with the smallest error; the first of equals."""
     low, high = scheme.code_range
+    groups = groups.contiguous()
     work, product = torch.empty_like(groups), torch.empty_like(groups)
-    for scale, zero in candidates:
+    errors = torch.empty_like(scales)
+    for i, scale in enumerate(scales):
         torch.div(groups, scale[:, None], out=work)
         work.round_()
-        if zero is None:
+        if zeros is None:
             work.clamp_(low, high)
         else:
-            work.clamp_((low - zero)[:, None], (high - zero)[:, None])
+            work.clamp_((low - zeros[i])[:, None], (high - zeros[i])[:, None])
         work.mul_(scale[:, None]).sub_(groups)
         if cost is None or cost.dim() == 1:
-            error = work.square_().sum(1) if cost is None else work.square_() @ cost
+            errors[i] = work.square_().sum(1) if cost is None else work.square_() @ cost
         else:
-            error = torch.mm(work, cost, out=product).mul_(work).sum(1)
-        if best is None:
-            best = error
-            continue
-        better = error < best
-        best = torch.where(better, error, best)
-        best_scale = torch.where(better, scale, best_scale)
-        if zero is not None and best_zero is not None:
-            best_zero = torch.where(better, zero, best_zero)
-    return best_scale, best_zero
+            errors[i] = torch.mm(work, cost, out=product).mul_(work).sum(1)
+    return errors.argmin(0)
 
 
-def candidate_grids(groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype, search: str):
-    """The grids that are tried for groups `[rows, n]`: pairs of scale and zero point `[rows]`, the range-covering one first."""
+def candidate_grids(
+    groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype, search: str
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The grids that are tried for groups `[rows, n]`: scales and zero points `[candidates, rows]`, the range-covering one first."""
     low, high = scheme.code_range
     least, most = torch.aminmax(groups, dim=-1)
     # Zero is always on the grid, so an all-positive group still starts at 0.
     least, most = least.clamp(max=0), most.clamp(min=0)
     extreme = torch.maximum(-least, most)
     if scheme.type == "float":
-        yield storable(extreme / FP8_MAX, dtype), None
-        return
+        return storable(extreme[None] / FP8_MAX, dtype), None
     levels = 2**scheme.bits
+    tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
     if scheme.symmetric:
-        yield storable(extreme / ((levels - 1) / 2), dtype), None
-        if search != "minmax":
-            # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
-            sign = torch.where(most > -least, -1.0, 1.0)
-            for shrink in shrinks(scheme.bits):
-                yield storable(sign * extreme * (shrink / -low), dtype), None
-                yield storable(-sign * extreme * (shrink / high), dtype), None
-        return
-    for shrink in (1.0, *(shrinks(scheme.bits) if search != "minmax" else ())):
-        scale = storable((most - least) * (shrink / (levels - 1)), dtype)
-        yield scale, (low - least * shrink / scale).round_().clamp_(low, high)
+        # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
+        sign = torch.where(most > -least, -1.0, 1.0)
+        longer, shorter = (sign * extreme) * (tried / -low), (-sign * extreme) * (tried / high)
+        both = torch.stack([longer, shorter], dim=1).flatten(0, 1)
+        return storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None
+    tried = torch.cat([torch.ones(1, 1, device=groups.device), tried])
+    scale = storable((most - least) * (tried / (levels - 1)), dtype)
+    return scale, (low - least * tried / scale).round_().clamp_(low, high)
 
 
 def shrinks(bits: int) -> list[float]:
@@ -197,16 +201,16 @@ def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
     """One scale for the whole weight: every candidate's error is summed over the rows."""
     kept = weight if mask is None else weight * mask
     extremes = torch.stack([kept.min(), kept.max()])[None]
-    candidates = list(candidate_grids(extremes, scheme, dtype, search))
-    if len(candidates) > 1:
+    scales, zeros = candidate_grids(extremes, scheme, dtype, search)
+    best = 0
+    if scales.shape[0] > 1:
         errors = []
-        for scale, zero in candidates:
-            grid, error = Grid(scheme, scale[:, None], None if zero is None else zero[:, None]), 0.0
+        for i, scale in enumerate(scales):
+            grid, error = Grid(scheme, scale[:, None], None if zeros is None else zeros[i][:, None]), 0.0
             for start in range(0, weight.shape[0], rows):
                 part = kept[start : start + rows]
                 square = (grid.values(grid.codes(part)) - part).square_()
                 error += float((square if importance is None else square * importance).sum())
             errors.append(error)
-        candidates = [candidates[errors.index(min(errors))]]
-    scale, zero = candidates[0]
-    return Grid(scheme, scale[:, None], None if zero is None else zero[:, None])
+        best = errors.index(min(errors))
+    return Grid(scheme, scales[best][:, None], None if zeros is None else zeros[best][:, None])

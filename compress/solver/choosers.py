@@ -8,6 +8,7 @@ import torch
 
 from compress.prune.patterns import Pattern, keep_largest
 from compress.quantize.grid import Search, search_groups
+from compress.solver.factor import Factor
 from compress.solver.loop import MaskChooser, ScaleChooser
 from runtime.scheme import WeightScheme
 
@@ -17,12 +18,14 @@ def mask_chooser(pattern: Pattern, variance: torch.Tensor, heights: list[int], s
 
     Args:
         pattern: what the mask must look like.
-        variance: `[in]` squared diagonal of the factor, in visiting order.
+        variance: `[in]` squared diagonal of the factor of the inverse Hessian, in visiting order.
         heights: rows of each of the stacked weights.
         sparsity: of each of the stacked weights (not used by N:M).
     """
 
-    def choose(first: int, last: int, adjusted: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def choose(
+        first: int, last: int, adjusted: torch.Tensor, _corner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
         score = adjusted.square() / variance[first:last, None]
         if pattern.kind == "n:m":
             columns, rows = score.shape
@@ -40,7 +43,7 @@ def mask_chooser(pattern: Pattern, variance: torch.Tensor, heights: list[int], s
     return choose
 
 
-def exact_mask_chooser(pattern: Pattern, upper: torch.Tensor) -> MaskChooser:
+def exact_mask_chooser(pattern: Pattern, factor: Factor) -> MaskChooser:
     """N:M by trying every way to keep `n` of `m` weights, each at its exact cost.
 
     The cost of removing the set S of a block is `w_S^T ((H^-1)_SS)^-1 w_S`, with the inverse Hessian of the columns not visited
@@ -51,14 +54,19 @@ def exact_mask_chooser(pattern: Pattern, upper: torch.Tensor) -> MaskChooser:
     sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool)
     for i, chosen in enumerate(removed):
         sets[i, list(chosen)] = True
-    sets = sets.to(upper.device)
+    device = factor.reversed_lower.device
+    sets = sets.to(device)
 
-    def choose(first: int, last: int, adjusted: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        corner = upper[first:last, first:last]
+    def choose(
+        first: int, last: int, adjusted: torch.Tensor, corner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if corner is None:
+            whole = factor.corner(first, last)
+            corner = torch.linalg.solve_triangular(whole, torch.eye(last - first, device=device), upper=False).T
         inverse = corner.T @ corner
         # [sets, m, m]: ((H^-1)_SS)^-1, zero elsewhere; the unit diagonal outside S makes the matrix invertible.
         both = sets[:, :, None] & sets[:, None, :]
-        padded = torch.where(both, inverse, torch.eye(pattern.m, device=upper.device))
+        padded = torch.where(both, inverse, torch.eye(pattern.m, device=device))
         costs = torch.where(both, torch.linalg.inv(padded), 0.0)
         multipliers = torch.matmul(costs, adjusted)  # [sets, m, rows]
         best = (multipliers * adjusted).sum(1).argmin(0)
@@ -84,16 +92,18 @@ def _mask_part(pattern: Pattern, score: torch.Tensor, zeros: int) -> torch.Tenso
     return kept.repeat_interleave(pattern.columns, 0).repeat_interleave(pattern.rows, 1)
 
 
-def scale_chooser(scheme: WeightScheme, dtype: torch.dtype, search: Search, cost: torch.Tensor) -> ScaleChooser:
+def scale_chooser(
+    scheme: WeightScheme, dtype: torch.dtype, search: Search, order: torch.Tensor, hessian: torch.Tensor
+) -> ScaleChooser:
     """Fit the scale of a group to its weights as earlier columns have left them.
 
-    `cost`, in visiting order: `[in]` weights of the squared error, or the Hessian `[in, in]`.
+    `order [in]` is the visiting order; the squared error is weighted by the diagonal of `hessian [in, in]`, or by all of it.
     """
 
     def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
-        groups = adjusted.T.contiguous() if kept is None else adjusted.T * kept.T
-        return search_groups(
-            groups, scheme, dtype, search, cost[first:last] if cost.dim() == 1 else cost[first:last, first:last]
-        )
+        groups = adjusted.T if kept is None else adjusted.T * kept.T
+        span = order[first:last]
+        cost = hessian[span][:, span] if search == "hessian" else hessian.diagonal()[span].clamp(min=0)
+        return search_groups(groups, scheme, dtype, search, cost)
 
     return choose

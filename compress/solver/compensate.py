@@ -1,4 +1,4 @@
-"""Solve stacked weights: order, factor, column loop, the promise that no row ends above rounding to nearest, refinement."""
+"""Solve weights that share an input: order, factor, column loop, refinement, the promise that no row ends above rounding to nearest."""
 
 from __future__ import annotations
 
@@ -9,13 +9,15 @@ from typing import Any, Literal
 import torch
 
 from compress.prune.patterns import Pattern
-from compress.quantize.grid import Search
+from compress.quantize.grid import Grid, Search
 from compress.solver import loop
 from compress.solver.choosers import exact_mask_chooser, mask_chooser, scale_chooser
-from compress.solver.factor import factorize
+from compress.solver.chunks import Chunk, chunks
+from compress.solver.factor import Factor, factorize
 from compress.solver.nearest import assemble, keep_float
 from compress.solver.objective import column_errors
 from compress.solver.order import column_order
+from compress.solver.promise import Promise, Rounded, stored_values
 from compress.solver.reconstruct import reconstruct
 from compress.solver.refine import refine
 from compress.solver.stacked import StackedGrid
@@ -50,100 +52,159 @@ class Constraint:
     sparsity: tuple[float, ...] = ()
 
 
+@dataclass
+class Solved:
+    """A compressed weight, its output error `tr(E H E^T)` (None: not known), and what a report should know of it."""
+
+    weight: CompressedWeight
+    lost: float | None
+    notes: dict[str, Any]
+
+
 def compensate(
     weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: Options, name: str
-) -> list[tuple[CompressedWeight, dict[str, Any]]]:
-    """Solve float32 weights `[out_i, in]` with one input on one Hessian; returns each with its notes.
+) -> list[Solved]:
+    """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
 
     Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
     grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
-    them is rounding the target: both losses are compensated against the same output.
+    them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
+    and only one factor of the Hessian is in memory at a time.
     """
-    heights = [w.shape[0] for w in weights]
-    energy = hessian.diagonal().clamp(min=0)
+    pattern, scheme = constraint.pattern, constraint.scheme.weights
+    rowwise = (pattern is None or pattern.kind == "n:m") and (scheme is None or scheme.strategy != "tensor")
+    parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rowwise)
     notes: dict[str, Any] = {}
-    if dead := int((energy == 0).sum()):
+    if dead := int((hessian.diagonal() <= 0).sum()):
         notes["dead_columns"] = dead
-    target = torch.cat([w.T for w in weights], dim=1)
-    goal, mask = target, None
-    if constraint.pattern is not None:
-        goal, mask = _prune(target, heights, hessian, constraint, options, name, notes)
-    elif constraint.masks is not None:
-        mask = torch.cat([m.T for m in constraint.masks], dim=1)
-        goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
-    if constraint.scheme.weights is None:
+    masks = constraint.masks
+    goals: list[torch.Tensor] | None = None
+    if pattern is not None:
+        goals, masks = _prune(weights, parts, hessian, constraint, options, name, notes)
+    if scheme is None:
+        assert goals is not None
         return [
-            (keep_float(v.T, m, constraint.scheme, constraint.dtype), dict(notes))
-            for v, m in zip(goal.split(heights, dim=1), _split(mask, heights), strict=True)
+            Solved(keep_float(goal, mask, constraint.scheme, constraint.dtype), None, dict(notes))
+            for goal, mask in zip(goals, masks or [None] * len(goals), strict=True)
         ]
-    codes, grid, replaced = _round(target, goal, mask, heights, hessian, constraint, options, name, notes)
-    grids, rows = grid.split(heights), replaced.split(heights)
-    return [
-        (assemble(c.T, grids[i], m, constraint.scheme, constraint.dtype), notes | {"rows_replaced": int(rows[i].sum())})
-        for i, (c, m) in enumerate(zip(codes.split(heights, dim=1), _split(mask, heights), strict=True))
-    ]
+    return _quantize(weights, goals, masks, parts, hessian, constraint, options, name, notes)
 
 
-def _prune(target, heights, hessian, constraint: Constraint, options: Options, name: str, notes: dict[str, Any]):
-    """Choose masks and fit the kept weights: float values and mask, `[in, rows]`."""
+def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: Options, name: str, notes):
+    """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
     pattern = constraint.pattern
     assert pattern is not None
     order = visiting_order(options.order, hessian.diagonal(), None, pattern)
-    factor = factorize(hessian[order][:, order], options.damping, name)
-    notes |= {"damping": factor.damping, "retries": factor.retries}
-    unit = pattern.unit
-    if options.mask_search == "exact" and searchable(pattern):
-        choose = exact_mask_chooser(pattern, factor.upper)
-    else:
-        choose = mask_chooser(pattern, factor.upper.diagonal().square(), heights, list(constraint.sparsity))
-        if pattern.kind != "n:m":
-            unit *= max(1, options.block_size // unit)
-    solution = loop.run(target[order], factor, None, None, choose, unit, options.block_size)
-    assert solution.mask is not None
     inverse = order.argsort()
-    values, mask = solution.values[inverse], solution.mask[inverse]
-    values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
-    if options.swaps and searchable(pattern):
-        swap(target, None, values, None, mask, hessian, pattern, options.swaps)
-        # Few zeros move, so the values are close already.
-        values = reconstruct(target, values, mask, hessian, factor.damping, -(-options.reconstruction // 2))
-    return values, mask
+    factor = factorize(hessian, order, options.damping, name)
+    notes |= {"damping": factor.damping, "retries": factor.retries}
+    goals = [torch.empty(w.shape, device=w.device) for w in weights]
+    masks = [torch.empty(w.shape, dtype=torch.bool, device=w.device) for w in weights]
+    for chunk in parts:
+        target = chunk.stack(weights).float()
+        unit = pattern.unit
+        if options.mask_search == "exact" and searchable(pattern):
+            choose = exact_mask_chooser(pattern, factor)
+        else:
+            shares = [constraint.sparsity[index] for index, _, _ in chunk.pieces]
+            choose = mask_chooser(pattern, factor.diagonal.square().reciprocal(), chunk.heights, shares)
+            if pattern.kind != "n:m":
+                unit *= max(1, options.block_size // unit)
+        solution = loop.run(target[order], factor, None, None, choose, unit, options.block_size)
+        assert solution.mask is not None
+        mask = solution.mask[inverse]
+        values = (target - solution.error[inverse]).mul_(mask)
+        del solution
+        values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
+        if options.swaps and searchable(pattern):
+            swap(target, None, values, None, mask, hessian, pattern, options.swaps)
+            # Few zeros move, so the values are close already.
+            values = reconstruct(target, values, mask, hessian, factor.damping, -(-options.reconstruction // 2))
+        chunk.unstack(values, goals)
+        chunk.unstack(mask, masks)
+    return goals, masks
 
 
-def _round(
-    target, goal, mask, heights, hessian, constraint: Constraint, options: Options, name: str, notes: dict[str, Any]
-):
-    """Codes `[in, rows]`, their grid, and which rows are rounded to nearest; masks may move if they were chosen here."""
+def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, options, name, notes) -> list[Solved]:
+    """Round `goals` (None: the weights) so that the output of `weights` is kept; masks may move if they were chosen here."""
     scheme = constraint.scheme.weights
-    assert scheme is not None
-    energy = hessian.diagonal().clamp(min=0)
-    order = visiting_order(options.order, energy, scheme, None)
-    factor = factorize(hessian[order][:, order], options.damping, name)
+    order = visiting_order(options.order, hessian.diagonal().clamp(min=0), scheme, None)
+    factor = factorize(hessian, order, options.damping, name)
     notes |= {"damping": factor.damping, "retries": factor.retries}
-    masks = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
-    static = StackedGrid.fit(
-        [g.T for g in goal.split(heights, dim=1)], scheme, constraint.dtype, options.scales, masks, energy, hessian
-    )
-    grid = _column_grid(static, order, constraint.dtype, options, energy, hessian)
-    solution = loop.run(goal[order], factor, grid, None if mask is None else mask[order], block=options.block_size)
-    del factor
+    promise = Promise(factor, order.argsort(), hessian)
+    storage = torch.float8_e4m3fn if scheme.type == "float" else torch.int8
+    columns = hessian.shape[0]
+    groups = 1 if scheme.strategy == "tensor" else scheme.groups(columns)
+    codes = [torch.empty(w.shape, dtype=storage, device=w.device) for w in weights]
+    scales = [torch.empty(w.shape[0], groups, device=w.device) for w in weights]
+    zeros = None if scheme.symmetric else [torch.empty_like(s) for s in scales]
+    lost = [0.0] * len(weights)
+    replaced = [0] * len(weights)
+    for chunk in parts:
+        target = chunk.stack(weights).float()
+        mask = None if masks is None else chunk.stack(masks)
+        if goals is not None:
+            goal = chunk.stack(goals)
+        elif mask is not None:
+            goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
+        else:
+            goal = target
+        rounded = _round(target, goal, mask, chunk.heights, order, factor, promise, hessian, constraint, options)
+        chunk.unstack(rounded.codes if storage == torch.int8 else rounded.codes.to(storage), codes)
+        chunk.unstack(rounded.grid.scale, scales)
+        if zeros is not None and rounded.grid.zero is not None:
+            chunk.unstack(rounded.grid.zero, zeros)
+        if masks is not None and mask is not None and constraint.pattern is not None:
+            chunk.unstack(mask, masks)
+        for (index, _, _), error, worse in zip(
+            chunk.pieces, rounded.lost.split(chunk.heights), rounded.replaced.split(chunk.heights), strict=True
+        ):
+            lost[index] += float(error.sum())
+            replaced[index] += int(worse.sum())
+    solved = []
+    for i, code in enumerate(codes):
+        rows = slice(0, 1) if scheme.strategy == "tensor" else slice(None)
+        grid = Grid(scheme, scales[i][rows], None if zeros is None else zeros[i][rows])
+        weight = assemble(code, grid, None if masks is None else masks[i], constraint.scheme, constraint.dtype)
+        solved.append(Solved(weight, lost[i], notes | {"rows_replaced": replaced[i]}))
+    return solved
+
+
+def _round(target, goal, mask, heights, order, factor: Factor, promise: Promise, hessian, constraint, options) -> Rounded:
+    """One chunk, `[in, rows]`: the column loop on the grid, refinement, and the rows that are better rounded to nearest."""
+    scheme, dtype = constraint.scheme.weights, constraint.dtype
+    energy = hessian.diagonal().clamp(min=0)
+    whole = [g.T for g in goal.split(heights, dim=1)]
+    kept = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
+    static = StackedGrid.fit(whole, scheme, dtype, options.scales, kept, energy, hessian)
+    grid = _column_grid(static, order, dtype, options, hessian)
+    ordered = None if mask is None else mask[order]
+    solution = loop.run(goal[order], factor, grid, ordered, block=options.block_size)
     inverse = order.argsort()
-    values = solution.values[inverse]
     solved = StackedGrid(scheme, grid.scale, grid.zero)
-    codes = solution.codes[inverse].to(torch.float32) if solution.codes is not None else solved.codes(values)
+    error = solution.error[inverse]
+    codes = solution.codes[inverse] if solution.codes is not None else solved.codes(goal - error)
     del solution
-    replaced = _never_above_nearest(target, codes, values, solved, static, mask, hessian)
-    if scheme.type == "int":
-        if options.swaps and mask is not None and constraint.pattern is not None and searchable(constraint.pattern):
-            swap(target, codes, values, solved, mask, hessian, constraint.pattern, options.swaps)
-        if options.sweeps:
-            refit = options.refit_scales and scheme.strategy != "tensor"
-            refine(target, codes, solved, mask, hessian, constraint.dtype, options.sweeps, refit)
-    return codes, solved, replaced
+    if goal is not target:
+        error += target - goal
 
+    def polish(error, codes, solved: StackedGrid, mask) -> torch.Tensor:
+        """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
+        refit = options.refit_scales and scheme.strategy != "tensor"
+        if scheme.type == "int" and options.sweeps:
+            return refine(error, codes, solved, mask, hessian, dtype, options.sweeps, refit)
+        if dtype != torch.float32:
+            exact = stored_values(codes, solved, mask, torch.float32)
+            error += exact - exact.to(dtype)
+        return column_errors(error, hessian)
 
-def _split(mask: torch.Tensor | None, heights: list[int]) -> list[torch.Tensor | None]:
-    return [None] * len(heights) if mask is None else [m.T.contiguous() for m in mask.split(heights, dim=1)]
+    if scheme.type == "int" and options.swaps and mask is not None and searchable(constraint.pattern):
+        values = stored_values(codes, solved, mask, torch.float32)
+        swap(target, codes, values, solved, mask, hessian, constraint.pattern, options.swaps)
+        error = target - values
+    rounded = Rounded(codes, solved, polish(error, codes, solved, mask), torch.zeros(0))
+    promise.keep(rounded, target, mask, static, dtype, polish)
+    return rounded
 
 
 def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None) -> torch.Tensor:
@@ -159,7 +220,7 @@ def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, p
     return column_order(energy, units)
 
 
-def _column_grid(static: StackedGrid, order, dtype, options: Options, energy, hessian) -> loop.ColumnGrid:
+def _column_grid(static: StackedGrid, order, dtype, options: Options, hessian) -> loop.ColumnGrid:
     """The grid in visiting order; its scales are set on arrival where a group's columns are visited one after the other."""
     scheme = static.scheme
     low, high = scheme.code_range
@@ -172,25 +233,6 @@ def _column_grid(static: StackedGrid, order, dtype, options: Options, energy, he
         and scheme.type == "int"
         and runs == static.scale.shape[0]
     ):
-        cost = hessian[order][:, order] if options.scales == "hessian" else energy[order]
-        choose = scale_chooser(scheme, dtype, options.scales, cost)
+        choose = scale_chooser(scheme, dtype, options.scales, order, hessian)
     zero = None if static.zero is None else static.zero.clone()
     return loop.ColumnGrid(low, high, scheme.type == "float", static.scale.clone(), zero, group, choose)
-
-
-def _never_above_nearest(
-    target, codes, values, solved: StackedGrid, static: StackedGrid, mask, hessian
-) -> torch.Tensor:
-    """Give rows whose output error is above that of rounding to nearest the nearest codes, in place; returns which, bool `[rows]`."""
-    nearest = static.codes(target)
-    rounded = static.values(nearest)
-    if mask is not None:
-        rounded *= mask
-    worse = column_errors(target - values, hessian) > column_errors(target - rounded, hessian)
-    if bool(worse.any()):
-        values[:, worse] = rounded[:, worse]
-        codes[:, worse] = nearest[:, worse]
-        solved.scale[:, worse] = static.scale[:, worse]
-        if solved.zero is not None and static.zero is not None:
-            solved.zero[:, worse] = static.zero[:, worse]
-    return worse

@@ -12,12 +12,15 @@ from compress.prune import PruneConfig
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import QuantizeConfig, check_fits
 from compress.quantize.grid import make_grid
-from compress.solver.compensate import Constraint, Options, compensate
+from compress.solver.compensate import Constraint, Options, Solved, compensate
 from compress.solver.nearest import assemble, keep_float
 from compress.solver.objective import row_errors
 from compress.statistics import Statistics
 from runtime.errors import CompressError
 from runtime.scheme import CompressedWeight, Scheme
+
+#: Rows whose output error is computed at a time.
+ROWS = 4096
 
 
 @dataclass
@@ -64,41 +67,49 @@ def solve_group(
     """
     names = names or [f"weight {i}" for i in range(len(weights))]
     _check(weights, statistics, prune, quantize, scheme, names)
-    dense = [weight.detach().to(torch.float32) for weight in weights]
+    current = [weight.detach() for weight in weights]
     fractions: tuple[float, ...] = ()
     masks: list[torch.Tensor] | None = None
     chosen_in_loop = False
     if prune is not None:
         fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
-        masks = fixed_masks(dense, statistics, prune, fractions)
+        masks = fixed_masks(current, statistics, prune, fractions)
         chosen_in_loop = masks is None
     compensated = quantize is not None and compensates(quantize)
     pattern = prune.parsed if prune is not None and chosen_in_loop else None
     hessian = statistics.hessian if statistics is not None else None
-    notes: list[dict[str, Any]] = [{} for _ in weights]
 
-    if pattern is not None and not (compensated and getattr(quantize, "joint", True)):
+    apart = pattern is not None and not (compensated and getattr(quantize, "joint", True))
+    if apart:
         # Pruning is a pass of its own; what follows rounds the pruned weights under its masks.
         assert hessian is not None
+        assert prune is not None
         floats = Constraint(Scheme(sparsity=scheme.sparsity), torch.float32, None, pattern, fractions)
-        pruned = compensate(dense, hessian, floats, _options(prune), names[0])
-        solved, notes = [weight for weight, _ in pruned], [note for _, note in pruned]
-        dense, masks, pattern = [weight.values for weight in solved], [weight.mask for weight in solved], None  # type: ignore[misc]
+        pruned = compensate(current, hessian, floats, _options(prune), names[0])
+        notes = [p.notes for p in pruned]
+        current, masks, pattern = [p.weight.values for p in pruned], [p.weight.mask for p in pruned], None  # type: ignore[misc]
+    else:
+        notes = [{} for _ in weights]
     if compensated:
         assert hessian is not None
         constraint = Constraint(scheme, dtype, masks, pattern, fractions)
-        pairs = compensate(
-            dense, hessian, constraint, _options(prune if pattern is not None else None, quantize), names[0]
-        )
-        solved, notes = [weight for weight, _ in pairs], [note for _, note in pairs]
+        options = _options(prune if pattern is not None else None, quantize)
+        solved = compensate(current, hessian, constraint, options, names[0])
     else:
         solved = [
-            nearest(weight, masks[i] if masks is not None else None, scheme, dtype, quantize, statistics)
-            for i, weight in enumerate(dense)
+            Solved(
+                nearest(
+                    weight.float(), masks[i] if masks is not None else None, scheme, dtype, quantize, statistics
+                ),
+                None,
+                notes[i],
+            )
+            for i, weight in enumerate(current)
         ]
+    # What rounding lost of weights that were pruned before says nothing of the original ones.
     return [
-        _result(weight.detach().to(torch.float32), compressed, hessian, note)
-        for weight, compressed, note in zip(weights, solved, notes, strict=True)
+        _result(weight.detach(), found.weight, None if apart else found.lost, hessian, found.notes)
+        for weight, found in zip(weights, solved, strict=True)
     ]
 
 
@@ -116,7 +127,7 @@ def fixed_masks(
         return None
     pattern = prune.parsed
     return [
-        pattern.mask(method.score(weight, statistics), fraction, method.per_row)
+        pattern.mask(method.score(weight.float(), statistics), fraction, method.per_row)
         for weight, fraction in zip(weights, fractions, strict=True)
     ]
 
@@ -167,9 +178,21 @@ def _check(weights, statistics, prune, quantize, scheme, names) -> None:
             prune.parsed.check(shape, name)
 
 
-def _result(weight, compressed: CompressedWeight, hessian, notes: dict[str, Any]) -> LayerResult:
-    lost = float(row_errors(weight - compressed.dequantize().to(torch.float32), hessian).sum())
-    total = float(row_errors(weight, hessian).sum())
+def _result(
+    weight: torch.Tensor,
+    compressed: CompressedWeight,
+    lost: float | None,
+    hessian: torch.Tensor | None,
+    notes: dict[str, Any],
+) -> LayerResult:
+    """With the relative output error; `lost` is the absolute one where the solver knows it."""
+    total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(ROWS))
+    if lost is None:
+        dense = compressed.dequantize()
+        lost = sum(
+            float(row_errors(a.float() - b.float(), hessian).sum())
+            for a, b in zip(weight.split(ROWS), dense.split(ROWS), strict=True)
+        )
     if compressed.mask is not None:
         notes = notes | {"sparsity": 1 - float(compressed.mask.float().mean())}
     return LayerResult(compressed, lost / total if total > 0 else 0.0, notes)

@@ -4,21 +4,32 @@ from __future__ import annotations
 
 import torch
 
-#: Elements of the product that are held at a time.
+#: Elements of a product that are held at a time.
 CHUNK = 1 << 22
+#: Columns whose products are taken together. H is symmetric, so only what lies below the diagonal is multiplied, and counted twice.
+BLOCK = 512
 
 
 def row_errors(difference: torch.Tensor, hessian: torch.Tensor | None) -> torch.Tensor:
     """Output error of every row: `e H e^T` of the rows of `difference [rows, in]`, float32 `[rows]`; H = None is the identity."""
     if hessian is None:
         return difference.square().sum(1)
-    rows = max(1, CHUNK // difference.shape[1])
-    parts = [((part @ hessian) * part).sum(1) for part in difference.split(rows)]
-    # Rounding can push an error that is zero below it.
-    return torch.cat(parts).clamp_(min=0)
+    return column_errors(difference.T, hessian)
 
 
 def column_errors(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """The same for a transposed difference `[in, rows]`, float32 `[rows]`."""
-    width = max(1, CHUNK // difference.shape[0])
-    return torch.cat([((hessian @ part) * part).sum(0) for part in difference.split(width, dim=1)]).clamp_(min=0)
+    columns = difference.shape[0]
+    width = max(1, CHUNK // BLOCK)
+    errors = []
+    for part in difference.split(width, dim=1):
+        total = torch.zeros(part.shape[1], device=part.device)
+        for start in range(0, columns, BLOCK):
+            span = slice(start, min(start + BLOCK, columns))
+            product = hessian[span, span] @ part[span]
+            if start:
+                product.addmm_(hessian[span, :start], part[:start], alpha=2)
+            total += product.mul_(part[span]).sum(0)
+        errors.append(total)
+    # Rounding can push an error that is zero below it.
+    return torch.cat(errors).clamp_(min=0)

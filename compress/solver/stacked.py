@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from compress.quantize.grid import Grid, Search, make_grid, round_fp8
+from compress.quantize.grid import Search, make_grid, round_fp8
 from runtime.scheme import WeightScheme
 
 
@@ -39,6 +39,10 @@ class StackedGrid:
         zeros = [g.zero.T.expand(-1, h) for g, h in zip(grids, heights, strict=True) if g.zero is not None]
         return cls(scheme, scale, torch.cat(zeros, dim=1).contiguous() if zeros else None)
 
+    def rows(self, index: torch.Tensor) -> StackedGrid:
+        """A copy of the grid of some rows."""
+        return StackedGrid(self.scheme, self.scale[:, index], None if self.zero is None else self.zero[:, index])
+
     def group_of(self, columns: int) -> torch.Tensor:
         """Group of every column, `[in]`."""
         if self.scheme.strategy != "group":
@@ -61,13 +65,3 @@ class StackedGrid:
         """Weights that `codes [in, rows]` stand for."""
         group = self.group_of(codes.shape[0])
         return (codes if self.zero is None else codes - self.zero[group]) * self.scale[group]
-
-    def split(self, heights: list[int]) -> list[Grid]:
-        """One grid for each weight."""
-        scales = self.scale.split(heights, dim=1)
-        zeros = [None] * len(heights) if self.zero is None else self.zero.split(heights, dim=1)
-        rows = slice(0, 1) if self.scheme.strategy == "tensor" else slice(None)
-        return [
-            Grid(self.scheme, s.T[rows].contiguous(), None if z is None else z.T[rows].contiguous())
-            for s, z in zip(scales, zeros, strict=True)
-        ]

@@ -1,0 +1,62 @@
+"""bfloat16 products on CPUs without bfloat16 arithmetic.
+
+Such a CPU (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product is float32
+sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import cache
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.nn.functional.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.baddbmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.__matmul__,
+    }
+)
+
+
+class WidenedProducts(TorchFunctionMode):
+    """While active, products of bfloat16 CPU tensors are computed in float32 and rounded to bfloat16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func not in _PRODUCTS or not isinstance(args[0], torch.Tensor) or not _narrow(args[0]):
+            return func(*args, **kwargs)
+        wide = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
+        return wide.to(torch.bfloat16)
+
+
+def products(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a model runs on `device`: widened products where that is faster, nothing elsewhere."""
+    return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
+
+
+@cache
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices at full speed."""
+    try:
+        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    except (AttributeError, RuntimeError):  # a build without oneDNN: its fallback is slow
+        return False
+
+
+def _narrow(value: torch.Tensor) -> bool:
+    return value.dtype == torch.bfloat16 and value.device.type == "cpu"
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if isinstance(value, torch.Tensor) and _narrow(value) else value

@@ -1,0 +1,53 @@
+"""Which rows are solved together: enough for efficient matrix products, few enough that the working memory stays small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+#: Float32 elements of one working matrix (`[in, rows]`).
+ELEMENTS = 1 << 23
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of several weights with one input: pieces `(weight, first row, end)`, in order."""
+
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def heights(self) -> list[int]:
+        return [end - start for _, start, end in self.pieces]
+
+    def stack(self, weights: list[torch.Tensor]) -> torch.Tensor:
+        """These rows of the weights `[out_i, in]`, transposed and side by side: `[in, rows]`, of the weights' dtype."""
+        columns = weights[self.pieces[0][0]].shape[1]
+        out = torch.empty(columns, sum(self.heights), dtype=weights[self.pieces[0][0]].dtype, device=weights[0].device)
+        for (index, start, end), place in zip(self.pieces, out.split(self.heights, dim=1), strict=True):
+            place.copy_(weights[index][start:end].T)
+        return out
+
+    def unstack(self, stacked: torch.Tensor, weights: list[torch.Tensor]) -> None:
+        """Write `stacked [in, rows]` into the rows of `weights [out_i, in]` (any dtype)."""
+        for (index, start, end), part in zip(self.pieces, stacked.split(self.heights, dim=1), strict=True):
+            weights[index][start:end] = part.T
+
+
+def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:
+    """Cut stacked weights of `heights` rows. `split_rows`: rows do not depend on each other; otherwise a weight stays whole."""
+    limit = max(256, ELEMENTS // columns)
+    found: list[Chunk] = []
+    pieces: list[tuple[int, int, int]] = []
+    room = limit
+    for index, height in enumerate(heights):
+        start = 0
+        while start < height:
+            end = min(height, start + room) if split_rows else height
+            pieces.append((index, start, end))
+            room -= end - start
+            start = end
+            if room <= 0:
+                found.append(Chunk(tuple(pieces)))
+                pieces, room = [], limit
+    return [*found, Chunk(tuple(pieces))] if pieces else found

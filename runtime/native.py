@@ -1,0 +1,83 @@
+"""C sources of this project as shared libraries: compiled once by the system's compiler, cached, loaded with ctypes.
+
+Every routine in C has a torch implementation beside it that computes the same; without a compiler that one runs (said once in
+the log). `COMPRESS_NATIVE=0` switches C off, `CC` chooses the compiler, `COMPRESS_CACHE` (default `~/.cache/compress`) says where
+the libraries are kept. A library is named by the hash of everything it depends on, so it is never out of date.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from functools import cache
+from pathlib import Path
+
+FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+#: Tried in this order: not every compiler and CPU knows how to tune for itself.
+TUNING = (("-march=native",), ("-mcpu=native",), ())
+_log = logging.getLogger("compress.native")
+
+
+@cache
+def library(source: Path) -> ctypes.CDLL | None:
+    """The compiled `source` (a C file without dependencies), or None where there is no way to have it."""
+    if os.environ.get("COMPRESS_NATIVE", "1") == "0":
+        return None
+    compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    if compiler is None:
+        _log.warning("no C compiler was found (cc, gcc, clang): %s runs in torch, which is slower", source.stem)
+        return None
+    reason = "unknown"
+    for tuning in TUNING:
+        try:
+            return ctypes.CDLL(str(_build(source, compiler, (*FLAGS, *tuning))))
+        except subprocess.CalledProcessError as error:
+            reason = (error.stderr or b"").decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
+        except OSError as error:
+            reason = [str(error)]
+    _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, " ".join(reason))
+    return None
+
+
+def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
+    """Path of the library, compiled if it is not in the cache."""
+    code = source.read_bytes()
+    target = _directory() / f"{source.stem}-{_key(code, compiler, flags)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [compiler, *flags, str(source), "-o", str(built), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        built.replace(target)  # whole or not at all, whoever else compiles it at the same time
+    return target
+
+
+def _key(code: bytes, compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(code)
+    for part in (compiler, *flags, platform.machine(), _cpu()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]
+
+
+def _cpu() -> str:
+    """What tells one CPU's instruction set from another's: a home directory may be shared by machines."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
+
+
+def _directory() -> Path:
+    chosen = os.environ.get("COMPRESS_CACHE")
+    if chosen:
+        return Path(chosen) / "native"
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "native"

@@ -50,8 +50,6 @@ class Bench:
         self.model = Path(arguments.model).resolve()
         self.ids = work / "ids.json"
         self.environment = {**os.environ, "OMP_NUM_THREADS": str(arguments.threads), "TOKENIZERS_PARALLELISM": "false"}
-        # Threads that wait sleep instead of spinning, for every tool: one other busy process would cost tenfold otherwise.
-        self.environment |= {"OMP_WAIT_POLICY": "PASSIVE"}
         self.environment |= {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(HERE.parent)}
 
     def python(self, tool: str) -> str:

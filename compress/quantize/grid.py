@@ -136,7 +136,11 @@ def search_groups(
 
 
 def _search(
-    groups: torch.Tensor, scheme: WeightScheme, scales: torch.Tensor, zeros: torch.Tensor | None, cost: torch.Tensor | None
+    groups: torch.Tensor,
+    scheme: WeightScheme,
+    scales: torch.Tensor,
+    zeros: torch.Tensor | None,
+    cost: torch.Tensor | None,
 ) -> torch.Tensor:
     """Index `[rows]` of the candidate with the smallest error; the first of equals."""
     low, high = scheme.code_range

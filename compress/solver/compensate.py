@@ -170,7 +170,9 @@ def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, op
     return solved
 
 
-def _round(target, goal, mask, heights, order, factor: Factor, promise: Promise, hessian, constraint, options) -> Rounded:
+def _round(
+    target, goal, mask, heights, order, factor: Factor, promise: Promise, hessian, constraint, options
+) -> Rounded:
     """One chunk, `[in, rows]`: the column loop on the grid, refinement, and the rows that are better rounded to nearest."""
     scheme, dtype = constraint.scheme.weights, constraint.dtype
     energy = hessian.diagonal().clamp(min=0)

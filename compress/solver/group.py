@@ -98,9 +98,7 @@ def solve_group(
     else:
         solved = [
             Solved(
-                nearest(
-                    weight.float(), masks[i] if masks is not None else None, scheme, dtype, quantize, statistics
-                ),
+                nearest(weight.float(), masks[i] if masks is not None else None, scheme, dtype, quantize, statistics),
                 None,
                 notes[i],
             )

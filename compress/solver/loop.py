@@ -137,9 +137,7 @@ def run(
                 if upto <= end:
                     mask[first:upto], better = choose_mask(first, upto, work[here], upper[here, here])
                 else:
-                    mask[first:upto], better = choose_mask(
-                        first, upto, _adjusted(weight, factor, first, upto), None
-                    )
+                    mask[first:upto], better = choose_mask(first, upto, _adjusted(weight, factor, first, upto), None)
                 if better is not None:
                     # Only the values inside this block move now; a unit that goes on beyond it is decided column by column.
                     last = min(upto, end)

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from compress.statistics import StatisticsCollector
+from compress.statistics import BLOCK, StatisticsCollector
 
 
-def test_batches_add_up_to_the_means() -> None:
-    x = torch.randn(3, 40, 16, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    collector = StatisticsCollector(16)
+@pytest.mark.parametrize("columns", [16, BLOCK, 2 * BLOCK + 76])
+def test_batches_add_up_to_the_means(columns: int) -> None:
+    x = torch.randn(3, 40, columns, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
+    collector = StatisticsCollector(columns)
     for batch in x:
         collector.add(batch)
     statistics = collector.finish()
-    flat = x.double().reshape(-1, 16)
+    flat = x.double().reshape(-1, columns)
     assert statistics.tokens == 120
     assert statistics.finite
     assert statistics.hessian is not None

@@ -38,10 +38,11 @@ def library(source: Path) -> ctypes.CDLL | None:
         try:
             return ctypes.CDLL(str(_build(source, compiler, (*FLAGS, *tuning))))
         except subprocess.CalledProcessError as error:
-            reason = (error.stderr or b"").decode(errors="replace").strip().splitlines()[-1:] or [str(error)]
-        except OSError as error:
-            reason = [str(error)]
-    _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, " ".join(reason))
+            said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+            reason = said[-1] if said else str(error)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
+    _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, reason)
     return None
 
 

@@ -167,7 +167,7 @@ def _solve(
     for batch in batches:
         assignment = local[batch[0]]
         modules = [_linear(job.block, n) for n in batch]
-        weights = [work[n] if n in work else m.weight.data for n, m in zip(batch, modules, strict=True)]
+        weights = [work.get(n, m.weight.data) for n, m in zip(batch, modules, strict=True)]
         solved = solve_group(
             weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
             names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,

@@ -83,9 +83,10 @@ def compensate(
         goals, masks = _prune(weights, parts, hessian, constraint, options, name, notes)
     if scheme is None:
         assert goals is not None
+        assert masks is not None
         return [
             Solved(keep_float(goal, mask, constraint.scheme, constraint.dtype), None, dict(notes))
-            for goal, mask in zip(goals, masks or [None] * len(goals), strict=True)
+            for goal, mask in zip(goals, masks, strict=True)
         ]
     return _quantize(weights, goals, masks, parts, hessian, constraint, options, name, notes)
 

@@ -74,7 +74,10 @@ def search_grid(
     columns: torch.Tensor, cost: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor | None,
     limits: tuple[float, float],
 ) -> torch.Tensor:  # fmt: skip
-    """Index `[rows]` of the candidate grid (`scale`, `zero` `[candidates, rows]`) with the smallest squared error over `columns [n, rows]`."""
+    """Index `[rows]` of the candidate grid with the smallest squared error over `columns [n, rows]`; the first of equals.
+
+    `cost [n]` weighs the columns; `scale`, `zero` are `[candidates, rows]`, at most 64 candidates.
+    """
     best = torch.empty(columns.shape[1], dtype=torch.int64)
     cost = None if cost is None else cost.contiguous()
     routine = _library().search_grid  # type: ignore[union-attr]

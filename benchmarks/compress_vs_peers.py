@@ -24,11 +24,13 @@ import platform
 import shutil
 import signal
 import statistics
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
 from typing import Any
 
+import yaml
 from compress_cells import CELLS, TOOLS, Cell, Variant, recipe, variants
 from measure import Measured, last_error, measure
 
@@ -122,6 +124,9 @@ class Bench:
             "settings": variant.settings,
             **({"asked_pattern": cell.prune["pattern"]} if cell.prune else {}),
         }
+        if variant.tool == "ours":
+            stages = yaml.safe_load((self.work / "output" / "recipe.yaml").read_text())["stages"]
+            record |= {"commit": commit(), "resolved": stages}
         report = self.work / "report.json"
         if report.exists():
             record |= json.loads(report.read_text())
@@ -181,6 +186,12 @@ def machine(threads: int) -> dict[str, Any]:
         "python": platform.python_version(),
         "versions_ours": versions,
     }
+
+
+def commit() -> str:
+    """The commit that ours was measured at; "+" where the working tree differs from it."""
+    name = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=HERE, capture_output=True, text=True)
+    return name.stdout.strip() or "unknown"
 
 
 def _lines(path: str) -> list[str]:

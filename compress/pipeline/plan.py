@@ -14,9 +14,11 @@ from typing import Any
 import psutil
 import torch
 
+from compress.pipeline.arithmetic import products
 from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
 from compress.recipe.models import Recipe
+from compress.solver import chunks
 from runtime import formats
 from runtime.skeleton import tied_names
 
@@ -108,6 +110,13 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
             sizes = f"{size(tensor.bytes_after)} instead of {size(tensor.bytes_before)}"
             plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
             break
+    own = [t for t in tensors if t.format == "packed"]
+    if own:
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        plan.warnings.append(
+            f"{own[0].name}{more} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the artifact "
+            "loads with runtime.load(), and with transformers after `import runtime`, but not elsewhere"
+        )
     if session.untie:
         added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)
         plan.warnings.append(
@@ -116,14 +125,21 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
     if plan.peak_memory > MEMORY_SHARE * plan.available_memory:
         plan.problems.append(
             f"the run needs about {size(plan.peak_memory)} of memory and may take "
-            f"{size(MEMORY_SHARE * plan.available_memory)} of the {size(plan.available_memory)} that are free: "
-            "lower calibration.batch_size or sequence_length, or use a machine with more"
+            f"{size(MEMORY_SHARE * plan.available_memory)} of the {size(plan.available_memory)} that are free: {_advice(session, rows)}"
         )
     if plan.disk_needed > free:
         plan.problems.append(
             f"the run needs about {size(disk)} of disk for {output} and {size(free)} are free: free some, or name another --output"
         )
     return plan
+
+
+def _advice(session: Session, rows: list[tuple[int, ...]]) -> str:
+    """What would make a run smaller: the batch, if it counts for anything, else only a larger machine."""
+    batch, least = _working_set(session, rows, None), _working_set(session, [(1, shape[1]) for shape in rows], None)
+    if batch - least > batch // 10:
+        return "lower calibration.batch_size or sequence_length, or use a machine with more"
+    return "its largest block and layer need that much; use a machine with more"
 
 
 def _tensors(session: Session) -> list[TensorPlan]:
@@ -163,9 +179,11 @@ def _working_set(session: Session, rows: list[tuple[int, ...]], evaluation: torc
     for name, work in session.work.items():
         weight = streamed.model.get_submodule(name).weight
         out, columns = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[union-attr, index]
-        hessians = 3 * 4 * columns * columns if "hessian" in work.needs else 0
-        # float32 weight, its working copy and error block, codes, dequantized weight, packed tensors
-        solve = max(solve, hessians + out * columns * 4 * 4)
+        # Second moments and one factor of them; seven working matrices of a chunk of rows; codes, dequantized weight, packed tensors
+        # (and float32 values with their mask where pruning chooses before rounding).
+        hessians = 2 * 4 * columns * columns if "hessian" in work.needs else 0
+        stored = out * columns * (1 + 2 * streamed.dtype.itemsize + (6 if work.prune is not None else 0))
+        solve = max(solve, hessians + 7 * 4 * min(out * columns, chunks.ELEMENTS + 256 * columns) + 2 * stored)
         by_width[columns] = by_width.get(columns, 0) + 1
     batch = max((math.prod(shape) for shape in rows), default=0)
     attention = max(
@@ -191,15 +209,17 @@ def _seconds(session: Session, tokens: int, scored: int) -> float:
         for n in session.checkpoint.names()
         if n.startswith(session.streamed.blocks_name)
     )
-    # Collecting stops early in three of four passes of a sequential block: about two full passes, and one to go on.
-    total = 2.0 * parameters * (3 * tokens + 2 * scored) / flops
+    # Collecting stops early in three of four passes of a sequential block: little more than one full pass, and one to go on.
+    total = 2.0 * parameters * (2.2 * tokens + 2 * scored) / flops
     for name, work in session.work.items():
         weight = session.streamed.model.get_submodule(name).weight
         out, columns = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[union-attr, index]
         if "hessian" in work.needs:
-            total += 2.0 * tokens * columns * columns / solver / 2
-            total += (2.0 * out * columns * columns + 2.0 * columns**3) / solver + columns * 1.5e-4
-        total += out * columns * 4e-8
+            total += 1.0 * tokens * columns * columns / solver
+            # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
+            count = 3 + 2 * int(getattr(work.quantize, "sweeps", 0) or 0)
+            total += (count * out * columns * columns + columns**3 / 3) / solver
+        total += out * columns * 8e-8
     return 2.0 + total
 
 
@@ -207,10 +227,11 @@ def _measured_flops(dtype: torch.dtype) -> float:
     """Floating-point operations a second of a 512 x 512 x 512 product, best of a few."""
     a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 512).to(dtype)
     best = math.inf
-    for _ in range(5):
-        start = time.perf_counter()
-        torch.mm(a, b)
-        best = min(best, time.perf_counter() - start)
+    with products(a.device):
+        for _ in range(5):
+            start = time.perf_counter()
+            torch.mm(a, b)
+            best = min(best, time.perf_counter() - start)
     return 2 * 512**3 / best
 
 

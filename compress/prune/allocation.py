@@ -48,7 +48,8 @@ def allocate(scores: Sequence[float], sizes: Sequence[int], target: float, sprea
     removal = (high - value) / (high - low)
     removal -= (removal * weight).sum()
     removal *= spread / removal.abs().max()
-    return [float(x) for x in target + removal]
+    # Rounding may leave a layer with all its room used a hair below zero.
+    return [max(0.0, float(x)) for x in target + removal]
 
 
 def outlier_score(weights: Sequence[torch.Tensor], statistics: Sequence[Statistics]) -> float:

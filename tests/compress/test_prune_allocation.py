@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from compress.prune.allocation import allocate, error_score, outlier_score
@@ -18,6 +18,7 @@ layers = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 10**6)), min_si
 
 @settings(deadline=None, max_examples=50)
 @given(layers, st.floats(0.01, 0.99))
+@example([(0, 1), (0, 3023), (1, 153)], 0.01171875)
 def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
     pairs: list[tuple[int, int]], target: float
 ) -> None:

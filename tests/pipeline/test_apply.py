@@ -360,6 +360,28 @@ def test_growing_is_said(make_checkpoint, recipe):
     assert any("share one tensor" in warning for warning in plan.warnings)
 
 
+def test_a_layout_that_others_cannot_read_is_said(make_checkpoint, recipe):
+    ragged = compress.plan(recipe(make_checkpoint(), STAGES["rtn ragged"][0]))
+    assert any("not elsewhere" in warning for warning in ragged.warnings)
+    plain = compress.plan(recipe(make_checkpoint(), {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}))
+    assert not any("not elsewhere" in warning for warning in plain.warnings)
+
+
+def test_the_advice_fits_what_takes_the_memory(make_checkpoint, recipe, monkeypatch):
+    from collections import namedtuple
+
+    from compress.pipeline import plan
+
+    free = namedtuple("free", "available")
+    monkeypatch.setattr(plan.psutil, "virtual_memory", lambda: free(1 << 20))
+    monkeypatch.setattr(plan, "memory_bytes", lambda: 1 << 20)
+    small = compress.plan(recipe(make_checkpoint(), STAGES["rtn"][0]))
+    assert any("largest block" in problem for problem in small.problems)
+    asked = recipe(make_checkpoint(), GPTQ)
+    asked["calibration"] |= {"batch_size": 256, "sequence_length": 64, "samples": 256}
+    assert any("lower calibration.batch_size" in problem for problem in compress.plan(asked).problems)
+
+
 def test_inf_in_the_activations_names_the_layer(make_checkpoint, recipe, tmp_path):
     """Weights that are finite, and a product that is not: float16 overflows at 65504."""
     from safetensors.torch import save_file

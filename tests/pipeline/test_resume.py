@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
 import subprocess
@@ -62,7 +63,9 @@ def test_kill_at_random_moments(job, tmp_path):
     assert start(job, straight).wait() == 0
     seconds = time.monotonic() - began
     output = tmp_path / "killed"
-    moments = random.Random(time.time_ns())
+    seed = int(os.environ.get("KILL_SEED") or time.time_ns())
+    print(f"KILL_SEED={seed} repeats these moments")
+    moments = random.Random(seed)
     kills = 0
     while kills < KILLS:
         process = start(job, output)

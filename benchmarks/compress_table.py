@@ -64,15 +64,19 @@ def cost_table(data: dict[str, Any]) -> str:
     """Wall time and peak memory of the whole process, each tool with its defaults."""
     names = ["ours", *PEERS]
     lines = [
-        "Whole process, imports included: wall seconds / peak resident MB (*: other work was running)",
+        f"Whole process, imports included, on {data['machine']['cpu']}, {data['machine']['threads']} threads: wall seconds / peak "
+        "resident MB (*: other work was running)",
         "",
         "| | ours | llm-compressor | GPTQModel |",
         "|---|---:|---:|---:|",
     ]
     for name, cell in data["cells"].items():
         row = []
+        here = {tool: run for tool in names if (run := cell.get(tool)) and same_machine(run, data)}
+        if len(here) < 2:
+            continue
         for tool in names:
-            run = cell.get(tool)
+            run = here.get(tool)
             if run is None:
                 row.append("–")
             else:
@@ -80,6 +84,11 @@ def cost_table(data: dict[str, Any]) -> str:
                 row.append("fails" if "error" in run else f"{run['seconds']:.1f} s{busy} / {run['peak_mb']:.0f}")
         lines.append(f"| {name} | {' | '.join(row)} |")
     return "\n".join(lines)
+
+
+def same_machine(run: dict[str, Any], data: dict[str, Any]) -> bool:
+    """Whether a run's time and memory can be set beside the others'."""
+    return run.get("cpu", data["machine"]["cpu"]) == data["machine"]["cpu"]
 
 
 def misses(data: dict[str, Any]) -> list[str]:
@@ -95,8 +104,9 @@ def misses(data: dict[str, Any]) -> list[str]:
             ("seconds", SPEED, "time"),
             ("peak_mb", MEMORY, "memory"),
         ):
-            rivals = [value for peer in PEERS if (value := best(cell, peer, key))]
-            if rivals and key in ours and ours[key] > min(rivals)[0] * factor:
+            comparable = {k: r for k, r in cell.items() if key == "perplexity" or same_machine(r, data)}
+            rivals = [value for peer in PEERS if (value := best(comparable, peer, key))]
+            if rivals and key in ours and "ours" in comparable and ours[key] > min(rivals)[0] * factor:
                 rival, who = min(rivals)
                 lines.append(
                     f"{name}: {what} {ours[key]:.4g}, {who} {rival:.4g} (ratio {ours[key] / rival:.4f}, aim {factor:g})"

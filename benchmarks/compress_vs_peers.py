@@ -119,6 +119,7 @@ class Bench:
             "seconds_all": [run.seconds for run in runs],
             "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
             "load_before": round(load, 1),
+            "cpu": machine(self.arguments.threads)["cpu"],
             "peak_mb": max(run.peak_mb for run in runs),
             "output_bytes": sum(f.stat().st_size for f in (self.work / "output").glob("*.safetensors")),
             "settings": variant.settings,

@@ -7,11 +7,13 @@ the libraries are kept. A library is named by the hash of everything it depends 
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import hashlib
 import logging
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import tempfile
@@ -36,7 +38,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     reason = "unknown"
     for tuning in TUNING:
         try:
-            return ctypes.CDLL(str(_build(source, compiler, (*FLAGS, *tuning))))
+            return _load(source, compiler, (*FLAGS, *tuning))
         except subprocess.CalledProcessError as error:
             said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
             reason = said[-1] if said else str(error)
@@ -46,16 +48,31 @@ def library(source: Path) -> ctypes.CDLL | None:
     return None
 
 
-def _build(source: Path, compiler: str, flags: tuple[str, ...]) -> Path:
-    """Path of the library, compiled if it is not in the cache."""
+def _load(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library from the cache, or from a private temporary directory where the cache cannot be used."""
+    try:
+        return ctypes.CDLL(str(_build(source, compiler, flags, _directory())))
+    except (OSError, RuntimeError):  # not writable, not executable, no home
+        return ctypes.CDLL(str(_build(source, compiler, flags, Path(_scratch()))))
+
+
+@cache
+def _scratch() -> str:
+    directory = tempfile.mkdtemp(prefix="compress-native-")
+    atexit.register(shutil.rmtree, directory, ignore_errors=True)
+    return directory
+
+
+def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path) -> Path:
+    """Path of the library, compiled if it is not in the directory."""
     code = source.read_bytes()
-    target = _directory() / f"{source.stem}-{_key(code, compiler, flags)}.so"
+    target = directory / f"{source.stem}-{_key(code, compiler, flags)}.so"
     if target.exists():
         return target
     target.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
         built = Path(scratch) / target.name
-        command = [compiler, *flags, str(source), "-o", str(built), "-lm"]
+        command = [*shlex.split(compiler), *flags, str(source), "-o", str(built), "-lm"]
         subprocess.run(command, check=True, capture_output=True, timeout=300)
         built.replace(target)  # whole or not at all, whoever else compiles it at the same time
     return target

@@ -34,7 +34,8 @@ class WidenedProducts(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func not in _PRODUCTS or not isinstance(args[0], torch.Tensor) or not _narrow(args[0]):
+        first = args[0] if args else kwargs.get("input")
+        if func not in _PRODUCTS or not _narrow(first) or kwargs.get("out") is not None:
             return func(*args, **kwargs)
         wide = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
         return wide.to(torch.bfloat16)
@@ -54,9 +55,9 @@ def has_bfloat16() -> bool:
         return False
 
 
-def _narrow(value: torch.Tensor) -> bool:
-    return value.dtype == torch.bfloat16 and value.device.type == "cpu"
+def _narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.device.type == "cpu"
 
 
 def _widen(value: Any) -> Any:
-    return value.float() if isinstance(value, torch.Tensor) and _narrow(value) else value
+    return value.float() if _narrow(value) else value

@@ -14,7 +14,7 @@ from typing import Any
 import psutil
 import torch
 
-from compress.pipeline.arithmetic import products
+from compress.pipeline.arithmetic import has_bfloat16, products
 from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
 from compress.recipe.models import Recipe
@@ -175,29 +175,46 @@ def _working_set(session: Session, rows: list[tuple[int, ...]], evaluation: torc
     widest = max(
         (int(m.in_features) for m in streamed.blocks[0].modules() if isinstance(m, torch.nn.Linear)), default=0
     )
-    by_width: dict[int, int] = {}
+    together: dict[tuple[str, int], int] = {}
+    for name in session.work:
+        weight = streamed.model.get_submodule(name).weight
+        key = _reader(name), int(weight.shape[1])  # type: ignore[union-attr, index]
+        together[key] = together.get(key, 0) + int(weight.numel())  # type: ignore[union-attr, operator]
     for name, work in session.work.items():
         weight = streamed.model.get_submodule(name).weight
         out, columns = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[union-attr, index]
-        # Second moments and one factor of them; seven working matrices of a chunk of rows; codes, dequantized weight, packed tensors
-        # (and float32 values with their mask where pruning chooses before rounding).
         hessians = 2 * 4 * columns * columns if "hessian" in work.needs else 0
-        stored = out * columns * (1 + 2 * streamed.dtype.itemsize + (6 if work.prune is not None else 0))
-        solve = max(solve, hessians + 7 * 4 * min(out * columns, chunks.ELEMENTS + 256 * columns) + 2 * stored)
-        by_width[columns] = by_width.get(columns, 0) + 1
+        group = together[_reader(name), columns]
+        pattern = work.prune.parsed if work.prune is not None else None
+        weights = work.scheme.weights
+        rowwise = (pattern is None or pattern.kind == "n:m") and (weights is None or weights.strategy != "tensor")
+        # A chunk is held nine times over in float32 while it is solved; of all weights that share the input there are codes,
+        # dequantized and packed weights, and float32 values with their masks where pruning chooses before rounding.
+        chunk = min(group, chunks.ELEMENTS + 256 * columns) if rowwise else out * columns
+        stored = group * (1 + 2 * streamed.dtype.itemsize + (6 if pattern is not None else 0))
+        solve = max(solve, hessians + 9 * 4 * chunk + stored)
     batch = max((math.prod(shape) for shape in rows), default=0)
     attention = max(
         (shape[0] * shape[1] * shape[1] * int(getattr(config, "num_attention_heads", 1)) * 4 for shape in rows),
         default=0,
     )
-    forward = batch * widest * streamed.dtype.itemsize * 6 + min(attention, 2**30)
+    # Products are widened to float32 where the CPU has no bfloat16: a copy of the weight at hand.
+    wide = 0
+    if streamed.device.type == "cpu" and streamed.dtype == torch.bfloat16 and not has_bfloat16():
+        wide = 4 * max((int(p.numel()) for p in streamed.model.parameters() if p.dim() == 2), default=0)
+    forward = wide + batch * widest * streamed.dtype.itemsize * 6 + min(attention, 2**30)
     logits = 0
     if evaluation is not None:
         from compress.pipeline.streamed_eval import LOGIT_ROWS
 
         logits = 6 * 4 * max(LOGIT_ROWS, int(evaluation.shape[1])) * session.vocabulary
     # Solving a block and judging the result happen one after the other.
-    return outside + max(2 * block + solve + forward, 2 * outside + block + logits)
+    return outside + max(2 * block + solve + forward, 2 * outside + block + logits + wide)
+
+
+def _reader(name: str) -> str:
+    """Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little."""
+    return name.rpartition(".")[0]
 
 
 def _seconds(session: Session, tokens: int, scored: int) -> float:

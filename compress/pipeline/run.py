@@ -168,6 +168,9 @@ def _compress_blocks(session: Session, directory: RunDirectory, reporter: Report
     else:
         return
     if not session.outside_work:
+        if done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
+            for batch in batches:
+                streamed.block_kwargs(batch)
         streamed.release_outside()
     for index in range(done, count):
         record = _one_block(session, directory, index, states, batches, reporter)

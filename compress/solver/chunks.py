@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import reduce
 
 import torch
 
@@ -21,9 +22,9 @@ class Chunk:
         return [end - start for _, start, end in self.pieces]
 
     def stack(self, weights: list[torch.Tensor]) -> torch.Tensor:
-        """These rows of the weights `[out_i, in]`, transposed and side by side: `[in, rows]`, of the weights' dtype."""
-        columns = weights[self.pieces[0][0]].shape[1]
-        out = torch.empty(columns, sum(self.heights), dtype=weights[self.pieces[0][0]].dtype, device=weights[0].device)
+        """These rows of the weights `[out_i, in]`, transposed and side by side: `[in, rows]`, in the widest of their dtypes."""
+        dtype = reduce(torch.promote_types, (weights[index].dtype for index, _, _ in self.pieces))
+        out = torch.empty(weights[0].shape[1], sum(self.heights), dtype=dtype, device=weights[0].device)
         for (index, start, end), place in zip(self.pieces, out.split(self.heights, dim=1), strict=True):
             place.copy_(weights[index][start:end].T)
         return out

@@ -117,7 +117,12 @@ def run(
         # What every column of the block owes to the later ones, divided by U_jj.
         error = torch.zeros(end - start, rows, device=weight.device)
         divisors = inverse.tolist()
-        native = codes is not None and end - start <= columns_in_c.MOST and columns_in_c.usable(work, mask)
+        native = (
+            codes is not None
+            and choose_mask is None
+            and end - start <= columns_in_c.MOST
+            and columns_in_c.usable(work, mask)
+        )
         first = start
         while first < end:
             # A leaf never reaches into a unit that is yet to be chosen: its columns must be up to date then.

@@ -59,7 +59,8 @@ class Promise:
         difference = target - stored_values(nearest, static, mask, dtype)
         doubtful = self._doubtful(rounded.lost, difference)
         exact = column_errors(difference[:, doubtful], self._hessian)
-        worse = doubtful[rounded.lost[doubtful] > exact]
+        above = rounded.lost[doubtful] > exact
+        worse, exact = doubtful[above], exact[above]
         if worse.numel() == 0:
             return
         del difference
@@ -67,11 +68,15 @@ class Promise:
         codes = nearest[:, worse].to(rounded.codes.dtype)
         kept = None if mask is None else mask[:, worse]
         error = target[:, worse] - stored_values(codes, grid, kept, torch.float32)
-        rounded.lost[worse] = polish(error, codes, grid, kept)
-        rounded.codes[:, worse] = codes
-        rounded.grid.scale[:, worse] = grid.scale
-        if rounded.grid.zero is not None and grid.zero is not None:
-            rounded.grid.zero[:, worse] = grid.zero
+        lost = polish(error, codes, grid, kept)
+        # The dtype rounds after the last step of the polish, so that it may have gained nothing.
+        back = lost > exact
+        start = static.rows(worse)
+        rounded.lost[worse] = torch.where(back, exact, lost)
+        rounded.codes[:, worse] = torch.where(back, nearest[:, worse].to(codes.dtype), codes)
+        rounded.grid.scale[:, worse] = torch.where(back, start.scale, grid.scale)
+        if rounded.grid.zero is not None and grid.zero is not None and start.zero is not None:
+            rounded.grid.zero[:, worse] = torch.where(back, start.zero, grid.zero)
         rounded.replaced[worse] = True
 
     def _doubtful(self, lost: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:

@@ -50,10 +50,6 @@ def refine(
     step = group * max(1, BLOCK // group)
     spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
     divisors = _inverse(hessian.diagonal())
-    if dtype != torch.float32:
-        for start, end in spans:
-            values = _values(codes[start:end], grid, mask, start, end, group)
-            error[start:end] += values - values.to(dtype)
     lost = torch.zeros(error.shape[1], device=error.device)
     for sweep in range(sweeps):
         for start, end in spans:
@@ -64,7 +60,7 @@ def refine(
                 gradient += before
             part = _Part(
                 codes[here].float(), gradient, hessian[here, here], None if mask is None else mask[here],
-                divisors[start:end], error[here], dtype,
+                divisors[start:end], error[here], dtype, sweep == sweeps - 1,
             )  # fmt: skip
             for first in range(start, end, group):
                 g = first // group
@@ -84,25 +80,16 @@ def _inverse(diagonal: torch.Tensor) -> torch.Tensor:
     return torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
 
 
-def _values(
-    codes: torch.Tensor, grid: StackedGrid, mask: torch.Tensor | None, start: int, end: int, group: int
-) -> torch.Tensor:
-    """Weights `[end - start, rows]` that the codes of some columns stand for."""
-    index = torch.arange(start, end, device=codes.device) // group
-    values = codes.float() if grid.zero is None else codes - grid.zero[index]
-    values = values * grid.scale[index]
-    return values if mask is None else values.mul_(mask[start:end])
-
-
 class _Part:
     """A stretch of whole groups: its codes, the gradient `H e` of its columns, and what is lost in them.
 
-    `gradient` is kept true for the columns of the stretch while codes and scales move; `error` takes the moves when a group is done.
+    `gradient` is kept true for the columns of the stretch while codes and scales move; `error` takes the moves when a group is done
+    (and, in the last sweep, what the dtype rounds away).
     """
 
-    def __init__(self, codes, gradient, hessian, mask, divisors, error, dtype) -> None:
+    def __init__(self, codes, gradient, hessian, mask, divisors, error, dtype, last) -> None:
         self.codes, self.gradient, self.hessian, self.mask = codes, gradient, hessian, mask
-        self.divisors, self.error, self.dtype = divisors, error, dtype
+        self.divisors, self.error, self.dtype, self.last = divisors, error, dtype, last
         self.value = torch.empty_like(codes[0])
 
     def group(self, start: int, end: int, grid: StackedGrid, g: int, zero: torch.Tensor | None, refit: bool) -> None:
@@ -114,13 +101,15 @@ class _Part:
         if refit:
             scale = self._refit(start, end, scale, zero)
             grid.scale[g] = scale
-        self.error[start:end] += old.sub_(self._values(start, end, scale, zero))
+        values = self._values(start, end, scale, zero)
+        # What the dtype rounds away is lost too, once the values are final; the groups to come make up for it.
+        self.error[start:end] += old.sub_(values.to(self.dtype) if self.last else values)
 
     def _values(self, start: int, end: int, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
         values = (self.codes[start:end] if zero is None else self.codes[start:end] - zero) * scale
         if self.mask is not None:
             values *= self.mask[start:end]
-        return values if self.dtype == torch.float32 else values.to(self.dtype).float()
+        return values
 
     def _block(self, first, last, origin, old, scale, zero, low, high) -> None:
         """Coordinate descent over the columns `first:last` of the stretch; `old` are the values of the group, from `origin` on."""

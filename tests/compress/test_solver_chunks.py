@@ -83,6 +83,35 @@ def test_wide_rows_are_never_above_nearest(bits: int, correlated: float, sweeps:
     )
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("sweeps", [0, 1, 2])
+def test_rounding_by_the_dtype_does_not_break_the_promise(bits: int, dtype: torch.dtype, sweeps: int) -> None:
+    """Eight bits and uncorrelated inputs: nothing to win, and bfloat16 rounds the values about as much as the grid does."""
+    columns = 256
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        collector = StatisticsCollector(columns)
+        collector.add(torch.randn(4000, columns, generator=generator))
+        statistics = collector.finish()
+        w = torch.randn(200, columns, generator=generator).to(dtype)
+        fields = {"bits": bits, "group_size": 64, "scales": "minmax"}
+        config, rtn = QUANTIZE["gptq"].config(**fields, sweeps=sweeps), QUANTIZE["rtn"].config(**fields)
+        (ours,) = solve_group([w], statistics, None, config, resolve_scheme(config), dtype)
+        (plain,) = solve_group([w], statistics, None, rtn, resolve_scheme(rtn), dtype)
+        a, b = (output_errors(w.float(), result, statistics) for result in (ours, plain))
+        assert (a <= b * (1 + 1e-4)).all()
+
+
+def test_a_group_may_mix_dtypes() -> None:
+    statistics = inputs(64, 300, 1)
+    first, second = (torch.randn(8, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
+    config = QUANTIZE["gptq"].config(bits=8, group_size=16)
+    together = solve_group([first.bfloat16(), second], statistics, None, config, resolve_scheme(config), torch.float32)
+    (alone,) = solve_group([second], statistics, None, config, resolve_scheme(config), torch.float32)
+    assert torch.equal(together[1].weight.values, alone.weight.values)
+
+
 def test_the_reported_error_is_that_of_the_stored_weight() -> None:
     statistics = inputs(96, 400, 3)
     w = torch.randn(50, 96, generator=torch.Generator().manual_seed(1)).bfloat16()

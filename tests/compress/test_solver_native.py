@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,14 @@ from compress.solver.stacked import StackedGrid
 from runtime import native as libraries
 from runtime.scheme import WeightScheme
 
-needs_c = pytest.mark.skipif(not native.usable(), reason="no C compiler")
+COMPILER = next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+needs_c = pytest.mark.skipif(COMPILER is None, reason="no C compiler")
 ROWS = [1, 31, 32, 33, 300, 1100]
+
+
+@needs_c
+def test_the_source_compiles_here() -> None:
+    assert native.usable()
 
 
 def problem(rows: int, columns: int, seed: int, zero: bool, masked: bool):
@@ -165,6 +172,32 @@ def test_without_c_everything_runs_in_torch(monkeypatch, tmp_path, caplog) -> No
     with caplog.at_level(logging.WARNING, "compress.native"):
         assert fresh(source) is None
     assert "runs in torch" in caplog.text
+
+
+@needs_c
+def test_a_cache_that_cannot_be_written_is_done_without(monkeypatch, tmp_path) -> None:
+    source = tmp_path / "thing.c"
+    source.write_text("int answer(void) { return 42; }\n")
+    (tmp_path / "file").write_text("no directory")
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "file"))
+    found = fresh(source)
+    assert found is not None
+    assert found.answer() == 42
+
+
+@needs_c
+def test_wrong_matrices_are_refused_before_c_sees_them() -> None:
+    good = torch.zeros(8, 40)
+    codes, group, ones = torch.zeros(8, 40, dtype=torch.int8), torch.zeros(8, dtype=torch.int64), torch.ones(8)
+    scale = torch.ones(1, 40)
+
+    def call(work, error=good):
+        native.round_block(work, error, codes, None, 0, 8, torch.eye(8), ones, scale, None, group, (-8.0, 7.0))
+
+    call(good.clone())
+    for bad in (good.double(), torch.zeros(40, 8).T):
+        with pytest.raises(TypeError, match="contiguous"):
+            call(bad)
 
 
 @needs_c

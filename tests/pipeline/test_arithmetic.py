@@ -2,32 +2,60 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch.nn import functional
 
+from compress.pipeline import arithmetic
 from compress.pipeline.arithmetic import WidenedProducts, products
 
 
-def test_a_widened_product_is_the_float32_product_rounded_once() -> None:
+@pytest.fixture
+def seen(monkeypatch):
+    """Dtypes that products really get while the mode is active."""
+    found = []
+
+    def widen(value):
+        wide = value.float() if arithmetic._narrow(value) else value
+        found.append(wide.dtype if isinstance(wide, torch.Tensor) else None)
+        return wide
+
+    monkeypatch.setattr(arithmetic, "_widen", widen)
+    return found
+
+
+def test_a_widened_product_is_the_float32_product_rounded_once(seen) -> None:
     generator = torch.Generator().manual_seed(0)
     x, w, b = (torch.randn(shape, generator=generator).bfloat16() for shape in ((3, 5, 40), (24, 40), (24,)))
     with WidenedProducts():
         y = functional.linear(x, w, b)
+        assert seen == [torch.float32] * 3
+        named = functional.linear(input=x, weight=w, bias=b)
         product = x @ w.T
+        assert seen == [torch.float32] * 8
         other = x + x
-    assert y.dtype == product.dtype == other.dtype == torch.bfloat16
+        assert len(seen) == 8, "sums are no products"
+    assert y.dtype == named.dtype == product.dtype == other.dtype == torch.bfloat16
     assert torch.equal(y, functional.linear(x.float(), w.float(), b.float()).bfloat16())
+    assert torch.equal(y, named)
     assert torch.equal(product, (x.float() @ w.float().T).bfloat16())
     # bfloat16 has 8 bits: one rounding is at most 2^-9 of the value.
     torch.testing.assert_close(y.double(), functional.linear(x.double(), w.double(), b.double()), rtol=2**-8, atol=1e-4)
 
 
-def test_float32_passes_through() -> None:
+def test_float32_and_results_with_a_place_of_their_own_pass_through(seen) -> None:
     x, w = torch.randn(4, 8), torch.randn(6, 8)
+    out = torch.zeros(4, 6, dtype=torch.bfloat16)
     with WidenedProducts():
-        assert torch.equal(functional.linear(x, w), torch.nn.functional.linear(x, w))
         assert functional.linear(x, w).dtype == torch.float32
+        torch.mm(x.bfloat16(), w.bfloat16().T, out=out)
+    assert not seen
+    assert out.abs().sum() > 0
 
 
-def test_a_gpu_needs_none() -> None:
+def test_the_mode_is_for_cpus_without_bfloat16(monkeypatch) -> None:
+    monkeypatch.setattr(arithmetic, "has_bfloat16", lambda: False)
+    assert isinstance(products(torch.device("cpu")), WidenedProducts)
     assert not isinstance(products(torch.device("cuda")), WidenedProducts)
+    monkeypatch.setattr(arithmetic, "has_bfloat16", lambda: True)
+    assert not isinstance(products(torch.device("cpu")), WidenedProducts)

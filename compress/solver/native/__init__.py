@@ -6,7 +6,8 @@ The rows of a call are divided among threads; they do not depend on each other, 
 from __future__ import annotations
 
 import ctypes
-from concurrent.futures import ThreadPoolExecutor
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
 from functools import cache
 from pathlib import Path
 
@@ -45,7 +46,11 @@ def round_block(
         upper: float32 `[block, block]`, the corner of U; `inverse [block]` is `1 / U_jj`.
         scale, zero: float32 `[groups, rows]`; `group [block]` int64 says which is whose.
     """
-    upper, width, rows = upper.contiguous(), work.shape[0], work.shape[1]
+    upper, (width, rows) = upper.contiguous(), work.shape
+    _expect(torch.float32, work, error, upper, inverse, scale, zero)
+    _expect(torch.int8, codes)
+    _expect(torch.bool, mask)
+    _expect(torch.int64, group)
     routine = _library().round_block  # type: ignore[union-attr]
     _in_parts(
         rows, routine, _p(work), _p(error), _p(codes), _p(mask), _n(rows), _n(first), _n(last), _n(width), _p(upper), _p(inverse),
@@ -62,7 +67,10 @@ def descend_block(
     `gradient` is kept true for the block, `codes` become the new ones, `moved` is set to the old values less the new ones.
     """
     hessian, (width, rows) = hessian.contiguous(), gradient.shape
+    inverse, scale = inverse.contiguous(), scale.contiguous()
     group = torch.zeros(width, dtype=torch.int64)
+    _expect(torch.float32, gradient, old, codes, moved, hessian, inverse, scale, zero)
+    _expect(torch.bool, mask)
     routine = _library().descend_block  # type: ignore[union-attr]
     _in_parts(
         rows, routine, _p(gradient), _p(old), _p(codes), _p(moved), _p(mask), _n(rows), _n(width), _p(hessian), _p(inverse),
@@ -80,6 +88,9 @@ def search_grid(
     """
     best = torch.empty(columns.shape[1], dtype=torch.int64)
     cost = None if cost is None else cost.contiguous()
+    if columns.stride(-1) != 1 and columns.shape[1] > 1:
+        columns = columns.contiguous()
+    _expect(torch.float32, cost, scale, zero, columns[:0].contiguous())
     routine = _library().search_grid  # type: ignore[union-attr]
     _in_parts(
         columns.shape[1], routine, _p(columns), _n(columns.stride(0)), _n(columns.shape[0]), _p(cost), _p(scale), _p(zero),
@@ -98,6 +109,10 @@ def _pool(threads: int) -> ThreadPoolExecutor:
     return ThreadPoolExecutor(threads, thread_name_prefix="columns")
 
 
+if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a child
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
 def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: object) -> None:
     """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses."""
     threads = max(1, min(torch.get_num_threads(), rows // _FEWEST_ROWS))
@@ -109,9 +124,21 @@ def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: object) 
         return
     # ctypes lets go of the interpreter while C runs.
     others = [_pool(threads - 1).submit(routine, *arguments, _n(start), _n(end)) for start, end in spans[1:]]
-    routine(*arguments, _n(spans[0][0]), _n(spans[0][1]))
+    try:
+        routine(*arguments, _n(spans[0][0]), _n(spans[0][1]))
+    finally:
+        wait(others)  # an interrupt must not free what they are still writing to
     for other in others:
         other.result()
+
+
+def _expect(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
+    """C trusts what it is given."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous()):
+            raise TypeError(
+                f"expected a contiguous {dtype} matrix in CPU memory, not {tensor.dtype} on {tensor.device}"
+            )
 
 
 def _p(tensor: torch.Tensor | None) -> ctypes.c_void_p:

@@ -165,7 +165,7 @@ void search_grid(const float *x, int64_t stride, int64_t width, const float *cos
                 else
                     memset(&zeros, 0, sizeof zeros);
                 for (int part = 0; part < LANES; part += 16)
-                    add_errors(error[c].lane + part, s.lane + part, zeros.lane + part, low, high, strip[0].lane + part,
+                    add_errors(error[c].lane + part, s.lane + part, zeros.lane + part, low, high, (const float *)strip + part,
                                cost ? cost + first : NULL, last - first);
             }
         }

@@ -88,7 +88,7 @@ def cost_table(data: dict[str, Any]) -> str:
 
 def same_machine(run: dict[str, Any], data: dict[str, Any]) -> bool:
     """Whether a run's time and memory can be set beside the others'."""
-    return run.get("cpu", data["machine"]["cpu"]) == data["machine"]["cpu"]
+    return "dtype" not in run and run.get("cpu", data["machine"]["cpu"]) == data["machine"]["cpu"]
 
 
 def misses(data: dict[str, Any]) -> list[str]:

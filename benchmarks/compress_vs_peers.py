@@ -105,6 +105,7 @@ class Bench:
             "quantize": cell.quantize,
             "prune": cell.prune,
             "settings": variant.settings,
+            **({"dtype": "float32"} if self.float32(variant) else {}),
         }
         config_file = self.work / "cell.json"
         config_file.write_text(json.dumps(config))
@@ -120,6 +121,7 @@ class Bench:
             "cpu_seconds": statistics.median(run.cpu_seconds for run in runs),
             "load_before": round(load, 1),
             "cpu": machine(self.arguments.threads)["cpu"],
+            **({"dtype": "float32"} if self.float32(variant) else {}),
             "peak_mb": max(run.peak_mb for run in runs),
             "output_bytes": sum(f.stat().st_size for f in (self.work / "output").glob("*.safetensors")),
             "settings": variant.settings,
@@ -138,6 +140,10 @@ class Bench:
             self.step(export + ([] if variant.tool == "ours" else ["--export"]), "export", 600, variant.tool)
             record |= self.evaluate(self.work / "dense", cell)
         return record
+
+    def float32(self, variant: Variant) -> bool:
+        """Whether this run was asked to compute in float32 (GPTQModel's AWQ kernels refuse it)."""
+        return bool(self.arguments.peer_float32) and variant.tool == "llmcompressor"
 
     def compress_command(self, cell: Cell, variant: Variant, config_file: Path, samples: int) -> list[str]:
         """The command whose time and memory count."""
@@ -213,6 +219,11 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--tools", default=",".join(TOOLS), help="which tools, or tool:variant, separated by commas")
     parser.add_argument(
         "--defaults-only", action="store_true", help="leave out the runs with better settings of the peers"
+    )
+    parser.add_argument(
+        "--peer-float32",
+        action="store_true",
+        help="let llm-compressor compute in float32, where bfloat16 is too slow for a cell of quality; its time is then not compared",
     )
     parser.add_argument("--repeat", type=int, default=1, help="timed runs of each cell; the median is reported")
     parser.add_argument("--force", action="store_true", help="measure again what is in the JSON already")

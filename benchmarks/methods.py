@@ -105,6 +105,7 @@ def measure(name: str, work: Path) -> dict[str, Any]:
         "bits_per_weight": 8 * sum(layer["bytes_after"] for layer in layers) / elements,
         "seconds": artifact.seconds["compress"],
         "peak_memory": artifact.peak_memory,
+        "cpu": machine()["cpu"],
     }
 
 

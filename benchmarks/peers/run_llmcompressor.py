@@ -67,7 +67,7 @@ def compress(config: dict[str, Any], phases: Phases) -> None:
     rows = read_calibration(config["calibration"])
     data = Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * len(row) for row in rows]})
     settings = config.get("settings", {})
-    model = AutoModelForCausalLM.from_pretrained(config["model"], dtype="bfloat16")
+    model = AutoModelForCausalLM.from_pretrained(config["model"], dtype=config.get("dtype", "bfloat16"))
     phases.done("load")
     recipe = modifiers(config, settings)
     oneshot(
@@ -98,7 +98,7 @@ def export(config: dict[str, Any]) -> None:
     extra: dict[str, Any] = {}
     if "quantization_config" in saved:
         extra["quantization_config"] = CompressedTensorsConfig(run_compressed=False)
-    model = AutoModelForCausalLM.from_pretrained(config["output"], dtype="bfloat16", **extra)
+    model = AutoModelForCausalLM.from_pretrained(config["output"], dtype=config.get("dtype", "bfloat16"), **extra)
     tensors: dict[str, torch.Tensor] = {}
     for name, value in model.named_parameters():
         if name.rsplit(".", 1)[-1] in ("weight", "bias"):

@@ -3,8 +3,8 @@
 
     python benchmarks/joint_vs_sequential.py [--seeds 1 2 3]
 
-One draw is not enough: perplexity of the bundled model moves by about 0.3 % with the order of float32 sums alone. Perplexity is taken on the first
-128 held-out windows, so it differs from that of the methods table.
+One draw is not enough: perplexity of the bundled model moves by about 0.3 % with the order of float32 sums alone. Perplexity is
+taken on the first 128 held-out windows, so it differs from that of the methods table.
 """
 
 from __future__ import annotations

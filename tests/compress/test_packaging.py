@@ -37,8 +37,10 @@ def test_everything_is_in_it(wheel):
     here = {
         path.relative_to(ROOT).as_posix()
         for package in ("compress", "export", "runtime")
-        for path in (ROOT / package).rglob("*.py")
+        for pattern in ("*.py", "*.c")
+        for path in (ROOT / package).rglob(pattern)
     }
+    assert "compress/solver/native/columns.c" in here
     assert here <= names
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes

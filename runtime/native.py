@@ -31,7 +31,7 @@ def library(source: Path) -> ctypes.CDLL | None:
     """The compiled `source` (a C file without dependencies), or None where there is no way to have it."""
     if os.environ.get("COMPRESS_NATIVE", "1") == "0":
         return None
-    compiler = os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+    compiler = find_compiler()
     if compiler is None:
         _log.warning("no C compiler was found (cc, gcc, clang): %s runs in torch, which is slower", source.stem)
         return None
@@ -46,6 +46,11 @@ def library(source: Path) -> ctypes.CDLL | None:
             reason = str(error)
     _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, reason)
     return None
+
+
+def find_compiler() -> str | None:
+    """The command that compiles C here, or None."""
+    return os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
 
 
 def _load(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:

@@ -186,11 +186,10 @@ def _working_set(session: Session, rows: list[tuple[int, ...]], evaluation: torc
         hessians = 2 * 4 * columns * columns if "hessian" in work.needs else 0
         group = together[_reader(name), columns]
         pattern = work.prune.parsed if work.prune is not None else None
-        weights = work.scheme.weights
-        rowwise = (pattern is None or pattern.kind == "n:m") and (weights is None or weights.strategy != "tensor")
         # A chunk is held nine times over in float32 while it is solved; of all weights that share the input there are codes,
         # dequantized and packed weights, and float32 values with their masks where pruning chooses before rounding.
-        chunk = min(group, chunks.ELEMENTS + 256 * columns) if rowwise else out * columns
+        apart = chunks.rows_are_independent(pattern, work.scheme.weights)
+        chunk = min(group, chunks.rows_at_a_time(columns) * columns) if apart else out * columns
         stored = group * (1 + 2 * streamed.dtype.itemsize + (6 if pattern is not None else 0))
         solve = max(solve, hessians + 9 * 4 * chunk + stored)
     batch = max((math.prod(shape) for shape in rows), default=0)

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from compress.solver import native
+from compress import native
 from runtime.scheme import WeightScheme
 
 FP8_MAX = 448.0

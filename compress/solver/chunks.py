@@ -7,6 +7,9 @@ from functools import reduce
 
 import torch
 
+from compress.prune.patterns import Pattern
+from runtime.scheme import WeightScheme
+
 #: Float32 elements of one working matrix (`[in, rows]`).
 ELEMENTS = 1 << 23
 
@@ -35,9 +38,19 @@ class Chunk:
             weights[index][start:end] = part.T
 
 
+def rows_at_a_time(columns: int) -> int:
+    """How many rows of this width are worked on together."""
+    return max(256, ELEMENTS // columns)
+
+
+def rows_are_independent(pattern: Pattern | None, scheme: WeightScheme | None) -> bool:
+    """Whether rows can be solved apart: not if they share a scale, or a number of zeros to choose."""
+    return (pattern is None or pattern.kind == "n:m") and (scheme is None or scheme.strategy != "tensor")
+
+
 def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:
     """Cut stacked weights of `heights` rows. `split_rows`: rows do not depend on each other; otherwise a weight stays whole."""
-    limit = max(256, ELEMENTS // columns)
+    limit = rows_at_a_time(columns)
     found: list[Chunk] = []
     pieces: list[tuple[int, int, int]] = []
     room = limit

@@ -12,7 +12,7 @@ from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid, Search
 from compress.solver import loop
 from compress.solver.choosers import exact_mask_chooser, mask_chooser, scale_chooser
-from compress.solver.chunks import Chunk, chunks
+from compress.solver.chunks import Chunk, chunks, rows_are_independent
 from compress.solver.factor import Factor, factorize
 from compress.solver.nearest import assemble, keep_float
 from compress.solver.objective import column_errors
@@ -72,8 +72,7 @@ def compensate(
     and only one factor of the Hessian is in memory at a time.
     """
     pattern, scheme = constraint.pattern, constraint.scheme.weights
-    rowwise = (pattern is None or pattern.kind == "n:m") and (scheme is None or scheme.strategy != "tensor")
-    parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rowwise)
+    parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rows_are_independent(pattern, scheme))
     notes: dict[str, Any] = {}
     if dead := int((hessian.diagonal() <= 0).sum()):
         notes["dead_columns"] = dead
@@ -150,18 +149,18 @@ def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, op
             goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
         else:
             goal = target
-        rounded = _round(target, goal, mask, chunk.heights, order, factor, promise, hessian, constraint, options)
+        rounded, worse = _round(target, goal, mask, chunk.heights, order, factor, promise, hessian, constraint, options)
         chunk.unstack(rounded.codes if storage == torch.int8 else rounded.codes.to(storage), codes)
         chunk.unstack(rounded.grid.scale, scales)
         if zeros is not None and rounded.grid.zero is not None:
             chunk.unstack(rounded.grid.zero, zeros)
         if masks is not None and mask is not None and constraint.pattern is not None:
             chunk.unstack(mask, masks)
-        for (index, _, _), error, worse in zip(
-            chunk.pieces, rounded.lost.split(chunk.heights), rounded.replaced.split(chunk.heights), strict=True
+        for (index, _, _), error, rows in zip(
+            chunk.pieces, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
         ):
             lost[index] += float(error.sum())
-            replaced[index] += int(worse.sum())
+            replaced[index] += int(rows.sum())
     solved = []
     for i, code in enumerate(codes):
         rows = slice(0, 1) if scheme.strategy == "tensor" else slice(None)
@@ -173,8 +172,8 @@ def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, op
 
 def _round(
     target, goal, mask, heights, order, factor: Factor, promise: Promise, hessian, constraint, options
-) -> Rounded:
-    """One chunk, `[in, rows]`: the column loop on the grid, refinement, and the rows that are better rounded to nearest."""
+) -> tuple[Rounded, torch.Tensor]:
+    """One chunk, `[in, rows]`: the column loop on the grid, refinement, and which rows (bool) were better rounded to nearest."""
     scheme, dtype = constraint.scheme.weights, constraint.dtype
     energy = hessian.diagonal().clamp(min=0)
     whole = [g.T for g in goal.split(heights, dim=1)]
@@ -205,9 +204,8 @@ def _round(
         values = stored_values(codes, solved, mask, torch.float32)
         swap(target, codes, values, solved, mask, hessian, constraint.pattern, options.swaps)
         error = target - values
-    rounded = Rounded(codes, solved, polish(error, codes, solved, mask), torch.zeros(0))
-    promise.keep(rounded, target, mask, static, dtype, polish)
-    return rounded
+    rounded = Rounded(codes, solved, polish(error, codes, solved, mask))
+    return rounded, promise.keep(rounded, target, mask, static, dtype, polish)
 
 
 def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None) -> torch.Tensor:

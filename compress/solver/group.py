@@ -12,15 +12,13 @@ from compress.prune import PruneConfig
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import QuantizeConfig, check_fits
 from compress.quantize.grid import make_grid
+from compress.solver.chunks import rows_at_a_time
 from compress.solver.compensate import Constraint, Options, Solved, compensate
 from compress.solver.nearest import assemble, keep_float
 from compress.solver.objective import row_errors
 from compress.statistics import Statistics
 from runtime.errors import CompressError
 from runtime.scheme import CompressedWeight, Scheme
-
-#: Rows whose output error is computed at a time.
-ROWS = 4096
 
 
 @dataclass
@@ -184,12 +182,13 @@ def _result(
     notes: dict[str, Any],
 ) -> LayerResult:
     """With the relative output error; `lost` is the absolute one where the solver knows it."""
-    total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(ROWS))
+    rows = rows_at_a_time(weight.shape[1])
+    total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
     if lost is None:
         dense = compressed.dequantize()
         lost = sum(
             float(row_errors(a.float() - b.float(), hessian).sum())
-            for a, b in zip(weight.split(ROWS), dense.split(ROWS), strict=True)
+            for a, b in zip(weight.split(rows), dense.split(rows), strict=True)
         )
     if compressed.mask is not None:
         notes = notes | {"sparsity": 1 - float(compressed.mask.float().mean())}

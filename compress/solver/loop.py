@@ -4,7 +4,7 @@ Weights are held transposed, `[in, rows]`, so that a column of the layer is cont
 (of all weights that share the input). Column j becomes its projection onto the constraint (nearest grid value, zero where the mask
 says so); what is lost is carried to the later columns through the factor of the Hessian: at once within a leaf of a few
 columns, as one matrix product for the rest of a block, and as another when a block looks back at all that was lost before it.
-On a CPU with a C compiler, integer grids are rounded in C (`native/columns.c`), a whole block at a time.
+On a CPU with a C compiler, integer grids are rounded in C (`compress/native/columns.c`), a whole block at a time.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 import torch
 
+from compress import native as columns_in_c
 from compress.quantize.grid import round_fp8
-from compress.solver import native as columns_in_c
 from compress.solver.factor import Factor
 
 LEAF = 16
@@ -70,12 +70,11 @@ class ColumnGrid:
 @dataclass
 class Solution:
     """In visiting order, `[in, rows]`: what is lost (weight - value), the codes (int grids; else None), the mask (True = kept; None =
-    dense); and `loss [rows]`, the damped output error of every row."""
+    dense)."""
 
     error: torch.Tensor
     codes: torch.Tensor | None
     mask: torch.Tensor | None
-    loss: torch.Tensor
 
 
 def run(
@@ -108,7 +107,6 @@ def run(
         codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
     group = None if grid is None else torch.tensor(grid.group, device=weight.device)
     value = torch.empty(rows, device=weight.device)
-    loss = torch.zeros(rows, device=weight.device)
     for start, end in _blocks(columns, block, masks, groups):
         corner = factor.corner(start, end)
         upper = torch.linalg.solve_triangular(corner, torch.eye(end - start, device=weight.device), upper=False).T
@@ -178,13 +176,12 @@ def run(
                 work[rest].addmm_(upper[done, rest].T, error[done], alpha=-1)
             first = last
         weight[start:end] -= work
-        loss += error.square_().sum(0)
     if codes is not None and mask is not None and grid is not None:
         if grid.zero is None:
             codes.mul_(mask)
         else:
             codes = torch.where(mask, codes, grid.zero[group].to(torch.int8))
-    return Solution(weight, codes, mask, loss)
+    return Solution(weight, codes, mask)
 
 
 def _adjusted(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-#: Elements of a product that are held at a time.
-CHUNK = 1 << 22
+#: Rows whose product is held at a time.
+ROWS = 8192
 #: Columns whose products are taken together. H is symmetric, so only what lies below the diagonal is multiplied, and counted twice.
 BLOCK = 512
 
@@ -20,9 +20,8 @@ def row_errors(difference: torch.Tensor, hessian: torch.Tensor | None) -> torch.
 def column_errors(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
     """The same for a transposed difference `[in, rows]`, float32 `[rows]`."""
     columns = difference.shape[0]
-    width = max(1, CHUNK // BLOCK)
     errors = []
-    for part in difference.split(width, dim=1):
+    for part in difference.split(ROWS, dim=1):
         total = torch.zeros(part.shape[1], device=part.device)
         for start in range(0, columns, BLOCK):
             span = slice(start, min(start + BLOCK, columns))

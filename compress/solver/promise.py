@@ -20,12 +20,11 @@ SAFE = 0.6
 
 @dataclass
 class Rounded:
-    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, output error and replaced `[rows]`."""
+    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, and output error `[rows]`."""
 
     codes: torch.Tensor
     grid: StackedGrid
     lost: torch.Tensor
-    replaced: torch.Tensor
 
 
 #: `(error, codes, grid, mask)` -> output error `[rows]`: refines in place what it is given, see `refine`.
@@ -52,9 +51,12 @@ class Promise:
         static: StackedGrid,
         dtype: torch.dtype,
         polish: Polish,
-    ) -> None:
-        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place."""
-        rounded.replaced = torch.zeros_like(rounded.lost, dtype=torch.bool)
+    ) -> torch.Tensor:
+        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place.
+
+        Returns which rows these are, bool `[rows]`.
+        """
+        replaced = torch.zeros_like(rounded.lost, dtype=torch.bool)
         nearest = static.codes(target)
         difference = target - stored_values(nearest, static, mask, dtype)
         doubtful = self._doubtful(rounded.lost, difference)
@@ -62,7 +64,7 @@ class Promise:
         above = rounded.lost[doubtful] > exact
         worse, exact = doubtful[above], exact[above]
         if worse.numel() == 0:
-            return
+            return replaced
         del difference
         grid = static.rows(worse)
         codes = nearest[:, worse].to(rounded.codes.dtype)
@@ -77,7 +79,8 @@ class Promise:
         rounded.grid.scale[:, worse] = torch.where(back, start.scale, grid.scale)
         if rounded.grid.zero is not None and grid.zero is not None and start.zero is not None:
             rounded.grid.zero[:, worse] = torch.where(back, start.zero, grid.zero)
-        rounded.replaced[worse] = True
+        replaced[worse] = True
+        return replaced
 
     def _doubtful(self, lost: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
         """Indices of the rows for which the sketch does not settle it."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from compress.solver import native as columns_in_c
+from compress import native as columns_in_c
 from compress.solver.objective import column_errors
 from compress.solver.stacked import StackedGrid
 
@@ -116,7 +116,7 @@ class _Part:
         gradient, hessian, codes, value = self.gradient, self.hessian, self.codes, self.value
         moved = torch.empty(last - first, codes.shape[1], device=codes.device)
         here = slice(first, last)
-        if columns_in_c.usable(gradient, codes, self.mask) and gradient.is_contiguous() and codes.is_contiguous():
+        if columns_in_c.usable(gradient, codes, self.mask):
             columns_in_c.descend_block(
                 gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
                 hessian[here, here], self.divisors[here], scale, zero, (low, high),

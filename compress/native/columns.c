@@ -1,7 +1,7 @@
 /* The inner loops of the solvers. Matrices are [columns][rows], rows contiguous, `stride` elements from one column to the next; rows do
  * not depend on each other, so a call handles the rows [from, to) and calls for different rows may run at the same time. Rows are
  * taken LANES at a time: one strip of a block of columns stays in the first-level cache while every column is rounded and its
- * error carried to the later ones. The torch versions in loop.py, refine.py and grid.py say what is computed. */
+ * error carried to the later ones. The torch versions in solver/loop.py, solver/refine.py and quantize/grid.py say what is computed. */
 
 #include <math.h>
 #include <stdint.h>

@@ -27,8 +27,11 @@ _log = logging.getLogger("compress.native")
 
 
 @cache
-def library(source: Path) -> ctypes.CDLL | None:
-    """The compiled `source` (a C file without dependencies), or None where there is no way to have it."""
+def library(source: Path, tunings: tuple[tuple[str, ...], ...] = TUNING) -> ctypes.CDLL | None:
+    """The compiled `source` (a C file, and the headers beside it), or None where there is no way to have it.
+
+    `tunings` are flags for the instruction set; the first that the compiler takes are used.
+    """
     if os.environ.get("COMPRESS_NATIVE", "1") == "0":
         return None
     compiler = find_compiler()
@@ -36,7 +39,7 @@ def library(source: Path) -> ctypes.CDLL | None:
         _log.warning("no C compiler was found (cc, gcc, clang): %s runs in torch, which is slower", source.stem)
         return None
     reason = "unknown"
-    for tuning in TUNING:
+    for tuning in tunings:
         try:
             return _load(source, compiler, (*FLAGS, *tuning))
         except subprocess.CalledProcessError as error:
@@ -70,7 +73,7 @@ def _scratch() -> str:
 
 def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path) -> Path:
     """Path of the library, compiled if it is not in the directory."""
-    code = source.read_bytes()
+    code = b"".join(file.read_bytes() for file in [source, *sorted(source.parent.glob("*.h"))])
     target = directory / f"{source.stem}-{_key(code, compiler, flags)}.so"
     if target.exists():
         return target

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -54,3 +56,43 @@ class Engine(Protocol):
 
     def explain(self) -> dict[str, str]:
         """{module name: what computes it}."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """Part of one sequence in a step: consecutive tokens that are not in the cache yet.
+
+    Attributes:
+        tokens: their ids, at least one.
+        start: position of the first of them; everything before is in the cache already.
+        pages: the sequence's pages in order; position p is in `pages[p // page_size]` at `p % page_size`. They cover the tokens.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+
+
+@runtime_checkable
+class PagedEngine(Engine, Protocol):
+    """An engine whose KV cache is a pool of pages, so that sequences of any lengths share a step and a prefix is stored once.
+
+    Which page belongs to whom is the scheduler's business (`runtime.decoding`); a page that several sequences begin with is named
+    by each of them. Numbers of one sequence do not depend on what else is in the step, nor on how its tokens are cut into
+    pieces.
+
+    Attributes:
+        page_size: positions a page holds.
+        page_bytes: memory of one page, all layers together.
+        most_rows: tokens that one step takes at most, over all its pieces.
+    """
+
+    page_size: int
+    page_bytes: int
+    most_rows: int
+
+    def new_pages(self, count: int) -> Any:
+        """A pool of `count` pages, numbered from 0; its memory is taken as pages are first written."""
+
+    def step(self, pool: Any, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Write the pieces' keys and values; logits after the last token of each piece, float32 `[len(pieces), vocab]`."""

@@ -1,0 +1,116 @@
+/* Activations as integers: each group of columns gets one scale, each number becomes `digits` signed bytes to base 256.
+ *
+ * One digit ("fast") is int8 quantization a group. Two digits keep 15 bits: bfloat16 numbers within 2^-6 of the largest of their
+ * group are held exactly (the scale is a power of two), smaller ones to 2^-15 of that largest. Three keep 23, for float32.
+ * Sums of products are then exact integers, whatever the order, the vectors or the number of threads; only groups are added
+ * in float, in one fixed order. */
+typedef struct {
+    int32_t digits, group;
+    int64_t wide, groups, rows; /* wide = groups * group >= columns */
+    int8_t *digit;              /* [rows, digits, wide], most significant digit first */
+    float *scale;               /* [rows, digits, groups]: of that digit */
+    int32_t *sum;               /* [rows, digits, groups]: of the digits themselves */
+} Digits;
+
+static inline float power_of_two(int exponent) { /* exact; clamped to normal numbers */
+    if (exponent < -126) exponent = -126;
+    if (exponent > 127) exponent = 127;
+    uint32_t bits = (uint32_t)(exponent + 127) << 23;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+
+/* One group of `count` numbers (zeros follow up to the group's end). */
+static void quantize_group(const float *restrict x, int count, const Digits *out, int64_t row, int64_t g) {
+    int group = out->group, digits = out->digits;
+    int32_t largest = 0; /* of the bits: the order of non-negative floats, infinity and NaN above all */
+    for (int i = 0; i < count; i++) {
+        int32_t bits;
+        memcpy(&bits, x + i, 4);
+        bits &= 0x7fffffff;
+        largest = largest > bits ? largest : bits;
+    }
+    int8_t *q = out->digit + row * digits * out->wide + g * group;
+    float *scale = out->scale + row * digits * out->groups + g;
+    int32_t *sum = out->sum + row * digits * out->groups + g;
+    float unit = 0.0f, inverse = 0.0f;
+    if (largest >= 0x7f800000) { /* not finite: neither is the result */
+        unit = NAN;
+    } else if (largest > 0) {
+        float amax;
+        memcpy(&amax, &largest, 4);
+        if (digits == 1) {
+            unit = amax / 127.0f;
+            if (unit < 0x1p-126f) unit = 0x1p-126f;
+            inverse = 1.0f / unit;
+        } else {
+            int exponent = (largest >> 23) - 127; /* amax < 2^(exponent + 1) */
+            int shift = digits == 2 ? 14 : 22;
+            float limit = digits == 2 ? 32639.0f : 8355711.0f;
+            exponent -= shift;
+            if (exponent < -126) exponent = -126; /* numbers below 2^-112 lose digits, not the result its size */
+            if (amax * power_of_two(-exponent) > limit) exponent++;
+            unit = power_of_two(exponent), inverse = power_of_two(-exponent);
+        }
+    }
+    int32_t total[3] = {0, 0, 0};
+    if (digits == 1) {
+        for (int i = 0; i < count; i++) {
+            int32_t v = (int32_t)rintf(x[i] * inverse);
+            v = v > 127 ? 127 : v < -127 ? -127 : v;
+            q[i] = (int8_t)v, total[0] += v;
+        }
+    } else if (digits == 2) {
+        for (int i = 0; i < count; i++) {
+            int32_t v = (int32_t)rintf(x[i] * inverse);
+            int32_t low = (int8_t)v, high = (v - low) >> 8;
+            q[i] = (int8_t)high, q[out->wide + i] = (int8_t)low;
+            total[0] += high, total[1] += low;
+        }
+    } else {
+        for (int i = 0; i < count; i++) {
+            int32_t v = (int32_t)rintf(x[i] * inverse);
+            int32_t low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest, high = (rest - middle) >> 8;
+            q[i] = (int8_t)high, q[out->wide + i] = (int8_t)middle, q[2 * out->wide + i] = (int8_t)low;
+            total[0] += high, total[1] += middle, total[2] += low;
+        }
+    }
+    for (int d = digits - 1; d >= 0; d--) {
+        memset(q + d * out->wide + count, 0, (size_t)(group - count));
+        scale[d * out->groups] = unit;
+        sum[d * out->groups] = total[d];
+        unit *= 256.0f;
+    }
+}
+
+/* This member's share of [rows, columns] numbers, `stride` apart. */
+static void quantize_rows(const void *x, int type, int64_t stride, int64_t columns, const Digits *out, const Team *team) {
+    int64_t start, end;
+    float buffer[256];
+    team_part(team, out->rows * out->groups, 1, &start, &end);
+    for (int64_t unit = start; unit < end; unit++) {
+        int64_t row = unit / out->groups, g = unit % out->groups, first = g * out->group;
+        int count = (int)(columns - first < out->group ? columns - first : out->group);
+        if (count < 0) count = 0;
+        const float *source = (const float *)x + row * stride + first;
+        if (type != TYPE_F32) {
+            for (int i = 0; i < count; i++) buffer[i] = load_as(x, type, row * stride + first + i);
+            source = buffer;
+        }
+        quantize_group(source, count, out, row, g);
+    }
+}
+
+static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t groups) {
+    return rows * digits * (wide + 8 * groups) + 64;
+}
+/* Lay the arrays out in `memory` of digits_bytes(...). */
+static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
+    Digits d = {digits, group, (int64_t)group * groups, groups, rows, NULL, NULL, NULL};
+    char *p = memory;
+    d.scale = (float *)p, p += rows * digits * groups * 4;
+    d.sum = (int32_t *)p, p += rows * digits * groups * 4;
+    d.digit = (int8_t *)p;
+    return d;
+}

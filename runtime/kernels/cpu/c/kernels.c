@@ -1,0 +1,10 @@
+/* The CPU kernels of this runtime, one library an instruction set. runtime/kernels/cpu/library.py compiles and loads it. */
+#include "simd.h"
+#include "pool.h"
+#include "digits.h"
+#include "linear.h"
+#include "sparse.h"
+#include "dense.h"
+#include "product.h"
+
+const char *isa_name(void) { return ISA_NAME; }

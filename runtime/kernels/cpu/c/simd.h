@@ -1,0 +1,75 @@
+/* The vectors of this machine. A panel is 16 rows of a weight, HALVES vectors of LANES lanes. */
+#include <math.h>
+#include <stdint.h>
+#include <string.h>
+
+static inline float bf16_to_float(uint16_t half) {
+    uint32_t bits = (uint32_t)half << 16;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline uint16_t float_to_bf16(float value) { /* to nearest, ties to even; NaN stays NaN */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40);
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+static inline float f16_to_float(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16, rest = half & 0x7fff, bits;
+    if (rest >= 0x7c00) bits = 0x7f800000 | (rest & 0x3ff) << 13;
+    else if (rest >= 0x400) bits = (rest + 0x1c000) << 13;
+    else { /* subnormal: rest * 2^-24, which float holds */
+        float small = (float)rest * 0x1p-24f;
+        memcpy(&bits, &small, 4);
+    }
+    bits |= sign;
+    float value;
+    memcpy(&value, &bits, 4);
+    return value;
+}
+static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even */
+    uint32_t bits;
+    memcpy(&bits, &value, 4);
+    uint16_t sign = (uint16_t)(bits >> 16 & 0x8000);
+    bits &= 0x7fffffff;
+    if (bits > 0x7f800000) return sign | 0x7e00;
+    if (bits >= 0x477ff000) return sign | 0x7c00; /* rounds beyond 65504 */
+    if (bits < 0x38800000) {                      /* subnormal: the unit is 2^-24 */
+        float magnitude;
+        memcpy(&magnitude, &bits, 4);
+        return sign | (uint16_t)rintf(magnitude * 0x1p24f);
+    }
+    return sign | (uint16_t)((bits - 0x38000000 + 0xfff + (bits >> 13 & 1)) >> 13);
+}
+
+#if defined(COMPRESS_EMULATED) || defined(__AVX512VNNI__)
+#include "simd_avx512.h"
+#elif defined(__AVX2__) && defined(__FMA__) && defined(__F16C__)
+#include "simd_avx2.h"
+#else
+#include "simd_portable.h"
+#endif
+
+#define PANEL 16
+#define HALVES (PANEL / LANES)
+#define INLINE static inline __attribute__((always_inline))
+#define UNROLL _Pragma("GCC unroll 16")
+
+enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2 };
+
+INLINE F f_load_as(const void *p, int type, int64_t index) {
+    if (type == TYPE_BF16) return f_load_bf16((const uint16_t *)p + index);
+    if (type == TYPE_F16) return f_load_f16((const uint16_t *)p + index);
+    return f_load((const float *)p + index);
+}
+INLINE float load_as(const void *p, int type, int64_t index) {
+    if (type == TYPE_BF16) return bf16_to_float(((const uint16_t *)p)[index]);
+    if (type == TYPE_F16) return f16_to_float(((const uint16_t *)p)[index]);
+    return ((const float *)p)[index];
+}
+INLINE void store_as(void *p, int type, int64_t index, float value) {
+    if (type == TYPE_BF16) ((uint16_t *)p)[index] = float_to_bf16(value);
+    else if (type == TYPE_F16) ((uint16_t *)p)[index] = float_to_f16(value);
+    else ((float *)p)[index] = value;
+}

@@ -1,0 +1,97 @@
+/* Vectors of AVX2: 8 lanes of 32 bits, so a panel of 16 rows is two vectors.
+ *
+ * Products of bytes are added in 16 bits: a weight nibble (0..15) times a digit (-128..127), two a lane, is at most
+ * 3840 in size, so eight of them fit before they must be widened (RUN_DOTS). */
+#include <immintrin.h>
+
+#define LANES 8
+#define RUN_DOTS 8
+#define ISA_NAME "avx2"
+
+typedef __m256i W; /* 32 bytes: four weights of each of 8 rows */
+typedef __m256i X; /* four digits of the activations, the same in every lane */
+typedef __m256i P; /* partial sums, 16 bits each */
+typedef __m256i I; /* 8 x int32 */
+typedef __m256 F;  /* 8 x float */
+
+static inline W w_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline W w_low(W w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
+static inline W w_high(W w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
+static inline X x_load(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm256_set1_epi32(four);
+}
+static inline P p_zero(void) { return _mm256_setzero_si256(); }
+static inline P p_dot(P p, W w, X x) {
+    p = _mm256_add_epi16(p, _mm256_maddubs_epi16(w, x));
+    __asm__("" : "+x"(p)); /* the compiler would add in an order that needs more registers than there are */
+    return p;
+}
+static inline I i_zero(void) { return _mm256_setzero_si256(); }
+static inline I p_flush(I sum, P p) { return _mm256_add_epi32(sum, _mm256_madd_epi16(p, _mm256_set1_epi16(1))); }
+
+/* Bytes: low and high nibble apart, since 255 * 127 * 2 would not fit 16 bits. */
+typedef struct { __m256i low, high; } P8;
+static inline P8 p8_zero(void) { return (P8){_mm256_setzero_si256(), _mm256_setzero_si256()}; }
+static inline P8 p8_dot(P8 p, W w, X x) {
+    p.low = p_dot(p.low, w_low(w), x);
+    p.high = p_dot(p.high, w_high(w), x);
+    return p;
+}
+static inline I p8_flush(I sum, P8 p) {
+    sum = _mm256_add_epi32(sum, _mm256_madd_epi16(p.low, _mm256_set1_epi16(1)));
+    return _mm256_add_epi32(sum, _mm256_madd_epi16(p.high, _mm256_set1_epi16(16)));
+}
+
+static inline I i_set1(int32_t v) { return _mm256_set1_epi32(v); }
+static inline I i_sub(I a, I b) { return _mm256_sub_epi32(a, b); }
+static inline I i_add(I a, I b) { return _mm256_add_epi32(a, b); }
+static inline I i_mul(I a, I b) { return _mm256_mullo_epi32(a, b); }
+static inline I i_load_i8(const int8_t *p) { return _mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)p)); }
+static inline I i_load_i16(const int16_t *p) { return _mm256_cvtepi16_epi32(_mm_loadu_si128((const __m128i *)p)); }
+
+static inline F f_zero(void) { return _mm256_setzero_ps(); }
+static inline F f_set1(float v) { return _mm256_set1_ps(v); }
+static inline F f_load(const float *p) { return _mm256_loadu_ps(p); }
+static inline void f_store(float *p, F v) { _mm256_storeu_ps(p, v); }
+static inline F f_from_i(I v) { return _mm256_cvtepi32_ps(v); }
+static inline F f_fma(F a, F b, F c) { return _mm256_fmadd_ps(a, b, c); }
+static inline F f_mul(F a, F b) { return _mm256_mul_ps(a, b); }
+static inline F f_add(F a, F b) { return _mm256_add_ps(a, b); }
+static inline F f_load_bf16(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
+}
+static inline F f_load_f16(const uint16_t *p) { return _mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)p)); }
+static inline float f_sum(F v) {
+    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
+    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+
+/* 2:4: 16 digits in every 128-bit part, made unsigned (digit + 128); each lane picks its own four. */
+typedef __m256i X16;
+static inline X16 x16_load(const int8_t *p) {
+    __m256i x = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)p));
+    return _mm256_xor_si256(x, _mm256_set1_epi8((char)0x80));
+}
+typedef struct { __m256i first[2], second[2], value; } Picker;
+static inline Picker picker(const uint32_t first[2][16], const uint32_t second[2][16]) {
+    Picker t;
+    for (int half = 0; half < 2; half++) {
+        t.first[half] = _mm256_loadu_si256((const __m256i *)first[half]);
+        t.second[half] = _mm256_loadu_si256((const __m256i *)second[half]);
+    }
+    t.value = _mm256_broadcastsi128_si256(_mm_setr_epi8(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7));
+    return t;
+}
+static inline W pick_control(const Picker *t, W meta, int part) {
+    __m256i a = _mm256_permutevar8x32_epi32(t->first[part & 1], _mm256_srli_epi32(meta, 8 * part));
+    __m256i b = _mm256_permutevar8x32_epi32(t->second[part & 1], _mm256_srli_epi32(meta, 8 * part + 4));
+    return _mm256_or_si256(a, b);
+}
+static inline W pick_value(const Picker *t, W nibbles) { return _mm256_shuffle_epi8(t->value, nibbles); }
+static inline P p_pick_dot(P p, X16 x, W control, W value) {
+    return _mm256_add_epi16(p, _mm256_maddubs_epi16(_mm256_shuffle_epi8(x, control), value));
+}

@@ -1,0 +1,79 @@
+/* Vectors of AVX-512 with VNNI: 16 lanes of 32 bits, a whole panel. Four products of bytes are added in 32 bits at once. */
+#ifndef COMPRESS_EMULATED /* the tests bring these intrinsics in plain C for machines without them */
+#include <immintrin.h>
+#endif
+
+#define LANES 16
+#define RUN_DOTS 8
+#define ISA_NAME "avx512-vnni"
+
+typedef __m512i W;
+typedef __m512i X;
+typedef __m512i P;
+typedef __m512i I;
+typedef __m512 F;
+
+static inline W w_load(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+static inline W w_low(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
+static inline W w_high(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
+static inline X x_load(const int8_t *p) {
+    int32_t four;
+    memcpy(&four, p, 4);
+    return _mm512_set1_epi32(four);
+}
+static inline P p_zero(void) { return _mm512_setzero_si512(); }
+static inline P p_dot(P p, W w, X x) { return _mm512_dpbusd_epi32(p, w, x); }
+static inline I i_zero(void) { return _mm512_setzero_si512(); }
+static inline I p_flush(I sum, P p) { return _mm512_add_epi32(sum, p); }
+typedef P P8;
+static inline P8 p8_zero(void) { return p_zero(); }
+static inline P8 p8_dot(P8 p, W w, X x) { return _mm512_dpbusd_epi32(p, w, x); }
+static inline I p8_flush(I sum, P8 p) { return _mm512_add_epi32(sum, p); }
+
+static inline I i_set1(int32_t v) { return _mm512_set1_epi32(v); }
+static inline I i_sub(I a, I b) { return _mm512_sub_epi32(a, b); }
+static inline I i_add(I a, I b) { return _mm512_add_epi32(a, b); }
+static inline I i_mul(I a, I b) { return _mm512_mullo_epi32(a, b); }
+static inline I i_load_i8(const int8_t *p) { return _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)p)); }
+static inline I i_load_i16(const int16_t *p) { return _mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)p)); }
+
+static inline F f_zero(void) { return _mm512_setzero_ps(); }
+static inline F f_set1(float v) { return _mm512_set1_ps(v); }
+static inline F f_load(const float *p) { return _mm512_loadu_ps(p); }
+static inline void f_store(float *p, F v) { _mm512_storeu_ps(p, v); }
+static inline F f_from_i(I v) { return _mm512_cvtepi32_ps(v); }
+static inline F f_fma(F a, F b, F c) { return _mm512_fmadd_ps(a, b, c); }
+static inline F f_mul(F a, F b) { return _mm512_mul_ps(a, b); }
+static inline F f_add(F a, F b) { return _mm512_add_ps(a, b); }
+static inline F f_load_bf16(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)p));
+    return _mm512_castsi512_ps(_mm512_slli_epi32(wide, 16));
+}
+static inline F f_load_f16(const uint16_t *p) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)p)); }
+static inline float f_sum(F v) { return _mm512_reduce_add_ps(v); }
+
+typedef __m512i X16;
+static inline X16 x16_load(const int8_t *p) {
+    __m512i x = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)p));
+    return _mm512_xor_si512(x, _mm512_set1_epi8((char)0x80));
+}
+typedef struct { __m512i first[2], second[2], value; } Picker;
+static inline Picker picker(const uint32_t first[2][16], const uint32_t second[2][16]) {
+    static const int8_t codes[16] = {-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7};
+    Picker t;
+    for (int half = 0; half < 2; half++) {
+        t.first[half] = _mm512_loadu_si512(first[half]);
+        t.second[half] = _mm512_loadu_si512(second[half]);
+    }
+    t.value = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
+    return t;
+}
+static inline W pick_control(const Picker *t, W meta, int part) {
+    __m512i a = _mm512_permutexvar_epi32(_mm512_srli_epi32(meta, 8 * part), t->first[part & 1]);
+    __m512i b = _mm512_permutexvar_epi32(_mm512_srli_epi32(meta, 8 * part + 4), t->second[part & 1]);
+    return _mm512_or_si512(a, b);
+}
+static inline W pick_value(const Picker *t, W nibbles) { return _mm512_shuffle_epi8(t->value, nibbles); }
+static inline P p_pick_dot(P p, X16 x, W control, W value) {
+    return _mm512_dpbusd_epi32(p, _mm512_shuffle_epi8(x, control), value);
+}

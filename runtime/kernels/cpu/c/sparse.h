@@ -1,0 +1,58 @@
+/* 2:4 weights: of each quad of columns two codes and one of six pairs of positions, 3 bits a weight.
+ *
+ * 32 columns of 16 rows are three pieces of 64 bytes. In a row's four bytes of the first: low nibbles = the kept codes of quads
+ * 0 and 1, high nibbles = of quads 2 and 3; the second: quads 4 to 7. The third is a word of eight nibbles, the pair of each quad.
+ * A lane turns a pair into byte positions by a table and picks its own digits out of 16 (made unsigned: digit + 128, which
+ * `sums` takes back). */
+static const uint8_t PAIR[6][2] = {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3}};
+
+/* Control words: `first` places a quad's picks in bytes 0 and 1, `second` the next quad's in bytes 2 and 3. [half of 16 columns] */
+static void pair_tables(uint32_t first[2][16], uint32_t second[2][16]) {
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < 16; i++) {
+            uint32_t a = PAIR[i % 8 % 6][0] + 8 * half, b = PAIR[i % 8 % 6][1] + 8 * half;
+            first[half][i] = a | b << 8;
+            second[half][i] = (a + 4) << 16 | (b + 4) << 24;
+        }
+}
+
+INLINE void tile_s24(const Linear *l, int64_t panel, int h0, const int H, const Digits *x, int64_t row, const int M,
+                     const int D, float *out) {
+    uint32_t first[2][16], second[2][16];
+    pair_tables(first, second);
+    const Picker table = picker((const uint32_t(*)[16])first, (const uint32_t(*)[16])second);
+    const int8_t *digit = x->digit + row * D * x->wide;
+    const uint8_t *w = l->weight + panel * (x->wide / 32) * 192 + h0 * LANES * 4;
+    const int chunks = l->group / 32;
+    F result[HALVES][8];
+    UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
+    for (int64_t g = 0; g < x->groups; g++) {
+        I sum[HALVES][8];
+        UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_zero();
+        for (int c = 0; c < chunks; c++, w += 192, digit += 32) {
+            P part[HALVES][8]; /* four products of at most 4080 each */
+            UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) part[h][s] = p_zero();
+            if (M == 1) UNROLL for (int i = 0; i < 3; i++) __builtin_prefetch(w + AHEAD + 64 * i, 0, 3);
+            UNROLL for (int h = 0; h < H; h++) {
+                const uint8_t *here = w + h * LANES * 4;
+                W meta = w_load(here + 128);
+                UNROLL for (int t = 0; t < 2; t++) {
+                    W both = w_load(here + 64 * t);
+                    W low = pick_value(&table, w_low(both)), high = pick_value(&table, w_high(both));
+                    W front = pick_control(&table, meta, 2 * t), back = pick_control(&table, meta, 2 * t + 1);
+                    UNROLL for (int s = 0; s < M * D; s++) {
+                        X16 near = x16_load(digit + s * x->wide + 16 * t);
+                        part[h][s] = p_pick_dot(part[h][s], near, front, low);
+                        part[h][s] = p_pick_dot(part[h][s], near, back, high);
+                    }
+                }
+                UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = p_flush(sum[h][s], part[h][s]);
+            }
+        }
+        I offset[HALVES];
+        UNROLL for (int h = 0; h < H; h++)
+            offset[h] = i_mul(i_load_i16(l->sums + (panel * x->groups + g) * PANEL + (h0 + h) * LANES), i_set1(128));
+        FINISH_GROUP(offset[h])
+    }
+    STORE_RESULT
+}

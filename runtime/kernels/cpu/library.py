@@ -1,0 +1,111 @@
+"""The C kernels of this folder as a library: which instruction set, which threads, and the types that cross the border."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime import native
+
+SOURCE = Path(__file__).parent / "c" / "kernels.c"
+KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+#: What each instruction set needs of the CPU, and the flags it is compiled with; best first.
+_X86 = {
+    "avx512": (
+        {"avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_vnni"},
+        ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx512vnni", "-mavx2", "-mfma", "-mf16c"),
+    ),
+    "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
+}
+_log = logging.getLogger("compress.native")
+
+
+class Linear(ctypes.Structure):
+    """`Linear` of linear.h."""
+
+    _fields_ = (
+        ("kind", ctypes.c_int32),
+        ("scale_type", ctypes.c_int32),
+        ("group", ctypes.c_int32),
+        ("share", ctypes.c_int32),
+        ("rows", ctypes.c_int64),
+        ("columns", ctypes.c_int64),
+        ("groups", ctypes.c_int64),
+        ("weight", ctypes.c_void_p),
+        ("scale", ctypes.c_void_p),
+        ("zero", ctypes.c_void_p),
+        ("sums", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+    )
+
+
+def instruction_sets() -> list[str]:
+    """Those this machine can run, best first; "portable" is always the last."""
+    flags = _cpu_flags()
+    return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
+
+
+@cache
+def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
+    """The library for an instruction set (None: the best of this machine), or None without a compiler."""
+    chosen = instruction_set or instruction_sets()[0]
+    tunings: tuple[tuple[str, ...], ...]
+    if chosen in _X86:
+        tunings = (_X86[chosen][1],)
+    else:  # what the compiler makes of plain C; on x86 that is SSE2, elsewhere all the machine has
+        tunings = ((),) if _is_x86() else (("-mcpu=native",), ())
+    library = native.library(SOURCE, tuple(("-ffp-contract=off", *tuning) for tuning in tunings))
+    if library is None:
+        return None
+    library.isa_name.restype = ctypes.c_char_p
+    library.linear_memory.restype = ctypes.c_int64
+    library.linear_memory.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32]
+    p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
+    library.linear_run.restype = None
+    library.linear_run.argtypes = [p, p, i, q, p, i, i, p, i]
+    functions = _openmp()
+    if functions is None:
+        _log.warning("torch's OpenMP library was not found: CPU kernels run on one thread")
+    else:
+        library.set_pool(*functions)
+    return library
+
+
+def _is_x86() -> bool:
+    return platform.machine().lower() in ("x86_64", "amd64", "i686")
+
+
+def _cpu_flags() -> frozenset[str]:
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return frozenset()
+    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+@cache
+def _openmp() -> tuple[ctypes.c_void_p, ...] | None:
+    """Addresses of GOMP_parallel, GOMP_barrier, omp_get_thread_num and omp_get_num_threads in the library torch runs on.
+
+    The same library means the same threads: a second pool beside it would fight it for the cores.
+    """
+    torch_folder = Path(torch.__file__).parent
+    places = [torch_folder / "lib", torch_folder.parent / "torch.libs"]
+    for place in places:
+        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
+            for file in sorted(place.glob(pattern)):
+                try:
+                    library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+                    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+                    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names)
+                except (OSError, AttributeError):
+                    continue
+    return None

@@ -1,0 +1,64 @@
+"""Pieces that several kernels share: a code as a float, and the second pass of split-K."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def code_plus(words, j: tl.constexpr, FIELD: tl.constexpr):
+    """Field `j` of int32 words as the float32 `1 + u / 2^FIELD`, u the unsigned code: one shift and one AND-OR.
+
+    The code is moved to the top of the mantissa under the exponent of 1, where a conversion from integer would cost twice as
+    much. All values lie in [1, 2), so taking the 1 (or 1.5) off again, even after a sum, costs two bits of 24.
+    """
+    up: tl.constexpr = 23 - FIELD - j * FIELD
+    if up >= 0:
+        moved = words << up
+    else:
+        moved = words >> (-up)
+    bits = (moved & (((1 << FIELD) - 1) << (23 - FIELD))) | 0x3F800000
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
+    """Field `j` of int32 words as the subnormal float32 `u * 2^(place - 149)` with `place = code_place(j, FIELD)`.
+
+    Masked in place, a code is the mantissa of a subnormal number: one AND, no conversion, exact, and as fast as any float. The
+    factor is taken back in the other operand, scaled by `2^(BIAS - place)`, so that products are `x * u * 2^(BIAS - 149)`.
+    """
+    if FIELD * (j + 1) > 23:  # would reach into the exponent
+        moved = words >> 9
+    else:
+        moved = words
+    return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _sum_parts(parts, bias, out, MN, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
+    at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < MN
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in range(PARTS):
+        total += tl.load(parts + tl.cast(part, tl.int64) * MN + at, mask=inside, other=0.0)
+    if HAS_BIAS:
+        total += tl.load(bias + at % N, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + at, total.to(out.dtype.element_ty), mask=inside)
+
+
+def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:
+    """Second pass of split-K: float32 `[parts, M, N]` summed in order (so results repeat bit for bit), plus bias `[N]`."""
+    count, block = out.numel(), 1024
+    if count:
+        _sum_parts[(triton.cdiv(count, block),)](
+            parts, bias if bias is not None else parts, out, count, out.shape[-1], parts.shape[0], bias is not None, block
+        )
+    return out
+
+
+def row_major(x: torch.Tensor) -> torch.Tensor:
+    """`x` if its rows are dense, else a copy: the kernels take any distance between rows."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

@@ -1,0 +1,123 @@
+"""How integer weights lie in GPU memory, and back. Plain torch: nothing here needs triton.
+
+A matrix `[N, K]` of codes becomes int32 words `[tiles, N, 16]`. A tile is as many columns as 16 words hold: 128 with 4-bit
+fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fields + j * 16 + w`, so
+
+- the rows of one tile lie side by side: a program that owns some rows reads one contiguous piece a tile, 16 bytes a thread;
+- all words shifted by the same amount are 16 neighbouring columns in order: a slice that multiplies 16 neighbouring
+  activations, without any shuffle, as one step of a tensor core instruction (K = 16) or of a dot product;
+- a group whose size is a multiple of 16 never ends inside a slice, so a slice has one scale a row.
+
+Codes are stored unsigned (`code + 2^(field - 1)`); columns that fill up the last tile hold the code 0.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WIDTH = 16  # words of a row in one tile, and columns of a slice
+_SLICE = 1 << 24  # codes reordered at once: bounds the working memory
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A reordered integer weight.
+
+    Attributes:
+        words: int32 `[tiles, N, 16]`.
+        scale: `[groups, N]`, any float dtype; one group when there is one scale a channel.
+        zero: int8 `[groups, N]` in the signed code range; None when symmetric.
+        shape: `(N, K)`.
+        group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
+        field: bits that hold one code, 4 or 8.
+    """
+
+    words: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    group: int
+    field: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a product with this weight must read."""
+        tensors = [self.words, self.scale] + ([] if self.zero is None else [self.zero])
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def tile_columns(field: int) -> int:
+    """Columns of one tile: 128 for 4-bit fields, 64 for 8-bit ones."""
+    return WIDTH * (32 // field)
+
+
+def slices_per_group(group: int, field: int) -> int:
+    """Slices of 16 columns that surely share a scale: the largest run that divides both the tile and the group."""
+    fields = 32 // field
+    run = fields
+    while group and (group // WIDTH) % run:
+        run //= 2
+    return run
+
+
+def reorder(
+    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, field: int
+) -> Weight:
+    """int8 codes `[N, K]`, scale (and zero point) `[N, groups]` -> `Weight` on the same device."""
+    rows, columns = codes.shape
+    if field not in (4, 8) or group % WIDTH or group < 0:
+        raise ValueError(f"fields of 4 or 8 bits and groups of a multiple of {WIDTH}, not {field} and {group}")
+    words = pack(codes, field)
+    return Weight(
+        words, scale.t().contiguous(), None if zero is None else zero.t().contiguous(), (rows, columns), group, field
+    )
+
+
+def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
+    """int8 codes `[N, K]` in `[-2^(field-1), 2^(field-1) - 1]` -> int32 words `[ceil(K / tile), N, 16]`."""
+    rows, columns = codes.shape
+    wide, fields = tile_columns(field), 32 // field
+    tiles = -(-columns // wide)
+    out = torch.empty(tiles, rows, WIDTH, dtype=torch.int32, device=codes.device)
+    step = max(1, _SLICE // max(1, tiles * wide))
+    for start in range(0, rows, step):
+        part = codes[start : start + step]
+        unsigned = torch.nn.functional.pad(part.to(torch.int16) + (1 << field - 1), (0, tiles * wide - columns), value=1 << field - 1)
+        unsigned = unsigned.to(torch.uint8).view(part.shape[0], tiles, fields, WIDTH)
+        if field == 4:
+            unsigned = unsigned[:, :, 0::2] | unsigned[:, :, 1::2] << 4
+        words = unsigned.permute(1, 0, 3, 2).contiguous().view(torch.int32)  # four bytes, low ones first
+        out[:, start : start + step] = words.squeeze(-1)
+    return out
+
+
+def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
+    """Inverse of `pack`: int32 `[tiles, N, 16]` -> int8 codes `[N, columns]`."""
+    tiles, rows, _ = words.shape
+    out = torch.empty(rows, columns, dtype=torch.int8, device=words.device)
+    step = max(1, _SLICE // max(1, tiles * tile_columns(field)))
+    for start in range(0, rows, step):
+        part = words[:, start : start + step].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]
+        if field == 4:
+            part = torch.stack([part & 15, part >> 4], dim=-1).flatten(3)
+        codes = part.permute(1, 0, 3, 2).reshape(part.shape[1], -1)[:, :columns]
+        out[start : start + step] = codes.to(torch.int16) - (1 << field - 1)
+    return out
+
+
+def dequantize(weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """`[N, K]` in `dtype`: `(code - zero) * scale`, one rounding. The reference of every kernel that reads a `Weight`."""
+    columns = weight.shape[1]
+    codes = unpack(weight.words, weight.field, columns).double()
+    group = torch.arange(columns, device=codes.device) // (weight.group or columns or 1)
+    if weight.zero is not None:
+        codes -= weight.zero.t()[:, group]
+    return (codes * weight.scale.t().double()[:, group]).to(dtype)
+
+
+def reference(x: torch.Tensor, weight: Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias` in float64: `[M, K]` -> `[M, N]`."""
+    y = x.double() @ dequantize(weight, torch.float64).t()
+    return y if bias is None else y + bias.double()

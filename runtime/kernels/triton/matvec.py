@@ -1,0 +1,174 @@
+"""W4A16 and W8A16 for 1 or 2 rows: a matrix-vector product that only memory bandwidth should bound.
+
+No tensor cores: at these row counts they would idle, and feeding them costs registers. A program owns two blocks of rows of
+the weight and walks along K, `TILES` tiles at a time; every word is read once, 16 bytes a thread, marked evict-first so that the
+activations stay in the cache. A weight costs one AND and one FMA a row of x: codes are used as subnormal floats where they lie
+(`codes.code_tiny`), the activations, which all rows share, carry the factor. Scales and zero points are applied to each thread's
+partial sums, once a group. After ideas of gemlite and of split-K fused dequantization (arXiv 2402.00025). `SPLIT_K > 1` writes
+float32 partial sums that a second kernel adds in order, so results repeat bit for bit.
+
+The factor limits the activations: a product is right for 2^-53 < |x| < 2^52, smaller ones lose digits, larger ones overflow.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton.codes import code_tiny, row_major, sum_parts
+
+MAXIMUM_ROWS = 2
+# Activations are multiplied by 2^(76 - place of the code): the products, u * x * 2^-73, stay far from both ends of float32.
+
+
+@triton.jit
+def _activations(x, k, K, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(x + k).to(tl.float32)
+    return tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _words(base, here, owned, word):
+    offset = here[None, :, None] * 16 + owned[:, None, None] * 16 + word[None, None, :]
+    # The hint is about order only: threads shall spread over words and tiles first, so that each keeps several rows and uses
+    # the activations it holds for all of them. (Vectors form along the last dimension, which is contiguous in truth.)
+    return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
+
+
+@triton.jit
+def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, ASYMMETRIC: tl.constexpr):
+    """`s * sum x (u - 2^(F-1) - z)` out of `part = sum x u 2^-73` and `total = sum x`."""
+    s = tl.load(scale + grid).to(tl.float32)[:, :, None]
+    if ASYMMETRIC:
+        z = tl.load(zero + grid).to(tl.float32)[:, :, None] + (1 << (FIELD - 1))
+    else:
+        z = 1.0 * (1 << (FIELD - 1))
+    return (part * 9444732965739290427392.0 - total[None, :, :] * z) * s  # 2^73
+
+
+@triton.jit
+def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
+    y = tl.sum(tl.sum(sums, 2), 1)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def matvec_kernel(
+    x, words, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, ROWS: tl.constexpr, BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    FIELDS: tl.constexpr = 32 // FIELD
+    n = tl.program_id(0) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
+    # Rows past the end repeat the last one and are not stored: no mask in the loop.
+    owned_a, owned_b = tl.minimum(n, N - 1), tl.minimum(n + BLOCK_N, N - 1)
+    tile, word = tl.arange(0, TILES), tl.arange(0, 16)
+    second = x + tl.cast(stride, tl.int64)
+    sum_a0 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    sum_b0 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    sum_a1 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    sum_b1 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    steps = tl.cdiv(tiles, TILES)
+    share = tl.cdiv(steps, SPLIT_K)
+    first = tl.program_id(1) * share
+    for step in range(first, tl.minimum(first + share, steps)):
+        at = step * TILES + tile
+        if not EVEN_K:
+            at = tl.minimum(at, tiles - 1)  # tiles past the end: their activations are masked
+        base = words + tl.cast(step, tl.int64) * TILES * N * 16
+        here = (at - step * TILES) * N
+        w_a, w_b = _words(base, here, owned_a, word), _words(base, here, owned_b, word)
+        for run in tl.static_range(FIELDS // RUN):
+            part_a0 = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+            all0 = tl.zeros([TILES, 16], tl.float32)
+            part_b0, part_a1, part_b1, all1 = part_a0, part_a0, part_a0, all0
+            for i in tl.static_range(RUN):
+                k = (step * TILES + tile)[:, None] * (FIELDS * 16) + (run * RUN + i) * 16 + word[None, :]
+                # 2^(76 - place)
+                factor = 2.0 ** (76 - FIELD * (run * RUN + i) + (9 if FIELD * (run * RUN + i + 1) > 23 else 0))
+                a = code_tiny(w_a, run * RUN + i, FIELD)
+                b = code_tiny(w_b, run * RUN + i, FIELD)
+                x0 = _activations(x, k, K, EVEN_K)
+                all0 += x0
+                x0 *= factor
+                part_a0 += a * x0[None, :, :]
+                part_b0 += b * x0[None, :, :]
+                if ROWS > 1:
+                    x1 = _activations(second, k, K, EVEN_K)
+                    all1 += x1
+                    x1 *= factor
+                    part_a1 += a * x1[None, :, :]
+                    part_b1 += b * x1[None, :, :]
+            if GROUP == 0:
+                group = tile[None, :] * 0
+            else:
+                group = tl.minimum((at * (FIELDS * 16) + run * RUN * 16) // GROUP, groups - 1)[None, :] * N
+            sum_a0 += _scaled(part_a0, all0, scale, zero, group + owned_a[:, None], FIELD, ASYMMETRIC)
+            sum_b0 += _scaled(part_b0, all0, scale, zero, group + owned_b[:, None], FIELD, ASYMMETRIC)
+            if ROWS > 1:
+                sum_a1 += _scaled(part_a1, all1, scale, zero, group + owned_a[:, None], FIELD, ASYMMETRIC)
+                sum_b1 += _scaled(part_b1, all1, scale, zero, group + owned_b[:, None], FIELD, ASYMMETRIC)
+    out += tl.cast(tl.program_id(1), tl.int64) * M * N
+    _finish(sum_a0, out, bias, n, N, HAS_BIAS)
+    _finish(sum_b0, out, bias, n + BLOCK_N, N, HAS_BIAS)
+    if ROWS > 1:
+        _finish(sum_a1, out + N, bias, n, N, HAS_BIAS)
+        _finish(sum_b1, out + N, bias, n + BLOCK_N, N, HAS_BIAS)
+
+
+def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
+    """Launches worth trying, the default first: some hundred programs fill a GPU, so a narrow weight is split along K."""
+    tiles = weight.words.shape[0]
+    split = 1
+    while weight.shape[0] // 32 * split < 512 and split * 8 <= tiles:
+        split *= 2
+    chosen = [(16, 4, split, 4), (16, 4, 2 * split, 4), (8, 4, split, 4), (8, 4, split, 2), (16, 8, split, 8), (8, 8, split, 4),
+              (8, 8, max(1, split // 2), 8), (32, 4, 2 * split, 8)]  # fmt: skip
+    return [
+        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w}
+        for n, t, s, w in chosen
+        if s == 1 or s * t <= tiles
+    ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]
+
+
+def matvec(
+    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """`x W^T + bias` for `x` `[1 or 2, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
+
+    `config`: one of `configurations`, by default the tuned one. Reference: `layout.reference`.
+    """
+    x = row_major(x)
+    (rows, _), (n, columns) = x.shape, weight.shape
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows == 0 or n == 0:
+        return out
+    assert rows <= MAXIMUM_ROWS
+
+    def launch(config: dict[str, Any]) -> None:
+        split, block = config["SPLIT_K"], config["BLOCK_N"]
+        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
+        matvec_kernel[(triton.cdiv(n, 2 * block), split)](
+            x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
+            x if bias is None else bias, target,
+            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],
+            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
+            ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,
+            EVEN_K=columns % (config["TILES"] * layout.tile_columns(weight.field)) == 0, ROWS=rows, **config,
+        )  # fmt: skip
+        if split > 1:
+            sum_parts(target, bias, out)
+
+    if config is None:
+        key = (weight.field, weight.group, weight.zero is not None, n, columns, rows)
+        config = tuning.choose("matvec", key, x, configurations(rows, weight), launch)
+    launch(config)
+    return out

@@ -1,0 +1,123 @@
+"""Which launch configuration a kernel takes on which device: measured once, remembered on disk.
+
+Keyed by (kernel, shape class, dtype, device name). The first call of a new key on a GPU times the candidates (some seconds, most
+of it compilation); later processes read `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`. Nothing is timed in
+the interpreter, while a CUDA graph is captured, or when `enabled` is False: the first candidate is the default.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import tempfile
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Config = dict[str, Any]
+
+enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
+_log = logging.getLogger(__name__)
+_lock = threading.RLock()
+_known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
+_failed_writes: set[Path] = set()
+
+
+def directory() -> Path:
+    """Where choices are kept."""
+    root = os.environ.get("COMPRESS_CACHE")
+    return (Path(root) if root else Path.home() / ".cache" / "compress") / "tuning"
+
+
+def interpreted() -> bool:
+    """True when kernels run in triton's interpreter."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+def row_class(rows: int) -> int:
+    """Rows rounded up to a power of two: row counts that share a choice."""
+    return 1 << max(0, rows - 1).bit_length()
+
+
+def choose(
+    kernel: str,
+    shape: Sequence[Any],
+    x: torch.Tensor,
+    candidates: Sequence[Config],
+    launch: Callable[[Config], None],
+) -> Config:
+    """The candidate to launch for this shape class on the device and with the dtype of `x`.
+
+    `launch(config)` runs the kernel once; it may raise for candidates that do not fit the device, which are passed over.
+    """
+    if x.device.type != "cuda" or interpreted():
+        return candidates[0]
+    path = directory() / f"{re.sub(r'[^A-Za-z0-9]+', '-', torch.cuda.get_device_name(x.device)).strip('-')}.json"
+    key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
+    with _lock:
+        known = _known.get(path)
+        if known is None:
+            known = _known[path] = read(path)
+        found = known.get(key)
+        if found is not None and found in candidates:  # a candidate of an older version may no longer be one
+            return found
+        if not enabled or torch.cuda.is_current_stream_capturing():
+            return candidates[0]
+        best = fastest(candidates, launch)
+        known[key] = best
+        _store(path, key, best)
+        return best
+
+
+def fastest(candidates: Sequence[Config], launch: Callable[[Config], None]) -> Config:
+    """Time every candidate on the current device (median, caches flushed in between); the first one when all fail."""
+    from triton.testing import do_bench
+
+    best, least = candidates[0], float("inf")
+    for config in candidates:
+        try:
+            taken = float(do_bench(lambda config=config: launch(config), warmup=5, rep=20, return_mode="median"))
+        except Exception as error:  # out of shared memory or registers on this device: not a candidate here
+            _log.debug("configuration %s does not run: %s", config, error)
+            continue
+        if taken < least:
+            best, least = config, taken
+    return best
+
+
+def read(path: Path) -> dict[str, Config]:
+    """What a file remembers; nothing when it is missing or damaged (said in the log)."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        _log.warning("ignoring the tuning file %s, it cannot be read: %s", path, error)
+        return {}
+    if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
+        _log.warning("ignoring the tuning file %s, it does not hold configurations", path)
+        return {}
+    return content
+
+
+def _store(path: Path, key: str, config: Config) -> None:
+    """Add one choice: read again (another process may have written), then replace the file in one step."""
+    content = read(path) | {key: config}
+    temporary = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            json.dump(content, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        if path not in _failed_writes:  # once: a read-only home is no reason to fail, or to repeat oneself
+            _failed_writes.add(path)
+            _log.warning("cannot remember tuning results in %s: %s", path, error)

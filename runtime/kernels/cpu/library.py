@@ -70,6 +70,10 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.linear_run.restype = None
     library.linear_run.argtypes = [p, p, i, q, p, i, i, p, i]
+    library.decoder_memory.restype = q
+    library.decoder_memory.argtypes = [p, q]
+    library.decoder_step.restype = None
+    library.decoder_step.argtypes = [p, i]
     functions = _openmp()
     if functions is None:
         _log.warning("torch's OpenMP library was not found: CPU kernels run on one thread")

@@ -30,25 +30,25 @@ INLINE void dot_dense4(const void *w, int type, int64_t at, const float *x, int6
 }
 
 INLINE void dense_rows(const Linear *l, const int type, const float *x, int64_t stride, int64_t rows, void *y, int out_type,
-                       int64_t out_stride, int64_t start, int64_t end) {
+                       int64_t out_stride, int add, int64_t start, int64_t end) {
     for (int64_t n = start; n < end; n++) {
         float bias = l->bias ? l->bias[n] : 0.0f;
         int64_t m = 0;
         for (; m + 4 <= rows; m += 4) {
             float four[4];
             dot_dense4(l->weight, type, n * l->columns, x + m * stride, stride, l->columns, four);
-            for (int i = 0; i < 4; i++) store_as(y, out_type, (m + i) * out_stride + n, four[i] + bias);
+            for (int i = 0; i < 4; i++) put(y, out_type, (m + i) * out_stride + n, four[i] + bias, add);
         }
         for (; m < rows; m++)
-            store_as(y, out_type, m * out_stride + n, dot_dense(l->weight, type, n * l->columns, x + m * stride, l->columns) + bias);
+            put(y, out_type, m * out_stride + n, dot_dense(l->weight, type, n * l->columns, x + m * stride, l->columns) + bias, add);
     }
 }
 
 static void dense_part(const Linear *l, const float *x, int64_t stride, int64_t rows, void *y, int out_type, int64_t out_stride,
-                       const Team *team) {
+                       int add, const Team *team) {
     int64_t start, end;
     team_part(team, l->rows, 16, &start, &end);
-    if (l->scale_type == TYPE_BF16) dense_rows(l, TYPE_BF16, x, stride, rows, y, out_type, out_stride, start, end);
-    else if (l->scale_type == TYPE_F16) dense_rows(l, TYPE_F16, x, stride, rows, y, out_type, out_stride, start, end);
-    else dense_rows(l, TYPE_F32, x, stride, rows, y, out_type, out_stride, start, end);
+    if (l->scale_type == TYPE_BF16) dense_rows(l, TYPE_BF16, x, stride, rows, y, out_type, out_stride, add, start, end);
+    else if (l->scale_type == TYPE_F16) dense_rows(l, TYPE_F16, x, stride, rows, y, out_type, out_stride, add, start, end);
+    else dense_rows(l, TYPE_F32, x, stride, rows, y, out_type, out_stride, add, start, end);
 }

@@ -6,5 +6,9 @@
 #include "sparse.h"
 #include "dense.h"
 #include "product.h"
+#include "tiles.h"
+#include "elementwise.h"
+#include "attention.h"
+#include "decoder.h"
 
 const char *isa_name(void) { return ISA_NAME; }

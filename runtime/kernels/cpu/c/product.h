@@ -41,7 +41,7 @@ static tile_t tile_of(int kind, int digits, int *rows) {
 }
 
 /* This member's rows of the weight, all rows of x. */
-static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, const Team *team) {
+static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     int64_t start, end;
     int tile_rows;
     float out[8 * PANEL];
@@ -54,7 +54,7 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
             tile(l, x, n / PANEL, row, m, out);
             for (int i = 0; i < m; i++)
                 for (int j = 0; j < valid; j++)
-                    store_as(y, out_type, (row + i) * out_stride + n + j, out[i * PANEL + j] + (l->bias ? l->bias[n + j] : 0.0f));
+                    put(y, out_type, (row + i) * out_stride + n + j, out[i * PANEL + j] + (l->bias ? l->bias[n + j] : 0.0f), add);
         }
     }
 }
@@ -80,13 +80,13 @@ static void product_job(void *p, const Team *team) {
             team_barrier(team);
             x = wide;
         }
-        dense_part(l, x, l->columns, job->rows, job->y, job->y_type, l->rows, team);
+        dense_part(l, x, l->columns, job->rows, job->y, job->y_type, l->rows, 0, team);
         return;
     }
     Digits x = digits_in(job->memory, job->rows, job->digits, l->group, l->groups);
     quantize_rows(job->x, job->x_type, l->columns, l->columns, &x, team);
     team_barrier(team);
-    integer_part(l, &x, job->y, job->y_type, l->rows, team);
+    integer_part(l, &x, job->y, job->y_type, l->rows, 0, team);
 }
 
 /* Bytes of working memory that linear_run wants for so many rows. */

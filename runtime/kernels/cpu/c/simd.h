@@ -73,3 +73,6 @@ INLINE void store_as(void *p, int type, int64_t index, float value) {
     else if (type == TYPE_F16) ((uint16_t *)p)[index] = float_to_f16(value);
     else ((float *)p)[index] = value;
 }
+INLINE void put(void *p, int type, int64_t index, float value, int add) { /* add: to what is there */
+    store_as(p, type, index, add ? load_as(p, type, index) + value : value);
+}

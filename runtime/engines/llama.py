@@ -1,0 +1,219 @@
+"""The lean CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+
+It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
+that decoder.h knows; `why_not` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.engines.base import Piece
+from runtime.engines.llama_parts import TYPES, Parts, read_parts
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
+
+if TYPE_CHECKING:
+    from runtime.engines.torch import TorchEngine
+
+MOST_ROWS = 512
+
+
+class Pool:
+    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`."""
+
+    def __init__(self, parts: Parts, count: int) -> None:
+        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
+        # Not touched here: the operating system gives the memory when a page is first written.
+        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(parts.blocks))]
+        self.count = count
+        self.blocks = (Block * len(parts.blocks))(*parts.blocks)
+        for i, block in enumerate(self.blocks):
+            block.keys, block.values = self.tensors[2 * i].data_ptr(), self.tensors[2 * i + 1].data_ptr()
+        self.decoder = Decoder()
+        ctypes.pointer(self.decoder)[0] = parts.decoder
+        self.decoder.blocks = self.blocks
+
+
+class Rows:
+    """The KV cache of `LlamaEngine.forward`: sequences of a batch, each with pages of its own in one pool."""
+
+    def __init__(self) -> None:
+        self.pool: Pool | None = None
+        self.pages: list[list[int]] = []
+        self.lengths: list[int] = []
+
+
+class LlamaEngine:
+    """See `runtime.engines.base.PagedEngine`. Made by `take_over`."""
+
+    page_size = PAGE
+    padding_is_exact = True
+
+    def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
+        found = library.load()
+        assert found is not None
+        self._library = found
+        self.torch_engine = torch_engine
+        self.module = torch_engine.module
+        self.device = torch_engine.device
+        self.vocab_size = torch_engine.vocab_size
+        self.context_length = torch_engine.context_length
+        self.weight_bytes = torch_engine.weight_bytes
+        self.parts = parts
+        self.most_rows = MOST_ROWS
+        self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        self._embedding: nn.Module = self.module.get_input_embeddings()
+        self._rotary = (torch.empty(0), torch.empty(0))
+        self._local = threading.local()
+
+    @property
+    def description(self) -> str:
+        """What computes, in a few words."""
+        return f"decoder in C ({self._library.isa_name().decode()}, {self.parts.decoder.digits}-digit activations)"
+
+    def explain(self) -> dict[str, str]:
+        return self.torch_engine.explain()
+
+    # ---------------------------------------------------------------- pages
+    def new_pages(self, count: int) -> Pool:
+        return Pool(self.parts, count)
+
+    def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        ends = []
+        row = -1
+        for piece in pieces:
+            row += len(piece.tokens)
+            ends.append(row)
+        return self._run(pool, pieces, ends)
+
+    @torch.inference_mode()
+    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> torch.Tensor:
+        """One pass over all tokens of the pieces; logits of the rows `outputs`."""
+        if len(pieces) == 1 and len(pieces[0].tokens) == 1:  # the common step: no loops in Python
+            piece = pieces[0]
+            ids = torch.tensor(piece.tokens)
+            sequence, position = torch.zeros(1, dtype=torch.int32), torch.tensor([piece.start])
+            last = piece.start
+        else:
+            ids = torch.tensor([token for piece in pieces for token in piece.tokens])
+            counts = torch.tensor([len(piece.tokens) for piece in pieces])
+            sequence = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(counts)
+            position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in pieces])
+            last = max(p.start + len(p.tokens) for p in pieces) - 1
+        width = max(len(piece.pages) for piece in pieces)
+        pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
+        x = self._embedding(ids).float().contiguous()
+        if x.data_ptr() == getattr(self._embedding.weight, "data_ptr", lambda: 0)():
+            x = x.clone()
+        cosine, sine = self._rotation(last + 1)
+        wanted = torch.tensor(list(outputs), dtype=torch.int32)
+        logits = torch.empty(len(outputs), self.parts.vocabulary)
+        memory = self._memory(pool.decoder, ids.numel())
+        step = Step(
+            ids.numel(), len(outputs), width, x.data_ptr(), sequence.data_ptr(), position.data_ptr(), pages.data_ptr(),
+            cosine.data_ptr(), sine.data_ptr(), wanted.data_ptr(), logits.data_ptr(), memory.data_ptr(),
+            ctypes.pointer(pool.decoder),
+        )  # fmt: skip
+        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
+        return logits
+
+    def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
+        """Working memory of this thread, kept between steps."""
+        wanted = self._library.decoder_memory(ctypes.byref(decoder), rows)
+        memory = getattr(self._local, "memory", None)
+        if memory is None or memory.numel() < wanted:
+            memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
+        return memory
+
+    def _rotation(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines `[positions or more, rotary / 2]`, float32, from the model's own rotary module."""
+        cosine, sine = self._rotary
+        if cosine.shape[0] < positions:
+            count = max(256, 1 << (positions - 1).bit_length())
+            cosine, sine = self.parts.rotation(count)
+            self._rotary = (cosine, sine)
+        return cosine, sine
+
+    # ---------------------------------------------------------------- engine
+    def new_cache(self) -> Rows:
+        return Rows()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Rows | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens."""
+        batch, width = input_ids.shape
+        cache = cache if cache is not None else Rows()
+        if cache.pool is None:
+            cache.pages, cache.lengths = [[] for _ in range(batch)], [0] * batch
+        real = [width] * batch if attention_mask is None else attention_mask[:, -width:].sum(1).tolist()
+        self._reserve(cache, [length + count for length, count in zip(cache.lengths, real, strict=True)])
+        assert cache.pool is not None
+        logits = torch.zeros(batch, 1 if last_only else width, self.parts.vocabulary)
+        for row, ids in enumerate(input_ids.tolist()):
+            tokens = ids[width - real[row] :]
+            for start in range(0, len(tokens), self.most_rows):
+                part = tokens[start : start + self.most_rows]
+                piece = Piece(part, cache.lengths[row] + start, cache.pages[row])
+                if last_only:
+                    logits[row] = self._run(cache.pool, [piece], [len(part) - 1])
+                else:
+                    place = width - len(tokens) + start
+                    logits[row, place : place + len(part)] = self._run(cache.pool, [piece], range(len(part)))
+            cache.lengths[row] += len(tokens)
+        return logits
+
+    def _reserve(self, cache: Rows, lengths: list[int]) -> None:
+        """Pages for sequences of these lengths; a pool that is too small is replaced by one of twice the size."""
+        missing = [-(-length // PAGE) - len(pages) for length, pages in zip(lengths, cache.pages, strict=True)]
+        used = 1 + max((page for pages in cache.pages for page in pages), default=-1)
+        wanted = used + sum(max(0, count) for count in missing)
+        if cache.pool is None or wanted > cache.pool.count:
+            pool = self.new_pages(max(wanted, 2 * used))
+            if cache.pool is not None:
+                for new, old in zip(pool.tensors, cache.pool.tensors, strict=True):
+                    new[:used] = old[:used]
+            cache.pool = pool
+        for count, pages in zip(missing, cache.pages, strict=True):
+            pages.extend(range(used, used + max(0, count)))
+            used += max(0, count)
+
+    def keep_rows(self, cache: Rows, rows: torch.Tensor) -> None:
+        chosen = rows.tolist()
+        kept, old = Rows(), cache.pool
+        kept.lengths = [cache.lengths[row] for row in chosen]
+        kept.pages = [[] for _ in chosen]
+        if old is not None:
+            self._reserve(kept, kept.lengths)
+            assert kept.pool is not None
+            for row, pages in zip(chosen, kept.pages, strict=True):
+                for new, tensor in zip(kept.pool.tensors, old.tensors, strict=True):
+                    new[pages] = tensor[cache.pages[row][: len(pages)]]
+        cache.pool, cache.pages, cache.lengths = kept.pool, kept.pages, kept.lengths
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Of a cache from `new_cache` or a pool from `new_pages`."""
+        pool = cache if isinstance(cache, Pool) else cache.pool
+        return 0 if pool is None else pool.count * self.page_bytes
+
+
+def take_over(engine: TorchEngine) -> LlamaEngine | None:
+    """The lean engine for this model, or None where it does not fit (`llama_parts.why_not` says why)."""
+    parts = read_parts(engine.module, engine.device)
+    return LlamaEngine(engine, parts) if isinstance(parts, Parts) else None
+
+
+__all__ = ["TYPES", "LlamaEngine", "Pool", "take_over"]

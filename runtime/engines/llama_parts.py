@@ -1,0 +1,167 @@
+"""What the lean engine needs of a transformers model, found by structure and checked: a part it does not know is a reason, not a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.decoder import Block, Decoder
+from runtime.kernels.cpu.library import TYPES, Linear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+#: Model classes whose forward pass is the one of decoder.h; what varies among them is read from the modules.
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
+_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
+_MLP = ("gate_proj", "up_proj", "down_proj")
+
+
+@dataclass
+class Parts:
+    """A decoder in C structures; `keep` holds the tensors that they point to."""
+
+    blocks: list[Block]
+    decoder: Decoder
+    rotation: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    cache_dtype: torch.dtype
+    keep: list[Any]
+
+
+def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
+    """The parts, or the reason why this model is not for the lean engine."""
+    reason = _why_not(model, device)
+    if reason is not None:
+        return reason
+    config: Any = model.config
+    keep: list[Any] = []
+    digits: set[int] = set()
+    try:
+        blocks = [_block(layer, config, keep, digits) for layer in model.model.layers]
+        head = _linear(model.get_output_embeddings(), keep, digits)
+    except _UnknownPart as error:
+        return str(error)
+    if len(digits) > 1:
+        return "its layers round their inputs in different ways"
+    attention: Any = model.model.layers[0].self_attn
+    dtype = model.dtype if model.dtype in TYPES else torch.float32
+    decoder = Decoder()
+    decoder.layers, decoder.hidden = len(blocks), config.hidden_size
+    decoder.intermediate = blocks[0].gate.rows
+    decoder.heads, decoder.kv_heads = config.num_attention_heads, config.num_key_value_heads
+    decoder.head_dim = attention.head_dim
+    decoder.cache_type = TYPES[dtype]
+    decoder.digits = digits.pop() if digits else 1
+    decoder.eps, decoder.scale = config.rms_norm_eps, attention.scaling
+    decoder.final_norm = _vector(model.model.norm.weight, keep)
+    decoder.head = head
+    rotation = _rotation(model.model.rotary_emb)
+    decoder.rotary = 2 * rotation(1)[0].shape[1]
+    if decoder.rotary > decoder.head_dim:
+        return "its rotation is wider than its heads"
+    return Parts(
+        blocks, decoder, rotation, decoder.kv_heads, decoder.head_dim, int(head.rows), dtype, keep
+    )
+
+
+class _UnknownPart(Exception):
+    """A module that decoder.h cannot compute."""
+
+
+def _why_not(model: PreTrainedModel, device: torch.device) -> str | None:
+    name = type(model).__name__
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if device.type != "cpu":
+        return "it runs on CPUs"
+    if library.load() is None:
+        return "there is no C compiler"
+    config: Any = model.config
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in STATIC_ROTATIONS:
+        return f"its rotary embedding is of type {kind}, which changes with the length"
+    return None
+
+
+def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:
+    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
+    _only(layer, known)
+    _only(layer.self_attn, {*_PROJECTIONS, "q_norm", "k_norm"})
+    _only(layer.mlp, {*_MLP, "act_fn"})
+    block = Block()
+    for field, module in zip(("query", "key", "value", "output"), _PROJECTIONS, strict=True):
+        setattr(block, field, _linear(getattr(layer.self_attn, module), keep, digits))
+    for field, module in zip(("gate", "up", "down"), _MLP, strict=True):
+        setattr(block, field, _linear(getattr(layer.mlp, module), keep, digits))
+    block.input_norm = _vector(layer.input_layernorm.weight, keep)
+    block.mlp_norm = _vector(layer.post_attention_layernorm.weight, keep)
+    for field, name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+        norm = getattr(layer.self_attn, name, None)
+        if norm is not None:
+            setattr(block, field, _vector(norm.weight, keep))
+    block.window = getattr(layer.self_attn, "sliding_window", None) or _window(layer, config)
+    return block
+
+
+def _window(layer: Any, config: Any) -> int:
+    """Mistral keeps the window in its config, for all layers."""
+    if getattr(config, "layer_types", None):  # then layers with a window say so themselves
+        return 0
+    return getattr(config, "sliding_window", None) or 0
+
+
+def _only(module: nn.Module, known: set[str]) -> None:
+    for name, child in module.named_children():
+        if name not in known and any(True for _ in child.parameters()):
+            raise _UnknownPart(f"it has {name}, a {type(child).__name__}")
+
+
+def _vector(weight: torch.Tensor, keep: list[Any]) -> int:
+    vector = weight.detach().float().contiguous()
+    keep.append(vector)
+    return vector.data_ptr()
+
+
+def _linear(module: nn.Module, keep: list[Any], digits: set[int]) -> Linear:
+    """The layer as C reads it; a dense one as it lies in memory."""
+    describe = getattr(module, "c_linear", None)
+    if describe is not None:
+        found = describe()
+        if found is None:
+            raise _UnknownPart(f"kernel {module.kernel_name} of one of its layers is not in C")
+        linear, used, tensors = found
+        digits.add(used)
+        keep.append(tensors)
+        return linear
+    if type(module) is not nn.Linear or module.weight.dtype not in TYPES or not module.weight.is_contiguous():
+        raise _UnknownPart(f"one of its layers is a {type(module).__name__}")
+    linear = Linear()
+    linear.kind, linear.scale_type = library.KINDS["dense"], TYPES[module.weight.dtype]
+    linear.rows, linear.columns = module.weight.shape
+    linear.weight = module.weight.data_ptr()
+    keep.append(module.weight)
+    if module.bias is not None:
+        linear.bias = _vector(module.bias, keep)
+    return linear
+
+
+def _rotation(rotary: Any) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
+    def table(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        with torch.inference_mode():
+            cosine, sine = rotary(torch.empty(0, dtype=torch.float32), torch.arange(positions)[None])
+        half = cosine.shape[-1] // 2
+        # transformers repeats the half: the second copy rotates the second half of the head.
+        return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+
+    return table

@@ -1,0 +1,75 @@
+/* Weights back from panels: w = (code - zero) * scale, for products with many rows that a library's matrix product does.
+ *
+ * A tile is written transposed, [columns, rows of the tile]: the 16 rows of a panel are neighbours in memory then, one vector a
+ * column. A code times a 16-bit scale is exact in float32; in a 16-bit type it is rounded once. */
+typedef struct {
+    const Linear *linear;
+    void *out;
+    int64_t first, last; /* panels */
+    int32_t type;
+} Tile;
+
+/* Sixteen weights of one column from `row` of the tile on, of which `valid` exist. */
+INLINE void tile_put(const Tile *t, int64_t stride, int64_t column, int64_t row, const int32_t *code, const int32_t *zero,
+                     const float *scale, int valid) {
+    float value[PANEL];
+    for (int i = 0; i < PANEL; i++) value[i] = (float)(code[i] - zero[i]) * scale[i];
+    int64_t at = column * stride + row;
+    if (t->type == TYPE_F32 && valid == PANEL) memcpy((float *)t->out + at, value, sizeof value);
+    else if (t->type == TYPE_BF16 && valid == PANEL)
+        for (int i = 0; i < PANEL; i++) ((uint16_t *)t->out)[at + i] = float_to_bf16(value[i]);
+    else
+        for (int i = 0; i < valid; i++) store_as(t->out, t->type, at + i, value[i]);
+}
+
+static void tile_job(void *p, const Team *team) {
+    const Tile *t = p;
+    const Linear *l = t->linear;
+    int64_t start, end, wide = (int64_t)l->group * l->groups, sets = (l->groups + l->share - 1) / l->share;
+    int64_t total = (t->last * PANEL < l->rows ? t->last * PANEL : l->rows) - t->first * PANEL; /* rows of the tile */
+    int step = l->kind == KIND_W4 ? 8 : l->kind == KIND_W8 ? 4 : 32, bytes = l->kind == KIND_S24 ? 192 : 64;
+    team_part(team, t->last - t->first, 1, &start, &end);
+    for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
+        const uint8_t *w = l->weight + panel * (wide / step) * bytes;
+        int64_t row = (panel - t->first) * PANEL;
+        int valid = (int)(total - row < PANEL ? total - row : PANEL);
+        for (int64_t g = 0; g < l->groups; g++) {
+            float scale[PANEL];
+            int32_t zero[PANEL], code[PANEL];
+            int64_t set = (panel * sets + g / l->share) * PANEL;
+            int base = l->kind == KIND_W8 ? 128 : 8;
+            for (int i = 0; i < PANEL; i++) {
+                scale[i] = load_as(l->scale, l->scale_type, set + i);
+                zero[i] = base + (l->zero ? l->zero[set + i] : 0);
+            }
+            for (int64_t k = g * l->group; k < (g + 1) * l->group; k += step, w += bytes) {
+                uint32_t word[3][PANEL];
+                memcpy(word, w, (size_t)bytes);
+                if (l->kind != KIND_S24) {
+                    int width = l->kind == KIND_W4 ? 4 : 8;
+                    for (int c = 0; c < step && k + c < l->columns; c++) {
+                        int shift = width == 8 ? 8 * c : c < 4 ? 8 * c : 8 * (c - 4) + 4;
+                        for (int i = 0; i < PANEL; i++) code[i] = (int32_t)(word[0][i] >> shift & ((1u << width) - 1));
+                        tile_put(t, total, k + c, row, code, zero, scale, valid);
+                    }
+                    continue;
+                }
+                for (int c = 0; c < 32 && k + c < l->columns; c++) { /* quad c / 4: two codes at places that its pair names */
+                    int quad = c / 4, inside = quad % 4, shift = 16 * (inside & 1) + 4 * (inside >> 1);
+                    for (int i = 0; i < PANEL; i++) {
+                        uint32_t two = word[quad / 4][i] >> shift, pair = word[2][i] >> (4 * quad) & 15;
+                        int first = PAIR[pair % 6][0] == c % 4, second = PAIR[pair % 6][1] == c % 4;
+                        code[i] = first ? (int32_t)(two & 15) : second ? (int32_t)(two >> 8 & 15) : zero[i];
+                    }
+                    tile_put(t, total, k + c, row, code, zero, scale, valid);
+                }
+            }
+        }
+    }
+}
+
+/* Panels [first, last) of an integer weight -> out [columns, their rows] of `type`. */
+void linear_dequantize(const Linear *l, int64_t first, int64_t last, void *out, int32_t type, int32_t threads) {
+    Tile tile = {l, out, first, last, type};
+    parallel(tile_job, &tile, threads);
+}

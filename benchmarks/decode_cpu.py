@@ -1,0 +1,570 @@
+#!/usr/bin/env python
+"""Decode, prefill, memory and load time on CPU: ours beside llama.cpp, ONNX Runtime, OpenVINO, torch int4 and transformers.
+
+    benchmarks/peers/setup_runtime.sh ~/peers/runtime                         the peers, in an environment of their own
+    python benchmarks/decode_cpu.py --peers ~/peers/runtime --shape 1.1b      three rounds at 1 and 2 threads, and the products
+    python benchmarks/decode_cpu.py --peers ~/peers/runtime --shape tiny --check      a smoke test; logits are compared
+    python benchmarks/decode_cpu.py --render benchmarks/results/decode_cpu_1_1b.json  table and picture again
+
+Random weights: speed only. Every measurement is a process of its own; the rounds go through the engines in turn (A B C A B C),
+so that what the machine does besides meets them all. Medians over the rounds; a ratio is the median of the ratios within each
+round. What cannot run is in the JSON and the table with its reason. Times of a busy machine say little: `load_before` is kept.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import random
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).resolve().parent
+OURS = ("ours", "ours-fast", "ours-2:4", "ours-2:4-fast")
+SHAPES = {
+    "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocabulary": 32000},
+    "3b": {"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 24, "kv-heads": 8, "vocabulary": 32000},
+    "tiny": {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 8, "kv-heads": 2, "vocabulary": 2048},
+}
+PRUNE = {"prune": {"method": "magnitude", "pattern": "2:4", "ignore": []}}
+QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "ignore": []}}
+ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE]}
+
+
+@dataclass(frozen=True)
+class Engine:
+    """One row: the script that runs it, what it reads, its part of the request.
+
+    Attributes:
+        script: `benchmarks/peers/decode_SCRIPT.py`.
+        reads: what it loads: "checkpoint", an artifact of `ARTIFACTS`, or "own" (its `prepare` makes it).
+        grid: the dense checkpoint that `--check` compares its logits with.
+    """
+
+    label: str
+    script: str
+    reads: str
+    options: dict[str, Any] = field(default_factory=dict)
+    grid: str = "group"
+
+
+ENGINES = {
+    "ours": Engine("ours, exact", "ours", "w4", {"kernels": "auto", "sparse": False}),
+    "ours-fast": Engine("ours, fast", "ours", "w4", {"kernels": "fast", "sparse": False}),
+    "ours-2:4": Engine("ours 2:4 + int4, exact", "ours", "w4-2:4", {"kernels": "auto", "sparse": True}),
+    "ours-2:4-fast": Engine("ours 2:4 + int4, fast", "ours", "w4-2:4", {"kernels": "fast", "sparse": True}),
+    "llama.cpp": Engine("llama.cpp Q4_0", "llama_cpp", "own", grid="q4_0"),
+    "onnxruntime": Engine("ONNX Runtime MatMulNBits", "onnxruntime", "own"),
+    "openvino": Engine("OpenVINO u4", "openvino", "own"),
+    "torch-int4": Engine("torch int4, eager", "torch_int4", "own", {"compile": False}),
+    "torch-int4-compiled": Engine("torch int4, compiled", "torch_int4", "own", {"compile": True}),
+    "transformers": Engine("transformers bf16, eager", "transformers", "checkpoint", {"dtype": "bfloat16"}, "dense"),
+    "transformers-compiled": Engine(
+        "transformers bf16, compiled", "transformers", "checkpoint", {"dtype": "bfloat16", "compile": True}, "dense"
+    ),
+    "transformers-fp32": Engine(
+        "transformers fp32, eager", "transformers", "checkpoint", {"dtype": "float32"}, "dense"
+    ),
+}
+PRODUCTS = ("bandwidth", *OURS, "llama.cpp", "onnxruntime", "openvino", "torch-int4")
+ROWS, COLUMNS, GROUP = 11008, 4096, 128
+CHECK_COSINE = 0.99
+
+
+class Bench:
+    """One invocation: where things are, and how a process is run."""
+
+    def __init__(self, arguments: argparse.Namespace, work: Path) -> None:
+        self.arguments, self.work = arguments, work
+        self.shape = SHAPES[arguments.shape]
+        self.checkpoint = work / "checkpoint"
+        draw = random.Random(0)
+        self.prompt = [draw.randrange(self.shape["vocabulary"]) for _ in range(arguments.prompt_tokens)]
+        self.long = [draw.randrange(self.shape["vocabulary"]) for _ in range(arguments.prefill_tokens)]
+
+    def python(self, script: str) -> str:
+        return self.arguments.ours_python if script == "ours" else str(Path(self.arguments.peers) / "bin" / "python")
+
+    def environment(self, threads: int) -> dict[str, str]:
+        ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
+        ours |= {"TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"), "PYTHONPATH": str(HERE.parent)}
+        return {**os.environ, **ours}
+
+    def call(self, script: str, request: dict[str, Any]) -> dict[str, Any]:
+        """One process; its last line is the answer, a failure an answer with `error`."""
+        command = [self.python(script), str(HERE / "peers" / f"decode_{script}.py"), json.dumps(request)]
+        log = self.work / "stderr.log"
+        begin = time.perf_counter()
+        with log.open("wb") as errors:
+            try:
+                done = subprocess.run(
+                    command, stdout=subprocess.PIPE, stderr=errors, stdin=subprocess.DEVNULL, text=True,
+                    env=self.environment(request.get("threads", os.cpu_count() or 1)), timeout=self.arguments.timeout,
+                    cwd=self.work,
+                )  # fmt: skip
+            except (OSError, subprocess.TimeoutExpired) as failure:
+                return {"error": f"{type(failure).__name__}: {str(failure)[-200:]}"}
+        lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+        try:
+            answer: dict[str, Any] = json.loads(lines[-1])
+        except (IndexError, ValueError):
+            said = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+            return {"error": f"exit {done.returncode}: {' | '.join(said[-2:])[-400:]}"}
+        return {**answer, "process_seconds": round(time.perf_counter() - begin, 2)}
+
+    # ---------------------------------------------------------------- preparation
+    def make_checkpoint(self) -> None:
+        if (self.checkpoint / "config.json").exists():
+            return
+        numbers = [str(part) for key, value in self.shape.items() for part in (f"--{key}", value)]
+        script = str(HERE / "make_random_llama.py")
+        subprocess.run([self.arguments.ours_python, script, str(self.checkpoint), *numbers], check=True)
+
+    def input_of(self, engine: Engine) -> Path:
+        if engine.reads == "checkpoint":
+            return self.checkpoint
+        return self.work / (engine.script if engine.reads == "own" else engine.reads.replace(":", "_"))
+
+    def prepare(self, engine: Engine) -> dict[str, Any]:
+        """Make what the engine reads, once for the work directory; returns its bytes, or an error."""
+        path = self.input_of(engine)
+        done = self.work / f"{path.name}.prepared.json"
+        if done.exists():
+            found: dict[str, Any] = json.loads(done.read_text())
+            return found
+        if engine.reads == "checkpoint":
+            answer: dict[str, Any] = {}
+        elif engine.reads == "own":
+            answer = self.call(engine.script, self.request(engine, 1, action="prepare"))
+        else:
+            answer = self.apply(engine.reads, path)
+        if "error" not in answer:
+            answer |= {"bytes": sum(file.stat().st_size for file in path.iterdir() if file.is_file())}
+            done.write_text(json.dumps(answer))
+        return answer
+
+    def apply(self, name: str, path: Path) -> dict[str, Any]:
+        """Our artifact, by the command that users have."""
+        recipe = self.work / "recipe.yaml"
+        recipe.write_text(json.dumps({"name": "decode", "model": str(self.checkpoint), "stages": ARTIFACTS[name]}))
+        command = [self.arguments.ours_python, "-m", "compress.cli", "apply", str(recipe), "--output", str(path)]
+        done = subprocess.run(
+            [*command, "--overwrite", "--quiet"],
+            capture_output=True,
+            text=True,
+            env=self.environment(os.cpu_count() or 1),
+        )
+        return {"error": done.stderr.strip()[-400:]} if done.returncode else {}
+
+    def request(self, engine: Engine, threads: int, **more: Any) -> dict[str, Any]:
+        a = self.arguments
+        room = max(a.prefill_tokens, a.prompt_tokens + a.new_tokens + 8)
+        return {
+            "action": "measure", "model": str(self.checkpoint), "path": str(self.input_of(engine)), "threads": threads,
+            "context": -(-room // 256) * 256, "prompt": self.prompt, "long_prompt": self.long,
+            "new_tokens": a.new_tokens, "repeat": a.repeat, **engine.options, **more,
+        }  # fmt: skip
+
+    def product(self, name: str, threads: int) -> dict[str, Any]:
+        """Request of one matrix-vector measurement: as many copies as make four times the cache."""
+        copies = -(-4 * last_level_cache() // (ROWS * COLUMNS // 2)) + 1
+        options = ENGINES[name].options if name in ENGINES else {}
+        path = str(self.work / "products" / name.replace(":", "_"))
+        return {
+            "action": "matvec", "rows": ROWS, "columns": COLUMNS, "group": GROUP, "copies": copies, "path": path,
+            "threads": threads, "seconds": self.arguments.product_seconds, **options,
+        }  # fmt: skip
+
+    # ---------------------------------------------------------------- the comparison of logits
+    def check(self, names: list[str]) -> dict[str, Any]:
+        """{engine: smallest cosine of its logits with those of the dense model that has its weights, or the error}."""
+        found: dict[str, Any] = {}
+        truth: dict[str, dict[str, Any]] = {}
+        for name in names:
+            engine = ENGINES[name]
+            key = engine.reads if name in OURS else engine.grid
+            if key not in truth:
+                truth[key] = self.truth(engine, key)
+            answer = {"error": f"reference: {truth[key]['error']}"} if "error" in truth[key] else {}
+            answer = answer or self.call(engine.script, self.request(engine, 1, logits=self.logits(name)))
+            if "error" not in answer:
+                answer = self.call("check", {"action": "compare", "files": [self.logits(name), truth[key]["logits"]]})
+            found[name] = {k: v for k, v in answer.items() if k in ("error", "cosine")}
+            print(f"check {name:24} {found[name]}", flush=True)
+        return found
+
+    def truth(self, engine: Engine, key: str) -> dict[str, Any]:
+        """Logits to compare with: our own reference kernel for our artifacts, float32 transformers for the peers."""
+        options: dict[str, Any] = {"logits": self.logits(f"truth-{key}")}
+        if engine.script == "ours":
+            return self.call("ours", self.request(engine, 1, **{**options, "kernels": "reference"}))
+        dense = self.checkpoint if key == "dense" else self.work / f"dense_{key}"
+        if key != "dense":
+            made = self.call(
+                "check", {"action": "prepare", "model": str(self.checkpoint), "path": str(dense), "grid": key}
+            )
+            if "error" in made:
+                return made
+        options |= {"model": str(dense), "dtype": "float32", "compile": False}
+        return self.call("transformers", self.request(ENGINES["transformers"], 1, **options))
+
+    def logits(self, name: str) -> str:
+        return str(self.work / f"logits-{name.replace(':', '_')}.npy")
+
+
+def last_level_cache() -> int:
+    """Bytes of the largest cache; 32 MB where the system does not say."""
+    sizes = [32 << 20]
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
+        text = file.read_text().strip()
+        sizes.append(int(text[:-1]) << {"K": 10, "M": 20}.get(text[-1], 0))
+    return max(sizes)
+
+
+def machine() -> dict[str, Any]:
+    """Where the numbers come from."""
+    info: dict[str, str] = {}
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        key, _, value = line.partition(":")
+        info.setdefault(key.strip(), value.strip())
+    flags = set(info.get("flags", info.get("Features", "")).split())
+    telling = ("avx", "amx", "fma", "f16c", "asimd", "sve", "i8mm", "bf16")
+    memory = int(next(x for x in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in x).split()[1]) * 1024
+    return {
+        "cpu": info.get("model name", platform.processor()), "family": info.get("cpu family"), "model": info.get("model"),
+        "flags": sorted(flag for flag in flags if flag.startswith(telling)), "cores": os.cpu_count(),
+        "last_level_cache": last_level_cache(), "memory_gb": round(memory / 1e9, 1),
+        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "python": platform.python_version(),
+    }  # fmt: skip
+
+
+def commit() -> str:
+    """The commit that ours was measured at; "+" where the working tree differs from it."""
+    command = ["git", "describe", "--always", "--dirty=+"]
+    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
+
+
+# -------------------------------------------------------------------- what the rounds say
+def by_round(runs: list[dict[str, Any]], threads: int, value: str) -> dict[str, dict[int, float]]:
+    """{engine: {round: value}} of the runs that worked."""
+    found: dict[str, dict[int, float]] = {}
+    for run in runs:
+        if run["threads"] == threads and value in run:
+            found.setdefault(run["engine"], {})[run["round"]] = run[value]
+    return found
+
+
+def ratios(values: dict[str, dict[int, float]], of: str, to: str) -> float | None:
+    """Median over the rounds of `of` / `to` within a round."""
+    ours, theirs = values.get(of, {}), values.get(to, {})
+    both = [ours[r] / theirs[r] for r in ours if r in theirs]
+    return statistics.median(both) if both else None
+
+
+def best_peer(values: dict[str, dict[int, float]]) -> str | None:
+    """The peer with the highest median."""
+    peers = {name: statistics.median(v.values()) for name, v in values.items() if name not in (*OURS, "bandwidth")}
+    return max(peers, key=lambda name: peers[name]) if peers else None
+
+
+KEPT = (
+    "decode_tokens_per_second", "prefill_tokens_per_second", "load_seconds", "warm_seconds", "resident_used_bytes",
+    "anonymous_used_bytes", "peak_bytes", "seconds", "gb_per_second", "relative_error",
+)  # fmt: skip
+
+
+def summarize(runs: list[dict[str, Any]], measured: tuple[str, ...]) -> dict[str, Any]:
+    """Medians, spreads and ratios at every number of threads."""
+    summary: dict[str, Any] = {}
+    for threads in sorted({run["threads"] for run in runs}):
+        engines: dict[str, Any] = {}
+        for value in KEPT:
+            for name, rounds in by_round(runs, threads, value).items():
+                engines.setdefault(name, {})[value] = statistics.median(rounds.values())
+                if value in measured:
+                    engines[name][f"{value}_rounds"] = [rounds[r] for r in sorted(rounds)]
+        for run in runs:
+            if run["threads"] == threads and "error" in run:
+                engines.setdefault(run["engine"], {})["error"] = run["error"]
+        compared: dict[str, Any] = {}
+        for value in measured:
+            values = by_round(runs, threads, value)
+            compared[value] = {
+                of: {to: ratios(values, of, to) for to in values if to != of} for of in OURS if of in values
+            }
+            compared[f"best_peer_{value}"] = best_peer(values)
+        summary[str(threads)] = {"engines": engines, "ratios": compared}
+    return summary
+
+
+def refresh(data: dict[str, Any]) -> None:
+    """Summaries from the runs."""
+    if data["runs"]:
+        data["summary"] = summarize(data["runs"], ("decode_tokens_per_second", "prefill_tokens_per_second"))
+    if data["products"]:
+        data["product_summary"] = summarize(data["products"], ("gb_per_second", "seconds"))
+
+
+# -------------------------------------------------------------------- tables and picture
+def label(name: str) -> str:
+    return "plain read of memory" if name == "bandwidth" else ENGINES[name].label
+
+
+def times(value: float | None) -> str:
+    return "" if value is None else f"{value:.2f}x"
+
+
+def spread(values: list[float], digits: int) -> str:
+    """Median and range."""
+    middle = statistics.median(values)
+    return f"{middle:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
+
+
+def table(data: dict[str, Any]) -> str:
+    """Markdown: one table a number of threads, then the products."""
+    out: list[str] = []
+    main = next((name for name in ("ours-fast", "ours") if any_ok(data, name)), "ours")
+    for threads, part in data.get("summary", {}).items():
+        out += [
+            "", f"**{data['shape_name']}, {threads} thread{'s' if threads != '1' else ''}**: median of "
+            f"{data['settings']['rounds']} rounds (range)", "",
+            f"| engine | decode, tokens/s | {label(main)} / it | prefill, tokens/s | {label(main)} / it "
+            "| resident, MB | of it anonymous, MB | peak, MB | load, s |",
+            "|---|---|---|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        for name in (n for n in ENGINES if n in part["engines"]):
+            row = part["engines"][name]
+            if "decode_tokens_per_second" not in row:
+                out.append(f"| {label(name)} | absent: {row['error'].replace('|', '/')[:120]} | | | | | | | |")
+                continue
+            decode, prefill = (
+                part["ratios"][key].get(main, {}).get(name)
+                for key in ("decode_tokens_per_second", "prefill_tokens_per_second")
+            )
+            out.append(
+                f"| {label(name)} | {spread(row['decode_tokens_per_second_rounds'], 2)} | {times(decode)} "
+                f"| {spread(row['prefill_tokens_per_second_rounds'], 1)} | {times(prefill)} "
+                f"| {row['resident_used_bytes'] / 1e6:.0f} | {row['anonymous_used_bytes'] / 1e6:.0f} "
+                f"| {row['peak_bytes'] / 1e6:.0f} | {row['load_seconds']:.2f} |"
+            )
+    for threads, part in data.get("product_summary", {}).items():
+        out += [
+            "", f"**One {ROWS}x{COLUMNS} int4 product, out of cache, {threads} thread{'s' if threads != '1' else ''}**", "",
+            "| engine | microseconds | packed MB | GB/s | of the read bandwidth | relative error |", "|---|---|---|---|---|---|",
+        ]  # fmt: skip
+        values = by_round(data["products"], int(threads), "gb_per_second")
+        sizes = by_round(data["products"], int(threads), "packed_bytes")
+        for name in (n for n in PRODUCTS if n in part["engines"]):
+            row = part["engines"][name]
+            if "seconds" not in row:
+                out.append(f"| {label(name)} | absent: {row['error'].replace('|', '/')[:120]} | | | | |")
+                continue
+            if name == "bandwidth":
+                out.append(f"| {label(name)} | | | {spread(row['gb_per_second_rounds'], 1)} | | |")
+                continue
+            share = ratios(values, name, "bandwidth")
+            size = next(iter(sizes[name].values()))
+            out.append(
+                f"| {label(name)} | {row['seconds'] * 1e6:.0f} | {size / 1e6:.1f} | {spread(row['gb_per_second_rounds'], 1)} "
+                f"| {'' if share is None else f'{share:.0%}'} | {row['relative_error']:.2%} |"
+            )
+    return "\n".join(out).strip()
+
+
+def any_ok(data: dict[str, Any], name: str) -> bool:
+    return any(run["engine"] == name and "error" not in run for run in data["runs"])
+
+
+def plot(data: dict[str, Any], path: Path) -> None:
+    """Bars: decode, prefill and memory, one row of panels a number of threads; the products below."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    ink, faint, own, other = "#334155", "#e2e8f0", "#2563eb", "#94a3b8"
+    parts = [
+        (threads, "summary", [("decode_tokens_per_second", 1, "decode, tokens/s"),
+                              ("prefill_tokens_per_second", 1, "prefill, tokens/s"),
+                              ("peak_bytes", 1e-6, "peak memory, MB")])
+        for threads in data.get("summary", {})
+    ]  # fmt: skip
+    products = [
+        (threads, "product_summary", [("gb_per_second", 1, "GB/s")]) for threads in data.get("product_summary", {})
+    ]
+    panels = [(where, threads, *value) for threads, where, values in parts + products for value in values]
+    if not panels:
+        return
+    columns = 3 if parts else len(panels)
+    rows = -(-len(panels) // columns)
+    drawn, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 0.9 + 3.4 * rows), squeeze=False)
+    for axis, (where, threads, key, scale, title) in zip(axes.flat, panels, strict=False):
+        found = data[where][threads]["engines"]
+        names = [n for n in ("bandwidth", *ENGINES) if key in found.get(n, {})][::-1]
+        values = [found[n][key] * scale for n in names]
+        axis.barh(names, values, color=[own if n in OURS else other for n in names], height=0.7)
+        axis.set_yticks(range(len(names)), [label(n) for n in names])
+        for place, value in enumerate(values):
+            axis.text(
+                value, place, f" {value:.3g}" if value < 100 else f" {value:.0f}", va="center", fontsize=7, color=ink
+            )
+        kind = f"one {ROWS}x{COLUMNS} product, " if where == "product_summary" else ""
+        axis.set_title(
+            f"{kind}{title}, {threads} thread{'s' if threads != '1' else ''}", loc="left", fontsize=9, color=ink
+        )
+        axis.tick_params(labelsize=7, colors=ink, length=0)
+        axis.set_xlim(0, max(values) * 1.18 if values else 1)
+        axis.grid(axis="x", color=faint)
+        axis.set_axisbelow(True)
+        for side in axis.spines.values():
+            side.set_visible(False)
+    for axis in list(axes.flat)[len(panels) :]:
+        axis.set_visible(False)
+    drawn.suptitle(f"{data['shape_name']}, random weights, batch 1; {data['machine']['cpu']}", fontsize=10, color=ink)
+    drawn.tight_layout()
+    drawn.savefig(path, dpi=140, facecolor="white", metadata={"Software": None})
+
+
+# -------------------------------------------------------------------- command line
+def parse(argv: list[str] | None = None) -> argparse.Namespace:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peers", help="the environment that benchmarks/peers/setup_runtime.sh made")
+    parser.add_argument("--ours-python", default=sys.executable, help="the interpreter that ours runs in")
+    parser.add_argument("--shape", choices=list(SHAPES), default="1.1b")
+    parser.add_argument("--engines", default=",".join(ENGINES), help=f"separated by commas, of {', '.join(ENGINES)}")
+    parser.add_argument("--threads", default="1,2", help="separated by commas")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--repeat", type=int, default=1, help="prefills and decodes within one process")
+    parser.add_argument("--prompt-tokens", type=int, default=128)
+    parser.add_argument("--new-tokens", type=int, default=48)
+    parser.add_argument("--prefill-tokens", type=int, default=512)
+    parser.add_argument("--product-seconds", type=float, default=2.0, help="how long a product is timed")
+    parser.add_argument("--skip", choices=("models", "products"), action="append", default=[])
+    parser.add_argument("--check", action="store_true", help="compare logits first (meant for small shapes)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one process")
+    parser.add_argument(
+        "--work", type=Path, help="keeps checkpoints and converted models (default: a temporary directory)"
+    )
+    parser.add_argument(
+        "--output", type=Path, help="default benchmarks/results/decode_cpu_SHAPE.json; the picture lies beside it"
+    )
+    parser.add_argument("--render", type=Path, help="only print the table of this JSON and draw its picture")
+    arguments = parser.parse_args(argv)
+    unknown = set(arguments.engines.split(",")) - set(ENGINES)
+    if unknown:
+        parser.error(f"unknown engines {', '.join(sorted(unknown))}; known: {', '.join(ENGINES)}")
+    if arguments.peers is None and arguments.render is None:
+        parser.error("--peers is needed")
+    return arguments
+
+
+def main() -> None:
+    """Prepare, go through the rounds, print and draw."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    arguments = parse()
+    if arguments.render:
+        data = json.loads(arguments.render.read_text())
+        refresh(data)
+        finish(data, arguments.render)
+        return
+    output = arguments.output or HERE / "results" / f"decode_cpu_{arguments.shape.replace('.', '_')}.json"
+    output.parent.mkdir(parents=True, exist_ok=True)
+    base = arguments.work or Path(tempfile.mkdtemp(prefix="decode_cpu_"))
+    work = (base / arguments.shape).resolve()
+    work.mkdir(parents=True, exist_ok=True)
+    try:
+        run(Bench(arguments, work), arguments, output)
+    finally:
+        if arguments.work is None:
+            shutil.rmtree(base)
+
+
+def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
+    names = [name for name in ENGINES if name in arguments.engines.split(",")]
+    threads = [int(t) for t in arguments.threads.split(",")]
+    settings = ("rounds", "repeat", "prompt_tokens", "new_tokens", "prefill_tokens", "product_seconds")
+    data: dict[str, Any] = {
+        "machine": machine(),
+        "commit": commit(),
+        "shape_name": f"Llama {arguments.shape}",
+        "shape": bench.shape,
+        "settings": {name: getattr(arguments, name) for name in settings} | {"threads": threads},
+        "versions": {},
+        "inputs": {},
+        "runs": [],
+        "products": [],
+    }
+    failed: dict[tuple[str, str], str] = {}
+
+    def record(kind: str, name: str, count: int, number: int, call: Any) -> None:
+        load = os.getloadavg()[0]
+        answer = {"error": failed[kind, name]} if (kind, name) in failed else call()
+        if "error" in answer:  # a failure is not tried again in every round
+            failed[kind, name] = answer["error"]
+        data["versions"].setdefault("ours" if name in OURS else name, answer.pop("versions", {}))
+        data[kind].append({"engine": name, "threads": count, "round": number, "load_before": round(load, 1), **answer})
+        refresh(data)
+        output.write_text(json.dumps(data, indent=1) + "\n")
+        print(f"round {number}, {count} threads: {name:22} {line(answer)}", flush=True)
+
+    if "models" not in arguments.skip:
+        bench.make_checkpoint()
+        for name in names:
+            made = data["inputs"][name] = {
+                k: v for k, v in bench.prepare(ENGINES[name]).items() if k in ("bytes", "error")
+            }
+            print(f"prepared {name:22} {made}", flush=True)
+            if "error" in made:
+                failed["runs", name] = f"not prepared: {made['error']}"
+        if arguments.check:
+            data["check"] = bench.check([name for name in names if ("runs", name) not in failed])
+    for number in range(1, arguments.rounds + 1):
+        for count in threads:
+            if "products" not in arguments.skip:
+                for name in (n for n in PRODUCTS if n == "bandwidth" or n in names):
+                    script = name if name == "bandwidth" else ENGINES[name].script
+                    request = bench.product(name, count)
+                    record("products", name, count, number, lambda s=script, r=request: bench.call(s, r))
+            if "models" not in arguments.skip:
+                for name in names:
+                    request = bench.request(ENGINES[name], count)
+                    script = ENGINES[name].script
+                    record("runs", name, count, number, lambda s=script, r=request: bench.call(s, r))
+    finish(data, output)
+    wrong = {n: c for n, c in data.get("check", {}).items() if c.get("cosine", 1.0) < CHECK_COSINE}
+    if wrong:
+        sys.exit(f"logits are not those of the model: {wrong}")
+
+
+def line(answer: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    if "error" in answer:
+        return f"FAILED {answer['error'][:160]}"
+    if "gb_per_second" in answer:
+        return f"{answer['seconds'] * 1e6:.0f} us  {answer['gb_per_second']:.1f} GB/s"
+    return (
+        f"decode {answer['decode_tokens_per_second']:.2f}  prefill {answer['prefill_tokens_per_second']:.1f} tokens/s  "
+        f"load {answer['load_seconds']:.2f} s  peak {answer['peak_bytes'] / 1e6:.0f} MB"
+    )
+
+
+def finish(data: dict[str, Any], output: Path) -> None:
+    """Write, print, draw."""
+    output.write_text(json.dumps(data, indent=1) + "\n")
+    print(table(data))
+    plot(data, output.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

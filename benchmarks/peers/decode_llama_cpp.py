@@ -1,0 +1,213 @@
+"""llama.cpp through llama-cpp-python's low-level API: a GGUF with Q4_0 for every matrix, written from the same checkpoint.
+
+`matvec` calls ggml itself: products of its graph on the CPU backend, with the repacked layout that llama.cpp uses and without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import llama_cpp.llama_cpp as llama
+import numpy as np
+from decode_common import Checkpoint, Engine, Shape, dequantize, main, matvec_data, measure, time_matvec
+
+FILE = "q4_0.gguf"
+Q4_0, F32 = 2, 0  # ggml types
+
+
+def permute(weight: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of q and k as llama.cpp wants them: its rotary embedding turns neighbours, transformers' the two halves."""
+    rows, columns = weight.shape
+    return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
+
+
+def prepare(request: dict[str, Any]) -> dict[str, Any]:
+    import gguf
+
+    s, source = Shape.read(request["model"]), Checkpoint(request["model"])
+    path = Path(request["path"])
+    path.mkdir(parents=True, exist_ok=True)
+    writer = gguf.GGUFWriter(path / FILE, "llama", use_temp_file=False)
+    writer.add_block_count(s.layers)
+    writer.add_context_length(2048)
+    writer.add_embedding_length(s.hidden)
+    writer.add_feed_forward_length(s.intermediate)
+    writer.add_head_count(s.heads)
+    writer.add_head_count_kv(s.kv_heads)
+    writer.add_key_length(s.head)
+    writer.add_value_length(s.head)
+    writer.add_rope_dimension_count(s.head)
+    writer.add_rope_freq_base(s.theta)
+    writer.add_layer_norm_rms_eps(s.eps)
+    writer.add_vocab_size(s.vocabulary)
+    writer.add_file_type(gguf.LlamaFileType.MOSTLY_Q4_0)
+    writer.add_tokenizer_model("no_vocab")
+    kind = gguf.GGMLQuantizationType.Q4_0
+
+    def matrix(name: str, weight: np.ndarray) -> None:
+        writer.add_tensor(f"{name}.weight", gguf.quants.quantize(weight, kind), raw_dtype=kind)
+
+    matrix("token_embd", source.array("model.embed_tokens.weight"))
+    for i in range(s.layers):
+        here, block = f"model.layers.{i}", f"blk.{i}"
+        matrix(f"{block}.attn_q", permute(source.array(f"{here}.self_attn.q_proj.weight"), s.heads))
+        matrix(f"{block}.attn_k", permute(source.array(f"{here}.self_attn.k_proj.weight"), s.kv_heads))
+        matrix(f"{block}.attn_v", source.array(f"{here}.self_attn.v_proj.weight"))
+        matrix(f"{block}.attn_output", source.array(f"{here}.self_attn.o_proj.weight"))
+        for part in ("gate", "up", "down"):
+            matrix(f"{block}.ffn_{part}", source.array(f"{here}.mlp.{part}_proj.weight"))
+        writer.add_tensor(f"{block}.attn_norm.weight", source.array(f"{here}.input_layernorm.weight"))
+        writer.add_tensor(f"{block}.ffn_norm.weight", source.array(f"{here}.post_attention_layernorm.weight"))
+    writer.add_tensor("output_norm.weight", source.array("model.norm.weight"))
+    matrix("output", source.array("lm_head.weight"))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return {"bytes": (path / FILE).stat().st_size}
+
+
+class Decoder:
+    """Defaults of llama.cpp (memory map, flash attention, repacking), `n_batch` 512."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        llama.llama_backend_init()
+        self.vocabulary = Shape.read(request["model"]).vocabulary
+        file = str(Path(request["path"]) / FILE).encode()
+        self.model = llama.llama_model_load_from_file(file, llama.llama_model_default_params())
+        if not self.model:
+            raise RuntimeError(f"llama.cpp cannot load {file.decode()}")
+        params = llama.llama_context_default_params()
+        params.n_ctx, params.n_batch, params.n_ubatch = request["context"], 512, 512
+        params.n_threads = params.n_threads_batch = request["threads"]
+        self.context = llama.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise RuntimeError("llama.cpp cannot make a context")
+
+    def run(self, ids: Sequence[int]) -> np.ndarray:
+        array = (llama.llama_token * len(ids))(*ids)
+        code = llama.llama_decode(self.context, llama.llama_batch_get_one(array, len(ids)))
+        if code:
+            raise RuntimeError(f"llama_decode returned {code}")
+        return np.ctypeslib.as_array(llama.llama_get_logits_ith(self.context, -1), (self.vocabulary,)).copy()
+
+    def prefill(self, ids: Sequence[int]) -> np.ndarray:
+        llama.llama_memory_clear(llama.llama_get_memory(self.context), True)
+        return self.run(ids)
+
+    def step(self, token: int) -> np.ndarray:
+        return self.run([token])
+
+
+def load(request: dict[str, Any]) -> Engine:
+    return Decoder(request)
+
+
+class InitParams(ctypes.Structure):
+    """`struct ggml_init_params`."""
+
+    _fields_ = (("mem_size", ctypes.c_size_t), ("mem_buffer", ctypes.c_void_p), ("no_alloc", ctypes.c_bool))
+
+
+class Ggml:
+    """The few functions of ggml's C interface that one product needs."""
+
+    def __init__(self) -> None:
+        folder = Path(llama.__file__).parent / "lib"
+        self.libraries = [ctypes.CDLL(str(folder / f"libggml{part}.so")) for part in ("-base", "-cpu", "")]
+
+    def __call__(self, name: str, *arguments: Any, result: Any = ctypes.c_void_p) -> Any:
+        for library in self.libraries:
+            if hasattr(library, name):
+                function = getattr(library, name)
+                function.restype = result
+                return function(*arguments)
+        raise RuntimeError(f"ggml has no {name}")
+
+
+def pointer(value: int) -> ctypes.c_void_p:
+    return ctypes.c_void_p(value)
+
+
+def repack_buffer(ggml: Ggml) -> int | None:
+    """The buffer type that lays int4 weights out anew for this CPU, as llama.cpp uses it for its models."""
+    registry = ggml("ggml_backend_cpu_reg")
+    device = ggml("ggml_backend_reg_dev_get", pointer(registry), ctypes.c_size_t(0))
+    address = ggml("ggml_backend_reg_get_proc_address", pointer(registry), b"ggml_backend_dev_get_extra_bufts")
+    if not address:
+        return None
+    kinds = ctypes.CFUNCTYPE(ctypes.POINTER(ctypes.c_void_p), ctypes.c_void_p)(address)(device)
+    names = []
+    for kind in kinds:
+        if not kind:
+            break
+        names.append(ggml("ggml_backend_buft_name", pointer(kind), result=ctypes.c_char_p).decode())
+        if "REPACK" in names[-1]:
+            return int(kind)
+    return None
+
+
+def products(request: dict[str, Any], repacked: bool) -> dict[str, Any]:
+    """Time `copies` products in one graph."""
+    import gguf
+
+    ggml = Ggml()
+    rows, columns = request["rows"], request["columns"]
+    size = ctypes.c_int64
+    kind = repack_buffer(ggml) if repacked else ggml("ggml_backend_cpu_buffer_type")
+    if not kind:
+        return {"error": "no repacked layout for this CPU"}
+    backend = ggml("ggml_backend_cpu_init")
+    ggml("ggml_backend_cpu_set_n_threads", pointer(backend), request["threads"], result=None)
+    memory = InitParams(1 << 20, None, True)
+    weights, work = (pointer(ggml("ggml_init", memory)) for _ in range(2))
+    matrices = [
+        pointer(ggml("ggml_new_tensor_2d", weights, Q4_0, size(columns), size(rows))) for _ in range(request["copies"])
+    ]
+    if not ggml("ggml_backend_alloc_ctx_tensors_from_buft", weights, pointer(kind)):
+        return {"error": "ggml cannot allocate the weights"}
+    x = pointer(ggml("ggml_new_tensor_2d", work, F32, size(columns), size(1)))
+    graph = pointer(ggml("ggml_new_graph", work))
+    outputs = [pointer(ggml("ggml_mul_mat", work, matrix, x)) for matrix in matrices]
+    for output in outputs:
+        ggml("ggml_build_forward_expand", graph, output, result=None)
+    ggml("ggml_backend_alloc_ctx_tensors", work, pointer(backend))
+    vector = np.random.default_rng(1).standard_normal(columns, dtype=np.float32)
+    put = "ggml_backend_tensor_set"
+    zero, word = ctypes.c_size_t(0), ctypes.c_size_t
+    ggml(put, x, vector.ctypes.data_as(ctypes.c_void_p), zero, word(vector.nbytes), result=None)
+    exact = None
+    for matrix, (codes, scale) in zip(matrices, matvec_data(request), strict=True):
+        dense = dequantize(codes, scale)
+        data = np.ascontiguousarray(gguf.quants.quantize(dense, gguf.GGMLQuantizationType.Q4_0))
+        ggml(put, matrix, data.ctypes.data_as(ctypes.c_void_p), zero, word(data.nbytes), result=None)
+        if exact is None:
+            exact = gguf.quants.dequantize(data, gguf.GGMLQuantizationType.Q4_0) @ vector
+
+    def run() -> None:
+        if ggml("ggml_backend_graph_compute", pointer(backend), graph, result=ctypes.c_int):
+            raise RuntimeError("ggml_backend_graph_compute failed")
+
+    timed = time_matvec(request, run, len(matrices), rows * columns // 32 * 18)
+    got = np.empty(rows, np.float32)
+    ggml(
+        "ggml_backend_tensor_get", outputs[0], got.ctypes.data_as(ctypes.c_void_p), zero, word(got.nbytes), result=None
+    )
+    assert exact is not None
+    return {**timed, "relative_error": float(np.linalg.norm(got - exact) / np.linalg.norm(exact))}
+
+
+def matvec(request: dict[str, Any]) -> dict[str, Any]:
+    """The better of the two layouts; the other one is kept beside it."""
+    found = {name: products(request, name == "repacked") for name in ("plain", "repacked")}
+    timed = {name: result for name, result in found.items() if "error" not in result}
+    best = min(timed, key=lambda name: timed[name]["seconds"])
+    return {**timed[best], "layout": best, "layouts": found}
+
+
+if __name__ == "__main__":
+    actions = {"prepare": prepare, "measure": lambda request: measure(request, load), "matvec": matvec}
+    main(actions, "llama-cpp-python", "gguf")

@@ -118,7 +118,7 @@ class LlamaEngine:
         logits = torch.empty(len(outputs), self.parts.vocabulary)
         memory = self._memory(pool.decoder, ids.numel())
         step = Step(
-            ids.numel(), len(outputs), width, x.data_ptr(), sequence.data_ptr(), position.data_ptr(), pages.data_ptr(),
+            ids.numel(), len(outputs), width, 0, len(self.parts.blocks), x.data_ptr(), sequence.data_ptr(), position.data_ptr(), pages.data_ptr(),
             cosine.data_ptr(), sine.data_ptr(), wanted.data_ptr(), logits.data_ptr(), memory.data_ptr(),
             ctypes.pointer(pool.decoder),
         )  # fmt: skip

@@ -60,6 +60,8 @@ class Step(ctypes.Structure):
         ("rows", _i64),
         ("outputs", _i64),
         ("pages_stride", _i64),
+        ("first", _i64),
+        ("last", _i64),
         ("x", _p),
         ("sequence", _p),
         ("position", _p),

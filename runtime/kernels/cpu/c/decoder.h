@@ -1,4 +1,4 @@
-/* A whole step of a Llama-like decoder: all layers in one parallel region, the residual stream in float32.
+/* A step of a Llama-like decoder: all layers (or some: weights may be streamed) in one parallel region, the residual stream in float32.
  *
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
  * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. */
@@ -21,6 +21,7 @@ typedef struct {
 
 typedef struct {
     int64_t rows, outputs, pages_stride;
+    int64_t first, last; /* layers to run; the final norm and the head follow when `outputs` > 0 */
     float *x;                   /* [rows, hidden]: embeddings; overwritten */
     const int32_t *sequence;    /* [rows] */
     const int64_t *position;    /* [rows] */
@@ -148,7 +149,7 @@ static void step_job(void *p, const Team *team) {
     Scratch s;
     lay_out(d, step->rows, step->memory, &s);
     int64_t start, end, rows = step->rows;
-    for (int64_t i = 0; i < d->layers; i++) {
+    for (int64_t i = step->first; i < step->last; i++) {
         const Block *b = d->blocks + i;
         Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
         norm_rows(step->x, b->input_norm, rows, d->hidden, d->eps, s.normed, team);

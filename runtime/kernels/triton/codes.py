@@ -7,20 +7,29 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
-def code_plus(words, j: tl.constexpr, FIELD: tl.constexpr):
-    """Field `j` of int32 words as the float32 `1 + u / 2^FIELD`, u the unsigned code: one shift and one AND-OR.
+ONE = 0x3F800000  # the bits of 1.0
 
-    The code is moved to the top of the mantissa under the exponent of 1, where a conversion from integer would cost twice as
-    much. All values lie in [1, 2), so taking the 1 (or 1.5) off again, even after a sum, costs two bits of 24.
+
+@triton.jit
+def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
+    """Field `j` of int32 words as the float32 `1 + u * 2^(place - 23)`, `place` where the code lies: one LOP3.
+
+    The code is the mantissa of a number under the exponent of 1; a conversion from integer would cost twice as much, and `value *
+    2^(23 - place) - c` is one exact FMA. `one` is `ONE` as an argument of the kernel: a constant would make two instructions,
+    since LOP3 takes one immediate.
     """
-    up: tl.constexpr = 23 - FIELD - j * FIELD
-    if up >= 0:
-        moved = words << up
+    if FIELD * (j + 1) > 23:  # would reach into the exponent
+        bits = (words >> 9) & (((1 << FIELD) - 1) << (FIELD * j - 9))
     else:
-        moved = words >> (-up)
-    bits = (moved & (((1 << FIELD) - 1) << (23 - FIELD))) | 0x3F800000
-    return bits.to(tl.float32, bitcast=True)
+        bits = words & (((1 << FIELD) - 1) << (FIELD * j))
+    return (bits | one).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr):
+    """Field `j` of int32 words as the float32 `u - 2^(FIELD-1) - zero`, exactly: a LOP3 and an FMA."""
+    factor = 2.0 ** (23 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
+    return code_plus(words, one, j, FIELD) * factor - (zero + (factor + (1 << (FIELD - 1))))
 
 
 @triton.jit

@@ -1,25 +1,53 @@
-"""Triton's interpreter beside numpy 2.4: a loop bound that is a tensor no longer converts to a number there."""
+"""Triton's interpreter as the tests need it. Never used where kernels are compiled.
+
+What is wrong in triton 3.5 and 3.6 beside numpy 2.4, each seen in a test: a loop bound that is a tensor does not convert to a number;
+products of bfloat16 matrices multiply the bit patterns; conversion to bfloat16 and float8 rounds ties away and loses the carry
+into the exponent.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import torch
+
 
 def repair() -> None:
-    """Let loops in interpreted kernels run with any numpy. For tests; does nothing to compiled kernels.
-
-    The interpreter holds scalars as arrays of shape [1], which numpy 2.4 refuses to turn into an int (triton 3.6 still tries).
-    """
+    """Make interpreted kernels compute what compiled ones do. Once a process; needs `TRITON_INTERPRET=1` to matter."""
+    import triton.language as tl
     from triton.runtime import interpreter
 
-    original = interpreter._patch_lang_tensor
-    if getattr(original, "repaired", False):
+    builder, handle = interpreter.InterpreterBuilder, interpreter.TensorHandle
+    if getattr(builder, "repaired", False):
         return
+    custom = {tl.bfloat16: torch.bfloat16, tl.float8e4nv: torch.float8_e4m3fn}
 
-    def patch(tensor: Any, *scope: Any) -> None:  # triton 3.5 patches for good, 3.6 for the time of a launch
-        original(tensor, *scope)
+    def decoded(data: Any, dtype: Any) -> Any:
+        if dtype not in custom:
+            return data
+        signed = np.int16 if dtype == tl.bfloat16 else np.int8
+        bits = torch.from_numpy(np.ascontiguousarray(data).view(signed))
+        return bits.view(custom[dtype]).float().numpy()
+
+    def cast(self: Any, src: Any, dst_type: Any, *rounding: Any) -> Any:
+        to, data = dst_type.scalar, decoded(src.data, src.dtype.scalar)
+        if to not in custom:
+            return handle(data.astype(interpreter._get_np_dtype(dst_type)), to)
+        value = torch.from_numpy(np.ascontiguousarray(data.astype(np.float32))).to(custom[to])
+        signed, unsigned = (torch.int16, np.uint16) if to == tl.bfloat16 else (torch.int8, np.uint8)
+        return handle(value.view(signed).numpy().view(unsigned), to)
+
+    def dot(self: Any, a: Any, b: Any, d: Any, *options: Any) -> Any:
+        left, right = decoded(a.data, a.dtype.scalar), decoded(b.data, b.dtype.scalar)
+        return handle(np.matmul(left.astype(d.data.dtype), right.astype(d.data.dtype)) + d.data, d.dtype.scalar)
+
+    patch_tensor = interpreter._patch_lang_tensor
+
+    def patched(tensor: Any, *scope: Any) -> None:  # triton 3.5 patches for good, 3.6 for the time of a launch
+        patch_tensor(tensor, *scope)
         assign = scope[0].set_attr if scope else setattr
         assign(tensor, "__index__", lambda self: int(self.handle.data.item()))
 
-    patch.repaired = True  # type: ignore[attr-defined]
-    interpreter._patch_lang_tensor = patch
+    interpreter._patch_lang_tensor = patched
+    builder.cast_impl, builder.create_fp_to_fp, builder.create_dot, builder.repaired = cast, cast, dot, True

@@ -1,0 +1,174 @@
+"""W4A16 and W8A16 for many rows: a matrix product that dequantizes on the way, and dequantization alone.
+
+`fused`: each program dequantizes the tile it multiplies; the weight is rounded to the activations' dtype, as the reference
+rounds it, and goes to the tensor cores through shared memory. `dense`: the whole weight is dequantized into a scratch matrix
+(read 0.5, write 2 bytes a weight, some 10 % of the product's time at 2048 rows) and cuBLAS multiplies. Which one wins depends on
+the device and the rows, so tuning chooses between them; untuned it is fused below 1024 rows, dense from there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton.codes import ONE, code_minus, row_major, sum_parts
+
+
+@triton.jit
+def _slice(
+    w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Columns `16 j .. 16 j + 15` of tile `t`, dequantized: `[rows, 16]`. Exact in float32 up to the last rounding."""
+    at = owned
+    if GROUP != 0:  # slices of one run load the same scales; the compiler keeps one of the loads
+        column = t * (512 // FIELD) + (j // RUN) * (RUN * 16)
+        at = owned + tl.cast(tl.minimum(column // GROUP, groups - 1), tl.int64) * N
+    z = 0.0
+    if ASYMMETRIC:
+        z = tl.load(zero + at).to(tl.float32)[:, None]
+    return (code_minus(w, one, z, j, FIELD) * tl.load(scale + at).to(tl.float32)[:, None]).to(dtype)
+
+
+@triton.jit
+def _tile(
+    w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
+):  # fmt: skip
+    """Words `[BLOCK_N, 16]` of tile `t` -> weights `[BLOCK_N, columns of the tile]`.
+
+    Slices are joined pairwise along new last dimensions and brought in front of the 16 columns; threads keep their four columns
+    of each slice, so what they write to shared memory is eight bytes wide (a broadcast shift would scatter single values).
+    """
+    a = _slice(w, one, scale, zero, owned, t, N, groups, 0, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    b = _slice(w, one, scale, zero, owned, t, N, groups, 1, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    c = _slice(w, one, scale, zero, owned, t, N, groups, 2, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    d = _slice(w, one, scale, zero, owned, t, N, groups, 3, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+    first = tl.join(tl.join(a, b), tl.join(c, d))  # [BLOCK_N, 16, low bit of j, next bit]
+    if FIELD == 8:
+        return tl.reshape(tl.permute(first, (0, 3, 2, 1)), [BLOCK_N, 64])
+    else:
+        e = _slice(w, one, scale, zero, owned, t, N, groups, 4, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        f = _slice(w, one, scale, zero, owned, t, N, groups, 5, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        g = _slice(w, one, scale, zero, owned, t, N, groups, 6, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        h = _slice(w, one, scale, zero, owned, t, N, groups, 7, GROUP, FIELD, RUN, ASYMMETRIC, dtype)
+        both = tl.join(first, tl.join(tl.join(e, f), tl.join(g, h)))
+        return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
+
+
+@triton.jit
+def many_rows_kernel(
+    x, words, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups, one,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr,
+    EVEN_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    # Programs in bands of 8 blocks of rows, so that those running together share both operands in the L2 cache.
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (8 * blocks_n)
+    height = tl.minimum(blocks_m - band * 8, 8)
+    inside = tl.program_id(0) % (8 * blocks_n)
+    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    owned = tl.minimum(n, N - 1)  # rows past the end repeat the last one and are not stored
+    word, column = tl.arange(0, 16), tl.arange(0, 512 // FIELD)
+    rows = x + tl.minimum(m, M - 1).to(tl.int64)[:, None] * stride
+    sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    share = tl.cdiv(tiles, SPLIT_K)
+    first = tl.program_id(1) * share
+    for t in tl.range(first, tl.minimum(first + share, tiles), num_stages=STAGES):
+        w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
+        b = _tile(w, one, scale, zero, owned, t, N, groups, BLOCK_N, GROUP, FIELD, RUN, ASYMMETRIC, x.dtype.element_ty)
+        k = t * (512 // FIELD) + column[None, :]
+        if EVEN_K:
+            a = tl.load(rows + k)
+        else:
+            a = tl.load(rows + k, mask=k < K, other=0.0)
+        sums = tl.dot(a, tl.trans(b), sums)
+    if HAS_BIAS:
+        sums += tl.load(bias + owned).to(tl.float32)[None, :]
+    out += tl.cast(tl.program_id(1), tl.int64) * M * N
+    target = out + m.to(tl.int64)[:, None] * N + n[None, :]
+    tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+@triton.jit
+def dequantize_kernel(
+    words, scale, zero, out, N, K, groups, one,
+    GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    owned, word = tl.minimum(n, N - 1), tl.arange(0, 16)
+    w = tl.load(words + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
+    rows = out + n.to(tl.int64)[:, None] * K
+    for j in tl.static_range(32 // FIELD):
+        k = t * (512 // FIELD) + j * 16 + word[None, :]
+        dense = _slice(w, one, scale, zero, owned, t, N, groups, j, GROUP, FIELD, RUN, ASYMMETRIC, out.dtype.element_ty)
+        tl.store(rows + k, dense, mask=(n < N)[:, None] & (k < K))
+
+
+def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
+    """`[N, K]` in `dtype`, equal to `layout.dequantize` bit for bit."""
+    n, columns = weight.shape
+    out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
+    if out.numel():
+        dequantize_kernel[(triton.cdiv(n, 64), weight.words.shape[0])](
+            weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
+            n, columns, weight.scale.shape[0], ONE,
+            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field), ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
+    """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS."""
+    tiles, dense = weight.words.shape[0], {"dense": True}
+    if rows <= 64:
+        chosen = [(64, 64, 4, 4, 3), (64, 64, 2, 4, 3), (64, 128, 4, 4, 3), (64, 128, 2, 8, 3)]
+    elif rows <= 256:
+        chosen = [(64, 128, 2, 4, 3), (128, 64, 2, 4, 3), (128, 128, 1, 8, 3), (128, 128, 2, 8, 3), (64, 128, 1, 4, 3)]
+    else:
+        chosen = [(128, 128, 1, 8, 3), (128, 256, 1, 8, 2), (256, 64, 1, 8, 2), (256, 128, 1, 8, 2), (128, 128, 1, 4, 3)]
+    fused = [
+        {"BLOCK_M": m, "BLOCK_N": n, "SPLIT_K": s, "num_warps": w, "STAGES": g} for m, n, s, w, g in chosen if s <= tiles
+    ]
+    return [dense, *fused] if rows >= 1024 or not fused else [*fused, dense]
+
+
+def many_rows(
+    x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """`x W^T + bias` for `x` `[M, K]` float16 or bfloat16 -> `[M, N]` in the dtype of `x`; sums in float32.
+
+    Right for any number of rows. The weight is rounded to the dtype of `x` first. Reference: `layout.reference`.
+    """
+    x = row_major(x)
+    (rows, _), (n, columns) = x.shape, weight.shape
+    if rows == 0 or n == 0:
+        return torch.empty(rows, n, dtype=x.dtype, device=x.device)
+
+    def launch(config: dict[str, Any]) -> torch.Tensor:
+        if config.get("dense"):
+            return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+        out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+        split = config["SPLIT_K"]
+        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
+        blocks = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+        many_rows_kernel[(blocks, split)](
+            x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
+            x if bias is None else bias, target,
+            x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0], ONE,
+            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field), ASYMMETRIC=weight.zero is not None,
+            HAS_BIAS=bias is not None and split == 1, EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
+        )  # fmt: skip
+        return sum_parts(target, bias, out) if split > 1 else out
+
+    if config is None:
+        key = (weight.field, weight.group, weight.zero is not None, n, columns, tuning.row_class(rows))
+        config = tuning.choose("many_rows", key, x, configurations(rows, weight), launch)
+    return launch(config)

@@ -1,0 +1,192 @@
+"""W8A8: integer (int8 x int8, sums in int32) and float8 e4m3 products, with the input quantized by a kernel of its own.
+
+`y = s_x s_w (sum q_x q_w - z_w sum q_x - z_x sum q_w + K z_x z_w)`, the bracket in exact integers for int8. The weight `[N, K]`
+stays as stored. Few rows take the same kernel with flat tiles and K split among programs (float32 partial sums, added in order).
+float8 needs compute capability 8.9; its sums leave the tensor core's accumulator, which is short on Hopper, every `BLOCK_K`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton import tuning
+from runtime.kernels.triton.codes import row_major, sum_parts
+
+FLOAT8 = torch.float8_e4m3fn
+
+
+@triton.jit
+def quantize_kernel(
+    x, codes, scale, total, stride, K,
+    FLOAT: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.cast(tl.program_id(0), tl.int64)
+    x += row * stride
+    codes += row * K
+    largest = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, K, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+    limit = 448.0 if FLOAT else 127.5
+    # Rounded to the dtype of x after each step, as the reference computes it: same codes, not merely close ones.
+    s = tl.div_rn(tl.max(largest, 0), limit).to(x.dtype.element_ty).to(tl.float32)
+    s = tl.where(s == 0, EPSILON, s)
+    tl.store(scale + row, s)
+    count = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, K, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        value = tl.load(x + at, mask=at < K, other=0.0).to(tl.float32)
+        value = tl.div_rn(value, tl.zeros_like(value) + s).to(x.dtype.element_ty).to(tl.float32)
+        if FLOAT:
+            value = tl.minimum(tl.maximum(value, -448.0), 448.0)
+            tl.store(codes + at, value.to(tl.float8e4nv), mask=at < K)
+        else:
+            value = tl.minimum(tl.maximum(value, -128.0), 127.0)
+            code = ((value + 12582912.0) - 12582912.0).to(tl.int32)  # 1.5 * 2^23: rounds half to even
+            count += code
+            tl.store(codes + at, code.to(tl.int8), mask=at < K)
+    if not FLOAT:
+        tl.store(total + row, tl.sum(count, 0))
+
+
+def quantize(x: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Symmetric quantization, one scale a row: `x` `[M, K]` -> codes int8 (or float8 e4m3) `[M, K]`, scale float32 `[M]`,
+    sums of the codes int32 `[M]` (undefined for float8). Reference: `runtime.kernels.activations.quantize_input`.
+    """
+    x = row_major(x)
+    rows, columns = x.shape
+    codes = torch.empty(rows, columns, dtype=FLOAT8 if float8 else torch.int8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    total = torch.empty(rows, dtype=torch.int32, device=x.device)
+    if rows:
+        block = min(4096, triton.next_power_of_2(max(columns, 16)))
+        quantize_kernel[(rows,)](
+            x, codes, scale, total, x.stride(0), columns,
+            FLOAT=float8, EPSILON=torch.finfo(x.dtype).eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
+        )  # fmt: skip
+    return codes, scale, total
+
+
+@triton.jit
+def w8a8_kernel(
+    x, w, x_scale, w_scale, x_zero, w_zero, x_sum, w_sum, bias, out,
+    M, N, K,
+    FLOAT: tl.constexpr, X_ZERO: tl.constexpr, W_ZERO: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, SPLIT_K: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    blocks_m, blocks_n = tl.cdiv(M, BLOCK_M), tl.cdiv(N, BLOCK_N)
+    band = tl.program_id(0) // (8 * blocks_n)  # bands of 8 blocks of rows share their operands in the L2 cache
+    height = tl.minimum(blocks_m - band * 8, 8)
+    inside = tl.program_id(0) % (8 * blocks_n)
+    m = (band * 8 + inside % height) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = (inside // height) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row, owned = tl.minimum(m, M - 1), tl.minimum(n, N - 1)  # repeated past the end, and not stored
+    rows = x + row.to(tl.int64)[:, None] * K
+    columns = w + owned.to(tl.int64)[None, :] * K
+    if FLOAT:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    else:
+        sums = tl.zeros([BLOCK_M, BLOCK_N], tl.int32)
+    share = tl.cdiv(tl.cdiv(K, BLOCK_K), SPLIT_K)
+    first = tl.program_id(1) * share
+    for step in tl.range(first, tl.minimum(first + share, tl.cdiv(K, BLOCK_K)), num_stages=STAGES):
+        k = step * BLOCK_K + tl.arange(0, BLOCK_K)
+        if EVEN_K:
+            a, b = tl.load(rows + k[None, :]), tl.load(columns + k[:, None])
+        else:
+            a = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+            b = tl.load(columns + k[:, None], mask=(k < K)[:, None], other=0.0)
+        if FLOAT:
+            sums = tl.dot(a, b, sums, max_num_imprecise_acc=BLOCK_K)
+        else:
+            sums = tl.dot(a, b, sums, out_dtype=tl.int32)
+    if tl.program_id(1) == 0:
+        if W_ZERO:
+            wz = tl.load(w_zero + owned).to(tl.int32)[None, :]
+            sums -= wz * tl.load(x_sum + row)[:, None]
+        if X_ZERO:
+            xz = tl.load(x_zero + row)[:, None]
+            sums -= xz * tl.load(w_sum + owned)[None, :]
+            if W_ZERO:
+                sums += (K * xz) * wz
+    y = sums.to(tl.float32) * tl.load(x_scale + row)[:, None] * tl.load(w_scale + owned).to(tl.float32)[None, :]
+    if HAS_BIAS:
+        y += tl.load(bias + owned).to(tl.float32)[None, :]
+    out += tl.cast(tl.program_id(1), tl.int64) * M * N
+    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+
+
+def configurations(rows: int, shape: tuple[int, int]) -> list[dict[str, Any]]:
+    """Launches worth trying for a weight `[N, K]`, the default first."""
+    if rows <= 64:
+        m = 16 if rows <= 16 else 32 if rows <= 32 else 64
+        split = 1
+        while shape[0] // 64 * split < 256 and split * 256 <= shape[1]:
+            split *= 2
+        chosen = [(m, 64, 128, split, 4, 4), (m, 64, 256, split, 4, 3), (m, 128, 128, split, 4, 4), (m, 32, 256, split, 4, 3),
+                  (m, 64, 128, 2 * split, 4, 4)]  # fmt: skip
+    elif rows <= 512:
+        chosen = [(64, 128, 128, 1, 4, 4), (128, 64, 128, 1, 4, 4), (128, 128, 128, 1, 8, 3), (64, 128, 128, 2, 4, 4),
+                  (64, 64, 128, 2, 4, 4)]  # fmt: skip
+    else:
+        chosen = [(128, 128, 128, 1, 8, 3), (128, 256, 128, 1, 8, 3), (256, 128, 128, 1, 8, 3), (128, 128, 128, 1, 4, 3),
+                  (128, 256, 64, 1, 8, 4)]  # fmt: skip
+    names = ("BLOCK_M", "BLOCK_N", "BLOCK_K", "SPLIT_K", "num_warps", "STAGES")
+    return [dict(zip(names, c, strict=True)) for c in chosen]
+
+
+def product(
+    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype,
+    bias: torch.Tensor | None = None, *, zero: torch.Tensor | None = None, total: torch.Tensor | None = None,
+    weight_zero: torch.Tensor | None = None, row_sum: torch.Tensor | None = None, config: dict[str, Any] | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """Scaled product of codes: int8 or float8 `[M, K]` x `[N, K]` -> `[M, N]` in `dtype`.
+
+    `scale` float32 `[M]`, `weight_scale` float `[N]`. int8 only: `zero` int32 `[M]` with `row_sum` int32 `[N]` (sums of weight
+    codes), `weight_zero` int8 `[N]` with `total` int32 `[M]` (sums of input codes). Reference: `reference`.
+    """
+    (rows, columns), n = codes.shape, weight.shape[0]
+    out = torch.empty(rows, n, dtype=dtype, device=codes.device)
+    if rows == 0 or n == 0:
+        return out
+    float8 = codes.dtype == FLOAT8
+
+    def launch(config: dict[str, Any]) -> None:
+        split = config["SPLIT_K"]
+        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=codes.device)
+        blocks = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+        w8a8_kernel[(blocks, split)](
+            codes, weight, scale, weight_scale,
+            scale if zero is None else zero, scale if weight_zero is None else weight_zero,
+            scale if total is None else total, scale if row_sum is None else row_sum,
+            scale if bias is None else bias, target, rows, n, columns,
+            FLOAT=float8, X_ZERO=zero is not None, W_ZERO=weight_zero is not None, HAS_BIAS=bias is not None and split == 1,
+            EVEN_K=columns % config["BLOCK_K"] == 0, **config,
+        )  # fmt: skip
+        if split > 1:
+            sum_parts(target, bias, out)
+
+    if config is None:
+        key = (float8, n, columns, tuning.row_class(rows))
+        config = tuning.choose("w8a8", key, codes, configurations(rows, (n, columns)), launch)
+    launch(config)
+    return out
+
+
+def reference(
+    codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor,
+    bias: torch.Tensor | None = None, zero: torch.Tensor | None = None, weight_zero: torch.Tensor | None = None,
+) -> torch.Tensor:  # fmt: skip
+    """`product` in float64."""
+    left, right = codes.double(), weight.double()
+    if zero is not None:
+        left = left - zero.double()[:, None]
+    if weight_zero is not None:
+        right = right - weight_zero.double()[:, None]
+    y = left @ right.t() * scale.double()[:, None] * weight_scale.double()[None, :]
+    return y if bias is None else y + bias.double()

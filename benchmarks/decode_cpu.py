@@ -378,6 +378,8 @@ def table(data: dict[str, Any]) -> str:
                 f"| {label(name)} | {row['seconds'] * 1e6:.0f} | {size / 1e6:.1f} | {spread(row['gb_per_second_rounds'], 1)} "
                 f"| {'' if share is None else f'{share:.0%}'} | {row['relative_error']:.2%} |"
             )
+    loads = [run["load_before"] for run in data["runs"] + data["products"]]
+    out += ["", f"Load average before a process: median {statistics.median(loads):.1f}, at most {max(loads):.1f}."]
     return "\n".join(out).strip()
 
 

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from typing import Any, overload
 
 import torch
 
 from runtime.artifact import Artifact
-from runtime.decoding.loop import decode
-from runtime.decoding.options import DEFAULT_NEW_TOKENS, GenerationOptions
-from runtime.decoding.output import SequenceOutput
+from runtime.decoding.options import GenerationOptions
+from runtime.decoding.progress import reporting
+from runtime.decoding.prompts import PromptReader
+from runtime.decoding.request import Request
 from runtime.decoding.stats import GenerationStats
+from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Engine
 from runtime.errors import RequestError
 
@@ -35,6 +39,9 @@ class Score:
 class Model:
     """A loaded causal language model. Made by `runtime.load`.
 
+    Threads may call everything at once: they take turns on the engine, a step each, so that calls go on side by side and a
+    stream that nobody reads holds nobody up. Results do not depend on it. After an exception or Ctrl-C the model is as before.
+
     Attributes:
         tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
         artifact: the directory it came from.
@@ -47,7 +54,10 @@ class Model:
         self.tokenizer = tokenizer
         self.artifact = artifact
         self.eos_token_ids = eos_token_ids
-        self._last = GenerationStats()
+        self._turns = Turns()
+        self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
+        self._last = GenerationStats()  # of the last call in any thread
+        self._own = threading.local()  # .last: of the last call that this thread ended
 
     # ---------------------------------------------------------------- generation
     @overload
@@ -60,22 +70,29 @@ class Model:
     def generate(self, prompt: list[list[int]], **options: Any) -> list[list[int]]: ...
 
     def generate(self, prompt: Any, **options: Any) -> Any:
-        """Continue a prompt, or each of a batch of prompts of any lengths. Only what is new is returned.
+        """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
+
+        A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
+        whenever another ends and computing common beginnings once; others decode groups of similar lengths.
 
         Args:
             prompt: a text gives a text, a list of texts a list of texts, a list of token ids the new token ids, a list of such
                 lists a list of them.
             options: max_new_tokens, temperature (0, the default: greedy), top_k, top_p, min_p, repetition_penalty, stop, seed,
-                ignore_eos; see `runtime.decoding.options.GenerationOptions`.
+                ignore_eos, progress, cache_memory, prefill_chunk; see `runtime.decoding.options.GenerationOptions`.
 
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
         """
-        request = _Request(self, prompt, GenerationOptions.from_keywords(options, "generate"))
-        for _ in request.run():
-            pass
-        results = [output.text if request.is_text else list(output.tokens) for output in request.outputs]
-        return results if request.is_batch else results[0]
+        request = self._request(prompt, options, "generate")
+        done = 0
+        with reporting(request.progress, len(request.outputs)) as report, closing(request.run(self._store)) as steps:
+            for ended in steps:
+                done += ended
+                report(done)
+        texts = request.prompts.are_text
+        results = [output.text if texts else list(output.tokens) for output in request.outputs]
+        return results if request.prompts.are_batch else results[0]
 
     @overload
     def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...
@@ -88,22 +105,33 @@ class Model:
         The pieces together are exactly what `generate` returns: a piece is held back while it may be part of an unfinished
         character or of a stop string.
         """
-        request = _Request(self, prompt, GenerationOptions.from_keywords(options, "stream"))
-        if request.is_batch:
+        request = self._request(prompt, options, "stream")
+        if request.prompts.are_batch:
             raise RequestError("stream takes one prompt; use generate for a batch")
         return self._pieces(request)
 
-    def _pieces(self, request: _Request) -> Iterator[Any]:
-        output = request.outputs[0]
+    def _pieces(self, request: Request) -> Iterator[Any]:
+        output, is_text = request.outputs[0], request.prompts.are_text
         done = 0
-        for _ in request.run():
-            certain = output.text if request.is_text else output.tokens
-            if len(certain) > done:
-                if request.is_text:
-                    yield certain[done:]
-                else:
-                    yield from certain[done:]
-                done = len(certain)
+        with closing(request.run(self._store)) as steps:
+            for _ in steps:
+                certain = output.text if is_text else output.tokens
+                if len(certain) > done:
+                    if is_text:
+                        yield certain[done:]
+                    else:
+                        yield from certain[done:]
+                    done = len(certain)
+
+    def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> Request:
+        options = GenerationOptions.from_keywords(keywords, function)
+        prompts = self._reader.read(prompt)
+        return Request(
+            self.engine, self._turns, prompts, options, self.tokenizer, self.eos_token_ids, self.artifact.path
+        )
+
+    def _store(self, stats: GenerationStats) -> None:
+        self._last = self._own.last = stats
 
     # ---------------------------------------------------------------- logits and likelihood
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
@@ -119,11 +147,11 @@ class Model:
             or ids.dtype in (torch.bool, torch.complex64)
         ):
             raise RequestError(
-                f"input_ids must be integers of shape [batch, seq], not {_short(ids.dtype)} of shape {list(ids.shape)}"
+                f"input_ids must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} of shape {list(ids.shape)}"
             )
         for row in ids.tolist():
-            self._check_ids(row)
-        return self.engine.forward(ids.to(self.engine.device, torch.int64), None, None, None)
+            self._reader.check(row)
+        return Caller(self._turns).run(self.engine.forward, ids.to(self.engine.device, torch.int64), None, None, None)
 
     @overload
     def score(self, text: str | list[int]) -> Score: ...
@@ -132,21 +160,21 @@ class Model:
 
     def score(self, text: Any) -> Any:
         """Log-likelihood and perplexity of a text (or token ids), or of each of a list of them."""
-        prompts, _, is_batch = self._read(text, "text")
-        for ids in prompts:
+        texts = self._reader.read(text, "text")
+        for ids in texts.ids:
             if len(ids) < 2:
                 raise RequestError("a text needs at least two tokens to have a likelihood")
-        scores = [self._score(ids) for ids in prompts]
-        return scores if is_batch else scores[0]
+        scores = [self._score(ids) for ids in texts.ids]
+        return scores if texts.are_batch else scores[0]
 
     def _score(self, ids: list[int]) -> Score:
-        cache = self.engine.new_cache()
+        cache, caller = self.engine.new_cache(), Caller(self._turns)
         total = 0.0
         for start in range(0, len(ids) - 1, _SCORE_CHUNK):
             end = min(start + _SCORE_CHUNK, len(ids) - 1)
             chunk = torch.tensor([ids[start:end]], device=self.engine.device)
             positions = torch.arange(start, end, device=self.engine.device)[None]
-            logits = self.engine.forward(chunk, cache, None, positions)[0]
+            logits = caller.run(self.engine.forward, chunk, cache, None, positions)[0]
             following = torch.tensor(ids[start + 1 : end + 1], device=self.engine.device)
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, following[:, None])
             total += float(chosen.double().sum())
@@ -155,133 +183,13 @@ class Model:
     # ---------------------------------------------------------------- facts
     @property
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last generate or stream (see `GenerationStats`), and `weight_bytes`, the weights as held in memory."""
-        return {**self._last.as_dict(), "weight_bytes": self.engine.weight_bytes}
+        """Numbers of the last generate or stream (see `GenerationStats`), and `weight_bytes`, the weights as held in memory.
+
+        Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
+        """
+        last = getattr(self._own, "last", self._last)
+        return {**last.as_dict(), "weight_bytes": self.engine.weight_bytes}
 
     def explain(self) -> dict[str, str]:
         """{layer: the kernel that computes it}."""
         return self.engine.explain()
-
-    # ---------------------------------------------------------------- reading prompts
-    def _read(self, prompt: Any, what: str = "prompt") -> tuple[list[list[int]], bool, bool]:
-        """Token ids of each prompt, whether they came as text, whether they came as a batch."""
-        if isinstance(prompt, str):
-            return [self._encode(prompt, what)], True, False
-        if isinstance(prompt, torch.Tensor):
-            prompt = prompt.tolist()
-        if not isinstance(prompt, (list, tuple)):
-            raise RequestError(
-                f"{what} must be a text, a list of token ids, or a list of those, not a {type(prompt).__name__}"
-            )
-        if not prompt:
-            raise RequestError(f"the {what} is empty")
-        if all(isinstance(p, str) for p in prompt):
-            return [self._encode(p, what) for p in prompt], True, True
-        if all(_is_id(p) for p in prompt):
-            return [self._check_ids(list(prompt))], False, False
-        if all(isinstance(p, (list, tuple)) and all(_is_id(t) for t in p) for p in prompt):
-            return [self._check_ids(list(p)) for p in prompt], False, True
-        raise RequestError(f"{what} must be all texts or all token ids, not a mixture")
-
-    def _encode(self, text: str, what: str) -> list[int]:
-        if self.tokenizer is None:
-            raise RequestError(f"{self.artifact.path} has no tokenizer: give token ids instead of a text")
-        if not text:
-            raise RequestError(f"the {what} is empty")
-        try:
-            ids = list(self.tokenizer(text)["input_ids"])
-        except (TypeError, UnicodeError) as error:
-            raise RequestError(f"the {what} is not valid Unicode text: {error}") from error
-        return self._check_ids(ids)
-
-    def _check_ids(self, ids: list[int]) -> list[int]:
-        if not ids:
-            raise RequestError("the prompt is empty")
-        if min(ids) < 0 or max(ids) >= self.engine.vocab_size:
-            wrong = next(i for i in ids if not 0 <= i < self.engine.vocab_size)
-            raise RequestError(f"token id {wrong} is outside the vocabulary: ids are 0 to {self.engine.vocab_size - 1}")
-        limit = self.engine.context_length
-        if limit is not None and len(ids) > limit:
-            raise RequestError(f"the prompt has {len(ids)} tokens, the model's context holds {limit}")
-        return ids
-
-
-class _Request:
-    """One call of generate or stream: prompts read, options checked, outputs waiting to be filled."""
-
-    def __init__(self, model: Model, prompt: Any, options: GenerationOptions) -> None:
-        self._model = model
-        self._options = options
-        self.prompts, self.is_text, self.is_batch = model._read(prompt)
-        self._seeds = _seeds(options, len(self.prompts))
-        if options.stop and model.tokenizer is None:
-            raise RequestError(f"stop needs a tokenizer, and {model.artifact.path} has none")
-        tokenizer = model.tokenizer if self.is_text or options.stop else None
-        eos = frozenset() if options.ignore_eos else model.eos_token_ids
-        self.outputs = [
-            SequenceOutput(ids, _room(len(ids), options, model.engine.context_length), eos, tokenizer, options.stop)
-            for ids in self.prompts
-        ]
-
-    def run(self) -> Iterator[None]:
-        """Decode; yields after every step. Statistics are stored however it ends."""
-        stats = GenerationStats()
-        try:
-            for rows in self._groups():
-                yield from decode(
-                    self._model.engine,
-                    [self.prompts[i] for i in rows],
-                    self._options,
-                    [self.outputs[i] for i in rows],
-                    [self._seeds[i] for i in rows],
-                    stats,
-                )
-        finally:
-            stats.finish_reasons = tuple(output.finish_reason or "stopped by the caller" for output in self.outputs)
-            self._model._last = stats
-
-    def _groups(self) -> list[list[int]]:
-        rows = range(len(self.prompts))
-        if self._model.engine.padding_is_exact:
-            return [list(rows)]
-        lengths = sorted({len(p) for p in self.prompts})
-        return [[i for i in rows if len(self.prompts[i]) == length] for length in lengths]
-
-
-def _room(prompt: int, options: GenerationOptions, context: int | None) -> int:
-    """How many tokens to make at most."""
-    wanted = options.max_new_tokens
-    if context is None:
-        return wanted or DEFAULT_NEW_TOKENS
-    room = context - prompt
-    if room < 1:
-        raise RequestError(
-            f"the prompt has {prompt} tokens and fills the model's context of {context}: no room for new ones"
-        )
-    if wanted is None:
-        return min(DEFAULT_NEW_TOKENS, room)
-    if wanted > room:
-        raise RequestError(
-            f"max_new_tokens {wanted} and a prompt of {prompt} tokens exceed the model's context of {context}: at most {room} fit"
-        )
-    return wanted
-
-
-def _seeds(options: GenerationOptions, count: int) -> list[int]:
-    if isinstance(options.seed, tuple):
-        if len(options.seed) != count:
-            raise RequestError(f"seed has {len(options.seed)} entries for {count} prompts")
-        return list(options.seed)
-    if options.seed is not None:
-        return [options.seed] * count
-    source = torch.Generator()
-    source.seed()  # from the operating system, so that the caller's global random state is left alone
-    return torch.randint(2**62, (count,), generator=source).tolist()
-
-
-def _is_id(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -1,7 +1,7 @@
-"""The plain decoding loop: one forward pass over the prompts, then one a token, for a batch of unequal prompts.
+"""Decoding for engines with a cache of their own: one forward pass over the prompts of a group, then one a token.
 
 Prompts are padded on the left, so that every row's next token is in the last column; mask and positions make the padding
-invisible. A finished row leaves the batch, and its part of the cache is freed.
+invisible. A finished row leaves the batch, and its part of the cache is freed. Many prompts are decoded group after group.
 """
 
 from __future__ import annotations
@@ -13,9 +13,38 @@ import torch
 
 from runtime.decoding.options import GenerationOptions
 from runtime.decoding.output import SequenceOutput
-from runtime.decoding.sampling import next_tokens
+from runtime.decoding.sampling import generators, next_tokens, seen_tokens
 from runtime.decoding.stats import GenerationStats
+from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Engine
+
+GROUP_ROWS = 64
+# Padding that a group may always hold, in tokens, and as a share of its own tokens.
+FREE_PADDING = 1024
+PADDING_SHARE = 0.25
+
+
+def groups(lengths: Sequence[int], padding_is_exact: bool) -> list[list[int]]:
+    """Which prompts (by index) are decoded together: few enough for memory, and of similar lengths, longest first.
+
+    Args:
+        lengths: tokens of each prompt.
+        padding_is_exact: False: only prompts of equal length may share a group.
+    """
+    result: list[list[int]] = []
+    longest = total = 0
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length = lengths[row]
+        if result and len(result[-1]) < GROUP_ROWS:
+            padding = longest * (len(result[-1]) + 1) - (total + length)
+            allowed = max(FREE_PADDING, PADDING_SHARE * total) if padding_is_exact else 0
+            if padding <= allowed:
+                result[-1].append(row)
+                total += length
+                continue
+        result.append([row])
+        longest = total = length
+    return [sorted(group) for group in result]
 
 
 def decode(
@@ -25,37 +54,46 @@ def decode(
     outputs: Sequence[SequenceOutput],
     seeds: Sequence[int],
     stats: GenerationStats,
-) -> Iterator[None]:
-    """Fill `outputs` until all are finished; yields after every step so that a caller can stream.
+    caller: Caller | None = None,
+) -> Iterator[int]:
+    """Fill `outputs` until all are finished; yields after every step, so that a caller can stream, how many ended in it.
 
     Args:
         prompts: token ids of each sequence, at least one each.
         outputs: one a prompt; each says when its sequence is over.
         seeds: one a prompt; used when `options.temperature` is above 0.
         stats: times, token counts and cache size are added to it, also when the caller stops early.
+        caller: whose turn it is, where threads share the engine.
     """
-    generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+    caller = caller or Caller(Turns())
+    started = time.perf_counter()
+    sources = generators(options, seeds)
     rows = list(range(len(prompts)))
     cache = engine.new_cache()
-    stats.prompt_tokens += sum(len(p) for p in prompts)
     stats.sequences += len(prompts)
-    started = time.perf_counter()
-    prefill_done = None
+    first = True
     try:
         ids, mask, positions = pad_left(prompts, engine.device)
-        logits = engine.forward(ids, cache, mask, positions, last_only=True)[:, -1]
-        seen = _seen(prompts, logits) if options.repetition_penalty != 1.0 else None
+        logits = caller.run(engine.forward, ids, cache, mask, positions, True)[:, -1]
+        stats.prompt_tokens += sum(len(p) for p in prompts)
+        seen = None
+        if options.repetition_penalty != 1.0:
+            seen = torch.stack([seen_tokens(prompt, logits) for prompt in prompts])
         lengths = torch.tensor([len(p) for p in prompts], device=engine.device)
         while True:
-            tokens = next_tokens(logits, seen, options, [generators[row] for row in rows])
+            draws = [source for source in (sources[row] for row in rows) if source is not None]
+            tokens = next_tokens(logits, seen, options, draws)
             for row, token in zip(rows, tokens.tolist(), strict=True):
                 outputs[row].push(token)
             stats.new_tokens += len(rows)
-            if prefill_done is None:
-                prefill_done = time.perf_counter()
+            stats.steps += 1
+            if first:
                 stats.first_tokens += len(rows)
-            yield
             alive = [i for i, row in enumerate(rows) if not outputs[row].finished]
+            _book(stats, first, started)
+            first = False
+            yield len(rows) - len(alive)
+            started = time.perf_counter()
             if not alive:
                 return
             if seen is not None:
@@ -63,20 +101,26 @@ def decode(
             if len(alive) < len(rows):
                 stats.cache_bytes = max(stats.cache_bytes, engine.cache_bytes(cache))
                 keep = torch.tensor(alive, device=engine.device)
-                engine.keep_rows(cache, keep)
+                caller.run(engine.keep_rows, cache, keep)
                 rows = [rows[i] for i in alive]
                 tokens, lengths = tokens[keep], lengths[keep]
                 mask = mask[keep] if mask is not None else None
                 seen = seen[keep] if seen is not None else None
             if mask is not None:
                 mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
-            logits = engine.forward(tokens[:, None], cache, mask, lengths[:, None], last_only=True)[:, -1]
+            logits = caller.run(engine.forward, tokens[:, None], cache, mask, lengths[:, None], True)[:, -1]
             lengths = lengths + 1
     finally:
-        ended = time.perf_counter()
-        stats.prefill_seconds += (prefill_done or ended) - started
-        stats.decode_seconds += ended - (prefill_done or ended)
+        # No turn is taken here: a stream may be thrown away anywhere, in the middle of somebody's step too.
         stats.cache_bytes = max(stats.cache_bytes, engine.cache_bytes(cache))
+
+
+def _book(stats: GenerationStats, first: bool, started: float) -> None:
+    seconds = time.perf_counter() - started
+    if first:
+        stats.prefill_seconds += seconds
+    else:
+        stats.decode_seconds += seconds
 
 
 def pad_left(
@@ -93,11 +137,3 @@ def pad_left(
     positions = (columns - shift).clamp(min=0)
     mask = (columns >= shift).long() if bool((shift > 0).any()) else None
     return ids.to(device), mask.to(device) if mask is not None else None, positions.to(device)
-
-
-def _seen(prompts: Sequence[Sequence[int]], logits: torch.Tensor) -> torch.Tensor:
-    """Bool, the shape of `logits`: which tokens each prompt holds (a model may read tokens that it never writes)."""
-    seen = torch.zeros(logits.shape, dtype=torch.bool)
-    for row, prompt in enumerate(prompts):
-        seen[row, torch.tensor([token for token in prompt if token < logits.shape[-1]], dtype=torch.int64)] = True
-    return seen.to(logits.device)

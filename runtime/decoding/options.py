@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import difflib
-import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from runtime.decoding.checks import byte_count, integer, number, reject_unknown, show
 from runtime.errors import RequestError
 
+__all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
+
 DEFAULT_NEW_TOKENS = 128
+_NOT_FOR_STREAMS = ("progress",)
 
 
 @dataclass(frozen=True)
@@ -23,11 +25,17 @@ class GenerationOptions:
         top_k: sample among the k most likely tokens; None keeps all.
         top_p: sample among the fewest tokens whose probabilities reach p, in (0, 1] (nucleus sampling, arXiv 1904.09751).
         min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1] (arXiv 2407.01082).
-        repetition_penalty: > 0; above 1 lowers the logits of tokens of the prompt and of the output (CTRL, arXiv 1909.05858).
+        repetition_penalty: 1e-4 to 1e4; above 1 lowers the logits of tokens of the prompt and of the output
+            (CTRL, arXiv 1909.05858).
         stop: a text or several; the output ends before the first one that appears.
         seed: makes sampling reproducible: a prompt gives the same output whatever else is in its batch. A list gives each
             prompt of a batch a seed of its own. None draws a fresh one.
         ignore_eos: go on after an end-of-sequence token.
+        cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache).
+            None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it.
+        prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged
+            cache). None: as many as the engine takes.
+        progress: True draws a bar on stderr; a function is called with (finished prompts, all prompts). Not for streams.
     """
 
     max_new_tokens: int | None = None
@@ -39,6 +47,9 @@ class GenerationOptions:
     stop: tuple[str, ...] = ()
     seed: int | tuple[int, ...] | None = None
     ignore_eos: bool = False
+    cache_memory: int | None = None
+    prefill_chunk: int | None = None
+    progress: bool | Callable[[int, int], Any] = False
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any], function: str) -> GenerationOptions:
@@ -47,57 +58,53 @@ class GenerationOptions:
         Raises:
             RequestError: an unknown name, a wrong type or a value out of range.
         """
-        reject_unknown(keywords, [field.name for field in fields(cls)], function)
-        values = dict(keywords)
-        if isinstance(values.get("stop"), str):
-            values["stop"] = (values["stop"],)
-        elif values.get("stop") is None:
-            values["stop"] = ()
-        if isinstance(values["stop"], list):
-            values["stop"] = tuple(values["stop"])
-        if isinstance(values.get("seed"), list):
-            values["seed"] = tuple(values["seed"])
-        options = cls(**values)
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        if self.max_new_tokens is not None:
-            _integer("max_new_tokens", self.max_new_tokens, 1)
-        _number("temperature", self.temperature, "a number >= 0", lambda v: v >= 0)
-        if self.top_k is not None:
-            _integer("top_k", self.top_k, 1)
-        _number("top_p", self.top_p, "above 0 and at most 1", lambda v: 0 < v <= 1)
-        _number("min_p", self.min_p, "between 0 and 1", lambda v: 0 <= v <= 1)
-        _number("repetition_penalty", self.repetition_penalty, "above 0", lambda v: v > 0)
-        if not isinstance(self.stop, tuple) or not all(isinstance(s, str) and s for s in self.stop):
-            raise RequestError(f"stop must be a non-empty text or a list of them, not {_show(self.stop)}")
-        for seed in self.seed if isinstance(self.seed, tuple) else () if self.seed is None else (self.seed,):
-            _integer("seed", seed, 0, 2**63 - 1)
-        if not isinstance(self.ignore_eos, bool):
-            raise RequestError(f"ignore_eos must be True or False, not {_show(self.ignore_eos)}")
+        names = [field.name for field in fields(cls)]
+        if function == "stream":
+            names = [name for name in names if name not in _NOT_FOR_STREAMS]
+        reject_unknown(keywords, names, function)
+        return cls(**{name: _CHECKS[name](name, value) for name, value in keywords.items()})
 
 
-def reject_unknown(keywords: Mapping[str, Any], allowed: list[str], function: str) -> None:
-    """RequestError naming the nearest allowed keyword for the first unknown one."""
-    for name in keywords:
-        if name not in allowed:
-            close = difflib.get_close_matches(name, allowed, n=1)
-            hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(allowed)}"
-            raise RequestError(f"{function}() has no option {name!r}: {hint}")
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
 
 
-def _integer(name: str, value: Any, minimum: int, maximum: int | None = None) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (maximum and value > maximum):
-        upper = f" and <= {maximum}" if maximum else ""
-        raise RequestError(f"{name} must be an integer >= {minimum}{upper}, not {_show(value)}")
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"{name} must be a non-empty text or a list of them, not {show(value)}")
+    return tuple(stops)
 
 
-def _number(name: str, value: Any, allowed: str, fits: Any) -> None:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value) or not fits(value):
-        raise RequestError(f"{name} must be {allowed}, not {_show(value)}")
+def _seeds(name: str, value: Any) -> int | tuple[int, ...]:
+    check = integer(0)
+    return tuple(check(name, seed) for seed in value) if isinstance(value, (tuple, list)) else check(name, value)
 
 
-def _show(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {show(value)}")
+    return value
+
+
+def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
+    if not isinstance(value, bool) and not callable(value):
+        raise RequestError(f"{name} must be True, False or a function of (done, total), not {show(value)}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": _optional(integer(1)),
+    "temperature": number("a number >= 0", lambda v: v >= 0),
+    "top_k": _optional(integer(1)),
+    "top_p": number("above 0 and at most 1", lambda v: 0 < v <= 1),
+    "min_p": number("between 0 and 1", lambda v: 0 <= v <= 1),
+    # The bounds keep every float32 logit finite.
+    "repetition_penalty": number("above 0 (from 1e-4 to 1e4)", lambda v: 1e-4 <= v <= 1e4),
+    "stop": _stops,
+    "seed": _optional(_seeds),
+    "ignore_eos": _switch,
+    "cache_memory": _optional(byte_count),
+    "prefill_chunk": _optional(integer(1)),
+    "progress": _progress,
+}

@@ -6,7 +6,8 @@ import bisect
 from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
-from runtime.decoding.text import Detokenizer, StopMatcher
+from runtime.decoding.stops import StopMatcher, StopStrings
+from runtime.decoding.text import Detokenizer
 
 FinishReason = Literal["length", "eos", "stop"]
 
@@ -27,7 +28,7 @@ class SequenceOutput:
         max_new_tokens: int,
         eos: Collection[int] = (),
         tokenizer: Any = None,
-        stops: Sequence[str] = (),
+        stops: StopStrings | Sequence[str] = (),
     ) -> None:
         self.text = ""
         self.finish_reason: FinishReason | None = None

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from runtime.decoding.options import GenerationOptions
 from runtime.errors import CompressError
 
 REMOVED = float("-inf")
+# Below it, dividing logits (they reach some 1e4) could leave the range of float32.
+_TINY_TEMPERATURE = 1e-20
+_NAN = "the model produced NaN logits: its weights or activations are broken"
 
 
 def repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -31,6 +35,13 @@ def repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: float)
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
+def scale(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    """Logits over `temperature` (> 0). A tiny one is right too: what is below the maximum is then removed."""
+    if temperature >= _TINY_TEMPERATURE:
+        return logits / temperature
+    return ((logits - logits.amax(dim=-1, keepdim=True)).double() / temperature).float()
+
+
 def keep_top_k(logits: torch.Tensor, k: int) -> torch.Tensor:
     """Remove all but the `k` largest logits of each row (ties with the k-th stay)."""
     if k >= logits.shape[-1]:
@@ -46,12 +57,25 @@ def keep_top_p(logits: torch.Tensor, p: float) -> torch.Tensor:
     """
     if p >= 1.0:
         return logits
-    ordered, order = torch.sort(logits, dim=-1, descending=True, stable=True)
+    ordered = _descending(logits)
     probabilities = torch.softmax(ordered, dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities
-    remove = before >= p
-    remove[..., 0] = False
-    return logits.masked_fill(torch.zeros_like(remove).scatter(-1, order, remove), REMOVED)
+    count = (before < p).sum(dim=-1, keepdim=True).clamp(min=1)
+    last = ordered.gather(-1, count - 1)
+    keep, ties = logits > last, logits == last
+    wanted = count - keep.sum(
+        dim=-1, keepdim=True
+    )  # of the tokens as likely as the last one: those with the lowest ids
+    if bool((ties.sum(dim=-1, keepdim=True) > wanted).any()):
+        ties &= ties.cumsum(dim=-1) <= wanted
+    return logits.masked_fill(~(keep | ties), REMOVED)
+
+
+def _descending(logits: torch.Tensor) -> torch.Tensor:
+    if logits.device.type != "cpu":
+        return torch.sort(logits, dim=-1, descending=True).values
+    # numpy sorts values with vector instructions: 32000 of them in 0.2 ms, where torch takes 4.
+    return torch.from_numpy(np.ascontiguousarray(np.sort(logits.numpy(), axis=-1)[..., ::-1]))
 
 
 def keep_min_p(logits: torch.Tensor, minimum: float) -> torch.Tensor:
@@ -71,7 +95,7 @@ def process(logits: torch.Tensor, seen: torch.Tensor | None, options: Generation
         logits = repetition_penalty(logits, seen, options.repetition_penalty)
     if options.temperature == 0:
         return logits
-    logits = logits / options.temperature
+    logits = scale(logits, options.temperature)
     if options.top_k is not None:
         logits = keep_top_k(logits, options.top_k)
     logits = keep_top_p(logits, options.top_p)
@@ -103,7 +127,39 @@ def next_tokens(
     Raises:
         CompressError: a logit is NaN, which argmax and draws would turn into nonsense without a word.
     """
-    if bool(torch.isnan(logits).any()):
-        raise CompressError("the model produced NaN logits: its weights or activations are broken")
-    logits = process(logits, seen, options)
-    return logits.argmax(dim=-1) if options.temperature == 0 else draw(logits, generators)
+    if options.temperature == 0:
+        return greedy(process(logits, seen, options))
+    if bool(torch.isnan(logits.amax(dim=-1)).any()):  # the maximum of a row with NaN is NaN
+        raise CompressError(_NAN)
+    return draw(process(logits, seen, options), generators)
+
+
+def greedy(logits: torch.Tensor) -> torch.Tensor:
+    """The most likely token of each row, int64 `[batch]`, the first of several; CompressError where a logit is NaN."""
+    if logits.device.type == "cpu":
+        # numpy's argmax is vectorized, torch's is not: 5 against 70 us for a row of 32000. It stops at the first NaN.
+        values = logits.numpy()
+        tokens = values.argmax(axis=-1)
+        broken = any(row[token] != row[token] for row, token in zip(values, tokens.tolist(), strict=True))
+        result = torch.from_numpy(tokens)
+    else:
+        top, result = logits.max(dim=-1)
+        broken = bool(torch.isnan(top).any())
+    if broken:
+        raise CompressError(_NAN)
+    return result
+
+
+def generators(options: GenerationOptions, seeds: Sequence[int]) -> list[torch.Generator | None]:
+    """A source of random numbers for each sequence; None where nothing is drawn."""
+    if options.temperature == 0:
+        return [None] * len(seeds)
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
+def seen_tokens(tokens: Sequence[int], logits: torch.Tensor) -> torch.Tensor:
+    """Bool `[vocab]`, on the device of `logits`: which of them are in `tokens` (a model may read tokens that it never writes)."""
+    width = logits.shape[-1]
+    seen = torch.zeros(width, dtype=torch.bool)
+    seen[torch.tensor([token for token in tokens if token < width], dtype=torch.int64)] = True
+    return seen.to(logits.device)

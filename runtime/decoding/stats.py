@@ -10,11 +10,18 @@ from typing import Any
 class GenerationStats:
     """Counts and wall-clock seconds.
 
+    The time in which the caller of a stream does something else is not counted; waiting for other threads' steps is. A step
+    that reads prompts of some sequences and decodes others is divided between the two by their tokens.
+
     Attributes:
         sequences: prompts in the call.
-        prompt_tokens, new_tokens: sums over the prompts.
+        prompt_tokens, new_tokens: sums over the prompts, as far as they were read and decoded.
         first_tokens: new tokens that came out of the prefill (one a sequence).
-        prefill_seconds: until the first tokens were chosen. decode_seconds: everything after.
+        shared_prompt_tokens: those of `prompt_tokens` that were not computed because another sequence begins with them too.
+        preemptions: how often a sequence gave up its cache because memory was needed by an older one.
+        recomputed_tokens: tokens that were computed again for that reason.
+        steps: runs of the engine.
+        prefill_seconds: reading prompts, until the first tokens were chosen. decode_seconds: everything after.
         cache_bytes: the KV cache at its largest; it is freed when the call ends.
     """
 
@@ -22,6 +29,10 @@ class GenerationStats:
     prompt_tokens: int = 0
     new_tokens: int = 0
     first_tokens: int = 0
+    shared_prompt_tokens: int = 0
+    preemptions: int = 0
+    recomputed_tokens: int = 0
+    steps: int = 0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     cache_bytes: int = 0
@@ -34,7 +45,8 @@ class GenerationStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        return _rate(self.prompt_tokens, self.prefill_seconds)
+        """Speed of reading prompts, shared beginnings left out."""
+        return _rate(self.prompt_tokens - self.shared_prompt_tokens, self.prefill_seconds)
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -43,10 +55,14 @@ class GenerationStats:
             "prefill_seconds": self.prefill_seconds,
             "decode_seconds": self.decode_seconds,
             "prompt_tokens": self.prompt_tokens,
+            "shared_prompt_tokens": self.shared_prompt_tokens,
             "new_tokens": self.new_tokens,
             "sequences": self.sequences,
             "finish_reasons": list(self.finish_reasons),
             "cache_bytes": self.cache_bytes,
+            "preemptions": self.preemptions,
+            "recomputed_tokens": self.recomputed_tokens,
+            "steps": self.steps,
         }
 
 

@@ -1,9 +1,13 @@
-"""Tokens to text while they arrive, and stop strings that may begin in one token and end in another."""
+"""Tokens to text while they arrive."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+
+from runtime.decoding.stops import StopMatcher
+
+__all__ = ["REPLACEMENT", "Detokenizer", "StopMatcher"]
 
 REPLACEMENT = "\ufffd"
 # An unfinished UTF-8 character is at most three bytes, each of which a tokenizer may show as one replacement character.
@@ -59,45 +63,3 @@ class Detokenizer:
 
     def _decode(self, start: int) -> str:
         return self._tokenizer.decode(self._ids[start:], skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-class StopMatcher:
-    """Finds the first stop string in a text that arrives in pieces of any size.
-
-    The result depends on the text alone, not on the pieces: the stop that is completed first wins, the longest of those
-    completed by the same character.
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = tuple(stops)
-        self._held = ""
-        self.found = False
-
-    def push(self, piece: str) -> str:
-        """Text that certainly belongs to no stop string; sets `found` when one is complete (the text ends before it)."""
-        self._held += piece
-        best: tuple[int, int] | None = None
-        for stop in self._stops:
-            begin = self._held.find(stop)
-            if begin >= 0 and (best is None or (begin + len(stop), begin) < best):
-                best = (begin + len(stop), begin)
-        if best is not None:
-            self.found = True
-            text, self._held = self._held[: best[1]], ""
-            return text
-        keep = max((_overlap(self._held, stop) for stop in self._stops), default=0)
-        text, self._held = self._held[: len(self._held) - keep], self._held[len(self._held) - keep :]
-        return text
-
-    def finish(self) -> str:
-        """The beginning of a stop string that was never completed is ordinary text."""
-        text, self._held = self._held, ""
-        return text
-
-
-def _overlap(text: str, stop: str) -> int:
-    """Length of the longest end of `text` that begins `stop`."""
-    for length in range(min(len(text), len(stop) - 1), 0, -1):
-        if text.endswith(stop[:length]):
-            return length
-    return 0

@@ -269,8 +269,10 @@ def test_explain_names_what_computes(model: Model) -> None:
     [
         ("", "prompt is empty"),
         ([], "prompt is empty"),
-        ([[]], "prompt is empty"),
-        (["cat", ""], "prompt is empty"),
+        ([[]], "prompt 0 is empty"),
+        (["cat", ""], "prompt 1 is empty"),
+        (["cat", "cat" * 200], "prompt 1 has .* tokens, the model's context holds 128"),
+        ([[5], [5] * 128], "prompt 1 has 128 tokens .* no room"),
         (3, "not a int"),
         (None, "not a NoneType"),
         (["cat", 3], "not a mixture"),

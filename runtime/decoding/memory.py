@@ -1,0 +1,54 @@
+"""How much memory the KV cache of one call may take, and whether its requests fit in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from runtime.engines.base import PagedEngine
+from runtime.errors import RequestError
+
+_DEFAULT = 2 * 10**9
+_SHARE = 0.25  # of the memory that is free, for a call that says nothing
+_MOST = 0.75  # of it, where a single prompt needs more than that
+
+
+def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None) -> int:
+    """How many pages the pool of a call gets: what all requests together could use, as far as the memory bound allows.
+
+    Args:
+        positions: cache positions that each request takes at most.
+        cache_memory: the user's bound in bytes; None: the default of `GenerationOptions`.
+
+    Raises:
+        RequestError: a request could never be finished within the bound.
+    """
+    pages = [-(-count // engine.page_size) for count in positions]
+    largest = max(pages)
+    if cache_memory is None:
+        available = available_bytes(engine.device)
+        bound = int(min(_DEFAULT, _SHARE * available)) // engine.page_bytes
+        if largest > bound:
+            bound = min(largest, int(_MOST * available) // engine.page_bytes)
+        limit = f"{_gigabytes(bound * engine.page_bytes)} of the free memory can be used: ask for fewer max_new_tokens"
+    else:
+        bound = cache_memory // engine.page_bytes
+        limit = f"cache_memory allows {_gigabytes(cache_memory)}: raise it or ask for fewer max_new_tokens"
+    if largest > bound:
+        need = _gigabytes(largest * engine.page_bytes)
+        raise RequestError(f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}")
+    return min(bound, sum(pages))
+
+
+def available_bytes(device: torch.device) -> int:
+    """Memory that is free where the cache will be."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    import psutil
+
+    return int(psutil.virtual_memory().available)
+
+
+def _gigabytes(count: int) -> str:
+    return f"{count / 1e9:.3g} GB"

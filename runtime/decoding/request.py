@@ -1,0 +1,130 @@
+"""One call of generate or stream: prompts read, options checked, outputs waiting to be filled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.decoding.loop import decode, groups
+from runtime.decoding.memory import pool_pages
+from runtime.decoding.options import DEFAULT_NEW_TOKENS, GenerationOptions
+from runtime.decoding.output import SequenceOutput
+from runtime.decoding.prompts import Prompts
+from runtime.decoding.scheduler import Scheduler
+from runtime.decoding.stats import GenerationStats
+from runtime.decoding.stops import StopStrings
+from runtime.decoding.turns import Caller, Turns
+from runtime.engines.base import Engine, PagedEngine
+from runtime.errors import RequestError
+
+
+class Request:
+    """Everything that can be wrong with a call is found when it is made, before any work.
+
+    Args:
+        turns: of the model; calls in other threads take turns with this one.
+        tokenizer: None when the model has none.
+        eos: tokens that end a text.
+        path: the model's directory, for messages.
+
+    Attributes:
+        outputs: one a prompt, in the order of the prompts.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        turns: Turns,
+        prompts: Prompts,
+        options: GenerationOptions,
+        tokenizer: Any,
+        eos: Collection[int],
+        path: Path,
+    ) -> None:
+        self.prompts = prompts
+        self.progress = options.progress
+        self._engine = engine
+        self._turns = turns
+        self._options = options
+        self._seeds = _seeds(options, len(prompts.ids))
+        if options.stop and tokenizer is None:
+            raise RequestError(f"stop needs a tokenizer, and {path} has none")
+        used = tokenizer if prompts.are_text or options.stop else None
+        ends = frozenset() if options.ignore_eos else frozenset(eos)
+        stops = StopStrings(options.stop)
+        rooms = [
+            room(len(ids), options.max_new_tokens, engine.context_length, prompts.name(i))
+            for i, ids in enumerate(prompts.ids)
+        ]
+        self._pages: int | None = None
+        if isinstance(engine, PagedEngine):
+            # The last new token never enters the cache.
+            positions = [len(ids) + new - 1 for ids, new in zip(prompts.ids, rooms, strict=True)]
+            self._pages = pool_pages(engine, positions, options.cache_memory)
+        elif options.cache_memory is not None:
+            raise RequestError(f"cache_memory needs an engine with a paged KV cache, and {path} runs on one without")
+        self.outputs = [
+            SequenceOutput(ids, new, ends, used, stops) for ids, new in zip(prompts.ids, rooms, strict=True)
+        ]
+
+    def run(self, store: Callable[[GenerationStats], None]) -> Generator[int, None, None]:
+        """Decode; yields after every step how many prompts ended in it. The statistics are stored however it ends."""
+        stats = GenerationStats()
+        try:
+            yield from self._paged(stats) if self._pages is not None else self._padded(stats)
+        finally:
+            stats.finish_reasons = tuple(output.finish_reason or "stopped by the caller" for output in self.outputs)
+            store(stats)
+
+    def _paged(self, stats: GenerationStats) -> Iterator[int]:
+        engine, pages = self._engine, self._pages
+        assert isinstance(engine, PagedEngine)
+        assert pages is not None
+        caller = Caller(self._turns)
+        return Scheduler(engine, pages, self.prompts.ids, self._options, self.outputs, self._seeds, stats, caller).run()
+
+    def _padded(self, stats: GenerationStats) -> Iterator[int]:
+        ids, caller = self.prompts.ids, Caller(self._turns)
+        for rows in groups([len(prompt) for prompt in ids], self._engine.padding_is_exact):
+            yield from decode(
+                self._engine,
+                [ids[i] for i in rows],
+                self._options,
+                [self.outputs[i] for i in rows],
+                [self._seeds[i] for i in rows],
+                stats,
+                caller,
+            )
+
+
+def room(prompt: int, wanted: int | None, context: int | None, name: str = "the prompt") -> int:
+    """How many tokens to make at most after `prompt` tokens; RequestError when `wanted` or any do not fit the context."""
+    if context is None:
+        return wanted or DEFAULT_NEW_TOKENS
+    left = context - prompt
+    if left < 1:
+        raise RequestError(
+            f"{name} has {prompt} tokens and fills the model's context of {context}: no room for new ones"
+        )
+    if wanted is None:
+        return min(DEFAULT_NEW_TOKENS, left)
+    if wanted > left:
+        raise RequestError(
+            f"max_new_tokens {wanted} and {name} of {prompt} tokens exceed the model's context of {context}: at most {left} fit"
+        )
+    return wanted
+
+
+def _seeds(options: GenerationOptions, count: int) -> list[int]:
+    if isinstance(options.seed, tuple):
+        if len(options.seed) != count:
+            raise RequestError(f"seed has {len(options.seed)} entries for {count} prompts")
+        return list(options.seed)
+    if options.seed is not None:
+        return [options.seed] * count
+    source = torch.Generator()
+    source.seed()  # from the operating system, so that the caller's global random state is left alone
+    return torch.randint(2**62, (count,), generator=source).tolist()

@@ -1,0 +1,202 @@
+"""Continuous batching over a paged KV cache: any number of requests, as many at a time as there is room for.
+
+Every step takes one token of each sequence that decodes, and fills up with tokens of prompts. A request comes in when another
+ends. One whose beginning is being computed by another waits for that instead of computing it too. When pages run out, the
+youngest sequence gives its own up and is computed again later; its tokens and its random numbers are kept, so that its output
+is the same. The oldest always gets its way, so that every call ends.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as Ids
+from typing import Any
+
+import torch
+
+from runtime.decoding.options import GenerationOptions
+from runtime.decoding.output import SequenceOutput
+from runtime.decoding.pages import Pages
+from runtime.decoding.sampling import generators, next_tokens, seen_tokens
+from runtime.decoding.sequence import Sequence
+from runtime.decoding.stats import GenerationStats
+from runtime.decoding.turns import Caller
+from runtime.engines.base import PagedEngine
+
+# Sequences that decode together. Beyond it the weights are read for nothing more, while every sequence takes memory.
+MOST_SEQUENCES = 256
+
+
+class Scheduler:
+    """The requests of one call, and the pages they share.
+
+    Args:
+        pages: how many pages the pool has; every single request must fit in it (`runtime.decoding.memory`).
+        outputs: one a prompt; each says when its sequence is over.
+        seeds: one a prompt; used when `options.temperature` is above 0.
+        stats: counted in, also when the caller stops early.
+        caller: whose turn it is, where threads share the engine.
+    """
+
+    def __init__(
+        self,
+        engine: PagedEngine,
+        pages: int,
+        prompts: Ids[Ids[int]],
+        options: GenerationOptions,
+        outputs: Ids[SequenceOutput],
+        seeds: Ids[int],
+        stats: GenerationStats,
+        caller: Caller,
+    ) -> None:
+        self.pages = Pages(pages, engine.page_size)
+        self._engine = engine
+        self._options = options
+        self._stats = stats
+        self._caller = caller
+        self._most_sequences = max(1, min(MOST_SEQUENCES, engine.most_rows // 2))
+        self._chunk = min(options.prefill_chunk or engine.most_rows, engine.most_rows)
+        rows = zip(prompts, outputs, generators(options, seeds), strict=True)
+        # Both in the order of the request, and all of `_running` before all of `_waiting`: who runs is never younger than
+        # who waits. That is why nobody ever waits for a page of a sequence that was put aside.
+        self._waiting = deque(Sequence(prompt, output, generator) for prompt, output, generator in rows)
+        self._running: list[Sequence] = []
+        self._no_room = False  # for the next in line, until somebody ends
+
+    def run(self) -> Iterator[int]:
+        """Fill the outputs until all are finished; yields after every step how many ended in it."""
+        stats = self._stats
+        stats.sequences += len(self._waiting)
+        try:
+            pool = self._caller.run(self._engine.new_pages, self.pages.count)
+            while self._running or self._waiting:
+                yield self._step(pool)
+        finally:
+            # No turn is taken here: a stream may be thrown away anywhere, in the middle of somebody's step too.
+            for sequence in self._running:
+                sequence.leave(self.pages)
+            self._running = []
+            self._waiting.clear()
+
+    # ---------------------------------------------------------------- a step
+    def _step(self, pool: Any) -> int:
+        started = time.perf_counter()
+        self._admit()
+        parts = self._pack()
+        pieces = [sequence.piece(count) for sequence, count in parts]
+        logits = self._caller.run(self._engine.step, pool, pieces)
+        stats = self._stats
+        rows = decoding = 0
+        ready: list[int] = []
+        for place, (sequence, count) in enumerate(parts):
+            rows += count
+            decoding += self._count(sequence, count)
+            sequence.advance(count, self.pages)
+            if not sequence.rest:
+                ready.append(place)
+        chosen = [parts[place][0] for place in ready]
+        if len(ready) < len(parts):
+            logits = logits[torch.tensor(ready, dtype=torch.int64, device=logits.device)]
+        ended = self._choose(chosen, logits) if chosen else 0
+        stats.steps += 1
+        stats.cache_bytes = max(stats.cache_bytes, self.pages.touched * self._engine.page_bytes)
+        seconds = time.perf_counter() - started
+        stats.decode_seconds += seconds * decoding / rows
+        stats.prefill_seconds += seconds * (rows - decoding) / rows
+        return ended
+
+    def _choose(self, chosen: list[Sequence], logits: torch.Tensor) -> int:
+        """The next token of each sequence; returns how many ended."""
+        options = self._options
+        seen = None
+        if options.repetition_penalty != 1.0:
+            for sequence in chosen:
+                if sequence.seen is None:
+                    sequence.seen = seen_tokens(sequence.tokens, logits)
+            seen = torch.stack([sequence.seen for sequence in chosen])  # type: ignore[misc]
+        draws = [sequence.generator for sequence in chosen if sequence.generator is not None]
+        tokens = next_tokens(logits, seen, options, draws).tolist()
+        ended = 0
+        for sequence, token in zip(chosen, tokens, strict=True):
+            output = sequence.output
+            if not output.produced:
+                self._stats.first_tokens += 1
+            output.push(token)
+            sequence.tokens.append(token)
+            if sequence.seen is not None:
+                sequence.seen[token] = True
+            if output.finished:
+                ended += 1
+                sequence.leave(self.pages)
+        self._stats.new_tokens += len(chosen)
+        if ended:
+            self._running = [sequence for sequence in self._running if not sequence.output.finished]
+            self._no_room = False
+        return ended
+
+    def _count(self, sequence: Sequence, count: int) -> int:
+        """Book `count` tokens that are being computed; returns how many of them are decoded ones (not of a prompt, not again)."""
+        stats, start, end = self._stats, sequence.computed, sequence.computed + count
+        new = max(start, sequence.high)
+        if start < new:
+            stats.recomputed_tokens += min(new, end) - start
+        sequence.high = max(end, sequence.high)
+        if new < sequence.prompt:
+            stats.prompt_tokens += max(0, min(end, sequence.prompt) - new)
+        return max(0, end - max(new, sequence.prompt))
+
+    # ---------------------------------------------------------------- who takes part
+    def _admit(self) -> None:
+        """Let requests in while the step has rows for them and the pool pages."""
+        if not self._waiting or (self._no_room and self._running):
+            return
+        free = self._engine.most_rows - sum(sequence.rest for sequence in self._running)
+        while self._waiting and free > 0 and len(self._running) < self._most_sequences:
+            sequence = self._waiting[0]
+            # A page for each that runs is kept back, so that nobody is let in only to be put aside again.
+            if not sequence.enter(self.pages, spare=len(self._running)):
+                self._no_room = True
+                return
+            self._waiting.popleft()
+            self._running.append(sequence)
+            free -= sequence.rest
+            shared = min(sequence.computed, sequence.prompt) - sequence.high
+            if shared > 0:
+                self._stats.shared_prompt_tokens += shared
+                self._stats.prompt_tokens += shared
+                sequence.high = sequence.computed
+
+    def _pack(self) -> list[tuple[Sequence, int]]:
+        """What the step computes: (sequence, number of its next tokens), oldest first, decoding before prompts."""
+        parts: list[tuple[Sequence, int]] = []
+        for sequence in list(self._running):
+            if sequence.rest == 1 and not sequence.waits and self._has_page(sequence):
+                parts.append((sequence, 1))
+        room = min(self._engine.most_rows - len(parts), self._chunk)
+        for sequence in self._running:
+            if room <= 0:
+                break
+            if sequence.rest > 1 and not sequence.waits:
+                count = min(sequence.rest, room)
+                parts.append((sequence, count))
+                room -= count
+        if not parts:
+            raise RuntimeError("the scheduler has sequences and nothing to compute")  # a mistake in this file
+        return parts
+
+    def _has_page(self, sequence: Sequence) -> bool:
+        """See to it that the next token has a page; False when the sequence itself had to make room."""
+        if not sequence.pages:  # put aside in this very step, for an older one
+            return False
+        if sequence.full(self.pages):
+            while not self.pages.available:
+                youngest = self._running.pop()
+                youngest.leave(self.pages)
+                self._waiting.appendleft(youngest)
+                self._stats.preemptions += 1
+                if youngest is sequence:
+                    return False
+            sequence.pages.append(self.pages.take())
+        return True

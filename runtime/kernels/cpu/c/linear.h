@@ -19,20 +19,24 @@ typedef struct {
 
 #define AHEAD 6144 /* bytes of weight fetched ahead of use by a matrix-vector product */
 
-INLINE F scale_of(const Linear *l, int64_t panel, int64_t g, int h) {
-    int64_t sets = l->groups / l->share + (l->groups % l->share != 0);
-    return f_load_as(l->scale, l->scale_type, (panel * sets + g / l->share) * PANEL + h * LANES);
+/* Where a panel's scales begin, and which of its groups use which: `share` groups one after the other have the same. */
+typedef struct { int64_t at; int within, share; } Scales;
+INLINE Scales first_scales(const Linear *l, int64_t panel) {
+    int64_t sets = (l->groups + l->share - 1) / l->share;
+    return (Scales){panel * sets * PANEL, 0, l->share};
 }
-INLINE I offset_of(const Linear *l, int64_t panel, int64_t g, int h, int base) {
+INLINE void next_group(Scales *s) {
+    if (++s->within == s->share) s->within = 0, s->at += PANEL;
+}
+INLINE I offset_of(const Linear *l, const Scales *s, int h, int base) {
     if (!l->zero) return i_set1(base);
-    int64_t sets = l->groups / l->share + (l->groups % l->share != 0);
-    return i_add(i_load_i8(l->zero + (panel * sets + g / l->share) * PANEL + h * LANES), i_set1(base));
+    return i_add(i_load_i8(l->zero + s->at + h * LANES), i_set1(base));
 }
 
 /* Add a group's integer sums to the float results, most significant digit first. */
 #define FINISH_GROUP(CORRECTION)                                                                     \
     UNROLL for (int h = 0; h < H; h++) {                                                             \
-        F ws = scale_of(l, panel, g, h0 + h);                                                        \
+        F ws = f_load_as(l->scale, l->scale_type, scales.at + (h0 + h) * LANES);                                                       \
         UNROLL for (int m = 0; m < M; m++)                                                           \
             UNROLL for (int d = 0; d < D; d++) {                                                     \
                 int s = m * D + d;                                                                   \
@@ -92,6 +96,7 @@ INLINE void tile_w4(const Linear *l, int64_t panel, int h0, const int H, const D
                     const int D, float *out) {
     const int8_t *digit = x->digit + row * D * x->wide;
     const uint8_t *w = l->weight + panel * (x->wide / 8) * 64 + h0 * LANES * 4;
+    Scales scales = first_scales(l, panel);
     const int chunks = l->group / 8;
     F result[HALVES][8];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
@@ -103,12 +108,13 @@ INLINE void tile_w4(const Linear *l, int64_t panel, int h0, const int H, const D
             w4_run(w, digit, x->wide, H, M, D, RUN_DOTS / 2, sum);
         for (; left > 0; left--, w += 64, digit += 8) w4_run(w, digit, x->wide, H, M, D, 1, sum);
         I offset[HALVES];
-        UNROLL for (int h = 0; h < H; h++) offset[h] = offset_of(l, panel, g, h0 + h, 8);
+        UNROLL for (int h = 0; h < H; h++) offset[h] = offset_of(l, &scales, h0 + h, 8);
         if (l->zero) {
             FINISH_GROUP(i_mul(offset[h], i_set1(xsum)))
         } else {
             FINISH_GROUP(i_set1(8 * xsum))
         }
+        next_group(&scales);
     }
     STORE_RESULT
 }
@@ -117,6 +123,7 @@ INLINE void tile_w8(const Linear *l, int64_t panel, int h0, const int H, const D
                     const int D, float *out) {
     const int8_t *digit = x->digit + row * D * x->wide;
     const uint8_t *w = l->weight + panel * (x->wide / 4) * 64 + h0 * LANES * 4;
+    Scales scales = first_scales(l, panel);
     const int chunks = l->group / 4;
     F result[HALVES][8];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
@@ -128,12 +135,13 @@ INLINE void tile_w8(const Linear *l, int64_t panel, int h0, const int H, const D
             w8_run(w, digit, x->wide, H, M, D, RUN_DOTS, sum);
         for (; left > 0; left--, w += 64, digit += 4) w8_run(w, digit, x->wide, H, M, D, 1, sum);
         I offset[HALVES];
-        UNROLL for (int h = 0; h < H; h++) offset[h] = offset_of(l, panel, g, h0 + h, 128);
+        UNROLL for (int h = 0; h < H; h++) offset[h] = offset_of(l, &scales, h0 + h, 128);
         if (l->zero) {
             FINISH_GROUP(i_mul(offset[h], i_set1(xsum)))
         } else {
             FINISH_GROUP(i_set1(128 * xsum))
         }
+        next_group(&scales);
     }
     STORE_RESULT
 }

@@ -29,6 +29,23 @@ TILE(tile_s24, S24_STREAMS, 1)
 TILE(tile_s24, S24_STREAMS, 2)
 TILE(tile_s24, S24_STREAMS, 3)
 
+#if LANES == 8
+#define CODE_STREAMS 4
+#else
+#define CODE_STREAMS 8
+#endif
+#define CODES(D)                                                                                                               \
+    static void tile_codes_##D(const Linear *l, const uint8_t *codes, int64_t panel, const Digits *x, int64_t row, int m, float *out) { \
+        enum { M = CODE_STREAMS / D };                                                                                         \
+        if (m == M)                                                                                                            \
+            tile_codes(l, codes, panel, x, row, M, D, out);                                                                    \
+        else                                                                                                                   \
+            for (int i = 0; i < m; i++) tile_codes(l, codes, panel, x, row + i, 1, D, out + i * PANEL);                        \
+    }
+CODES(1)
+CODES(2)
+CODES(3)
+
 typedef void (*tile_t)(const Linear *, const Digits *, int64_t, int64_t, int, float *);
 
 static tile_t tile_of(int kind, int digits, int *rows) {
@@ -40,23 +57,33 @@ static tile_t tile_of(int kind, int digits, int *rows) {
     return tiles[kind - 1][digits - 1];
 }
 
+#define UNPACK_ROWS 8
+
 /* This member's rows of the weight, all rows of x. */
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     int64_t start, end;
     int tile_rows;
     float out[8 * PANEL];
     tile_t tile = tile_of(l->kind, x->digits, &tile_rows);
+    uint8_t *codes = NULL; /* worth unpacking from some rows on; without memory the other tiles give the same */
+    if (x->rows >= UNPACK_ROWS && l->kind != KIND_W8) codes = malloc((size_t)x->wide * PANEL);
+    if (codes) tile_rows = CODE_STREAMS / x->digits;
     team_part(team, l->rows, PANEL, &start, &end);
     for (int64_t n = start; n < end; n += PANEL) {
+        if (codes) (l->kind == KIND_W4 ? unpack_w4 : unpack_s24)(l, n / PANEL, x->wide, codes);
         int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
         for (int64_t row = 0; row < x->rows; row += tile_rows) {
             int m = (int)(x->rows - row < tile_rows ? x->rows - row : tile_rows);
-            tile(l, x, n / PANEL, row, m, out);
+            if (!codes) tile(l, x, n / PANEL, row, m, out);
+            else if (x->digits == 1) tile_codes_1(l, codes, n / PANEL, x, row, m, out);
+            else if (x->digits == 2) tile_codes_2(l, codes, n / PANEL, x, row, m, out);
+            else tile_codes_3(l, codes, n / PANEL, x, row, m, out);
             for (int i = 0; i < m; i++)
                 for (int j = 0; j < valid; j++)
                     put(y, out_type, (row + i) * out_stride + n + j, out[i * PANEL + j] + (l->bias ? l->bias[n + j] : 0.0f), add);
         }
     }
+    free(codes);
 }
 
 typedef struct {

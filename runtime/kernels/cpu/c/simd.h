@@ -1,6 +1,7 @@
 /* The vectors of this machine. A panel is 16 rows of a weight, HALVES vectors of LANES lanes. */
 #include <math.h>
 #include <stdint.h>
+#include <stdlib.h>
 #include <string.h>
 
 static inline float bf16_to_float(uint16_t half) {

@@ -15,6 +15,7 @@ typedef __m256i I; /* 8 x int32 */
 typedef __m256 F;  /* 8 x float */
 
 static inline W w_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
+static inline void w_store(uint8_t *p, W w) { _mm256_storeu_si256((__m256i *)p, w); }
 static inline W w_low(W w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 static inline W w_high(W w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
 static inline X x_load(const int8_t *p) {

@@ -14,6 +14,7 @@ typedef __m512i I;
 typedef __m512 F;
 
 static inline W w_load(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
+static inline void w_store(uint8_t *p, W w) { _mm512_storeu_si512((void *)p, w); }
 static inline W w_low(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline W w_high(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
 static inline X x_load(const int8_t *p) {

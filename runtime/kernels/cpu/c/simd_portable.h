@@ -12,6 +12,7 @@ typedef I P8;
 #define EACH for (int i = 0; i < 16; i++)
 
 static inline W w_load(const uint8_t *p) { W w; memcpy(w.v, p, 64); return w; }
+static inline void w_store(uint8_t *p, W w) { memcpy(p, w.v, 64); }
 static inline W w_low(W w) { for (int i = 0; i < 64; i++) w.v[i] &= 15; return w; }
 static inline W w_high(W w) { for (int i = 0; i < 64; i++) w.v[i] >>= 4; return w; }
 static inline X x_load(const int8_t *p) { X x; memcpy(x.v, p, 4); return x; }

@@ -23,6 +23,7 @@ INLINE void tile_s24(const Linear *l, int64_t panel, int h0, const int H, const 
     const Picker table = picker((const uint32_t(*)[16])first, (const uint32_t(*)[16])second);
     const int8_t *digit = x->digit + row * D * x->wide;
     const uint8_t *w = l->weight + panel * (x->wide / 32) * 192 + h0 * LANES * 4;
+    Scales scales = first_scales(l, panel);
     const int chunks = l->group / 32;
     F result[HALVES][8];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
@@ -53,6 +54,7 @@ INLINE void tile_s24(const Linear *l, int64_t panel, int h0, const int H, const 
         UNROLL for (int h = 0; h < H; h++)
             offset[h] = i_mul(i_load_i16(l->sums + (panel * x->groups + g) * PANEL + (h0 + h) * LANES), i_set1(128));
         FINISH_GROUP(offset[h])
+        next_group(&scales);
     }
     STORE_RESULT
 }

@@ -2,6 +2,8 @@
  *
  * A tile is written transposed, [columns, rows of the tile]: the 16 rows of a panel are neighbours in memory then, one vector a
  * column. A code times a 16-bit scale is exact in float32; in a 16-bit type it is rounded once. */
+enum { FIRST = 0x940, SECOND = 0xFB9 }; /* 0 0 0 1 1 2 and 1 2 3 2 3 3, from the lowest two bits up */
+
 typedef struct {
     const Linear *linear;
     void *out;
@@ -58,8 +60,9 @@ static void tile_job(void *p, const Team *team) {
                     int quad = c / 4, inside = quad % 4, shift = 16 * (inside & 1) + 4 * (inside >> 1);
                     for (int i = 0; i < PANEL; i++) {
                         uint32_t two = word[quad / 4][i] >> shift, pair = word[2][i] >> (4 * quad) & 15;
-                        int first = PAIR[pair % 6][0] == c % 4, second = PAIR[pair % 6][1] == c % 4;
-                        code[i] = first ? (int32_t)(two & 15) : second ? (int32_t)(two >> 8 & 15) : zero[i];
+                        uint32_t place = (uint32_t)c % 4; /* PAIR as two words of 2-bit places: lanes shift, no table */
+                        uint32_t first = FIRST >> (2 * pair) & 3, second = SECOND >> (2 * pair) & 3;
+                        code[i] = first == place ? (int32_t)(two & 15) : second == place ? (int32_t)(two >> 8 & 15) : zero[i];
                     }
                     tile_put(t, total, k + c, row, code, zero, scale, valid);
                 }

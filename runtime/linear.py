@@ -14,7 +14,7 @@ from runtime import kernels as kernel_table
 from runtime.embedding import CompressedEmbedding
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.checks import check_tensor
-from runtime.kernels import Kernel
+from runtime.kernels import Choice, tuning
 from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry
 
@@ -24,7 +24,7 @@ class CompressedLinear(CompressedModule):
 
     Attributes:
         entry: scheme and storage format.
-        kernel: the kernel chosen by `prepare`; None (the reference computes) before.
+        choice: the kernels chosen by `prepare`, one a shape class; None (the reference computes) before.
     """
 
     def __init__(
@@ -67,8 +67,11 @@ class CompressedLinear(CompressedModule):
             module.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         return module
 
-    def prepare(self, kernels: str = "auto") -> Kernel:
-        """Choose the kernel and lay the weight out for it; call once, after the tensors are loaded.
+    def prepare(self, kernels: str = "auto") -> Choice:
+        """Choose the kernels and lay the weight out for them; call once, after the tensors are loaded.
+
+        Args:
+            kernels: "auto", "fast" or a kernel's name; see `runtime.kernels.find`.
 
         Raises:
             RequestError: the kernel named cannot compute this layer.
@@ -78,16 +81,18 @@ class CompressedLinear(CompressedModule):
         self.check()
         if "input_scale" in self._buffers:  # as compressed-tensors does, activation scales have the model's dtype
             self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
-        kernel = kernel_table.find(self.layer, kernels)
-        self._replace(kernel.prepare(self._tensors(), self.layer))
-        self.kernel, self._wanted = kernel, kernels
-        return kernel
+        layer = self.layer
+        choice = kernel_table.find(layer, kernels)
+        self._replace(choice.decode.prepare(self._tensors(), layer))
+        self.choice, self._wanted = choice, kernels
+        return choice
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if self.kernel is None:  # nobody has looked at the tensors yet
+        if self.choice is None:  # nobody has looked at the tensors yet
             self.check()
-        kernel = self.kernel or kernel_table.REFERENCE
-        y = kernel.run(x.reshape(-1, self.in_features), self._tensors(), self.layer, self.bias)
+        flat = x.reshape(-1, self.in_features)
+        kernel = kernel_table.REFERENCE if self.choice is None else self.choice.kernel(flat.shape[0])
+        y = kernel.run(flat, self._tensors(), self.layer, self.bias)
         return y.view(*x.shape[:-1], self.out_features)
 
     def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
@@ -99,8 +104,8 @@ class CompressedLinear(CompressedModule):
         return layer
 
     def explain(self, rows: int = 1) -> str:
-        """Which kernel computes `rows` tokens, and how."""
-        return (self.kernel or kernel_table.REFERENCE).path(rows)
+        """How `rows` tokens are computed."""
+        return (self.choice or kernel_table.reference()).kernel(rows).path(rows)
 
     def extra_repr(self) -> str:
         return (
@@ -140,26 +145,28 @@ def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = 
 
 
 def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
-    """`prepare()` of every compressed module, after loading: {module: kernel}.
+    """`prepare()` of every compressed module, after loading: {module: what computes it}.
 
     A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits
-    nowhere.
+    nowhere. Kernels that this machine has not been asked about before are measured (`runtime.kernels.tuning`).
     """
     chosen: dict[str, str] = {}
-    refused = ""
-    for name, module in model.named_modules():
-        if not isinstance(module, CompressedModule):
-            continue
-        module.check(name)
-        try:
-            module.prepare(kernels)
-        except RequestError as error:
-            if isinstance(error, ArtifactError):
+    refused, fits = "", False
+    with tuning.measuring():
+        for name, module in model.named_modules():
+            if not isinstance(module, CompressedModule):
+                continue
+            module.check(name)
+            try:
+                module.prepare(kernels)
+                fits = fits or isinstance(module, CompressedLinear)
+            except ArtifactError:
                 raise
-            refused = refused or f"{error} ({name})"
-            module.prepare()
-        chosen[name] = module.kernel_name
-    if refused and kernels not in chosen.values():
+            except RequestError as error:
+                refused = refused or f"{error} ({name})"
+                module.prepare()
+            chosen[name] = module.kernel_name
+    if refused and not fits:
         raise RequestError(refused)
     return chosen
 

@@ -10,10 +10,10 @@ from torch import nn
 
 from runtime import formats
 from runtime import kernels as kernel_table
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, RequestError
 from runtime.formats.base import input_tensors
 from runtime.formats.checks import Tensors, TensorSpec, check_tensor, join
-from runtime.kernels import Kernel, Layer
+from runtime.kernels import Choice, Kernel, Layer
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import CompressedWeight
 
@@ -31,8 +31,8 @@ class CompressedModule(nn.Module):
         super().__init__()
         self.entry, self.shape, self.dtype = entry, (int(shape[0]), int(shape[1])), dtype
         self.stored_dtype = dtype
-        self.kernel: Kernel | None = None
-        self._wanted = "auto"  # the kernel `prepare` was last asked for
+        self.choice: Choice | None = None
+        self._wanted = "auto"  # what `prepare` was last asked for
         self._specs = self.specs(entry, self.shape, dtype)
         for name, spec in self._specs.items():
             self.register_buffer(name, torch.empty(spec.shape, dtype=spec.dtype, device=device))
@@ -53,9 +53,14 @@ class CompressedModule(nn.Module):
         return Layer(self.entry, self.shape, self.dtype, self.device)
 
     @property
+    def kernel(self) -> Kernel | None:
+        """One of the kernels `prepare` chose (all read the same layout); None, the reference computes, before."""
+        return None if self.choice is None else self.choice.decode
+
+    @property
     def kernel_name(self) -> str:
-        """Name of the kernel that computes this module."""
-        return (self.kernel or kernel_table.REFERENCE).name
+        """What computes this module: a kernel's name, or `a (decode, batch), b (prefill)` where row counts differ."""
+        return str(self.choice or kernel_table.reference())
 
     def stored(self) -> Tensors:
         """The tensors as they are on disk; rebuilt exactly when a kernel keeps its own layout."""
@@ -123,11 +128,11 @@ class CompressedModule(nn.Module):
             delattr(self, name)
         for name, tensor in stored.items():
             self.register_buffer(name, tensor)
-        self.kernel = None
+        self.choice = None
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
         # A kernel's layout belongs to a device and a dtype, and a cast must not touch codes and scales.
-        prepared, wanted = self.kernel is not None, self._wanted
+        prepared, wanted = self.choice is not None, self._wanted
         self.unprepare()
         stored = dict(self._buffers)
         super()._apply(fn, recurse)
@@ -137,15 +142,19 @@ class CompressedModule(nn.Module):
                 self._buffers[name] = old.to(new.device)
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
         if prepared and self.device.type != "meta":
-            fits = wanted in [kernel.name for kernel in kernel_table.candidates(self.layer)]
-            self.prepare(wanted if fits else "auto")
+            try:
+                self.prepare(wanted)
+            except ArtifactError:
+                raise
+            except RequestError:  # the kernel that was named does not compute in this dtype or on this device
+                self.prepare()
         return self
 
-    def prepare(self, kernels: str = "auto") -> Kernel:
-        """Check the loaded tensors and lay the weight out for the kernel that will read it."""
+    def prepare(self, kernels: str = "auto") -> Choice:
+        """Check the loaded tensors and lay the weight out for the kernels that will read it."""
         self.check()
-        self.kernel = kernel_table.REFERENCE
-        return self.kernel
+        self.choice = kernel_table.reference()
+        return self.choice
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)

@@ -1,4 +1,4 @@
-"""Kernels and the table that finds them by (operation, storage format, device type).
+"""Kernels and the table that finds them by (operation, storage format, device type, shape class).
 
 To add a kernel: write one file with a `Kernel` subclass and put it in `_KERNELS`, before those it beats.
 """
@@ -8,31 +8,42 @@ from __future__ import annotations
 import difflib
 
 from runtime.errors import RequestError
-from runtime.kernels.base import Kernel, Layer
+from runtime.kernels import tuning
+from runtime.kernels.base import CLASSES, Choice, Kernel, Layer, ShapeClass, shape_class
+from runtime.kernels.cpu import integer, tiles
 from runtime.kernels.cpu.int4 import Int4Cpu
 from runtime.kernels.cpu.int8 import Int8Cpu
 from runtime.kernels.cpu.w8a8 import W8A8Cpu
 from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.kernels.reference import Reference
 
-__all__ = ["REFERENCE", "Kernel", "Layer", "candidates", "find", "names", "table"]
+__all__ = [
+    "CLASSES", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names",
+    "reference", "shape_class", "table",
+]  # fmt: skip
 
 REFERENCE = Reference()
-_KERNELS: tuple[Kernel, ...] = (Int4Cpu(), Int8Cpu(), W8A8Cpu(), Float8Cuda(), REFERENCE)
+#: What `kernels=` may be besides a kernel's name: the best exact ones, or any that are faster.
+MODES = ("auto", "fast")
+_KERNELS: tuple[Kernel, ...] = (
+    *integer.KERNELS, *tiles.KERNELS, Int4Cpu(), Int8Cpu(), W8A8Cpu(), Float8Cuda(), REFERENCE,
+)  # fmt: skip
 
 
 def names() -> list[str]:
     """Names of all kernels, fastest first."""
-    return [kernel.name for kernel in _KERNELS]
+    return list(dict.fromkeys(kernel.name for kernel in _KERNELS))
 
 
-def table() -> dict[tuple[str, str, str], list[Kernel]]:
-    """{(operation, format, device type): kernels in order of preference}."""
-    found: dict[tuple[str, str, str], list[Kernel]] = {}
+def table() -> dict[tuple[str, str, str, ShapeClass], list[Kernel]]:
+    """{(operation, format, device type, shape class): kernels in order of preference}."""
+    found: dict[tuple[str, str, str, ShapeClass], list[Kernel]] = {}
     for kernel in _KERNELS:
         for device in ("cpu", "cuda") if kernel.device is None else (kernel.device,):
             for name in sorted(kernel.formats):
-                found.setdefault((kernel.operation, name, device), []).append(kernel)
+                for rows in CLASSES:
+                    if rows in kernel.classes:
+                        found.setdefault((kernel.operation, name, device, rows), []).append(kernel)
     return found
 
 
@@ -41,23 +52,52 @@ def candidates(layer: Layer) -> list[Kernel]:
     return [kernel for kernel in _KERNELS if _why_not(kernel, layer) is None]
 
 
-def find(layer: Layer, kernels: str = "auto") -> Kernel:
-    """The kernel for a layer: the best one (`"auto"`) or the one called `kernels`.
+def reference() -> Choice:
+    """The reference for every shape class."""
+    return Choice(REFERENCE, REFERENCE, REFERENCE)
+
+
+def find(layer: Layer, kernels: str = "auto") -> Choice:
+    """The kernels for a layer.
+
+    Args:
+        layer: what is to be computed.
+        kernels: "auto": the best exact ones, "fast": also those that round activations further, or a kernel's name: that one
+            for the shape classes it serves, the best exact ones of its layout for the others.
 
     Raises:
         RequestError: there is no kernel of that name, or it cannot compute this layer.
     """
-    if kernels == "auto":
-        return candidates(layer)[0]
-    for kernel in _KERNELS:
-        if kernel.name == kernels:
-            reason = _why_not(kernel, layer)
-            if reason is not None:
-                raise RequestError(f"kernel {kernels} cannot compute this layer: {reason}")
-            return kernel
-    near = difflib.get_close_matches(str(kernels), ["auto", *names()], n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    raise RequestError(f"unknown kernel {kernels!r}, known: auto, {', '.join(names())}{hint}")
+    if kernels not in MODES:
+        return _named(layer, kernels)
+    able = candidates(layer)
+    exact = [kernel for kernel in able if kernel.accuracy == "exact"]
+    ranked = exact if kernels == "auto" else [k for k in able if k.accuracy == "fast"] + exact
+    leader = next(kernel for kernel in ranked if "decode" in kernel.classes)
+    members = [kernel for kernel in ranked if kernel.layout == leader.layout]
+    chosen = {}
+    for rows in CLASSES:
+        serving = [kernel for kernel in members if rows in kernel.classes]
+        chosen[rows] = tuning.fastest(layer, rows, serving)
+    return Choice(**chosen)
+
+
+def _named(layer: Layer, name: str) -> Choice:
+    same = [kernel for kernel in _KERNELS if kernel.name == name]
+    if not same:
+        near = difflib.get_close_matches(str(name), [*MODES, *names()], n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        raise RequestError(f"unknown kernel {name!r}, known: {', '.join([*MODES, *names()])}{hint}")
+    reasons = [_why_not(kernel, layer) for kernel in same]
+    if None not in reasons:
+        raise RequestError(f"kernel {name} cannot compute this layer: {reasons[0]}")
+    leader = same[reasons.index(None)]
+    others = [k for k in candidates(layer) if k.layout == leader.layout and k.accuracy == "exact"]
+    chosen = {}
+    for rows in CLASSES:
+        serving = [kernel for kernel in (leader, *others, leader) if rows in kernel.classes]
+        chosen[rows] = serving[0] if serving else leader
+    return Choice(**chosen)
 
 
 def _why_not(kernel: Kernel, layer: Layer) -> str | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -11,6 +12,16 @@ from runtime import formats
 from runtime.formats.checks import Tensors
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import CompressedWeight
+
+ShapeClass = Literal["decode", "batch", "prefill"]
+#: Row counts that may have a kernel each: one row, a few, many.
+CLASSES: tuple[ShapeClass, ...] = ("decode", "batch", "prefill")
+BATCH_ROWS = 64  # most rows of the class "batch"
+
+
+def shape_class(rows: int) -> ShapeClass:
+    """The class of a product with so many rows of activations."""
+    return "decode" if rows <= 1 else "batch" if rows <= BATCH_ROWS else "prefill"
 
 
 @dataclass(frozen=True)
@@ -31,12 +42,23 @@ class Kernel(ABC):
         operation: row of the table; every kernel here is a `linear`.
         formats: storage formats it can start from.
         device: device type it runs on, None for any.
+        classes: row counts it is meant for. `run` is right for any; elsewhere something else is better.
+        accuracy: "exact" computes with the activations as they are, to the rounding of their dtype; "fast" rounds them to
+            fewer bits than the layer asks for, and is chosen only where that is allowed.
+        layout: what `prepare` makes. Kernels of equal layout have equal `prepare` and `restore`, so that a layer can have
+            one kernel a shape class over one copy of its weight. By default a layout of the kernel's own.
     """
 
     name: str
     operation: str = "linear"
     formats: frozenset[str]
     device: str | None
+    classes: frozenset[ShapeClass] = frozenset(CLASSES)
+    accuracy: Literal["exact", "fast"] = "exact"
+
+    @property
+    def layout(self) -> str:
+        return self.name
 
     @abstractmethod
     def why_not(self, layer: Layer) -> str | None:
@@ -52,6 +74,10 @@ class Kernel(ABC):
             tensors, layer.entry.scheme, layer.shape, layer.dtype, check=False
         )
 
+    def sample(self, layer: Layer) -> Tensors | None:
+        """Made-up tensors as `prepare` would make them, to measure kernels with; None: there is nothing to choose by."""
+        return None
+
     @abstractmethod
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         """`[rows, in]` in `layer.dtype` -> `[rows, out]`. `tensors` is what `prepare` made."""
@@ -59,3 +85,25 @@ class Kernel(ABC):
     def path(self, rows: int) -> str:
         """In a few words, what `run` does for this many rows."""
         return self.name
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What computes a layer: one kernel a shape class, all of one layout."""
+
+    decode: Kernel
+    batch: Kernel
+    prefill: Kernel
+
+    def kernel(self, rows: int) -> Kernel:
+        """The kernel for so many rows of activations."""
+        return self.decode if rows <= 1 else self.batch if rows <= BATCH_ROWS else self.prefill
+
+    def __str__(self) -> str:
+        """`int4-c`, or `int4-c (decode, batch), dense-tiles (prefill)` where classes differ."""
+        served: dict[str, list[str]] = {}
+        for name in CLASSES:
+            served.setdefault(getattr(self, name).name, []).append(name)
+        if len(served) == 1:
+            return self.decode.name
+        return ", ".join(f"{kernel} ({', '.join(classes)})" for kernel, classes in served.items())

@@ -14,8 +14,9 @@ import torch
 
 from runtime import formats
 from runtime.formats.bitmap import unpack_mask
-from runtime.formats.checks import Tensors, expand_groups
+from runtime.formats.checks import Tensors
 from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.cpu import pairs
 from runtime.scheme import CompressedWeight
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel takes 0.2 ms at 1 row and 0.1 more a
@@ -31,8 +32,8 @@ class Int4Cpu(Kernel):
     """`y = x W^T` with codes of 2-4 bits held as 4 bits: 4.25 bits a weight at group 128, 4.5 at group 64.
 
     Value of a code: `(q - 8) * scale + zero` with `zero = -zero_point * scale` rounded to bfloat16, as torch's kernel
-    wants it. Rows are padded to 64 and columns to the group. From `bitmap` weights the bitmap is kept too (one more
-    bit), because the stored tensors must come back exactly.
+    wants it. Rows are padded to 64 and columns to the group. From `bitmap` and `sparse24` weights the places are kept
+    too (one more bit), because the stored tensors must come back exactly.
     """
 
     name = "int4-cpu"
@@ -75,8 +76,9 @@ class Int4Cpu(Kernel):
         out["scales_and_zeros"] = torch.stack([scale.t(), zero.t()], dim=-1).to(torch.bfloat16).contiguous()
         if scheme.strategy != "group" or weight.scale.dtype != torch.bfloat16:
             out["scale"] = weight.scale
-        if layer.entry.format == "bitmap":
-            out["weight_bitmap"] = tensors["weight_bitmap"]
+        kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
+        if kept is not None:
+            out[kept] = tensors[kept]
         return out
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
@@ -98,9 +100,8 @@ class Int4Cpu(Kernel):
         mask = None
         if "weight_bitmap" in tensors:
             mask = unpack_mask(tensors["weight_bitmap"], columns)
-        elif layer.entry.format == "sparse24":
-            zero = tensors.get("zero_point")
-            mask = values != (0 if zero is None else expand_groups(zero, scheme, columns))
+        elif "weight_metadata" in tensors:
+            mask = pairs.mask(tensors["weight_metadata"], columns)
         return CompressedWeight(
             values.contiguous(), scale, tensors.get("zero_point"), mask, layer.entry.scheme, layer.dtype
         )

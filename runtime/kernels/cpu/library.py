@@ -48,7 +48,7 @@ class Linear(ctypes.Structure):
 
 def instruction_sets() -> list[str]:
     """Those this machine can run, best first; "portable" is always the last."""
-    flags = _cpu_flags()
+    flags = cpu_flags()
     return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
 
 
@@ -70,6 +70,8 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     p, i, q = ctypes.c_void_p, ctypes.c_int32, ctypes.c_int64
     library.linear_run.restype = None
     library.linear_run.argtypes = [p, p, i, q, p, i, i, p, i]
+    library.linear_dequantize.restype = None
+    library.linear_dequantize.argtypes = [p, q, q, p, i, i]
     library.decoder_memory.restype = q
     library.decoder_memory.argtypes = [p, q]
     library.decoder_step.restype = None
@@ -86,7 +88,9 @@ def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64", "i686")
 
 
-def _cpu_flags() -> frozenset[str]:
+@cache
+def cpu_flags() -> frozenset[str]:
+    """What this CPU can do, as Linux names it; empty elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:

@@ -1,0 +1,111 @@
+"""Integer weights on a CPU through this folder's C library: activations become integers of a few digits, sums are exact.
+
+The activations of a group of columns share one scale; each becomes `digits` signed bytes (`runtime/kernels/cpu/c/digits.h`):
+
+- exact: two digits in bfloat16 and float16 (an activation is off by at most 2^-15 of the largest of its group), three in float32
+  (2^-23). Products with the weight's codes are added as integers, groups in float32, in one order: a row's result does not
+  depend on the other rows, the number of threads or the CPU.
+- fast: one digit, int8 activations (off by at most 1/254 of the largest of their group), half the work and less.
+
+A group that holds an infinity or a NaN makes its rows NaN.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from runtime.formats.checks import Tensors
+from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.panels import S24, W4, W8, Panels
+from runtime.kernels.cpu.scratch import bytes_at
+from runtime.scheme import CompressedWeight
+
+_WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
+
+
+class PanelKernel(Kernel):
+    """A kernel that reads weights in panels (`panels.py`)."""
+
+    device = "cpu"
+
+    def __init__(self, panels: Panels) -> None:
+        self.panels = panels
+        self.formats = panels.formats
+
+    @property
+    def layout(self) -> str:
+        return self.panels.name
+
+    def why_not(self, layer: Layer) -> str | None:
+        reason = self.panels.why_not(layer)
+        if reason is None and library.load() is None:
+            return "it is written in C, and there is no compiler (or COMPRESS_NATIVE=0)"
+        return reason
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        return self.panels.pack(tensors, layer)
+
+    def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        return self.panels.unpack(tensors, layer)
+
+    def sample(self, layer: Layer) -> Tensors:
+        return self.panels.sample(layer)
+
+    def check_input(self, x: torch.Tensor, layer: Layer) -> None:
+        """Refuse what C would compute with without a word."""
+        if x.dtype != layer.dtype:
+            raise RuntimeError(f"kernel {self.name} was prepared for {layer.dtype} and got {x.dtype}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise RuntimeError(f"kernel {self.name} has no backward; use kernels='reference' to differentiate")
+
+
+class IntegerKernel(PanelKernel):
+    """`x W^T + b`, every number of rows."""
+
+    def __init__(self, name: str, panels: Panels, fast: bool = False) -> None:
+        super().__init__(panels)
+        self.name = name
+        self.accuracy = "fast" if fast else "exact"
+
+    def digits(self, layer: Layer) -> int:
+        """Bytes an activation is held in."""
+        return 1 if self.accuracy == "fast" else 3 if layer.dtype == torch.float32 else 2
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        self.check_input(x, layer)
+        native = library.load()
+        assert native is not None
+        rows, (out, columns) = x.shape[0], layer.shape
+        y = torch.empty(rows, out, dtype=x.dtype)
+        if rows == 0 or out == 0:
+            return y
+        x = x.contiguous()
+        offset = None if bias is None else bias.detach().float()
+        linear = ctypes.byref(self.panels.linear(tensors, layer, offset))
+        digits, kind = self.digits(layer), library.TYPES[x.dtype]
+        memory = bytes_at(native.linear_memory(linear, rows, digits))
+        threads = threads_for(rows * out * columns)
+        native.linear_run(linear, x.data_ptr(), kind, rows, y.data_ptr(), kind, digits, memory, threads)
+        return y
+
+    def path(self, rows: int) -> str:
+        held = {1: "int8 activations", 2: "activations in two digits", 3: "activations in three digits"}
+        return held[1] + ", C" if self.accuracy == "fast" else f"{held[2]} (float32: three), C"
+
+
+def threads_for(multiplications: int) -> int:
+    """As many of torch's threads as have something to do. The result is the same with any number."""
+    return max(1, min(torch.get_num_threads(), multiplications // _WORTH_A_THREAD))
+
+
+KERNELS = (
+    IntegerKernel("sparse24-c", S24),
+    IntegerKernel("int4-c", W4),
+    IntegerKernel("int8-c", W8),
+    IntegerKernel("sparse24-c-fast", S24, fast=True),
+    IntegerKernel("int4-c-fast", W4, fast=True),
+    IntegerKernel("int8-c-fast", W8, fast=True),
+)

@@ -1,0 +1,299 @@
+"""Integer weights as the C kernels read them: panels of 16 rows, `runtime/kernels/cpu/c/linear.h` and `sparse.h`.
+
+Prepared tensors, with `panels = ceil(out / 16)` and groups of the activations of `group` columns:
+
+- `weight`: uint8 `[panels, groups, bytes of a group of 16 rows]`;
+- `scale`: `[panels, scale groups, 16]` in the dtype it is stored in (float32 if that is float64: `stored_scale` keeps it);
+- `zero_point`: int8, the same shape, for asymmetric weights;
+- `sums`: int16 `[panels, groups, 16]`, sums of the kept codes (2:4 layout only);
+- `weight_bitmap`, `weight_metadata`: as stored, where zeros that were kept could not be told from zeros that were pruned.
+
+What fills up the last panel is never stored, what fills up the last group is multiplied with zeros. The stored weight comes back
+exactly.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import ClassVar
+
+import torch
+
+from runtime import formats
+from runtime.formats.bitmap import unpack_mask
+from runtime.formats.bitpack import pack_rows, unpack_columns
+from runtime.formats.checks import Tensors
+from runtime.kernels.base import Layer
+from runtime.kernels.cpu import library, pairs
+from runtime.kernels.cpu import words as words4
+from runtime.scheme import CompressedWeight
+
+PANEL = 16
+_LARGEST = 256  # columns of an activation group: what the integer sums have room for
+_PREFERRED = 128
+_SLICE = 1 << 18  # codes rearranged at once, so that they stay in the cache
+_ZEROS = -0x77777778  # 0x88888888: eight codes 0
+
+
+class Panels(ABC):
+    """One of the layouts.
+
+    Attributes:
+        name: how kernels say that they read it.
+        kind: of `library.KINDS`.
+        formats: storage formats it is made from.
+        bits: smallest and largest code width it holds.
+        multiple: what the group size must be a multiple of.
+        column_bytes: bytes that 16 rows of one column take, as a fraction.
+    """
+
+    name: str
+    kind: str
+    formats: frozenset[str]
+    bits: tuple[int, int]
+    multiple: int = 16
+    column_bytes: int
+
+    # ---------------------------------------------------------------- what fits
+    def why_not(self, layer: Layer) -> str | None:
+        """The reason this layout cannot hold the layer, or None."""
+        weights = layer.entry.scheme.weights
+        low, high = self.bits
+        if weights is None or weights.type != "int" or not low <= weights.bits <= high:
+            return f"it computes integer weights of {low} to {high} bits"
+        if layer.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if layer.dtype not in library.TYPES:
+            return f"it computes in float32, bfloat16 and float16, not {str(layer.dtype).removeprefix('torch.')}"
+        if weights.strategy == "group" and (weights.group_size or 1) % self.multiple:
+            return f"it wants groups of a multiple of {self.multiple}, not {weights.group_size}"
+        return None
+
+    def group(self, layer: Layer) -> int:
+        """Columns of the activations that share a scale: they never cross a group of the weight."""
+        weights, columns = layer.entry.scheme.weights, layer.shape[1]
+        assert weights is not None
+        if weights.strategy != "group" or not weights.group_size:
+            count = -(-columns // _PREFERRED)
+            return max(1, -(-columns // (count * 32))) * 32 if count else 32
+        whole = weights.group_size
+        if whole <= _LARGEST:
+            return whole
+        fitting = [g for g in range(self.multiple, _LARGEST + 1, self.multiple) if whole % g == 0]
+        return _PREFERRED if _PREFERRED in fitting else fitting[-1]
+
+    # ---------------------------------------------------------------- there and back
+    @abstractmethod
+    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
+        """Stored tensors -> prepared ones."""
+
+    @abstractmethod
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        """Prepared tensors -> the weight, exactly."""
+
+    def sample(self, layer: Layer) -> Tensors:
+        """Prepared tensors of random codes, to measure with."""
+        panels, group = -(-layer.shape[0] // PANEL), self.group(layer)
+        groups = -(-layer.shape[1] // group)
+        weight = torch.randint(0, 256, (panels, groups, group * self.column_bytes), dtype=torch.uint8)
+        sets = -(-groups // _share(layer, group, groups))
+        return {
+            "weight": weight,
+            "scale": torch.ones(panels, sets, PANEL, dtype=torch.bfloat16),
+            "sums": torch.zeros(panels, groups, PANEL, dtype=torch.int16),
+        }
+
+    def linear(self, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> library.Linear:
+        """What the C library is given: addresses of the tensors, which must outlive it. `bias` is float32 `[out]`."""
+        weight, scale = tensors["weight"], tensors["scale"]
+        groups, group = weight.shape[1], weight.shape[2] // self.column_bytes
+        zero, sums = tensors.get("zero_point"), tensors.get("sums")
+        return library.Linear(
+            library.KINDS[self.kind],
+            library.TYPES[scale.dtype],
+            group,
+            _share(layer, group, groups),
+            layer.shape[0],
+            layer.shape[1],
+            groups,
+            weight.data_ptr(),
+            scale.data_ptr(),
+            None if zero is None else zero.data_ptr(),
+            None if sums is None else sums.data_ptr(),
+            None if bias is None else bias.data_ptr(),
+        )
+
+
+class Dense(Panels):
+    """Every code is there: `w4` with two codes a byte, `w8` with one."""
+
+    _PACKS: ClassVar[dict[str, int]] = {"w4": 8, "w8": 4}  # codes of a row in one 32-bit word
+
+    def __init__(self, kind: str, bits: tuple[int, int], storage: frozenset[str]) -> None:
+        self.name, self.kind, self.bits, self.formats = f"panels-{kind}", kind, bits, storage
+        self._codes = self._PACKS[kind]
+        self.column_bytes = 64 // self._codes
+
+    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
+        (rows, columns), group = layer.shape, self.group(layer)
+        panels, groups = -(-rows // PANEL), -(-columns // group)
+        words = torch.empty(panels, groups * group // self._codes, PANEL, dtype=torch.int32)
+        row_words, grids = self._reader(tensors, layer)
+        for start, end in _slices(panels, groups * group):
+            part = torch.zeros((end - start) * PANEL, words.shape[1], dtype=torch.int32)
+            read = row_words(slice(start * PANEL, min(rows, end * PANEL)))
+            part[: read.shape[0], : read.shape[1]] = read
+            words[start:end] = part.view(end - start, PANEL, -1).transpose(1, 2)
+        out = {"weight": words.view(torch.uint8).view(panels, groups, -1)} | grids
+        kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
+        return out if kept is None else out | {kept: tensors[kept]}
+
+    def _reader(self, tensors: Tensors, layer: Layer) -> tuple[Callable[[slice], torch.Tensor], Tensors]:
+        """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
+        scheme, columns = layer.entry.scheme, layer.shape[1]
+        storage = formats.get(layer.entry.format)
+        assert scheme.weights is not None
+        bits = scheme.weights.bits
+        if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
+            storage.validate(tensors, scheme, layer.shape, layer.dtype)
+            packed = tensors["weight_packed"]
+            return lambda rows: words4.from_stream(packed[rows], bits, columns), _grids(tensors, layer)
+        values = storage.unpack(tensors, scheme, layer.shape, layer.dtype).values
+
+        def row_words(rows: slice) -> torch.Tensor:
+            codes = torch.zeros(rows.stop - rows.start, -(-columns // 8) * 8, dtype=torch.int8)
+            codes[:, :columns] = values[rows]
+            return words4.pack_nibbles(codes) if self.kind == "w4" else (codes ^ -128).view(torch.int32)
+
+        return row_words, _grids(tensors, layer)
+
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        rows, columns = layer.shape
+        packed = tensors["weight"]
+        panels, wide = packed.shape[0], packed.shape[1] * packed.shape[2] // self.column_bytes
+        words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
+        values = torch.empty(rows, columns, dtype=torch.int8)
+        for start, end in _slices(panels, wide):
+            row_words = words[start:end].transpose(1, 2).contiguous().view((end - start) * PANEL, -1)
+            codes = words4.unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
+            part = values[start * PANEL : end * PANEL]
+            part.copy_(codes[: part.shape[0], :columns])
+        mask = None
+        if "weight_bitmap" in tensors:
+            mask = unpack_mask(tensors["weight_bitmap"], columns)
+        elif "weight_metadata" in tensors:
+            mask = pairs.mask(tensors["weight_metadata"], columns)
+        return _weight(values, mask, tensors, layer)
+
+
+class Pairs(Panels):
+    """2:4: of each quad of columns two codes and the pair of places they have, 3 bits a weight."""
+
+    name, kind, bits, multiple = "panels-s24", "s24", (2, 4), 32
+    formats = frozenset({"sparse24"})
+    column_bytes = 6
+
+    def why_not(self, layer: Layer) -> str | None:
+        weights = layer.entry.scheme.weights
+        if weights is not None and not weights.symmetric:
+            return "it computes symmetric weights: a pruned weight is the code 0"
+        return super().why_not(layer)
+
+    def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
+        scheme, (rows, columns) = layer.entry.scheme, layer.shape
+        formats.get(layer.entry.format).validate(tensors, scheme, layer.shape, layer.dtype)
+        assert scheme.weights is not None
+        group = self.group(layer)
+        panels, groups = -(-rows // PANEL), -(-columns // group)
+        wide = groups * group
+        words = torch.empty(panels, wide // 32, 3, PANEL, dtype=torch.int32)
+        sums = torch.empty(panels, groups, PANEL, dtype=torch.int16)
+        for start, end in _slices(panels, wide):
+            height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
+            codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
+            read = words4.from_stream(tensors["weight_packed"][part], scheme.weights.bits, columns // 2)
+            codes[: read.shape[0], : read.shape[1]] = read
+            pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
+            places = pairs.from_metadata(tensors["weight_metadata"][part])
+            pair[: places.shape[0], : places.shape[1]] = places
+            words[start:end, :, :2] = codes.view(end - start, PANEL, wide // 32, 2).permute(0, 2, 3, 1)
+            words[start:end, :, 2] = pair.view(torch.int32).view(end - start, PANEL, wide // 32).transpose(1, 2)
+            sums[start:end] = words4.sums(codes, groups).view(end - start, PANEL, groups).transpose(1, 2)
+        return {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums} | _grids(tensors, layer)
+
+    def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        rows, columns = layer.shape
+        packed, scheme = tensors["weight"], layer.entry.scheme
+        panels = packed.shape[0]
+        words = packed.view(panels, -1).view(torch.int32).view(panels, -1, 3, PANEL)
+        kept = words[:, :, :2].permute(0, 3, 1, 2).reshape(panels * PANEL, -1)
+        halves = words4.unpack_nibbles(kept)[:rows, : columns // 2]
+        pair = words[:, :, 2].transpose(1, 2).reshape(panels * PANEL, -1).view(torch.uint8)
+        metadata = pairs.to_metadata(pair[:rows, : -(-columns // 8)])
+        assert scheme.weights is not None
+        stored = {
+            "weight_packed": pack_rows(halves, scheme.weights.bits),
+            "weight_metadata": metadata,
+        }
+        values, mask = formats.get("sparse24").unpack_weight(stored, scheme, layer.shape, None)
+        return _weight(values, mask, tensors, layer)
+
+
+W4 = Dense("w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
+W8 = Dense("w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized"}))
+S24 = Pairs()
+
+
+def _share(layer: Layer, group: int, groups: int) -> int:
+    """Activation groups that have one scale of the weight."""
+    weights = layer.entry.scheme.weights
+    assert weights is not None
+    return weights.group_size // group if weights.strategy == "group" and weights.group_size else max(1, groups)
+
+
+def _grids(tensors: Tensors, layer: Layer) -> Tensors:
+    """Scales and zero points of stored tensors as panels."""
+    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.weights, layer.shape[0]
+    assert weights is not None
+    out = {"scale": _to_panels(scale, rows)}
+    if scale.dtype not in library.TYPES:
+        out |= {"scale": out["scale"].float(), "stored_scale": scale}
+    if not weights.symmetric:
+        zero = tensors["weight_zero_point"]
+        if formats.get(layer.entry.format).zero_point_packed(weights):
+            zero = unpack_columns(zero, weights.bits, scale.shape[0])
+        out["zero_point"] = _to_panels(zero, rows)
+    return out
+
+
+def _to_panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 16]`."""
+    grid = grid.view(1, 1).expand(rows, 1) if grid.dim() == 1 else grid
+    panels = -(-rows // PANEL)
+    high = torch.zeros(panels * PANEL, grid.shape[1], dtype=grid.dtype)
+    high[:rows] = grid
+    return high.view(panels, PANEL, -1).transpose(1, 2).contiguous()
+
+
+def _weight(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors, layer: Layer) -> CompressedWeight:
+    """The weight whose codes were unpacked, with its grids."""
+    scheme, rows = layer.entry.scheme, layer.shape[0]
+
+    def grid(name: str) -> torch.Tensor | None:
+        panels = tensors.get(name)
+        if panels is None:
+            return None
+        flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
+        tensor_wide = scheme.weights is not None and scheme.weights.strategy == "tensor"
+        return flat[:1, 0].clone() if tensor_wide else flat.contiguous()
+
+    scale = tensors.get("stored_scale")
+    return CompressedWeight(
+        values, grid("scale") if scale is None else scale, grid("zero_point"), mask, scheme, layer.dtype
+    )
+
+
+def _slices(panels: int, wide: int) -> list[tuple[int, int]]:
+    step = max(1, _SLICE // max(1, wide * PANEL))
+    return [(start, min(panels, start + step)) for start in range(0, panels, step)]

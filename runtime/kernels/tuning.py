@@ -1,0 +1,176 @@
+"""Which of several kernels over one layout is the fastest on this machine: measured once, remembered on disk.
+
+Keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads), one file a machine: `tuning/cpu-ID.json` under
+`$COMPRESS_CACHE` or `~/.cache/compress`. Measuring is done while a whole model is loaded (`measuring`), never longer than its budget;
+a layer prepared by itself uses what is remembered. What was not measured takes the first kernel, which is also taken unless
+another is at least a tenth faster: the first is the one whose results do not depend on the machine.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.kernels.base import Kernel, Layer, ShapeClass
+
+VERSION = 1
+BUDGET = 0.5  # seconds of measuring while one model is loaded
+_ROWS: dict[ShapeClass, int] = {"decode": 1, "batch": 16, "prefill": 256}
+_WINS_BY = 0.9
+_SMALL = 1 << 18  # weights; smaller layers are not worth measuring
+_OUT = 512  # rows of the weight that are measured: time is proportional to them
+_log = logging.getLogger("compress.kernels")
+_left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
+_lock = threading.Lock()
+_known: dict[tuple[Path, str], str] = {}  # chosen by this process: a file may not be writable
+_complained: set[Path] = set()
+
+
+@contextmanager
+def measuring(seconds: float = BUDGET) -> Iterator[None]:
+    """While active, `fastest` may measure, for so many seconds in all."""
+    token = _left.set([seconds])
+    try:
+        yield
+    finally:
+        _left.reset(token)
+
+
+def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel:
+    """The kernel for this layer and shape class, out of several of one layout in order of preference."""
+    if len(kernels) == 1 or layer.device.type != "cpu" or layer.shape[0] * layer.shape[1] < _SMALL:
+        return kernels[0]
+    layer = replace(layer, shape=(_OUT, _rounded(layer.shape[1])))
+    key = _key(layer, rows, kernels)
+    path = directory() / f"cpu-{machine()}.json"
+    known = {kernel.name: kernel for kernel in kernels}
+    with _lock:
+        name = _known.get((path, key)) or read(path).get(key, "")
+        if name in known:
+            return known[name]
+        budget = _left.get()
+        if budget is None or budget[0] <= 0:
+            return kernels[0]
+        start = time.perf_counter()
+        chosen = _measured(layer, _ROWS[rows], kernels, start + budget[0])
+        budget[0] -= time.perf_counter() - start
+        if chosen is None:
+            return kernels[0]
+        _known[path, key] = chosen.name
+        store(path, key, chosen.name)
+        return chosen
+
+
+def _measured(layer: Layer, rows: int, kernels: Sequence[Kernel], end: float) -> Kernel | None:
+    """The fastest, or None when time ran out before each had run twice."""
+    tensors = kernels[0].sample(layer)
+    if tensors is None:
+        return kernels[0]
+    x = torch.randn(rows, layer.shape[1]).to(layer.dtype)
+    taken = [float("inf")] * len(kernels)
+    for attempt in range(3):  # the first warms up, the others count
+        for index, kernel in enumerate(kernels):
+            if time.perf_counter() > end:
+                return None
+            start = time.perf_counter()
+            kernel.run(x, tensors, layer, None)
+            if attempt > 0:
+                taken[index] = min(taken[index], time.perf_counter() - start)
+    best = min(range(len(kernels)), key=lambda index: taken[index])
+    return kernels[best] if taken[best] < _WINS_BY * taken[0] else kernels[0]
+
+
+def _rounded(columns: int) -> int:
+    """Columns up to the next power of two, 256 to 8192: layers that share a choice."""
+    return min(8192, max(256, 1 << (columns - 1).bit_length()))
+
+
+def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
+    weights = layer.entry.scheme.weights
+    assert weights is not None
+    grid = f"{weights.strategy}-{weights.group_size}" + ("" if weights.symmetric else "-asymmetric")
+    parts = [
+        "/".join(kernel.name for kernel in kernels), kernels[0].layout, grid, str(layer.dtype).removeprefix("torch."),
+        f"{layer.shape[1]} columns", rows, f"{torch.get_num_threads()} threads",
+    ]  # fmt: skip
+    return " ".join(parts)
+
+
+# ---------------------------------------------------------------- what is remembered
+def directory() -> Path:
+    """Where choices are kept."""
+    chosen = os.environ.get("COMPRESS_CACHE")
+    if chosen:
+        return Path(chosen) / "tuning"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "tuning"
+    except RuntimeError:  # no home
+        return Path(tempfile.gettempdir()) / "compress" / "tuning"
+
+
+@cache
+def machine() -> str:
+    """What tells this CPU and torch from others that share the home directory."""
+    told = [platform.machine(), torch.__version__]
+    try:
+        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
+        told += sorted({line for line in lines if line.startswith(("model name", "cache size", "flags", "Features"))})
+    except OSError:
+        told.append(platform.processor())
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
+
+
+def read(path: Path) -> dict[str, str]:
+    """What a file remembers; nothing when it is missing, of another version or damaged (said in the log)."""
+    try:
+        content: Any = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)
+        return {}
+    if isinstance(content, dict) and content.get("version") != VERSION:
+        return {}
+    choices = content.get("choices") if isinstance(content, dict) else None
+    if not isinstance(choices, dict) or not all(isinstance(value, str) for value in choices.values()):
+        _complain(path, "ignoring the tuning file %s, it does not hold choices", path)
+        return {}
+    return choices
+
+
+def store(path: Path, key: str, name: str) -> None:
+    """Add one choice: read again (another process may have written), then replace the file in one step."""
+    content = {"version": VERSION, "choices": read(path) | {key: name}}
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            json.dump(content, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        _complain(path, "cannot remember tuning results in %s: %s", path, error)
+
+
+def _complain(path: Path, message: str, *details: object) -> None:
+    """Once a file: a read-only home is no reason to fail, or to repeat oneself for every layer."""
+    if path not in _complained:
+        _complained.add(path)
+        _log.warning(message, *details)

@@ -1,0 +1,293 @@
+"""2:4 sparse 4-bit weights at decoding: a matrix-vector product that reads the two kept codes of each quad and four bits of position.
+
+At groups of 128 that is 3.125 bits a weight instead of 4.125. Positions are decompressed in registers: the four activations of a
+quad are loaded for all rows, and each row picks two of them with selects (a gather out of the cache or shared memory would be
+bound by its lanes). `values` is the layout of `layout.py` over the kept codes, in an order such that word `w` of a tile holds both
+codes of four quads and the 16 bits beside it hold their positions:
+
+- a tile is 256 columns, 64 quads; quad `i * 16 + w` (i < 4) has its codes in fields `2 i` and `2 i + 1` of word `w`;
+- `positions` int16 `[tiles, N, 16]`: nibble `i` of word `w`. Bits 0 and 1 say that the first code is column 0, column 1 of the quad
+  (neither: 2); bits 2 and 3 that the second is column 3, column 2 (neither: 1). One bit test a select.
+
+Many rows dequantize into a scratch matrix for cuBLAS. Measure before preferring it to dense int4 for speed: it saves a quarter of
+the bytes and costs about twice the instructions a kept weight.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major, sum_parts
+
+COLUMNS = 256  # of a tile
+MAXIMUM_ROWS = 4  # each row is a pass over the weight, later ones out of the L2 cache
+
+
+@dataclass(frozen=True)
+class Sparse24Weight:
+    """`values` int32 `[tiles, N, 16]`, `positions` int16 `[tiles, N, 16]`, `scale` `[groups, N]`, `zero` int8 or None.
+
+    `shape` is `(N, K)` with K a multiple of 4; `group` a multiple of 64, or 0 for one scale a channel.
+    """
+
+    values: torch.Tensor
+    positions: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    shape: tuple[int, int]
+    group: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that a product with this weight must read."""
+        tensors = [self.values, self.positions, self.scale] + ([] if self.zero is None else [self.zero])
+        return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def prepare(
+    codes: torch.Tensor, first: torch.Tensor, second: torch.Tensor,
+    scale: torch.Tensor, zero: torch.Tensor | None, columns: int, group: int,
+) -> Sparse24Weight:  # fmt: skip
+    """Kept codes int8 `[N, K / 2]`, their columns inside the quad `first < second` `[N, K / 4]`, scale and zero `[N, groups]`."""
+    if group % 64 or columns % 4:
+        raise ValueError(f"groups of a multiple of 64 and rows of a multiple of 4, not {group} and {columns}")
+    rows, tiles = codes.shape[0], -(-columns // COLUMNS)
+    spare = tiles * 64 - columns // 4  # quads that fill up the last tile: code 0, positions 0 and 1
+    pairs = torch.nn.functional.pad(codes.view(rows, -1, 2), (0, 0, 0, spare)).view(rows, tiles, 4, 16, 2)
+    values = layout.pack(pairs.transpose(3, 4).reshape(rows, -1), 4)
+    a = torch.nn.functional.pad(first.to(torch.int32), (0, spare))
+    b = torch.nn.functional.pad(second.to(torch.int32), (0, spare), value=1)
+    bits = (a == 0).int() | (a == 1).int() << 1 | (b == 3).int() << 2 | (b == 2).int() << 3
+    shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
+    words = (bits.view(rows, tiles, 4, 16) << shifts[:, None]).sum(2)
+    positions = ((words + 0x8000) % 0x10000 - 0x8000).to(torch.int16).transpose(0, 1).contiguous()
+    flipped = None if zero is None else zero.t().contiguous()
+    return Sparse24Weight(values, positions, scale.t().contiguous(), flipped, (rows, columns), group)
+
+
+def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Inverse of `prepare`: kept codes int8 `[N, K / 2]` and their columns inside the quad, int64 `[N, K / 4]` each."""
+    (rows, columns), tiles = weight.shape, weight.values.shape[0]
+    pairs = layout.unpack(weight.values, 4, tiles * 128).view(rows, tiles, 4, 2, 16).transpose(3, 4)
+    codes = pairs.reshape(rows, -1)[:, : columns // 2].contiguous()
+    shifts = torch.arange(0, 16, 4, device=codes.device)
+    bits = weight.positions.transpose(0, 1).long().unsqueeze(2) >> shifts[:, None] & 15  # [rows, tiles, 4, 16]
+    bits = bits.reshape(rows, -1)[:, : columns // 4]
+    first = torch.where(bits & 1 > 0, 0, torch.where(bits & 2 > 0, 1, 2))
+    second = torch.where(bits & 4 > 0, 3, torch.where(bits & 8 > 0, 2, 1))
+    return codes, first, second
+
+
+def codes_and_mask(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor]:
+    """Codes int8 `[N, K]` (the zero point, or 0, where pruned) and the mask of kept positions bool `[N, K]`."""
+    kept, first, second = unpack(weight)
+    rows, columns = weight.shape
+    quad = torch.arange(columns // 4, device=kept.device) * 4
+    at = torch.stack([first + quad, second + quad], dim=-1).flatten(1)
+    codes = torch.zeros(rows, columns, dtype=torch.int8, device=kept.device)
+    if weight.zero is not None:
+        group = torch.arange(columns, device=kept.device) // (weight.group or columns)
+        codes.copy_(weight.zero.t()[:, group])
+    return codes.scatter_(1, at, kept), torch.zeros_like(codes, dtype=torch.bool).scatter_(1, at, True)
+
+
+def reference(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
+    """`x W^T + bias` in float64."""
+    codes = codes_and_mask(weight)[0]
+    zero = None if weight.zero is None else weight.zero.t()
+    return layout.reference(x, layout.reorder(codes, weight.scale.t(), zero, weight.group, 4), bias)
+
+
+@triton.jit
+def _load(x, k, K, EVEN_K: tl.constexpr):
+    if EVEN_K:
+        return tl.load(x + k).to(tl.float32)[None, :, :]
+    # K is a multiple of 4: a quad is inside or outside as a whole.
+    return tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :, :]
+
+
+@triton.jit
+def _bit(bits, place: tl.constexpr):
+    return (bits & (1 << place)) != 0
+
+
+@triton.jit
+def _block(base, positions, here, owned, word):
+    offset = here[None, :, None] * 16 + owned[:, None, None] * 16 + word[None, None, :]
+    # The hint is about the order of threads only, see matvec.py.
+    w = tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
+    return w, tl.load(tl.max_contiguous(positions + offset, [1, 2, 16]), eviction_policy="evict_first").to(tl.int32)
+
+
+@triton.jit
+def _pairs(w, bits, i: tl.constexpr, x0, x1, x2, x3, part, total):
+    """Add quad `i` of every word: products to `part`, the activations met to `total`.
+
+    Codes are subnormal floats, see matvec.py; the activations `[1, tiles, 16]`, common to all rows, get the factor 2^(76 - place).
+    """
+    fa = 2.0 ** (76 - 8 * i + (9 if 8 * i + 4 > 23 else 0))
+    fb = 2.0 ** (76 - 8 * i - 4 + (9 if 8 * i + 8 > 23 else 0))
+    a = tl.where(_bit(bits, 4 * i), x0 * fa, tl.where(_bit(bits, 4 * i + 1), x1 * fa, x2 * fa))
+    b = tl.where(_bit(bits, 4 * i + 2), x3 * fb, tl.where(_bit(bits, 4 * i + 3), x2 * fb, x1 * fb))
+    part += code_tiny(w, 2 * i, 4) * a
+    part += code_tiny(w, 2 * i + 1, 4) * b
+    total += a * (1.0 / fa)
+    total += b * (1.0 / fb)
+    return part, total
+
+
+@triton.jit
+def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
+    y = tl.sum(tl.sum(sums, 2), 1)
+    if HAS_BIAS:
+        y += tl.load(bias + n, mask=n < N, other=0.0).to(tl.float32)
+    tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
+
+
+@triton.jit
+def _scaled(part, total, scale, zero, grid, ASYMMETRIC: tl.constexpr):
+    z = 8.0
+    if ASYMMETRIC:
+        z = tl.load(zero + grid).to(tl.float32)[:, :, None] + 8.0
+    return (part * 9444732965739290427392.0 - total * z) * tl.load(scale + grid).to(tl.float32)[:, :, None]  # 2^73
+
+
+@triton.jit
+def sparse24_kernel(
+    x, values, positions, scale, zero, bias, out,
+    stride, M, N, K, tiles, groups,
+    GROUP: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
+    BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
+    owned_a, owned_b = tl.minimum(n, N - 1), tl.minimum(n + BLOCK_N, N - 1)  # two blocks of rows, as in matvec.py
+    tile, word = tl.arange(0, TILES), tl.arange(0, 16)
+    x += tl.cast(tl.program_id(2), tl.int64) * stride
+    sum_a = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    sum_b = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+    steps = tl.cdiv(tiles, TILES)
+    share = tl.cdiv(steps, SPLIT_K)
+    first = tl.program_id(1) * share
+    for step in range(first, tl.minimum(first + share, steps)):
+        at = step * TILES + tile
+        if not EVEN_K:
+            at = tl.minimum(at, tiles - 1)  # tiles past the end: their activations are masked
+        hop, here = tl.cast(step, tl.int64) * TILES * N * 16, (at - step * TILES) * N
+        w_a, bits_a = _block(values + hop, positions + hop, here, owned_a, word)
+        w_b, bits_b = _block(values + hop, positions + hop, here, owned_b, word)
+        for run in tl.static_range(4 // RUN):
+            part_a = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
+            total_a, part_b, total_b = part_a, part_a, part_a
+            for i in tl.static_range(RUN):
+                k = (step * TILES + tile)[:, None] * 256 + (run * RUN + i) * 64 + word[None, :] * 4
+                x0, x1 = _load(x, k, K, EVEN_K), _load(x, k + 1, K, EVEN_K)
+                x2, x3 = _load(x, k + 2, K, EVEN_K), _load(x, k + 3, K, EVEN_K)
+                part_a, total_a = _pairs(w_a, bits_a, run * RUN + i, x0, x1, x2, x3, part_a, total_a)
+                part_b, total_b = _pairs(w_b, bits_b, run * RUN + i, x0, x1, x2, x3, part_b, total_b)
+            if GROUP == 0:
+                group = tile[None, :] * 0
+            else:
+                group = tl.minimum((at * 256 + run * RUN * 64) // GROUP, groups - 1)[None, :] * N
+            sum_a += _scaled(part_a, total_a, scale, zero, group + owned_a[:, None], ASYMMETRIC)
+            sum_b += _scaled(part_b, total_b, scale, zero, group + owned_b[:, None], ASYMMETRIC)
+    out += (tl.cast(tl.program_id(1), tl.int64) * M + tl.program_id(2)) * N
+    _finish(sum_a, out, bias, n, N, HAS_BIAS)
+    _finish(sum_b, out, bias, n + BLOCK_N, N, HAS_BIAS)
+
+
+@triton.jit
+def expand_kernel(
+    values, positions, scale, zero, out, N, K, groups, one,
+    GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    t = tl.program_id(1)
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    owned, word = tl.minimum(n, N - 1), tl.arange(0, 16)
+    offset = tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :]
+    w, bits = tl.load(values + offset), tl.load(positions + offset).to(tl.int32)
+    for i in tl.static_range(4):
+        at = owned
+        if GROUP != 0:
+            at = owned + tl.cast(tl.minimum((t * 256 + i * 64) // GROUP, groups - 1), tl.int64) * N
+        z = 0.0
+        if ASYMMETRIC:
+            z = tl.load(zero + at).to(tl.float32)[:, None]
+        s = tl.load(scale + at).to(tl.float32)[:, None]
+        a = code_minus(w, one, z, 2 * i, 4) * s
+        b = code_minus(w, one, z, 2 * i + 1, 4) * s
+        a0, a1 = _bit(bits, 4 * i), _bit(bits, 4 * i + 1)
+        b3, b2 = _bit(bits, 4 * i + 2), _bit(bits, 4 * i + 3)
+        v0 = tl.where(a0, a, 0.0)
+        v1 = tl.where(a1, a, tl.where(b3 | b2, 0.0, b))
+        v2 = tl.where(a0 | a1, tl.where(b2, b, 0.0), a)
+        v3 = tl.where(b3, b, 0.0)
+        quads = tl.permute(tl.join(tl.join(v0, v1), tl.join(v2, v3)), (0, 1, 3, 2))  # [rows, 16, high bit, low bit]
+        k = t * 256 + i * 64 + tl.arange(0, 64)
+        dense = tl.reshape(quads, [BLOCK_N, 64]).to(out.dtype.element_ty)
+        tl.store(out + n.to(tl.int64)[:, None] * K + k[None, :], dense, mask=(n < N)[:, None] & (k < K)[None, :])
+
+
+def dequantize(weight: Sparse24Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Dense `[N, K]` in `dtype`, one rounding a weight."""
+    n, columns = weight.shape
+    out = torch.empty(n, columns, dtype=dtype, device=weight.values.device)
+    if out.numel():
+        expand_kernel[(triton.cdiv(n, 64), weight.values.shape[0])](
+            weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
+            n, columns, weight.scale.shape[0], ONE,
+            GROUP=weight.group, ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
+        )  # fmt: skip
+    return out
+
+
+def configurations(weight: Sparse24Weight) -> list[dict[str, Any]]:
+    """Launches worth trying, the default first."""
+    tiles, split = weight.values.shape[0], 1
+    while weight.shape[0] // 32 * split < 512 and split * 8 <= tiles:
+        split *= 2
+    chosen = [(16, 4, split, 4), (8, 4, split, 4), (16, 2, split, 4), (16, 4, 2 * split, 4), (32, 2, split, 4), (16, 8, split, 8)]
+    return [
+        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w} for n, t, s, w in chosen if s == 1 or s * t <= tiles
+    ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]
+
+
+def linear(
+    x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None = None, config: dict[str, Any] | None = None
+) -> torch.Tensor:
+    """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`. Up to `MAXIMUM_ROWS` rows a matrix-vector product each, with the
+    range of `matvec.py`; more multiply a dequantized scratch matrix. Reference: `reference`.
+    """
+    x = row_major(x)
+    (rows, _), (n, columns) = x.shape, weight.shape
+    out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
+    if rows == 0 or n == 0:
+        return out
+    if rows > MAXIMUM_ROWS and config is None:
+        return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+    run = 4
+    while weight.group and (weight.group // 64) % run:
+        run //= 2
+
+    def launch(config: dict[str, Any]) -> None:
+        split = config["SPLIT_K"]
+        target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
+        sparse24_kernel[(triton.cdiv(n, 2 * config["BLOCK_N"]), split, rows)](
+            x, weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero,
+            x if bias is None else bias, target, x.stride(0), rows, n, columns, weight.values.shape[0], weight.scale.shape[0],
+            GROUP=weight.group, RUN=run, ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,
+            EVEN_K=columns % (config["TILES"] * COLUMNS) == 0, **config,
+        )  # fmt: skip
+        if split > 1:
+            sum_parts(target, bias, out)
+
+    if config is None:
+        key = (weight.group, weight.zero is not None, n, columns, rows)
+        config = tuning.choose("sparse24_w4", key, x, configurations(weight), launch)
+    launch(config)
+    return out

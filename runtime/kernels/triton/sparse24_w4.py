@@ -3,10 +3,11 @@
 At groups of 128 that is 3.125 bits a weight instead of 4.125. Positions are decompressed in registers: the four activations of a
 quad are loaded for all rows, and each row picks two of them with selects (a gather out of the cache or shared memory would be
 bound by its lanes). `values` is the layout of `layout.py` over the kept codes, in an order such that word `w` of a tile holds both
-codes of four quads and the 16 bits beside it hold their positions:
+codes of four quads and 16 bits beside it hold their positions:
 
 - a tile is 256 columns, 64 quads; quad `i * 16 + w` (i < 4) has its codes in fields `2 i` and `2 i + 1` of word `w`;
-- `positions` int16 `[tiles, N, 16]`: nibble `i` of word `w`. Bits 0 and 1 say that the first code is column 0, column 1 of the quad
+- `positions` int32 `[tiles, ceil(N / 2), 16]`: nibble `i` of word `w`, of row `2 r` in the low half and of row `2 r + 1` in the high
+  one (so that values and positions are read by the same threads, 16 bytes each). Bits 0 and 1 say that the first code is column 0, column 1 of the quad
   (neither: 2); bits 2 and 3 that the second is column 3, column 2 (neither: 1). One bit test a select.
 
 Many rows dequantize into a scratch matrix for cuBLAS. Measure before preferring it to dense int4 for speed: it saves a quarter of
@@ -31,7 +32,7 @@ MAXIMUM_ROWS = 4  # each row is a pass over the weight, later ones out of the L2
 
 @dataclass(frozen=True)
 class Sparse24Weight:
-    """`values` int32 `[tiles, N, 16]`, `positions` int16 `[tiles, N, 16]`, `scale` `[groups, N]`, `zero` int8 or None.
+    """`values` int32 `[tiles, N, 16]`, `positions` int32 `[tiles, ceil(N / 2), 16]`, `scale` `[groups, N]`, `zero` int8 or None.
 
     `shape` is `(N, K)` with K a multiple of 4; `group` a multiple of 64, or 0 for one scale a channel.
     """
@@ -66,7 +67,9 @@ def prepare(
     bits = (a == 0).int() | (a == 1).int() << 1 | (b == 3).int() << 2 | (b == 2).int() << 3
     shifts = torch.arange(0, 16, 4, device=codes.device, dtype=torch.int32)
     words = (bits.view(rows, tiles, 4, 16) << shifts[:, None]).sum(2)
-    positions = ((words + 0x8000) % 0x10000 - 0x8000).to(torch.int16).transpose(0, 1).contiguous()
+    words = torch.nn.functional.pad(words, (0, 0, 0, 0, 0, rows % 2)).view(-1, 2, tiles, 16)
+    high = (words[:, 1] + 0x8000) % 0x10000 - 0x8000  # signed, so that the shifted number fits
+    positions = (words[:, 0] | high << 16).to(torch.int32).transpose(0, 1).contiguous()
     flipped = None if zero is None else zero.t().contiguous()
     return Sparse24Weight(values, positions, scale.t().contiguous(), flipped, (rows, columns), group)
 
@@ -77,8 +80,9 @@ def unpack(weight: Sparse24Weight) -> tuple[torch.Tensor, torch.Tensor, torch.Te
     pairs = layout.unpack(weight.values, 4, tiles * 128).view(rows, tiles, 4, 2, 16).transpose(3, 4)
     codes = pairs.reshape(rows, -1)[:, : columns // 2].contiguous()
     shifts = torch.arange(0, 16, 4, device=codes.device)
-    bits = weight.positions.transpose(0, 1).long().unsqueeze(2) >> shifts[:, None] & 15  # [rows, tiles, 4, 16]
-    bits = bits.reshape(rows, -1)[:, : columns // 4]
+    both = weight.positions.transpose(0, 1).long()
+    halves = torch.stack([both & 0xFFFF, both >> 16 & 0xFFFF], dim=1).flatten(0, 1)[:rows]  # [rows, tiles, 16]
+    bits = (halves.unsqueeze(2) >> shifts[:, None] & 15).reshape(rows, -1)[:, : columns // 4]
     first = torch.where(bits & 1 > 0, 0, torch.where(bits & 2 > 0, 1, 2))
     second = torch.where(bits & 4 > 0, 3, torch.where(bits & 8 > 0, 2, 1))
     return codes, first, second
@@ -118,11 +122,10 @@ def _bit(bits, place: tl.constexpr):
 
 
 @triton.jit
-def _block(base, positions, here, owned, word):
-    offset = here[None, :, None] * 16 + owned[:, None, None] * 16 + word[None, None, :]
+def _words(base, here, row, word):
+    offset = here[None, :, None] * 16 + row[:, None, None] * 16 + word[None, None, :]
     # The hint is about the order of threads only, see matvec.py.
-    w = tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
-    return w, tl.load(tl.max_contiguous(positions + offset, [1, 2, 16]), eviction_policy="evict_first").to(tl.int32)
+    return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
 
 
 @triton.jit
@@ -165,8 +168,11 @@ def sparse24_kernel(
     GROUP: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, HAS_BIAS: tl.constexpr, EVEN_K: tl.constexpr,
     BLOCK_N: tl.constexpr, TILES: tl.constexpr, SPLIT_K: tl.constexpr,
 ):  # fmt: skip
-    n = tl.program_id(0) * (2 * BLOCK_N) + tl.arange(0, BLOCK_N)
-    owned_a, owned_b = tl.minimum(n, N - 1), tl.minimum(n + BLOCK_N, N - 1)  # two blocks of rows, as in matvec.py
+    # Rows 2 r and 2 r + 1 share their position words. Past the end rows repeat the last one and are not stored.
+    n = (tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)) * 2
+    owned_a, owned_b = tl.minimum(n, N - 1), tl.minimum(n + 1, N - 1)
+    pairs = (N + 1) // 2
+    pair = tl.minimum(n // 2, pairs - 1)
     tile, word = tl.arange(0, TILES), tl.arange(0, 16)
     x += tl.cast(tl.program_id(2), tl.int64) * stride
     sum_a = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
@@ -178,9 +184,12 @@ def sparse24_kernel(
         at = step * TILES + tile
         if not EVEN_K:
             at = tl.minimum(at, tiles - 1)  # tiles past the end: their activations are masked
-        hop, here = tl.cast(step, tl.int64) * TILES * N * 16, (at - step * TILES) * N
-        w_a, bits_a = _block(values + hop, positions + hop, here, owned_a, word)
-        w_b, bits_b = _block(values + hop, positions + hop, here, owned_b, word)
+        hop = tl.cast(step, tl.int64) * TILES * 16
+        offset = at - step * TILES
+        bits_a = _words(positions + hop * pairs, offset * pairs, pair, word)
+        bits_b = bits_a >> 16
+        w_a = _words(values + hop * N, offset * N, owned_a, word)
+        w_b = _words(values + hop * N, offset * N, owned_b, word)
         for run in tl.static_range(4 // RUN):
             part_a = tl.zeros([BLOCK_N, TILES, 16], tl.float32)
             total_a, part_b, total_b = part_a, part_a, part_a
@@ -198,7 +207,7 @@ def sparse24_kernel(
             sum_b += _scaled(part_b, total_b, scale, zero, group + owned_b[:, None], ASYMMETRIC)
     out += (tl.cast(tl.program_id(1), tl.int64) * M + tl.program_id(2)) * N
     _finish(sum_a, out, bias, n, N, HAS_BIAS)
-    _finish(sum_b, out, bias, n + BLOCK_N, N, HAS_BIAS)
+    _finish(sum_b, out, bias, n + 1, N, HAS_BIAS)
 
 
 @triton.jit
@@ -209,8 +218,9 @@ def expand_kernel(
     t = tl.program_id(1)
     n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     owned, word = tl.minimum(n, N - 1), tl.arange(0, 16)
-    offset = tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :]
-    w, bits = tl.load(values + offset), tl.load(positions + offset).to(tl.int32)
+    w = tl.load(values + tl.cast(t, tl.int64) * N * 16 + owned[:, None] * 16 + word[None, :])
+    both = tl.load(positions + tl.cast(t, tl.int64) * ((N + 1) // 2) * 16 + (owned // 2)[:, None] * 16 + word[None, :])
+    bits = both >> (owned % 2 * 16)[:, None]
     for i in tl.static_range(4):
         at = owned
         if GROUP != 0:

@@ -122,8 +122,12 @@ class LlamaEngine:
             cosine.data_ptr(), sine.data_ptr(), wanted.data_ptr(), logits.data_ptr(), memory.data_ptr(),
             ctypes.pointer(pool.decoder),
         )  # fmt: skip
-        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
+        self._compute(step, pool)
         return logits
+
+    def _compute(self, step: Step, pool: Pool) -> None:
+        """All layers of a step, and the head."""
+        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
 
     def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
         """Working memory of this thread, kept between steps."""

@@ -138,16 +138,18 @@ class Model:
         """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
         try:
             ids = torch.as_tensor(input_ids)
-        except (ValueError, TypeError, RuntimeError) as error:
+        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
             raise RequestError("input_ids must be token ids of shape [batch, seq], all rows equally long") from error
         if (
             ids.dim() != 2
             or ids.numel() == 0
             or ids.dtype.is_floating_point
-            or ids.dtype in (torch.bool, torch.complex64)
+            or ids.dtype.is_complex
+            or ids.dtype == torch.bool
         ):
             raise RequestError(
-                f"input_ids must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} of shape {list(ids.shape)}"
+                f"input_ids must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} "
+                f"of shape {list(ids.shape)}"
             )
         for row in ids.tolist():
             self._reader.check(row)

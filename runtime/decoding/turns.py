@@ -25,12 +25,6 @@ class Turns:
         self.waiting: set[int] = set()  # threads that want the lock; a hint, see `Caller.run`
         self.taken = 0  # turns so far
 
-    def __getstate__(self) -> dict[str, Any]:
-        return {}  # a copy of a model is used by others
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__()  # type: ignore[misc]
-
 
 class Caller:
     """The turns of one call.

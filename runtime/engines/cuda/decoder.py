@@ -1,0 +1,74 @@
+"""A Llama-like decoder over packed rows: tokens of any sequences side by side, no batch dimension, no padding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from runtime.engines.cuda.cache import Memory
+from runtime.engines.cuda.ops import Ops
+from runtime.engines.cuda.parts import Block, Parts
+
+#: Block number and queries `[rows, heads, head_dim]` -> what they find in the cache, the same shape.
+Attend = Callable[[int, torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Tokens of a step, int32 `[rows]`: ids, positions in their sequences, and slots `page * page_size + place in the page`."""
+
+    ids: torch.Tensor
+    positions: torch.Tensor
+    slots: torch.Tensor
+
+
+class Decoder:
+    """The forward pass. Linear layers are called as modules, what lies between them as `ops`.
+
+    Attributes:
+        embeds: whether `embed` may be captured in a graph.
+    """
+
+    def __init__(self, parts: Parts, ops: Ops, positions: int) -> None:
+        self.parts = parts
+        self.ops = ops
+        self.rotations = parts.rotation(positions)
+        self.embeds = type(parts.embedding) is nn.Embedding
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[rows, hidden]`."""
+        return self.parts.embedding(ids).to(self.parts.dtype)
+
+    def __call__(
+        self, hidden: torch.Tensor, rows: Rows, memory: Memory, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Keys and values of all rows are written; logits `[rows or wanted, vocabulary]` in the model's dtype.
+
+        Args:
+            hidden: `embed(rows.ids)`.
+            wanted: indices of the rows whose logits are computed; None: all.
+        """
+        parts, norm = self.parts, self.ops.rms_norm
+        x, residual = norm(hidden, parts.blocks[0].input_norm, parts.eps)
+        for i, block in enumerate(parts.blocks):
+            q = self._queries(block, x, rows, memory.keys[i], memory.values[i])
+            found = block.output(attend(i, q).reshape(x.shape[0], -1))
+            x, residual = norm(found, block.mlp_norm, parts.eps, residual)
+            found = block.down(self.ops.swiglu(block.gate_up.whole(x)))
+            if i + 1 < len(parts.blocks):
+                x, residual = norm(found, parts.blocks[i + 1].input_norm, parts.eps, residual)
+        if wanted is not None:
+            found, residual = found[wanted], residual[wanted]
+        x, _ = norm(found, parts.final_norm, parts.eps, residual)
+        return parts.head(x)
+
+    def _queries(
+        self, block: Block, x: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor
+    ) -> torch.Tensor:
+        q, k, v = block.qkv(x)
+        return self.ops.rotate_and_store(
+            q, k, v, block.norms, self.parts.eps, self.rotations, rows.positions, rows.slots, keys, values
+        )

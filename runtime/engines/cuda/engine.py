@@ -1,0 +1,233 @@
+"""The lean GPU engine. It takes over a transformers model (the same weights, its linear layers are called as modules) where every part
+of its blocks is one that it knows; `take_over` returns None otherwise, and the torch engine runs the model instead.
+
+What of a sequence's numbers depends on what else is in the step: attention, norms and rotation never do. A linear layer may round
+differently for another number of rows (another kernel, another split of the sums). A decode step is computed at the size of its
+bucket, so its numbers depend on which bucket that is, and on nothing else: `buckets=(32,)` makes all steps of up to 32 sequences
+alike, at some cost for single ones. Tokens of prompts are computed apart from decode steps, all in one pass, whose number of rows
+counts in the same way.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.engines.base import Piece
+from runtime.engines.cuda import ops
+from runtime.engines.cuda.batch import Batch
+from runtime.engines.cuda.cache import Memory, Pool, Store
+from runtime.engines.cuda.decoder import Decoder, Rows
+from runtime.engines.cuda.graphs import Capture, CudaGraphs
+from runtime.engines.cuda.parts import Parts, read_parts, why_not
+from runtime.engines.cuda.prefill import PieceAttention
+from runtime.engines.cuda.steps import Steps
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from runtime.engines.torch import TorchEngine
+
+PAGE = 64
+MOST_ROWS = 2048
+BUCKETS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+UNLIMITED = 1 << 17  # positions, where a model names no limit
+_log = logging.getLogger("compress.engine")
+
+
+class CudaEngine:
+    """See `runtime.engines.base.PagedEngine`. Made by `take_over`.
+
+    Args:
+        page_size: positions of a page: 16, 32, or a multiple of 64.
+        buckets: batch sizes that decode steps are captured for, ascending; larger batches are computed in parts.
+        capture: how a decode step is captured; None: it is not. `take_over` gives CUDA graphs on CUDA devices.
+        computing: `ops.choose(device)` by default.
+    """
+
+    padding_is_exact = True
+
+    def __init__(
+        self,
+        torch_engine: TorchEngine,
+        parts: Parts,
+        *,
+        page_size: int = PAGE,
+        buckets: Sequence[int] = BUCKETS,
+        capture: Capture | None = None,
+        computing: ops.Ops | None = None,
+    ) -> None:
+        self.torch_engine = torch_engine
+        self.module = torch_engine.module
+        self.device = torch_engine.device
+        self.vocab_size = torch_engine.vocab_size
+        self.context_length = torch_engine.context_length
+        self.weight_bytes = torch_engine.weight_bytes
+        self.parts = parts
+        self.page_size = page_size
+        self.page_bytes = 2 * len(parts.blocks) * page_size * parts.kv_heads * parts.head_dim * parts.dtype.itemsize
+        self.most_rows = MOST_ROWS
+        self.buckets = tuple(buckets)
+        self._capture = capture
+        self._width = -(-(self.context_length or UNLIMITED) // page_size)  # most pages of a sequence
+        with self._on_device():
+            self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
+        self._store = Store(lambda count: Memory(parts, page_size, count, self.device))
+        self._lock = threading.Lock()
+
+    @property
+    def description(self) -> str:
+        """What computes, in a few words."""
+        graphs = "no graphs" if self._capture is None else "decode steps as CUDA graphs"
+        return f"lean decoder, {self.decoder.ops.name} kernels, {graphs}"
+
+    def explain(self) -> dict[str, str]:
+        return self.torch_engine.explain()
+
+    # ---------------------------------------------------------------- pages
+    def new_pages(self, count: int) -> Pool:
+        """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
+        with self._on_device():
+            return self._store.pool(count)
+
+    def trim(self) -> None:
+        """Give back the memory that waits for the next pool."""
+        self._store.trim()
+
+    def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
+        with self._lock, self._on_device(), torch.inference_mode():
+            return self._step(pool.memory, pieces, _copied)
+
+    def greedy(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The likeliest token after each piece, int64 `[len(pieces)]`: `step` without a copy of the logits."""
+        with self._lock, self._on_device(), torch.inference_mode():
+            return self._step(pool.memory, pieces, _likeliest)
+
+    def _step(
+        self, memory: Memory, pieces: Sequence[Piece], take: Callable[[torch.Tensor], torch.Tensor]
+    ) -> torch.Tensor:
+        """What `take` makes of the logits; they may be a view of what the next replay overwrites."""
+        decoding = [i for i, piece in enumerate(pieces) if len(piece.tokens) == 1]
+        reading = [i for i, piece in enumerate(pieces) if len(piece.tokens) > 1]
+        found = []
+        most = self.buckets[-1]
+        for first in range(0, len(decoding), most):
+            logits = self._steps(memory).run([pieces[i] for i in decoding[first : first + most]])
+            found.append(take(logits))
+        if reading:
+            found.append(take(self.read(memory, [pieces[i] for i in reading])))
+        if not found:
+            return take(torch.empty(0, self.parts.vocabulary, device=self.device))
+        together = found[0] if len(found) == 1 else torch.cat(found)
+        order = decoding + reading
+        if order == list(range(len(pieces))):
+            return together
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return together[torch.tensor(back, device=together.device)]
+
+    def _steps(self, memory: Memory) -> Steps:
+        if memory.steps is None:
+            memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
+        return memory.steps
+
+    def read(self, memory: Memory, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+        """All tokens of the pieces in one pass, without a graph: logits after the last of each piece, or after `every` token."""
+        page, parts = self.page_size, self.parts
+        ids: list[int] = []
+        positions: list[int] = []
+        slots: list[int] = []
+        chosen: list[int] = []
+        ends: list[int] = []
+        needed: list[int] = []
+        for piece in pieces:
+            end = piece.start + len(piece.tokens)
+            if end > self._width * page:
+                raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
+            ids += piece.tokens
+            positions += range(piece.start, end)
+            slots += [piece.pages[p // page] * page + p % page for p in range(piece.start, end)]
+            needed.append(-(-end // page))
+            chosen += piece.pages[: needed[-1]]
+            ends.append(len(ids) - 1)
+        rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
+        tables = torch.tensor(chosen).to(self.device).split(needed)
+        counts = [len(piece.tokens) for piece in pieces]
+        attention = PieceAttention([piece.start for piece in pieces], counts, tables, parts.scale)
+
+        def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
+            return attention(q, memory.keys[layer], memory.values[layer], parts.blocks[layer].window)
+
+        wanted = None if every else torch.tensor(ends).to(self.device)
+        return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
+
+    # ---------------------------------------------------------------- engine
+    def new_cache(self) -> Batch:
+        return Batch()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Batch | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens. No graphs."""
+        cache = cache if cache is not None else Batch()
+        with self._lock, self._on_device(), torch.inference_mode():
+            return cache.forward(self, input_ids, attention_mask, last_only)
+
+    def keep_rows(self, cache: Batch, rows: torch.Tensor) -> None:
+        with self._lock, self._on_device(), torch.inference_mode():
+            cache.keep(self, rows.tolist())
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Of a cache from `new_cache` or a pool from `new_pages`."""
+        memory = cache.memory
+        return 0 if memory is None else memory.count * self.page_bytes
+
+    def make_memory(self, count: int) -> Memory:
+        """Pages that no pool shares."""
+        return Memory(self.parts, self.page_size, count, self.device)
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Triton launches on the current device."""
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _copied(logits: torch.Tensor) -> torch.Tensor:
+    return logits.to(torch.float32, copy=True)
+
+
+def _likeliest(logits: torch.Tensor) -> torch.Tensor:
+    return logits.argmax(-1)
+
+
+def take_over(
+    engine: TorchEngine, *, graphs: bool = True, fuse: bool = True, any_device: bool = False, **options: Any
+) -> CudaEngine | None:
+    """The lean engine for this model, or None where it does not fit (`parts.why_not` says why, and so does the log).
+
+    Args:
+        graphs: replay decode steps as CUDA graphs, on CUDA devices.
+        fuse: join q/k/v and gate/up where their layers allow it.
+        any_device: also on others than CUDA.
+        options: further ones of `CudaEngine`.
+    """
+    if engine.device.type != "cuda" and not any_device:
+        return None
+    reason = why_not(engine.module)
+    if reason is None:
+        with torch.cuda.device(engine.device) if engine.device.type == "cuda" else contextlib.nullcontext():
+            parts = read_parts(engine.module, fuse)
+            capture = CudaGraphs(engine.device) if graphs and engine.device.type == "cuda" else None
+        if isinstance(parts, Parts):
+            return CudaEngine(engine, parts, **{"capture": capture, **options})
+        reason = parts
+    _log.info("the lean GPU engine does not fit this model: %s", reason)
+    return None

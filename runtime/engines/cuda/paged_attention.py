@@ -1,0 +1,141 @@
+"""Attention of one query a sequence over pages (flash-decoding): grouped queries, ragged lengths, sliding windows.
+
+A program owns one key/value head of one sequence and a share of its positions; the query heads that read this head are the rows
+of one small tensor core product, so every key and value is loaded once. A second kernel joins the shares by their log-sum-exp.
+
+How a sequence is cut depends on its own length and on nothing else in the step: its numbers are the same in any batch. Programs
+without a share end at once, so that the grid, which a CUDA graph freezes, can be that of the longest sequence.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+LEAST_SHARE = 2  # blocks of a share: with fewer, partial results would be a large part of the traffic
+MOST_SPLITS = 32
+PROGRAMS = 256  # wanted for a single sequence: some two a multiprocessor
+
+
+@triton.jit
+def _shares(position, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr):
+    """First visible position, first block, number of blocks, blocks a share."""
+    start = 0
+    if WINDOWED:
+        start = tl.maximum(position + 1 - window, 0)
+    first = start // BLOCK
+    blocks = position // BLOCK + 1 - first
+    return start, first, blocks, tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
+
+
+@triton.jit
+def split_kernel(
+    q, keys, values, tables, positions, out, part, extent,
+    q_stride, page_stride, token_stride, table_stride, scale, window,
+    GROUP: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK_D: tl.constexpr, PAGE: tl.constexpr,
+    BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    row, head, split = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1), tl.program_id(2)
+    position = tl.load(positions + row)
+    start, first, blocks, share = _shares(position, window, BLOCK, SPLITS, LEAST, WINDOWED)
+    begin = split * share
+    if begin >= blocks:
+        return
+    end = first + tl.minimum(begin + share, blocks)
+    m, d, n = tl.arange(0, ROWS), tl.arange(0, BLOCK_D), tl.arange(0, BLOCK)
+    own = (m < GROUP)[:, None] & (d < SIZE)[None, :]
+    at = (head * GROUP + m)[:, None] * SIZE + d[None, :]
+    query = tl.load(q + row * q_stride + at, mask=own, other=0.0)
+    most = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    sums = tl.zeros([ROWS, BLOCK_D], tl.float32)
+    for block in tl.range(first + begin, end, num_stages=STAGES):
+        page = tl.load(tables + row * table_stride + block * BLOCK // PAGE).to(tl.int64)
+        base = page * page_stride + (block * BLOCK % PAGE + n) * token_stride + head * SIZE
+        seen = (block * BLOCK + n <= position) & (block * BLOCK + n >= start)
+        k = tl.load(keys + base[None, :] + d[:, None], mask=(d < SIZE)[:, None] & seen[None, :], other=0.0)
+        scores = tl.dot(query, k, input_precision="ieee") * scale  # the scale brings log2(e) along
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, 1))  # finite: every block of the range has a visible position
+        weights = tl.exp2(scores - higher[:, None])
+        fade = tl.exp2(most - higher)
+        v = tl.load(values + base[:, None] + d[None, :], mask=seen[:, None] & (d < SIZE)[None, :], other=0.0)
+        total = total * fade + tl.sum(weights, 1)
+        sums = tl.dot(weights.to(v.dtype), v, sums * fade[:, None], input_precision="ieee")
+        most = higher
+    sums = sums / total[:, None]
+    if SPLITS == 1:
+        tl.store(out + row * tl.num_programs(1) * GROUP * SIZE + at, sums.to(out.dtype.element_ty), mask=own)
+    else:
+        place = (row * SPLITS + split) * tl.num_programs(1) * GROUP
+        tl.store(part + place * SIZE + at, sums, mask=own)
+        tl.store(extent + place + head * GROUP + m, most + tl.log2(total), mask=m < GROUP)
+
+
+@triton.jit
+def join_kernel(
+    part, extent, positions, out, window,
+    SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):  # fmt: skip
+    row, head, heads = tl.cast(tl.program_id(0), tl.int64), tl.program_id(1), tl.num_programs(1)
+    _, _, blocks, share = _shares(tl.load(positions + row), window, BLOCK, SPLITS, LEAST, WINDOWED)
+    s, d = tl.arange(0, SPLITS), tl.arange(0, BLOCK_D)
+    used = s * share < blocks
+    place = (row * SPLITS + s) * heads + head
+    size = tl.load(extent + place, mask=used, other=float("-inf"))
+    weights = tl.exp2(size - tl.max(size, 0))
+    parts = tl.load(part + place[:, None] * SIZE + d[None, :], mask=used[:, None] & (d < SIZE)[None, :], other=0.0)
+    y = tl.sum(parts * weights[:, None], 0) / tl.sum(weights, 0)
+    tl.store(out + (row * heads + head) * SIZE + d, y.to(out.dtype.element_ty), mask=d < SIZE)
+
+
+def splits(kv_heads: int) -> int:
+    """Shares that a long sequence is cut into: a power of two, by the model alone."""
+    return max(1, min(MOST_SPLITS, triton.next_power_of_2(-(-PROGRAMS // kv_heads))))
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+    width: int | None = None,
+    parts: int | None = None,
+) -> torch.Tensor:
+    """`plain.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter.
+
+    Args:
+        parts: shares of a long sequence instead of `splits(kv_heads)`.
+    """
+    rows, heads, size = q.shape
+    page, kv_heads = keys.shape[1:3]
+    block = min(64, page)
+    if page % block or block < 16 or block & (block - 1):
+        raise ValueError(f"pages of 16, 32, or a multiple of 64 positions, not {page}")
+    out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return out
+    count, windowed = parts or splits(kv_heads), window > 0
+    block_d = max(16, triton.next_power_of_2(size))
+    group = heads // kv_heads
+    part = extent = out
+    if count > 1:
+        part = torch.empty(rows, count, heads, size, dtype=torch.float32, device=q.device)
+        extent = torch.empty(rows, count, heads, dtype=torch.float32, device=q.device)
+    split_kernel[(rows, kv_heads, count)](
+        q, keys, values, tables, positions, out, part, extent,
+        q.stride(0), keys.stride(0), keys.stride(1), tables.stride(0), scale * 1.4426950408889634, window,
+        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size, BLOCK_D=block_d, PAGE=page, BLOCK=block,
+        SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, STAGES=3 if q.element_size() == 2 else 2, num_warps=4,
+    )  # fmt: skip
+    if count > 1:
+        join_kernel[(rows, heads)](
+            part, extent, positions, out, window,
+            SIZE=size, BLOCK_D=block_d, BLOCK=block, SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, num_warps=2,
+        )  # fmt: skip
+    return out

@@ -1,0 +1,141 @@
+"""What the engine needs of a transformers model, found by structure and checked: a part it does not know is a reason, not a guess."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.engines.fuse import Joined
+from runtime.engines.llama_parts import FAMILIES, STATIC_ROTATIONS, _only, _UnknownPart, _window
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_QKV = ("q_proj", "k_proj", "v_proj")
+_GATE_UP = ("gate_proj", "up_proj")
+
+
+@dataclass(frozen=True)
+class Block:
+    """One layer. `norms`: of the query and key heads, where the family has them. `window`: 0 for all positions."""
+
+    qkv: Joined
+    output: nn.Module
+    gate_up: Joined
+    down: nn.Module
+    input_norm: torch.Tensor
+    mlp_norm: torch.Tensor
+    norms: tuple[torch.Tensor, torch.Tensor] | None
+    window: int
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The modules of a Llama-like decoder and its sizes.
+
+    Attributes:
+        rotation: for a number of positions, cosines and sines float32 `[positions, rotary]` (halves side by side).
+        scale: of the attention scores.
+        vocabulary: width of the logits.
+    """
+
+    embedding: nn.Module
+    blocks: list[Block]
+    final_norm: torch.Tensor
+    head: nn.Module
+    rotation: Callable[[int], torch.Tensor]
+    eps: float
+    scale: float
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    dtype: torch.dtype
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """The reason why the engine cannot run this model; None when it can. Changes nothing."""
+    name = type(model).__name__
+    config: Any = model.config
+    if name not in FAMILIES:
+        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in STATIC_ROTATIONS:
+        return f"its rotary embedding is of type {kind}, which changes with the length"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return "its heads do not divide among those of the cache"
+    body: Any = model.model
+    if body.norm.weight.dtype not in DTYPES:
+        return f"its dtype is {body.norm.weight.dtype}"
+    try:
+        for layer in body.layers:
+            _only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+            _only(layer.self_attn, {*_QKV, "qkv_proj", "o_proj", "q_norm", "k_norm"})
+            _only(layer.mlp, {*_GATE_UP, "gate_up_proj", "down_proj", "act_fn"})
+            if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
+                return "only one of its queries and keys is normalized"
+    except _UnknownPart as error:
+        return str(error)
+    if _rotation(body.rotary_emb)(1).shape[1] > body.layers[0].self_attn.head_dim:
+        return "its rotation is wider than its heads"
+    return None
+
+
+def read_parts(model: PreTrainedModel, fuse: bool = True) -> Parts | str:
+    """The parts, or the reason why this model is not for the engine.
+
+    Args:
+        fuse: join q/k/v and gate/up (`runtime.engines.fuse`); the model's modules then share or hand over their weights.
+    """
+    reason = why_not(model)
+    if reason is not None:
+        return reason
+    config: Any = model.config
+    body: Any = model.model
+    head: Any = model.get_output_embeddings()
+    attention, dtype = body.layers[0].self_attn, body.norm.weight.dtype
+    return Parts(
+        model.get_input_embeddings(), [_block(layer, config, fuse) for layer in body.layers], _vector(body.norm, dtype),
+        head, _rotation(body.rotary_emb), config.rms_norm_eps, attention.scaling, config.num_attention_heads,
+        config.num_key_value_heads, attention.head_dim, int(head.out_features), dtype,
+    )  # fmt: skip
+
+
+def _block(layer: Any, config: Any, fuse: bool) -> Block:
+    attention, mlp = layer.self_attn, layer.mlp
+    dtype = layer.input_layernorm.weight.dtype
+
+    def join(parent: nn.Module, names: tuple[str, ...], name: str) -> Joined:
+        return Joined.of(parent, names, name) if fuse else Joined([getattr(parent, each) for each in names])
+
+    norms = None
+    if getattr(attention, "q_norm", None) is not None:
+        norms = _vector(attention.q_norm, dtype), _vector(attention.k_norm, dtype)
+    window = getattr(attention, "sliding_window", None) or _window(layer, config)
+    return Block(
+        join(attention, _QKV, "qkv_proj"), attention.o_proj, join(mlp, _GATE_UP, "gate_up_proj"), mlp.down_proj,
+        _vector(layer.input_layernorm, dtype), _vector(layer.post_attention_layernorm, dtype), norms, window,
+    )  # fmt: skip
+
+
+def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
+    return norm.weight.detach().to(dtype).contiguous()
+
+
+def _rotation(rotary: Any) -> Callable[[int], torch.Tensor]:
+    def table(positions: int) -> torch.Tensor:
+        device = rotary.inv_freq.device
+        with torch.inference_mode():
+            like = torch.empty(0, dtype=torch.float32, device=device)
+            cosine, sine = rotary(like, torch.arange(positions, device=device)[None])
+        half = cosine.shape[-1] // 2  # transformers repeats the half: the second copy rotates the second half of the head
+        return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1).contiguous()
+
+    return table

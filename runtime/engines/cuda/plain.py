@@ -1,0 +1,107 @@
+"""What the engine computes between matrix products, in plain torch: the truth the kernels are held against, and what runs without them.
+
+Rounded to the model's dtype where transformers rounds; rotation and attention are in float32 up to their last rounding.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn import functional
+
+
+def rms_norm(
+    x: torch.Tensor, weight: torch.Tensor, eps: float, residual: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`h = x + residual` and `weight * h / rms(h)` -> (normalized, h), `[..., hidden]`."""
+    h = x if residual is None else x + residual
+    value = h.float()
+    normal = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * normal.to(x.dtype), h
+
+
+def swiglu(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """`silu(gate) * up`."""
+    return functional.silu(gate) * up
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Rotate heads `[rows, heads, head_dim]` by `rotation` float32 `[rows, rotary]`, cosines first; elements past `rotary` stay."""
+    half = rotation.shape[-1] // 2
+    cosine, sine = rotation[:, None, :half], rotation[:, None, half:]
+    value = x.float()
+    a, b = value[..., :half], value[..., half : 2 * half]
+    turned = torch.cat([a * cosine - b * sine, b * cosine + a * sine, value[..., 2 * half :]], dim=-1)
+    return turned.to(x.dtype)
+
+
+def rotate_and_store(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    norms: tuple[torch.Tensor, torch.Tensor] | None,
+    eps: float,
+    rotations: torch.Tensor,
+    positions: torch.Tensor,
+    slots: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> torch.Tensor:
+    """Norms of the heads (if any), rotation, keys and values into the cache; returns the queries `[rows, heads, head_dim]`.
+
+    Args:
+        q, k, v: `[rows, heads * head_dim]`, views of a joined product allowed.
+        norms: weights of the query and key norms.
+        rotations: float32 `[positions, rotary]`, see `rotate`.
+        positions, slots: `[rows]`; a slot is `page * page_size + place in the page`.
+        keys, values: one layer of the cache, `[pages, page_size, kv_heads, head_dim]`.
+    """
+    heads, size = keys.shape[-2:]
+    q, k = q.reshape(q.shape[0], -1, size), k.reshape(k.shape[0], heads, size)
+    if norms is not None:
+        q, k = rms_norm(q, norms[0], eps)[0], rms_norm(k, norms[1], eps)[0]
+    rotation = rotations[positions.long()]
+    at = slots.long()
+    keys.view(-1, heads, size).index_copy_(0, at, rotate(k, rotation))
+    values.view(-1, heads, size).index_copy_(0, at, v.reshape(-1, heads, size))
+    return rotate(q, rotation)
+
+
+def decode_attention(
+    q: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    tables: torch.Tensor,
+    positions: torch.Tensor,
+    scale: float,
+    window: int,
+    width: int | None = None,
+) -> torch.Tensor:
+    """One query a sequence against its pages.
+
+    Args:
+        q: `[rows, heads, head_dim]`.
+        keys, values: `[pages, page_size, kv_heads, head_dim]`.
+        tables: `[rows, most pages]`: position p of a row lies in page `tables[row, p // page_size]`; entries behind
+            its position are any valid pages.
+        positions: `[rows]`: of the query; keys 0..position are seen.
+        window: only the last `window` of them; 0: all.
+        width: pages of the longest row, where the caller knows; None: all columns of the table are read.
+
+    Returns:
+        `[rows, heads, head_dim]`.
+    """
+    rows, heads, size = q.shape
+    page, kv_heads = keys.shape[1:3]
+    chosen = tables[:, :width].long()
+    k = keys[chosen].view(rows, -1, kv_heads, size)
+    v = values[chosen].view(rows, -1, kv_heads, size)
+    at = torch.arange(chosen.shape[1] * page, device=q.device)[None]
+    last = positions.long()[:, None]
+    seen = at <= last
+    if window:
+        seen &= at > last - window
+    groups = q.float().view(rows, kv_heads, heads // kv_heads, size)
+    scores = torch.einsum("rkgd,rtkd->rkgt", groups, k.float()) * scale
+    weights = scores.masked_fill(~seen[:, None, None], float("-inf")).softmax(-1)
+    v = v.float().masked_fill(~seen[:, :, None, None], 0.0)  # what lies behind was never written, and 0 * NaN is NaN
+    return torch.einsum("rkgt,rtkd->rkgd", weights, v).reshape(rows, heads, size).to(q.dtype)

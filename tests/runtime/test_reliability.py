@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import itertools
+import json
 import random
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -380,3 +384,19 @@ def test_any_values_give_an_answer_or_a_request_error(options: dict[str, Any]) -
         message = ""
     assert all(0 <= token < 400 for token in result)
     assert "\n" not in message
+
+
+# -------------------------------------------------------------------- for a while
+@pytest.mark.slow
+def test_twenty_seconds_of_random_requests(tmp_path: Path) -> None:
+    """benchmarks/soak.py in small; whether memory stays flat takes longer to see."""
+    checkpoint = save(llama(max_position_embeddings=256), tmp_path)
+    script = Path(__file__).parents[2] / "benchmarks" / "soak.py"
+    done = subprocess.run(
+        [sys.executable, script, "--minutes", "0.33", checkpoint], capture_output=True, text=True, timeout=250
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    result = json.loads(done.stdout)
+    assert (result["unexpected_errors"], result["wrong_answers"]) == (0, 0)
+    assert result["requests"] > 20
+    assert result["rss_peak_mb"] < result["rss_start_mb"] + 300

@@ -79,6 +79,17 @@ def test_200_greedy_requests_give_what_each_gives_alone(tiny: Any, pools: list[P
     assert pools[-1].count == 60
 
 
+def test_a_thousand_requests(pools: list[Pages]) -> None:
+    chance = random.Random(2)
+    prompts = [[chance.randrange(2, 400) for _ in range(chance.randint(1, 12))] for _ in range(1000)]
+    engine = PagedReference(hashed(), page_size=8, most_rows=512)
+    model = model_of(engine, eos=range(40))
+    together = model.generate(prompts, max_new_tokens=10)
+    assert max(len(step) for step in engine.steps) == scheduler.MOST_SEQUENCES
+    for i in range(0, 1000, 10):
+        assert model.generate(prompts[i], max_new_tokens=10) == together[i]
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     seed=st.integers(0, 10**6),

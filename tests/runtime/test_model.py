@@ -127,6 +127,30 @@ def test_engines_that_cannot_hide_padding_get_equal_lengths(model: Model, monkey
     assert {shape for shape in batches if shape[1] > 1} == {(1, len(ids(p))) for p in PROMPTS if len(ids(p)) > 1}
 
 
+def test_many_prompts_are_decoded_in_groups(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounded in rows and padding, results in the order asked, progress told."""
+    prompts = [ids(PROMPTS[i % 4])[: 1 + i] for i in range(24)]
+    alone = [model.generate(prompt, max_new_tokens=6) for prompt in prompts]
+    shapes: list[tuple[int, ...]] = []
+    forward = model.engine.forward
+
+    def watched(input_ids: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        shapes.append(tuple(input_ids.shape))
+        return forward(input_ids, *rest, **options)
+
+    monkeypatch.setattr(model.engine, "forward", watched)
+    monkeypatch.setattr("runtime.decoding.loop.GROUP_ROWS", 7)
+    monkeypatch.setattr("runtime.decoding.loop.FREE_PADDING", 10)
+    seen: list[tuple[int, int]] = []
+    together = model.generate(prompts, max_new_tokens=6, progress=lambda done, total: seen.append((done, total)))
+    assert together == alone
+    assert max(rows for rows, _ in shapes) <= 7
+    assert (seen[0], seen[-1]) == ((0, 24), (24, 24))
+    assert model.stats["prompt_tokens"] == sum(len(prompt) for prompt in prompts)
+    with pytest.raises(RequestError, match="cache_memory needs an engine with a paged KV cache"):
+        model.generate("cat", cache_memory="1GB")
+
+
 # -------------------------------------------------------------------- sampling
 def test_seeds_reproduce_in_any_batch(model: Model) -> None:
     options = {"max_new_tokens": 20, "temperature": 1.0, "top_p": 0.95}

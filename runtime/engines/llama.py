@@ -111,7 +111,8 @@ class LlamaEngine:
         width = max(len(piece.pages) for piece in pieces)
         pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
         x = self._embedding(ids).float().contiguous()
-        if x.data_ptr() == getattr(self._embedding.weight, "data_ptr", lambda: 0)():
+        table = getattr(self._embedding, "weight", None)  # a compressed table has none
+        if table is not None and x.data_ptr() == table.data_ptr():
             x = x.clone()
         cosine, sine = self._rotation(last + 1)
         wanted = torch.tensor(list(outputs), dtype=torch.int32)

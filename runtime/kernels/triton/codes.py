@@ -6,7 +6,6 @@ import torch
 import triton
 import triton.language as tl
 
-
 ONE = 0x3F800000  # the bits of 1.0
 
 
@@ -43,7 +42,9 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
         moved = words >> 9
     else:
         moved = words
-    return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(tl.float32, bitcast=True)
+    return (moved & (((1 << FIELD) - 1) << (FIELD * j - (9 if FIELD * (j + 1) > 23 else 0)))).to(
+        tl.float32, bitcast=True
+    )
 
 
 @triton.jit
@@ -63,7 +64,14 @@ def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
     count, block = out.numel(), 1024
     if count:
         _sum_parts[(triton.cdiv(count, block),)](
-            parts, bias if bias is not None else parts, out, count, out.shape[-1], parts.shape[0], bias is not None, block
+            parts,
+            bias if bias is not None else parts,
+            out,
+            count,
+            out.shape[-1],
+            parts.shape[0],
+            bias is not None,
+            block,
         )
     return out
 

@@ -12,6 +12,7 @@ import tempfile
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
+
+from runtime.kernels.triton import tuning
 
 _TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.uint8: "u8",
@@ -36,8 +39,8 @@ class Launch:
     grid: tuple[int, ...]
 
 
-def record(call: Callable[[], Any]) -> list[Launch]:
-    """The launches that `call` makes, none of which is run."""
+def record(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
+    """The launches that `call` makes on a device of compute capability 80, 90 or 100; none of them is run."""
     found: list[Launch] = []
     original = JITFunction.run
 
@@ -45,11 +48,12 @@ def record(call: Callable[[], Any]) -> list[Launch]:
         names = [p.name for p in self.params]
         found.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, tuple(grid)))
 
+    before, tuning.assumed_capability = tuning.assumed_capability, divmod(capability, 10)
     JITFunction.run = run
     try:
         call()
     finally:
-        JITFunction.run = original
+        JITFunction.run, tuning.assumed_capability = original, before
     return found
 
 
@@ -105,3 +109,61 @@ def disassemble(kernel: Any) -> str:
         command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return ""
+
+
+def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
+    """{name: (call with meta tensors, least compute capability)}: every kernel at its default for shapes of an 8B Llama."""
+    from runtime.kernels.triton import fused, layout, many_rows, sparse24_w4, w4a16, w8a8
+
+    def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.empty(*shape, dtype=dtype, device="meta")
+
+    n, k, tiles = 4096, 4096, 16
+
+    def weight(field: int, group: int = 128, zero: bool = False) -> layout.Weight:
+        words = meta(k // layout.tile_columns(field), n, layout.WIDTH, dtype=torch.int32)
+        groups = k // group if group else 1
+        return layout.Weight(
+            words, meta(groups, n), meta(groups, n, dtype=torch.int8) if zero else None, (n, k), group, field
+        )
+
+    def w8a8_call(rows: int, dtype: torch.dtype) -> torch.Tensor:
+        codes, scale = meta(rows, k, dtype=dtype), meta(rows, dtype=torch.float32)
+        return w8a8.product(codes, scale, meta(n, k, dtype=dtype), meta(n), torch.bfloat16)
+
+    calls: dict[str, tuple[Callable[[], Any], int]] = {}
+    for rows in (1, 2, 16, 64, 512):
+        calls[f"w4a16 {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(4)), 80)
+    for rows in (1, 16, 512):
+        calls[f"w4a16 asymmetric {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(4, zero=True)), 80)
+        calls[f"w8a16 {rows}"] = (partial(w4a16.linear, meta(rows, k), weight(8, 0)), 80)
+    calls["w4a16 group 32, 1"] = (partial(w4a16.linear, meta(1, k), weight(4, 32)), 80)
+    calls["w4a16 float16 1"] = (partial(w4a16.linear, meta(1, k, dtype=torch.float16), weight(4)), 80)
+    calls["w4a16 dequantize"] = (partial(many_rows.dequantize, weight(4), torch.bfloat16), 80)
+    for kind, dtype, least in (("int8", torch.int8, 80), ("float8", w8a8.FLOAT8, 89)):
+        calls[f"quantize {kind}"] = (partial(w8a8.quantize, meta(16, k), dtype == w8a8.FLOAT8), least)
+        for rows in (16, 512, 4096):
+            calls[f"w8a8 {kind} {rows}"] = (partial(w8a8_call, rows, dtype), least)
+    sparse = sparse24_w4.Sparse24Weight(
+        meta(tiles, n, 16, dtype=torch.int32),
+        meta(tiles, n // 2, 16, dtype=torch.int32),
+        meta(32, n),
+        None,
+        (n, k),
+        128,
+    )
+    calls["2:4 w4 1"] = (lambda: sparse24_w4.linear(meta(1, k), sparse), 80)
+    calls["2:4 w4 dequantize"] = (lambda: sparse24_w4.dequantize(sparse, torch.bfloat16), 80)
+    calls["rms_norm"] = (lambda: fused.rms_norm(meta(8, k), meta(k), 1e-5, meta(8, k)), 80)
+    calls["rotary"] = (lambda: fused.rotary(meta(8, 32, 128), meta(8, 8, 128), meta(8, 128), meta(8, 128)), 80)
+    calls["swiglu"] = (lambda: fused.swiglu(meta(8, 28672)), 80)
+    return calls
+
+
+def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dict[str, Any]]:
+    """{"name: kernel": registers, spills, shared memory, number of instructions} of the launches that `call` makes."""
+    out = {}
+    for launch in record(call, capability):
+        kernel = build(launch, capability)
+        out[f"{name}: {launch.kernel.__name__}"] = resources(kernel, capability)
+    return out

@@ -121,13 +121,13 @@ def rotary_reference(
 
 
 @triton.jit
-def swiglu_kernel(x, out, stride, I, BLOCK: tl.constexpr):
+def swiglu_kernel(x, out, stride, SIZE, BLOCK: tl.constexpr):
     row = tl.cast(tl.program_id(0), tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    gate = tl.load(x + row * stride + at, mask=at < I, other=0.0).to(tl.float32)
-    up = tl.load(x + row * stride + I + at, mask=at < I, other=0.0).to(tl.float32)
+    gate = tl.load(x + row * stride + at, mask=at < SIZE, other=0.0).to(tl.float32)
+    up = tl.load(x + row * stride + SIZE + at, mask=at < SIZE, other=0.0).to(tl.float32)
     silu = (gate / (1.0 + tl.exp(-gate))).to(x.dtype.element_ty).to(tl.float32)
-    tl.store(out + row * I + at, (silu * up).to(out.dtype.element_ty), mask=at < I)
+    tl.store(out + row * SIZE + at, (silu * up).to(out.dtype.element_ty), mask=at < SIZE)
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,9 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if out.numel():
         block = min(1024, triton.next_power_of_2(size))
-        swiglu_kernel[(flat.shape[0], triton.cdiv(size, block))](flat, out, flat.stride(0), size, BLOCK=block, num_warps=4)
+        swiglu_kernel[(flat.shape[0], triton.cdiv(size, block))](
+            flat, out, flat.stride(0), size, BLOCK=block, num_warps=4
+        )
     return out
 
 

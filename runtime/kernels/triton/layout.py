@@ -62,9 +62,7 @@ def slices_per_group(group: int, field: int) -> int:
     return run
 
 
-def reorder(
-    codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, field: int
-) -> Weight:
+def reorder(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int, field: int) -> Weight:
     """int8 codes `[N, K]`, scale (and zero point) `[N, groups]` -> `Weight` on the same device."""
     rows, columns = codes.shape
     if field not in (4, 8) or group % WIDTH or group < 0:
@@ -81,10 +79,14 @@ def pack(codes: torch.Tensor, field: int) -> torch.Tensor:
     wide, fields = tile_columns(field), 32 // field
     tiles = -(-columns // wide)
     out = torch.empty(tiles, rows, WIDTH, dtype=torch.int32, device=codes.device)
+    if not out.numel():
+        return out
     step = max(1, _SLICE // max(1, tiles * wide))
     for start in range(0, rows, step):
         part = codes[start : start + step]
-        unsigned = torch.nn.functional.pad(part.to(torch.int16) + (1 << field - 1), (0, tiles * wide - columns), value=1 << field - 1)
+        unsigned = torch.nn.functional.pad(
+            part.to(torch.int16) + (1 << field - 1), (0, tiles * wide - columns), value=1 << field - 1
+        )
         unsigned = unsigned.to(torch.uint8).view(part.shape[0], tiles, fields, WIDTH)
         if field == 4:
             unsigned = unsigned[:, :, 0::2] | unsigned[:, :, 1::2] << 4
@@ -97,6 +99,8 @@ def unpack(words: torch.Tensor, field: int, columns: int) -> torch.Tensor:
     """Inverse of `pack`: int32 `[tiles, N, 16]` -> int8 codes `[N, columns]`."""
     tiles, rows, _ = words.shape
     out = torch.empty(rows, columns, dtype=torch.int8, device=words.device)
+    if not out.numel():
+        return out
     step = max(1, _SLICE // max(1, tiles * tile_columns(field)))
     for start in range(0, rows, step):
         part = words[:, start : start + step].contiguous().unsqueeze(-1).view(torch.uint8)  # [tiles, rows, 16, 4]

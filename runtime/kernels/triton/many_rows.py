@@ -120,7 +120,8 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
         dequantize_kernel[(triton.cdiv(n, 64), weight.words.shape[0])](
             weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
             n, columns, weight.scale.shape[0], ONE,
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field), ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
+            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
+            ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
         )  # fmt: skip
     return out
 
@@ -128,14 +129,25 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
 def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
     """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS."""
     tiles, dense = weight.words.shape[0], {"dense": True}
+    narrow = tuning.capability(weight.words.device) < (9, 0)  # both operands in registers: large blocks spill
     if rows <= 64:
         chosen = [(64, 64, 4, 4, 3), (64, 64, 2, 4, 3), (64, 128, 4, 4, 3), (64, 128, 2, 8, 3)]
     elif rows <= 256:
         chosen = [(64, 128, 2, 4, 3), (128, 64, 2, 4, 3), (128, 128, 1, 8, 3), (128, 128, 2, 8, 3), (64, 128, 1, 4, 3)]
     else:
-        chosen = [(128, 128, 1, 8, 3), (128, 256, 1, 8, 2), (256, 64, 1, 8, 2), (256, 128, 1, 8, 2), (128, 128, 1, 4, 3)]
+        chosen = [
+            (128, 128, 1, 8, 3),
+            (128, 256, 1, 8, 2),
+            (256, 64, 1, 8, 2),
+            (256, 128, 1, 8, 2),
+            (128, 128, 1, 4, 3),
+        ]
+    if narrow and rows > 64:
+        chosen = [(128, 64, 1, 8, 3), (64, 64, 1, 4, 3), (64, 128, 1, 4, 3), (64, 64, 2, 4, 3), (128, 128, 1, 8, 2)]
     fused = [
-        {"BLOCK_M": m, "BLOCK_N": n, "SPLIT_K": s, "num_warps": w, "STAGES": g} for m, n, s, w, g in chosen if s <= tiles
+        {"BLOCK_M": m, "BLOCK_N": n, "SPLIT_K": s, "num_warps": w, "STAGES": g}
+        for m, n, s, w, g in chosen
+        if s <= tiles
     ]
     return [dense, *fused] if rows >= 1024 or not fused else [*fused, dense]
 
@@ -163,7 +175,8 @@ def many_rows(
             x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
             x if bias is None else bias, target,
             x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0], ONE,
-            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field), ASYMMETRIC=weight.zero is not None,
+            GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
+            ASYMMETRIC=weight.zero is not None,
             HAS_BIAS=bias is not None and split == 1, EVEN_K=columns % layout.tile_columns(weight.field) == 0, **config,
         )  # fmt: skip
         return sum_parts(target, bias, out) if split > 1 else out

@@ -133,9 +133,7 @@ def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
     chosen = [(16, 4, split, 4), (16, 4, 2 * split, 4), (8, 4, split, 4), (8, 4, split, 2), (16, 8, split, 8), (8, 8, split, 4),
               (8, 8, max(1, split // 2), 8), (32, 4, 2 * split, 8)]  # fmt: skip
     return [
-        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w}
-        for n, t, s, w in chosen
-        if s == 1 or s * t <= tiles
+        {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w} for n, t, s, w in chosen if s == 1 or s * t <= tiles
     ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]
 
 

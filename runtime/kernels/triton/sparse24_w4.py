@@ -6,9 +6,9 @@ bound by its lanes). `values` is the layout of `layout.py` over the kept codes, 
 codes of four quads and 16 bits beside it hold their positions:
 
 - a tile is 256 columns, 64 quads; quad `i * 16 + w` (i < 4) has its codes in fields `2 i` and `2 i + 1` of word `w`;
-- `positions` int32 `[tiles, ceil(N / 2), 16]`: nibble `i` of word `w`, of row `2 r` in the low half and of row `2 r + 1` in the high
-  one (so that values and positions are read by the same threads, 16 bytes each). Bits 0 and 1 say that the first code is column 0, column 1 of the quad
-  (neither: 2); bits 2 and 3 that the second is column 3, column 2 (neither: 1). One bit test a select.
+- `positions` int32 `[tiles, ceil(N / 2), 16]`: nibble `i` of word `w`, of row `2 r` in the low half and of row `2 r + 1` in the
+  high one (so that values and positions are read by the same threads, 16 bytes each). Bits 0 and 1 say that the first code is
+  column 0, column 1 of the quad (neither: 2); bits 2 and 3 that the second is column 3, column 2 (neither: 1).
 
 Many rows dequantize into a scratch matrix for cuBLAS. Measure before preferring it to dense int4 for speed: it saves a quarter of
 the bytes and costs about twice the instructions a kept weight.
@@ -261,7 +261,14 @@ def configurations(weight: Sparse24Weight) -> list[dict[str, Any]]:
     tiles, split = weight.values.shape[0], 1
     while weight.shape[0] // 32 * split < 512 and split * 8 <= tiles:
         split *= 2
-    chosen = [(16, 4, split, 4), (8, 4, split, 4), (16, 2, split, 4), (16, 4, 2 * split, 4), (32, 2, split, 4), (16, 8, split, 8)]
+    chosen = [
+        (16, 4, split, 4),
+        (8, 4, split, 4),
+        (16, 2, split, 4),
+        (16, 4, 2 * split, 4),
+        (32, 2, split, 4),
+        (16, 8, split, 8),
+    ]
     return [
         {"BLOCK_N": n, "TILES": t, "SPLIT_K": s, "num_warps": w} for n, t, s, w in chosen if s == 1 or s * t <= tiles
     ] or [{"BLOCK_N": 16, "TILES": 4, "SPLIT_K": 1, "num_warps": 4}]

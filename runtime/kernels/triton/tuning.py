@@ -22,10 +22,12 @@ import torch
 Config = dict[str, Any]
 
 enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
+assumed_capability = (9, 0)  # set by `compiled.record`
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
 _failed_writes: set[Path] = set()
+_chosen: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
 
 
 def directory() -> Path:
@@ -39,6 +41,11 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the device, or the one kernels are being compiled for where there is none."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else assumed_capability
+
+
 def row_class(rows: int) -> int:
     """Rows rounded up to a power of two: row counts that share a choice."""
     return 1 << max(0, rows - 1).bit_length()
@@ -49,7 +56,7 @@ def choose(
     shape: Sequence[Any],
     x: torch.Tensor,
     candidates: Sequence[Config],
-    launch: Callable[[Config], None],
+    launch: Callable[[Config], object],
 ) -> Config:
     """The candidate to launch for this shape class on the device and with the dtype of `x`.
 
@@ -57,6 +64,9 @@ def choose(
     """
     if x.device.type != "cuda" or interpreted():
         return candidates[0]
+    quick = (kernel, *shape, x.dtype, x.device)
+    if quick in _chosen:
+        return _chosen[quick]
     path = directory() / f"{re.sub(r'[^A-Za-z0-9]+', '-', torch.cuda.get_device_name(x.device)).strip('-')}.json"
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     with _lock:
@@ -65,16 +75,17 @@ def choose(
             known = _known[path] = read(path)
         found = known.get(key)
         if found is not None and found in candidates:  # a candidate of an older version may no longer be one
+            _chosen[quick] = found
             return found
         if not enabled or torch.cuda.is_current_stream_capturing():
             return candidates[0]
         best = fastest(candidates, launch)
-        known[key] = best
+        known[key] = _chosen[quick] = best
         _store(path, key, best)
         return best
 
 
-def fastest(candidates: Sequence[Config], launch: Callable[[Config], None]) -> Config:
+def fastest(candidates: Sequence[Config], launch: Callable[[Config], object]) -> Config:
     """Time every candidate on the current device (median, caches flushed in between); the first one when all fail."""
     from triton.testing import do_bench
 

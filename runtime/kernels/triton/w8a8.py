@@ -118,7 +118,11 @@ def w8a8_kernel(
     if HAS_BIAS:
         y += tl.load(bias + owned).to(tl.float32)[None, :]
     out += tl.cast(tl.program_id(1), tl.int64) * M * N
-    tl.store(out + m.to(tl.int64)[:, None] * N + n[None, :], y.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
+    tl.store(
+        out + m.to(tl.int64)[:, None] * N + n[None, :],
+        y.to(out.dtype.element_ty),
+        mask=(m < M)[:, None] & (n < N)[None, :],
+    )
 
 
 def configurations(rows: int, shape: tuple[int, int]) -> list[dict[str, Any]]:

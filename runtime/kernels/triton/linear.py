@@ -1,0 +1,274 @@
+"""Kernels of the dispatch table that compute in triton. Importing this file does not import triton."""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+
+from runtime import formats
+from runtime.formats.bitmap import unpack_mask
+from runtime.formats.bitpack import unpack_rows
+from runtime.formats.checks import Tensors, expand_groups
+from runtime.kernels.activations import quantize_input
+from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.triton import layout
+from runtime.scheme import ActivationScheme, CompressedWeight, WeightScheme
+
+_EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
+
+
+class TritonKernel(Kernel):
+    """What all have in common: where they run, and why they cannot.
+
+    `device` is "cuda"; "cpu" is for tests, which run the kernels in triton's interpreter.
+    """
+
+    def __init__(self, device: str = "cuda") -> None:
+        self.device = device
+
+    def why_not(self, layer: Layer) -> str | None:
+        if not _installed():
+            return "triton is not installed"
+        if layer.dtype not in (torch.float16, torch.bfloat16):
+            return f"it computes with float16 and bfloat16 activations, not {str(layer.dtype).removeprefix('torch.')}"
+        if layer.device.type == "cuda" and torch.cuda.get_device_capability(layer.device) < self.capability(layer):
+            major, minor = self.capability(layer)
+            return f"it needs a GPU of compute capability {major}.{minor} or later"
+        return self.why_not_scheme(layer)
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        """The reason in the layer's scheme, if there is one."""
+        raise NotImplementedError
+
+    def capability(self, layer: Layer) -> tuple[int, int]:
+        """Least compute capability."""
+        return 8, 0
+
+
+class _WeightOnly(TritonKernel):
+    """Integer codes in `layout.Weight`: `words`, `scale` `[groups, out]`, `zero_point`; the bitmap of `bitmap` weights stays
+    beside them, because what was stored must come back exactly.
+    """
+
+    field: int
+    bits: range
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        weights = layer.entry.scheme.weights
+        if weights is None or weights.type != "int" or weights.bits not in self.bits:
+            return f"it computes integer weights of {self.bits.start} to {self.bits.stop - 1} bits"
+        if layer.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if weights.strategy == "group" and (weights.group_size or 1) % layout.WIDTH:
+            return f"it wants groups of a multiple of {layout.WIDTH}, not {weights.group_size}"
+        return None
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
+        scale, zero = _grids(weight, layer)
+        packed = layout.reorder(weight.values, scale, zero, _group(_weights(layer)), self.field)
+        out = {"words": packed.words, "scale": packed.scale}
+        if packed.zero is not None:
+            out["zero_point"] = packed.zero
+        if layer.entry.format == "bitmap":
+            out["weight_bitmap"] = tensors["weight_bitmap"]
+        return out
+
+    def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        values = layout.unpack(tensors["words"], self.field, layer.shape[1])
+        scale, zero = _stored_grids(tensors, layer)
+        mask = None
+        if "weight_bitmap" in tensors:
+            mask = unpack_mask(tensors["weight_bitmap"], layer.shape[1])
+        elif layer.entry.format == "sparse24":
+            mask = values != (0 if zero is None else expand_groups(zero, _weights(layer), layer.shape[1]))
+        return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton.w4a16 import linear
+
+        zero = tensors.get("zero_point")
+        weight = layout.Weight(
+            tensors["words"], tensors["scale"], zero, layer.shape, _group(_weights(layer)), self.field
+        )
+        return linear(x, weight, bias)
+
+    def path(self, rows: int) -> str:
+        if not _installed():
+            return self.name
+        from runtime.kernels.triton.w4a16 import path
+
+        return f"triton {path(rows)}"
+
+
+class W4A16Triton(_WeightOnly):
+    """Codes of 2 to 4 bits held as 4. `sparse24` and `bitmap` weights are held dense."""
+
+    name = "w4a16-triton"
+    formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
+    field, bits = 4, range(2, 5)
+
+
+class W8A16Triton(_WeightOnly):
+    """Codes of 5 to 8 bits held as 8."""
+
+    name = "w8a16-triton"
+    formats = frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"})
+    field, bits = 8, range(5, 9)
+
+
+class Sparse24Triton(TritonKernel):
+    """2:4 weights of 2 to 4 bits, held as two codes and four bits of position a quad."""
+
+    name = "w4-sparse24-triton"
+    formats = frozenset({"sparse24"})
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        weights = layer.entry.scheme.weights
+        if weights is None or weights.type != "int" or weights.bits > 4:
+            return "it computes integer weights of 2 to 4 bits"
+        if layer.entry.scheme.activations is not None:
+            return "it computes with unquantized activations"
+        if weights.strategy == "group" and (weights.group_size or 1) % 64:
+            return f"it wants groups of a multiple of 64, not {weights.group_size}"
+        return None
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        from runtime.kernels.triton import sparse24_w4
+
+        scheme, columns = _weights(layer), layer.shape[1]
+        weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
+        scale, zero = _grids(weight, layer)
+        kept = unpack_rows(tensors["weight_packed"], scheme.bits, columns // 2)
+        metadata = tensors["weight_metadata"]
+        nibbles = torch.stack([metadata & 15, metadata >> 4], dim=-1).flatten(1)[:, : columns // 4]
+        packed = sparse24_w4.prepare(kept, nibbles & 3, nibbles >> 2, scale, zero, columns, _group(scheme))
+        out = {"values": packed.values, "positions": packed.positions, "scale": packed.scale}
+        if packed.zero is not None:
+            out["zero_point"] = packed.zero
+        return out
+
+    def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
+        from runtime.kernels.triton import sparse24_w4
+
+        values, mask = sparse24_w4.codes_and_mask(self._weight(tensors, layer))
+        scale, zero = _stored_grids(tensors, layer)
+        return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import sparse24_w4
+
+        return sparse24_w4.linear(x, self._weight(tensors, layer), bias)
+
+    def path(self, rows: int) -> str:
+        few = rows <= 4  # sparse24_w4.MAXIMUM_ROWS, which importing would need triton for
+        return "triton 2:4 matrix-vector product" if few else "triton dequantize + dense matmul"
+
+    def _weight(self, tensors: Tensors, layer: Layer):  # type: ignore[no-untyped-def]
+        from runtime.kernels.triton.sparse24_w4 import Sparse24Weight
+
+        zero, group = tensors.get("zero_point"), _group(_weights(layer))
+        return Sparse24Weight(tensors["values"], tensors["positions"], tensors["scale"], zero, layer.shape, group)
+
+
+class W8A8Triton(TritonKernel):
+    """Integer weights with integer activations, float8 weights with float8 activations. The weight stays as stored.
+
+    Codes of the activations are the reference's; only the order of the last multiplications differs, which are in float32.
+    """
+
+    name = "w8a8-triton"
+    formats = frozenset({"int-quantized", "float-quantized"})
+
+    def why_not_scheme(self, layer: Layer) -> str | None:
+        weights, activations = layer.entry.scheme.weights, layer.entry.scheme.activations
+        if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
+            return "it computes integer weights with integer activations, or float8 with float8"
+        if weights.strategy == "group":
+            return "a sum of codes cannot run across groups of different scale"
+        if weights.type == "float" and not activations.symmetric:
+            return "it computes with symmetric float8 activations"
+        if weights.type == "int" and layer.shape[1] >= _EXACT:
+            return f"rows of {_EXACT} weights or more could overflow an int32 sum"
+        return None
+
+    def capability(self, layer: Layer) -> tuple[int, int]:
+        weights = layer.entry.scheme.weights
+        return (8, 9) if weights is not None and weights.type == "float" else (8, 0)
+
+    def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
+        rows = layer.shape[0]
+        out = tensors | {"channel_scale": tensors["weight_scale"].reshape(-1).expand(rows).contiguous()}
+        if "weight_zero_point" in tensors:
+            out["channel_zero"] = tensors["weight_zero_point"].reshape(-1).expand(rows).contiguous()
+        if not _activations(layer).symmetric:
+            out["row_sum"] = tensors["weight"].sum(1, dtype=torch.int32)
+        return out
+
+    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        from runtime.kernels.triton import w8a8
+
+        scheme = _activations(layer)
+        if x.shape[0] == 0:
+            return x.new_zeros(0, layer.shape[0])
+        float8, weight_zero = scheme.type == "float", tensors.get("channel_zero")
+        zero = None
+        if scheme.dynamic and scheme.strategy == "token" and scheme.symmetric and scheme.bits == 8:
+            codes, scale, sums = w8a8.quantize(x, float8)
+            total: torch.Tensor | None = sums
+        else:
+            given = tensors.get("input_scale"), tensors.get("input_zero_point")
+            numbers, grid, offset = quantize_input(x, scheme, *given)
+            codes = numbers.to(w8a8.FLOAT8 if float8 else torch.int8).contiguous()
+            scale = grid.float().reshape(-1).expand(x.shape[0]).contiguous()
+            total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None
+            if offset is not None:
+                zero = offset.to(torch.int32).reshape(-1).expand(x.shape[0]).contiguous()
+        return w8a8.product(
+            codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias,
+            zero=zero, total=total, weight_zero=weight_zero, row_sum=tensors.get("row_sum"),
+        )  # fmt: skip
+
+    def path(self, rows: int) -> str:
+        return "triton quantize input + 8-bit matrix product"
+
+
+@cache
+def _installed() -> bool:
+    return find_spec("triton") is not None
+
+
+def _weights(layer: Layer) -> WeightScheme:
+    assert layer.entry.scheme.weights is not None
+    return layer.entry.scheme.weights
+
+
+def _activations(layer: Layer) -> ActivationScheme:
+    assert layer.entry.scheme.activations is not None
+    return layer.entry.scheme.activations
+
+
+def _group(scheme: WeightScheme) -> int:
+    """Group size as the kernels take it: 0 for one scale a channel (or one for all)."""
+    return (scheme.group_size or 0) if scheme.strategy == "group" else 0
+
+
+def _grids(weight: CompressedWeight, layer: Layer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point as `[out, groups]`."""
+    assert weight.scale is not None
+    rows, zero = layer.shape[0], weight.zero_point
+    if _weights(layer).strategy != "tensor":
+        return weight.scale, zero
+    return weight.scale.view(1, 1).expand(rows, 1), None if zero is None else zero.view(1, 1).expand(rows, 1)
+
+
+def _stored_grids(tensors: Tensors, layer: Layer) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Inverse of `_grids`, from the transposed tensors that `prepare` made."""
+    found = [None if t is None else t.t().contiguous() for t in (tensors["scale"], tensors.get("zero_point"))]
+    if _weights(layer).strategy == "tensor":
+        found = [None if t is None else t[0, :1].clone() for t in found]
+    scale, zero = found
+    assert scale is not None
+    return scale, zero

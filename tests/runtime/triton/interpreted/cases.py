@@ -1,0 +1,51 @@
+"""Random and hostile weights and inputs."""
+
+import torch
+
+from runtime.kernels.triton import layout
+
+# (N, K, group, asymmetric): ones, primes, nothing a multiple of anything, ragged last groups, whole tiles, group 0 = channel
+WEIGHTS = [
+    (1, 1, 0, False),
+    (1, 1, 0, True),
+    (3, 16, 16, False),
+    (7, 172, 16, True),
+    (13, 257, 48, True),
+    (20, 384, 128, False),
+    (17, 2064, 128, True),
+    (5, 100, 32, False),
+    (33, 512, 256, False),
+    (6, 1040, 0, True),
+]
+
+
+def weight(n, k, group, asymmetric, field, dtype=torch.bfloat16, seed=0):
+    """Codes over the whole range; scales of both signs, some zero."""
+    generator = torch.Generator().manual_seed(seed)
+    low, groups = -(1 << field - 1), -(-k // group) if group else 1
+    codes = torch.randint(low, -low, (n, k), dtype=torch.int8, generator=generator)
+    scale = ((torch.rand(n, groups, generator=generator) - 0.4) * 0.1).to(dtype)
+    if n > 2:
+        scale[1] = 0
+    zero = torch.randint(low, -low, (n, groups), dtype=torch.int8, generator=generator) if asymmetric else None
+    packed = layout.reorder(codes, scale, zero, group, field)
+    assert torch.equal(layout.unpack(packed.words, field, k), codes)
+    return packed
+
+
+def rows(m, k, dtype=torch.bfloat16, seed=0, strided=False):
+    """Activations, one row of zeros from three on; `strided`: rows further apart than they are long."""
+    x = torch.randn(m, k + (5 if strided else 0), generator=torch.Generator().manual_seed(seed)).to(dtype)
+    x = x[:, :k]
+    if m > 2:
+        x[1] = 0
+    return x
+
+
+def assert_close(y, expected, dtype):
+    """Each element within the rounding of the result and some of the largest terms that were added."""
+    assert y.dtype == dtype
+    assert torch.isfinite(y).all()
+    rounding = torch.finfo(dtype).eps
+    worst = (y.double() - expected).abs() - expected.abs() * rounding
+    assert worst.max() <= 2e-5 * expected.abs().max() + 1e-9 if expected.numel() else True, float(worst.max())

@@ -1,0 +1,21 @@
+import pytest
+import torch
+from cases import WEIGHTS, assert_close, rows, weight
+
+from runtime.kernels.triton import layout
+from runtime.kernels.triton.few_rows import few_rows
+
+
+@pytest.mark.parametrize("field", [4, 8])
+@pytest.mark.parametrize("case", WEIGHTS, ids=str)
+def test_few_rows(case, field):
+    w = weight(*case, field)
+    for m, dtype, config in (
+        (1, torch.bfloat16, {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
+        (19, torch.float16, {"BLOCK_M": 32, "BLOCK_N": 32, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
+        (17, torch.bfloat16, {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 3, "STAGES": 2, "num_warps": 4}),
+        (3, torch.bfloat16, None),
+    ):
+        x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
+        assert_close(few_rows(x, w, bias, config), layout.reference(x, w, bias), dtype)
+    assert few_rows(x[:0], w).shape == (0, case[0])

@@ -1,0 +1,48 @@
+import pytest
+import torch
+
+from runtime.kernels.triton import fused
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def close(y, expected, steps=1):
+    """Within so many roundings of the dtype."""
+    assert y.dtype == expected.dtype
+    error = (y.double() - expected.double()).abs()
+    assert bool((error <= expected.double().abs() * steps * torch.finfo(y.dtype).eps + 1e-6).all()), float(error.max())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 1), (3, 5, 37), (2, 1000), (0, 8)])
+def test_rms_norm(shape, dtype):
+    x, residual, w = torch.randn(shape).to(dtype), torch.randn(shape).to(dtype), torch.randn(shape[-1]).to(dtype)
+    if x.shape[0] > 1:
+        x[0] = 0
+    for beside in (None, residual):
+        (y, h), (expected, total) = fused.rms_norm(x, w, 1e-5, beside), fused.rms_norm_reference(x, w, 1e-5, beside)
+        assert torch.equal(h, total)
+        close(y, expected, 2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2, 12), (1, 1, 2), (9, 3, 20), (3, 0, 64)])
+def test_rotary(heads, dtype):
+    q_heads, k_heads, size = heads
+    fused_rows = torch.randn(5, (q_heads + 2 * k_heads) * size).to(dtype)
+    q = fused_rows[:, : q_heads * size].view(5, q_heads, size)
+    k = fused_rows[:, q_heads * size : (q_heads + k_heads) * size].view(5, k_heads, size)
+    cos, sin = torch.randn(5, size).to(dtype), torch.randn(5, size).to(dtype)
+    want = fused.rotary_reference(q.double(), k.double(), cos.double(), sin.double())
+    values = fused_rows[:, (q_heads + k_heads) * size :].clone()
+    fused.rotary(q, k, cos, sin)
+    for y, expected in zip((q, k), want, strict=True):
+        assert bool(((y.double() - expected).abs() <= expected.abs() * torch.finfo(dtype).eps + 1e-5).all())
+    assert torch.equal(fused_rows[:, (q_heads + k_heads) * size :], values)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(1, 2), (4, 3, 154), (2, 2600), (0, 4)])
+def test_swiglu(shape, dtype):
+    x = torch.randn(shape).to(dtype) * 30
+    close(fused.swiglu(x), fused.swiglu_reference(x), 2)

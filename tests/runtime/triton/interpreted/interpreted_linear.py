@@ -1,0 +1,113 @@
+"""The classes of the dispatch table, on CPU tensors, against the reference kernel."""
+
+import itertools
+
+import pytest
+import torch
+from weight_cases import random_weight
+
+from runtime import formats
+from runtime.kernels.base import Layer
+from runtime.kernels.reference import Reference
+from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+GRIDS = [("group", 16), ("group", 64), ("channel", None), ("tensor", None)]
+
+
+def _bytes(tensor):
+    return tensor.contiguous().view(torch.uint8)  # float8 has no comparison
+
+
+def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0, 1)):
+    weight = random_weight(scheme, shape, dtype, seed)
+    stored = formats.get(storage)
+    tensors = stored.pack(weight)
+    if scheme.activations is not None and not scheme.activations.dynamic:
+        tensors["input_scale"] = torch.tensor([0.03], dtype=dtype)
+        if not scheme.activations.symmetric:
+            tensors["input_zero_point"] = torch.tensor([5], dtype=torch.int8)
+    entry = ModuleEntry(scheme, storage, formats.value_count(stored, tensors))
+    layer = Layer(entry, shape, dtype, torch.device("cpu"))
+    assert storage in kernel.formats
+    assert kernel.why_not(layer) is None
+    bias = torch.randn(shape[0]).to(dtype) if seed % 2 else None
+    prepared = kernel.prepare(tensors, layer)
+    restored, exact = kernel.restore(prepared, layer), Reference().restore(tensors, layer)
+    assert torch.equal(restored.values.view(torch.uint8), exact.values.view(torch.uint8))
+    assert torch.equal(restored.scale, exact.scale)
+    assert (restored.zero_point is None) == (exact.zero_point is None)
+    assert exact.zero_point is None or torch.equal(restored.zero_point, exact.zero_point)
+    assert torch.equal(restored.dequantize(), weight.dequantize())
+    if storage != "sparse24" or isinstance(
+        kernel, Sparse24Triton
+    ):  # held dense, zeros that were kept are no longer known
+        assert all(torch.equal(_bytes(again), _bytes(tensors[name])) for name, again in stored.pack(restored).items())
+    for count in rows:
+        x = torch.randn(count, shape[1]).to(dtype)
+        y, expected = kernel.run(x, prepared, layer, bias), Reference().run(x, tensors, layer, bias)
+        assert y.shape == expected.shape
+        assert y.dtype == dtype
+        if count:
+            assert (y.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_w4a16(grid):
+    kernel = W4A16Triton("cpu")
+    for seed, (bits, symmetric) in enumerate(((2, True), (3, False), (4, True), (4, False))):
+        scheme = Scheme(WeightScheme(bits, "int", symmetric, *grid))
+        check(kernel, scheme, (7, 192), "pack-quantized", (torch.bfloat16, torch.float16)[seed % 2], seed, (1, 5))
+    check(kernel, Scheme(WeightScheme(4, "int", False, *grid)), (5, 100), "packed")
+    for storage, sparsity in (("bitmap", "unstructured"), ("sparse24", "2:4")):
+        check(kernel, Scheme(WeightScheme(4, "int", False, *grid), None, sparsity), (6, 128), storage, rows=(1,))
+
+
+@pytest.mark.parametrize("grid", GRIDS, ids=str)
+def test_w8a16(grid):
+    for seed, (bits, symmetric) in enumerate(itertools.product((5, 8), (True, False))):
+        check(
+            W8A16Triton("cpu"),
+            Scheme(WeightScheme(bits, "int", symmetric, *grid)),
+            (7, 192),
+            "pack-quantized",
+            seed=seed,
+        )
+
+
+@pytest.mark.parametrize("grid", GRIDS[1:], ids=str)
+def test_sparse24(grid):
+    for seed, (bits, symmetric, sparsity) in enumerate(((3, True, "2:4"), (4, False, "2:4"), (4, True, "1:4"))):
+        check(
+            Sparse24Triton("cpu"),
+            Scheme(WeightScheme(bits, "int", symmetric, *grid), None, sparsity),
+            (7, 132),
+            "sparse24",
+            seed=seed,
+        )
+
+
+def test_w8a8():
+    kinds = (("token", True), ("tensor", True), ("tensor", False))
+    for seed, ((strategy, dynamic), symmetric, weight_symmetric, of) in enumerate(
+        itertools.product(kinds, (True, False), (True, False), ("channel", "tensor"))
+    ):
+        activations = ActivationScheme(8, "int", symmetric, dynamic, strategy)
+        scheme = Scheme(WeightScheme(8, "int", weight_symmetric, of), activations)
+        check(W8A8Triton("cpu"), scheme, (7, 100), "int-quantized", seed=seed, rows=(0, 1, 3))
+    for (strategy, dynamic), of in itertools.product(kinds, ("channel", "tensor")):
+        scheme = Scheme(WeightScheme(8, "float", True, of), ActivationScheme(8, "float", True, dynamic, strategy))
+        check(W8A8Triton("cpu"), scheme, (7, 100), "float-quantized", rows=(0, 1, 3))
+
+
+def test_why_not():
+    def reason(kernel, scheme, dtype=torch.bfloat16):
+        return kernel.why_not(Layer(ModuleEntry(scheme, "packed"), (64, 64), dtype, torch.device("cpu")))
+
+    int4 = Scheme(WeightScheme(4, "int", True, "group", 32))
+    assert "float32" in reason(W4A16Triton(), int4, torch.float32)
+    assert "multiple of 16" in reason(W4A16Triton(), Scheme(WeightScheme(4, "int", True, "group", 24)))
+    assert "multiple of 64" in reason(Sparse24Triton(), int4)
+    assert "5 to 8 bits" in reason(W8A16Triton(), int4)
+    assert "integer activations" in reason(W8A8Triton(), int4)

@@ -1,0 +1,51 @@
+import pytest
+import torch
+from cases import assert_close, rows
+
+from runtime.kernels.activations import quantize_input
+from runtime.kernels.triton import w8a8
+from runtime.scheme import ActivationScheme
+
+SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "STAGES": 2}
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 97), (5, 4100), (4, 256)])
+def test_quantize_gives_the_codes_of_the_reference(shape, dtype, float8):
+    x = rows(*shape, dtype, strided=True) * 3
+    codes, scale, total = w8a8.quantize(x, float8)
+    expected, grid, _ = quantize_input(x, ActivationScheme(8, "float" if float8 else "int"))
+    assert torch.equal(codes.float(), expected.float())
+    assert torch.equal(scale, grid.float().flatten())
+    if not float8:
+        assert torch.equal(total, codes.sum(1, dtype=torch.int32))
+
+
+@pytest.mark.parametrize("float8", [False, True])
+@pytest.mark.parametrize("shape", [(1, 1, 1), (5, 97, 33), (20, 300, 7), (3, 1024, 17), (70, 64, 40)])
+def test_product(shape, float8):
+    (m, k, n), generator, dtype = shape, torch.Generator().manual_seed(1), torch.bfloat16
+
+    def codes(*size):
+        if float8:
+            return (torch.randn(size, generator=generator) * 100).clamp(-448, 448).to(w8a8.FLOAT8)
+        return torch.randint(-128, 128, size, dtype=torch.int8, generator=generator)
+
+    x, w = codes(m, k), codes(n, k)
+    scale = torch.rand(m, generator=generator)
+    weight_scale, bias = ((torch.rand(n, generator=generator) - 0.3) * 0.01).to(dtype), rows(1, n, dtype)[0]
+    for config in (None, SPLIT):
+        y = w8a8.product(x, scale, w, weight_scale, dtype, bias, config=config)
+        assert_close(y, w8a8.reference(x, scale, w, weight_scale, bias), dtype)
+    if float8:
+        return
+    zero = torch.randint(-128, 128, (m,), dtype=torch.int32, generator=generator)
+    weight_zero = torch.randint(-128, 128, (n,), dtype=torch.int8, generator=generator)
+    for config in (None, SPLIT):
+        for z, wz in ((zero, None), (None, weight_zero), (zero, weight_zero)):
+            y = w8a8.product(
+                x, scale, w, weight_scale, dtype, bias, config=config, zero=z, weight_zero=wz,
+                total=x.sum(1, dtype=torch.int32), row_sum=w.sum(1, dtype=torch.int32),
+            )  # fmt: skip
+            assert_close(y, w8a8.reference(x, scale, w, weight_scale, bias, z, wz), dtype)

@@ -1,0 +1,113 @@
+"""The layout and the tuning cache, which need neither triton nor a GPU."""
+
+import json
+import logging
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from runtime.kernels.triton import layout, tuning
+
+
+@pytest.mark.parametrize("field", [4, 8])
+@pytest.mark.parametrize("shape", [(1, 1), (3, 16), (7, 129), (5, 4096), (2, 0), (0, 64)])
+def test_codes_come_back(shape, field):
+    low = -(1 << field - 1)
+    codes = torch.randint(low, -low, shape, dtype=torch.int8)
+    words = layout.pack(codes, field)
+    assert words.shape == (-(-shape[1] // layout.tile_columns(field)), shape[0], 16)
+    assert torch.equal(layout.unpack(words, field, shape[1]), codes)
+
+
+def test_place_of_every_code():
+    codes = torch.arange(-8, 8, dtype=torch.int8).repeat(2, 16)  # [2, 256]
+    words = layout.pack(codes, 4)
+    for column in (0, 1, 15, 16, 127, 128, 255):
+        tile, j, word = column // 128, column % 128 // 16, column % 16
+        assert int(words[tile, 1, word]) >> 4 * j & 15 == int(codes[1, column]) + 8
+
+
+@pytest.mark.parametrize(("group", "field", "run"), [(0, 4, 8), (128, 4, 8), (256, 4, 8), (64, 4, 4), (48, 4, 1), (96, 4, 2), (16, 4, 1), (128, 8, 4), (32, 8, 2)])  # fmt: skip
+def test_slices_per_group(group, field, run):
+    assert layout.slices_per_group(group, field) == run
+
+
+def test_package_does_not_import_triton():
+    code = "import sys; import runtime.kernels.triton.linear; sys.exit('triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.fixture
+def device(monkeypatch, tmp_path):
+    """A pretended GPU; every time a choice is measured it takes the second candidate."""
+    measured = []
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A GPU / 80GB")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "fastest", lambda candidates, launch: measured.append(1) or candidates[1])
+    monkeypatch.setattr(tuning, "_known", {})
+    monkeypatch.setattr(tuning, "_chosen", {})
+    return measured, tmp_path / "tuning" / "A-GPU-80GB.json"
+
+
+class Input:
+    device, dtype = torch.device("cuda", 0), torch.bfloat16
+
+
+def choose(candidates=({"a": 1}, {"a": 2}), shape=(4, 8)):
+    return tuning.choose("kernel", shape, Input(), candidates, lambda config: None)
+
+
+def test_choice_is_measured_once_and_remembered(device, monkeypatch):
+    measured, path = device
+    assert choose() == {"a": 2}
+    assert choose() == {"a": 2}
+    assert json.loads(path.read_text()) == {"kernel 4x8 bfloat16": {"a": 2}}
+    monkeypatch.setattr(tuning, "_known", {})  # another process
+    monkeypatch.setattr(tuning, "_chosen", {})
+    assert choose() == {"a": 2}
+    assert len(measured) == 1
+    assert not list(path.parent.glob("*.tmp"))
+
+
+def test_remembered_choice_that_is_no_candidate_is_measured_again(device):
+    measured, path = device
+    path.parent.mkdir(parents=True)
+    path.write_text('{"kernel 4x8 bfloat16": {"old": 7}}')
+    assert choose() == {"a": 2}
+    assert len(measured) == 1
+
+
+@pytest.mark.parametrize("content", ["{", "[]", '{"k": 3}', "\x00"])
+def test_damaged_file_is_ignored_and_replaced(device, content, caplog):
+    _, path = device
+    path.parent.mkdir(parents=True)
+    path.write_text(content)
+    with caplog.at_level(logging.WARNING):
+        assert choose() == {"a": 2}
+    assert "ignoring the tuning file" in caplog.text
+    assert json.loads(path.read_text()) == {"kernel 4x8 bfloat16": {"a": 2}}
+
+
+def test_defaults_while_a_graph_is_captured_or_tuning_is_off(device, monkeypatch):
+    measured, path = device
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert choose() == {"a": 1}
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    monkeypatch.setattr(tuning, "enabled", False)
+    assert choose() == {"a": 1}
+    assert not measured
+    assert not path.exists()
+
+
+def test_unwritable_cache_is_said_once(device, monkeypatch, caplog):
+    _, path = device
+    path.parent.parent.joinpath("tuning").write_text("a file where the folder should be")
+    monkeypatch.setattr(tuning, "_failed_writes", set())
+    with caplog.at_level(logging.WARNING):
+        assert choose() == {"a": 2}
+        assert choose(shape=(1,)) == {"a": 2}
+    assert caplog.text.count("cannot remember") == 1

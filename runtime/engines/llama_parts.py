@@ -11,7 +11,9 @@ from torch import nn
 
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import Block, Decoder
+from runtime.kernels.cpu.integer import IntegerKernel
 from runtime.kernels.cpu.library import TYPES, Linear
+from runtime.linear import CompressedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -135,15 +137,15 @@ def _vector(weight: torch.Tensor, keep: list[Any]) -> int:
 
 def _linear(module: nn.Module, keep: list[Any], digits: set[int]) -> Linear:
     """The layer as C reads it; a dense one as it lies in memory."""
-    describe = getattr(module, "c_linear", None)
-    if describe is not None:
-        found = describe()
-        if found is None:
+    if isinstance(module, CompressedLinear):
+        kernel = module.kernel
+        if not isinstance(kernel, IntegerKernel):
             raise _UnknownPart(f"kernel {module.kernel_name} of one of its layers is not in C")
-        linear, used, tensors = found
-        digits.add(used)
-        keep.append(tensors)
-        return linear
+        digits.add(kernel.digits(module.layer))
+        bias = None if module.bias is None else module.bias.detach().float()
+        tensors = module._tensors()
+        keep.append((tensors, bias))
+        return kernel.panels.linear(tensors, module.layer, bias)
     if type(module) is not nn.Linear or module.weight.dtype not in TYPES or not module.weight.is_contiguous():
         raise _UnknownPart(f"one of its layers is a {type(module).__name__}")
     linear = Linear()

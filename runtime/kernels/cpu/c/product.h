@@ -5,6 +5,10 @@
 #define W4_STREAMS 4
 #define W8_STREAMS 2
 #define S24_STREAMS 2
+#elif !defined(__AVX512F__) && !defined(COMPRESS_EMULATED)
+#define W4_STREAMS 1 /* vectors of vectors: one at a time */
+#define W8_STREAMS 1
+#define S24_STREAMS 1
 #else
 #define W4_STREAMS 8
 #define W8_STREAMS 8
@@ -32,11 +36,11 @@ TILE(tile_s24, S24_STREAMS, 3)
 #if LANES == 8
 #define CODE_STREAMS 4
 #else
-#define CODE_STREAMS 8
+#define CODE_STREAMS W4_STREAMS
 #endif
 #define CODES(D)                                                                                                               \
     static void tile_codes_##D(const Linear *l, const uint8_t *codes, int64_t panel, const Digits *x, int64_t row, int m, float *out) { \
-        enum { M = CODE_STREAMS / D };                                                                                         \
+        enum { M = CODE_STREAMS / D > 1 ? CODE_STREAMS / D : 1 };                                                                                         \
         if (m == M)                                                                                                            \
             tile_codes(l, codes, panel, x, row, M, D, out);                                                                    \
         else                                                                                                                   \
@@ -67,7 +71,7 @@ static void integer_part(const Linear *l, const Digits *x, void *y, int out_type
     tile_t tile = tile_of(l->kind, x->digits, &tile_rows);
     uint8_t *codes = NULL; /* worth unpacking from some rows on; without memory the other tiles give the same */
     if (x->rows >= UNPACK_ROWS && l->kind != KIND_W8) codes = malloc((size_t)x->wide * PANEL);
-    if (codes) tile_rows = CODE_STREAMS / x->digits;
+    if (codes) tile_rows = CODE_STREAMS / x->digits > 1 ? CODE_STREAMS / x->digits : 1;
     team_part(team, l->rows, PANEL, &start, &end);
     for (int64_t n = start; n < end; n += PANEL) {
         if (codes) (l->kind == KIND_W4 ? unpack_w4 : unpack_s24)(l, n / PANEL, x->wide, codes);

@@ -55,7 +55,11 @@ static inline uint16_t float_to_f16(float value) { /* to nearest, ties to even *
 #define PANEL 16
 #define HALVES (PANEL / LANES)
 #define INLINE static inline __attribute__((always_inline))
+#if defined(__AVX2__) || defined(COMPRESS_EMULATED)
 #define UNROLL _Pragma("GCC unroll 16")
+#else
+#define UNROLL /* each step is many instructions already */
+#endif
 
 enum { TYPE_F32 = 0, TYPE_BF16 = 1, TYPE_F16 = 2 };
 

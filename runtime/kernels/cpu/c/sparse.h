@@ -4,13 +4,14 @@
  * 0 and 1, high nibbles = of quads 2 and 3; the second: quads 4 to 7. The third is a word of eight nibbles, the pair of each quad.
  * A lane turns a pair into byte positions by a table and picks its own digits out of 16 (made unsigned: digit + 128, which
  * `sums` takes back). */
-static const uint8_t PAIR[6][2] = {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3}};
+/* 6 and 7 are no pairs; they read as 0 and 1, so that no byte can lead outside. */
+static const uint8_t PAIR[8][2] = {{0, 1}, {0, 2}, {0, 3}, {1, 2}, {1, 3}, {2, 3}, {0, 1}, {0, 2}};
 
 /* Control words: `first` places a quad's picks in bytes 0 and 1, `second` the next quad's in bytes 2 and 3. [half of 16 columns] */
 static void pair_tables(uint32_t first[2][16], uint32_t second[2][16]) {
     for (int half = 0; half < 2; half++)
         for (int i = 0; i < 16; i++) {
-            uint32_t a = PAIR[i % 8 % 6][0] + 8 * half, b = PAIR[i % 8 % 6][1] + 8 * half;
+            uint32_t a = PAIR[i % 8][0] + 8 * half, b = PAIR[i % 8][1] + 8 * half;
             first[half][i] = a | b << 8;
             second[half][i] = (a + 4) << 16 | (b + 4) << 24;
         }

@@ -11,7 +11,8 @@ import torch
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.decoding.options import reject_unknown
-from runtime.engines.torch import load_torch
+from runtime.engines.choose import load_engine
+from runtime.engines.torch import Blueprint
 from runtime.errors import ArtifactError, RequestError
 from runtime.model import Model
 
@@ -28,7 +29,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "trust_remote_code"]
+_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "trust_remote_code"]
 
 
 def load(
@@ -39,6 +40,7 @@ def load(
     threads: int | None = None,
     dtype: str | torch.dtype | None = None,
     verify: bool | None = None,
+    max_memory: int | str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Model:
@@ -51,7 +53,12 @@ def load(
             is plain torch).
         threads: CPU threads of torch, for the whole process; None leaves them.
         dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
-        verify: compare every file with the SHA-256 in the artifact's manifest first; None does so for artifacts up to 1 GiB.
+        verify: compare every file with the SHA-256 in the artifact's manifest first, and weights kept by earlier loads
+            (`runtime.streaming`) with theirs; None does so for artifacts up to 1 GiB.
+        max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
+            (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
+            weights, 192 MiB to work with (imported modules, buffers of a step, a cache of keys and values of that order); a
+            cache that grows beyond comes on top.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -60,6 +67,11 @@ def load(
     reject_unknown(unknown, _OPTIONS, "load")
     target = _device(device)
     compute = _dtype(dtype)
+    bound = None
+    if max_memory is not None:
+        from runtime.streaming.plan import parse_memory
+
+        bound = parse_memory(max_memory)
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
@@ -68,9 +80,11 @@ def load(
     if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
         raise ArtifactError(f"{artifact.path} is an unfinished run of `compress apply`; finish it with --resume")
     small = artifact.manifest is not None and artifact.checkpoint.total_bytes <= VERIFY_BYTES
-    if verify or (verify is None and small):
+    checked = bool(verify) or (verify is None and small)
+    if checked:
         artifact.verify()
-    engine = load_torch(artifact, target, kernels, compute, trust_remote_code)
+    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    engine = load_engine(blueprint, checked, bound)
     tokenizer = _tokenizer(artifact.path, trust_remote_code)
     return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
 

@@ -41,6 +41,63 @@ def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
     return max(sizes, key=lambda d: sizes[d])
 
 
+class Filling:
+    """Which tensor of a checkpoint belongs where in a model skeleton (on meta): matched and checked as a whole, placed in parts.
+
+    Float tensors become `dtype`; those of `compressed` layers stay as stored. A tensor of the wrong shape or dtype, a missing
+    one and one that the model has no place for are errors.
+
+    Attributes:
+        names: {name in the model: name in the checkpoint}.
+        foreign: the names are not those of the model, and only transformers knows how to convert them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        compressed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.checkpoint, self.dtype, self.device = model, checkpoint, dtype, device
+        self._compressed = compressed
+        places = _places(model)
+        self._ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
+        self.names = _match(model, checkpoint, places)
+        missing = sorted(places.keys() - self.names.keys() - _tied_away(self._ties, self.names))
+        unexpected = _unexpected(model, checkpoint, set(self.names.values()))
+        self.foreign = bool(missing and unexpected and not compressed)
+        if self.foreign:
+            return
+        if missing:
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it"
+            )
+        if unexpected:
+            close = difflib.get_close_matches(unexpected[0], places, n=1)
+            hint = f" (nearest: {close[0]})" if close else ""
+            raise ArtifactError(
+                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(unexpected)}{hint}"
+            )
+        _check(model, checkpoint, places, self.names, compressed)
+        self._keep = _keeps_float32(model, dtype)
+
+    def place(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Read the tensors of the places that are `wanted` and put them there, on `device`."""
+        for name, stored in self.names.items():
+            if not wanted(name):
+                continue
+            value = self.checkpoint.get(stored)
+            if value.dtype in FLOATS and not _is_compressed(name, self._compressed):
+                value = value.to(torch.float32 if self._keep(name) else self.dtype)
+            set_tensor(self.model, name, value.to(self.device))
+
+    def tie(self) -> None:
+        """Share what config.json ties, among the tensors that were placed."""
+        _tie(self.model, self._ties, self.names)
+
+
 def fill(
     model: PreTrainedModel,
     checkpoint: Checkpoint,
@@ -49,37 +106,16 @@ def fill(
     compressed: frozenset[str] = frozenset(),
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """Give every parameter and stored buffer of `model` (on meta) its tensor, on `device`; returns the filled model.
-
-    Float tensors become `dtype`; those of `compressed` layers stay as stored. A tensor of the wrong shape or dtype, a missing
-    one and one that the model has no place for are errors.
+    """Give every parameter and stored buffer of `model` (on meta) its tensor, see `Filling`; returns the filled model.
 
     A plain checkpoint whose names are not those of the model (experts stored one by one, say) is read by transformers, which
     knows the conversions; the model returned is then a new one.
     """
-    places = _places(model)
-    ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
-    names = _match(model, checkpoint, places)
-    missing = sorted(places.keys() - names.keys() - _tied_away(ties, names))
-    unexpected = _unexpected(model, checkpoint, set(names.values()))
-    if missing and unexpected and not compressed:
+    filling = Filling(model, checkpoint, dtype, device, compressed)
+    if filling.foreign:
         return _read_by_transformers(model, checkpoint, dtype, device, trust_remote_code)
-    if missing:
-        raise ArtifactError(f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it")
-    if unexpected:
-        close = difflib.get_close_matches(unexpected[0], places, n=1)
-        hint = f" (nearest: {close[0]})" if close else ""
-        raise ArtifactError(
-            f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(unexpected)}{hint}"
-        )
-    _check(model, checkpoint, places, names, compressed)
-    keep = _keeps_float32(model, dtype)
-    for name, stored in names.items():
-        value = checkpoint.get(stored)
-        if value.dtype in FLOATS and not _is_compressed(name, compressed):
-            value = value.to(torch.float32 if keep(name) else dtype)
-        set_tensor(model, name, value.to(device))
-    _tie(model, ties, names)
+    filling.place()
+    filling.tie()
     return model
 
 

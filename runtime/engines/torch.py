@@ -11,6 +11,7 @@ from torch import nn
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
 from runtime.skeleton import build_skeleton, linear_shapes, read_config
+from runtime.streaming.memory import return_memory
 from runtime.weights import fill, main_dtype, to_device
 
 if TYPE_CHECKING:
@@ -92,25 +93,56 @@ def load_torch(
     artifact: Artifact, device: torch.device, kernels: str, dtype: torch.dtype | None, trust_remote_code: bool
 ) -> TorchEngine:
     """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
-    if not isinstance(artifact.config.get("quantization_config", {}), dict):
-        raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
-    config = read_config(artifact.path, trust_remote_code)
-    stored = main_dtype(artifact.checkpoint)
-    compute = dtype or stored
-    module = build_skeleton(config, stored, trust_remote_code)
-    compressed = install_compressed(module, artifact.config)
-    module = fill(module, artifact.checkpoint, compute, device, compressed, trust_remote_code)
-    to_device(module, device)
-    if compressed:
-        from runtime.linear import prepare_all
+    return Blueprint(artifact, device, kernels, dtype, trust_remote_code).build()
 
-        if compute != stored:
-            for name in compressed:
-                module.get_submodule(name).to(compute)
-        prepare_all(module, kernels)
-    elif kernels not in ("auto", "reference"):
-        raise RequestError(f"kernels {kernels!r} fits no layer: {artifact.path} is not compressed")
-    return TorchEngine(module, device)
+
+class Blueprint:
+    """An artifact's model before its weights are read.
+
+    Attributes:
+        module: the skeleton (parameters on meta), compressed modules installed.
+        compressed: their names; empty for a plain checkpoint.
+        dtype: what is computed in.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: torch.device,
+        kernels: str,
+        dtype: torch.dtype | None,
+        trust_remote_code: bool,
+    ) -> None:
+        if not isinstance(artifact.config.get("quantization_config", {}), dict):
+            raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
+        self.artifact, self.device, self.kernels = artifact, device, kernels
+        self._trust_remote_code = trust_remote_code
+        self._config = read_config(artifact.path, trust_remote_code)
+        self._stored = main_dtype(artifact.checkpoint)
+        self.dtype = dtype or self._stored
+        self.reset()
+        if not self.compressed and kernels not in ("auto", "fast", "reference"):
+            raise RequestError(f"kernels {kernels!r} fits no layer: {artifact.path} is not compressed")
+
+    def reset(self) -> None:
+        """A fresh skeleton."""
+        self.module = build_skeleton(self._config, self._stored, self._trust_remote_code)
+        self.compressed = install_compressed(self.module, self.artifact.config)
+
+    def build(self) -> TorchEngine:
+        """Read the artifact's tensors into memory and lay them out for the kernels."""
+        checkpoint, compressed = self.artifact.checkpoint, self.compressed
+        module = fill(self.module, checkpoint, self.dtype, self.device, compressed, self._trust_remote_code)
+        to_device(module, self.device)
+        if compressed:
+            from runtime.linear import prepare_all
+
+            if self.dtype != self._stored:
+                for name in compressed:
+                    module.get_submodule(name).to(self.dtype)
+            prepare_all(module, self.kernels)
+            return_memory()
+        return TorchEngine(module, self.device)
 
 
 def install_compressed(module: nn.Module, config: dict[str, Any]) -> frozenset[str]:

@@ -1,0 +1,48 @@
+"""The engine for a directory: weights from the cache or the artifact, all of them in memory or some, the decoder in C or transformers."""
+
+from __future__ import annotations
+
+from runtime.engines.base import Engine
+from runtime.engines.torch import Blueprint, TorchEngine
+from runtime.errors import RequestError
+from runtime.streaming.cache import SMALLEST
+
+
+def load_engine(blueprint: Blueprint, verify: bool = False, max_memory: int | None = None) -> Engine:
+    """Read the weights and pick what computes.
+
+    On CPUs the weights of larger artifacts, as the kernels read them, are kept in a cache and mapped from there.
+
+    Args:
+        blueprint: the model.
+        verify: compare weights from the cache with their checksums.
+        max_memory: bytes; blocks that do not fit are read while others compute.
+    """
+    large = blueprint.artifact.checkpoint.total_bytes >= SMALLEST
+    if max_memory is None and not (blueprint.compressed and large and blueprint.device.type == "cpu"):
+        return lean(blueprint.build(), blueprint)
+    from runtime.streaming.load import NoCacheError, give_all, prepared_file, say_once
+
+    try:
+        file = prepared_file(blueprint, verify)
+        if max_memory is not None:
+            from runtime.streaming.engine import streamed
+
+            return streamed(blueprint, file, max_memory)
+        return lean(give_all(blueprint, file), blueprint)
+    except NoCacheError as reason:
+        if max_memory is not None:
+            where = blueprint.artifact.path
+            raise RequestError(f"max_memory: blocks of {where} cannot be read from disk: {reason}") from reason
+        say_once("weights are laid out anew at every load: %s", reason)
+        blueprint.reset()
+        return lean(blueprint.build(), blueprint)
+
+
+def lean(engine: TorchEngine, blueprint: Blueprint) -> Engine:
+    """The decoder in C where it fits, else the engine as it is."""
+    if not blueprint.compressed or blueprint.device.type != "cpu" or blueprint.kernels == "reference":
+        return engine
+    from runtime.engines.llama import take_over
+
+    return take_over(engine) or engine

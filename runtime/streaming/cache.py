@@ -1,0 +1,157 @@
+"""Where prepared weights are kept: one directory a key under `$COMPRESS_CACHE` (or `~/.cache/compress`), bounded, oldest use first out.
+
+The key is a digest of everything that the file's content depends on, so a file is never out of date: it is only unused, and goes when
+room is needed. Nothing here is needed twice: deleting the directory costs one repack.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import shutil
+import time
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.artifact import MANIFEST, Artifact
+
+NAME = "weights.safetensors"
+SMALLEST = 32 << 20  # bytes of tensors; smaller artifacts are repacked in a moment
+MOST_BYTES = 32 * 10**9
+MOST_SHARE = 0.1  # of the disk
+_ABANDONED = 24 * 3600.0  # seconds after which an unfinished file belongs to nobody
+log = logging.getLogger("compress.cache")
+
+
+@dataclass(frozen=True)
+class Kept:
+    """One kept file: what it was made from, its size, and when it was last used (seconds since the epoch)."""
+
+    path: Path
+    source: str
+    bytes: int
+    used: float
+
+
+def directory() -> Path | None:
+    """Where the files are; None where there is no home."""
+    chosen = os.environ.get("COMPRESS_CACHE")
+    if chosen:
+        return Path(chosen) / "prepared"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "prepared"
+    except RuntimeError:
+        return None
+
+
+def contents() -> list[Kept]:
+    """What is kept, last used first."""
+    found = []
+    for file in _files():
+        try:
+            status = file.stat()
+        except OSError:  # gone meanwhile
+            continue
+        found.append(Kept(file, _source(file), status.st_size, status.st_mtime))
+    return sorted(found, key=lambda kept: -kept.used)
+
+
+def clear() -> int:
+    """Delete all kept files; returns the bytes freed. Models that are loaded from them go on undisturbed."""
+    freed = 0
+    for kept in contents():
+        freed += kept.bytes
+        shutil.rmtree(kept.path.parent, ignore_errors=True)
+    return freed
+
+
+def key(artifact: Artifact, parts: dict[str, object]) -> str:
+    """Digest of the artifact as it lies there, of `parts` (dtype, layouts, ...), and of this library, torch and the CPU."""
+    checkpoint = artifact.checkpoint
+    digest = hashlib.sha256()
+    for name in ("config.json", MANIFEST):
+        file = artifact.path / name
+        _feed(digest, file.read_bytes() if file.is_file() else b"")
+    for name, header in checkpoint.headers.items():
+        status = header.file.stat()
+        _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())
+        _feed(digest, header.raw)
+    _feed(digest, json.dumps({**parts, **_library()}, sort_keys=True).encode())
+    return digest.hexdigest()[:32]
+
+
+def path_of(name: str) -> Path | None:
+    """Where the file of a key is, or would be."""
+    home = directory()
+    return None if home is None else home / name / NAME
+
+
+def touch(file: Path) -> None:
+    """Remember that the file was used."""
+    try:
+        os.utime(file)
+    except OSError:  # a cache that others fill
+        log.debug("the use of %s could not be noted", file)
+
+
+def allowed(home: Path) -> int:
+    """Bytes that all files together may take."""
+    existing = next(p for p in (home, *home.parents) if p.exists())
+    return min(MOST_BYTES, int(MOST_SHARE * shutil.disk_usage(existing).total))
+
+
+def make_room(home: Path, needed: int) -> None:
+    """Delete what was unused longest until `needed` more bytes are within the bound, and what interrupted writers left."""
+    limit = allowed(home) - needed
+    total = 0
+    for kept in contents():
+        total += kept.bytes
+        if total > limit:
+            log.info("making room in the cache: %s goes", kept.path.parent)
+            shutil.rmtree(kept.path.parent, ignore_errors=True)
+    for left in home.glob("*/*.tmp"):
+        try:
+            if time.time() - left.stat().st_mtime > _ABANDONED:
+                left.unlink()
+        except OSError:  # another process was faster
+            continue
+
+
+def _files() -> list[Path]:
+    home = directory()
+    return [] if home is None else sorted(home.glob(f"*/{NAME}"))
+
+
+def _source(file: Path) -> str:
+    try:
+        return (file.parent / "source.txt").read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeError):
+        return ""
+
+
+@cache
+def _library() -> dict[str, str]:
+    """What decides how a weight is laid out besides the weight: the sources of kernels and formats, torch, and the CPU."""
+    from runtime.kernels.cpu.library import cpu_flags
+
+    digest = hashlib.sha256()
+    package = Path(__file__).parents[1]
+    for folder in ("kernels", "formats"):
+        for file in sorted((package / folder).rglob("*.py")):
+            _feed(digest, file.read_bytes())
+    for name in ("linear.py", "module.py", "embedding.py", "weights.py"):
+        _feed(digest, (package / name).read_bytes())
+    # torch chooses the layout of its own int4 kernel by the CPU.
+    machine = " ".join([platform.machine(), *sorted(cpu_flags())])
+    return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}
+
+
+def _feed(digest: hashlib._Hash, content: bytes) -> None:
+    digest.update(len(content).to_bytes(8, "little"))
+    digest.update(content)

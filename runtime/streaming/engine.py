@@ -1,0 +1,101 @@
+"""An engine for a model that is larger than the memory it may take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from runtime.engines.base import Engine
+from runtime.engines.choose import lean
+from runtime.engines.torch import Blueprint, TorchEngine
+from runtime.errors import RequestError
+from runtime.streaming.file import Group, PreparedFile
+from runtime.streaming.groups import put, share
+from runtime.streaming.hooks import BlockViews, StreamedTorch
+from runtime.streaming.plan import Plan, plan
+from runtime.streaming.reader import RangeReader, aligned
+from runtime.streaming.ring import Ring
+from runtime.streaming.slots import DeviceSlots, HostSlots
+from runtime.weights import to_device
+
+_PINNED_SHARE = 0.5  # of the free main memory, for blocks on their way to a GPU
+
+
+def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engine:
+    """The engine for a skeleton and its prepared file within `max_memory` bytes.
+
+    What stays is read into memory of this process, not mapped: the bound is known, and a file that shrinks is an error.
+
+    Raises:
+        RequestError: not even two blocks fit at a time.
+    """
+    outside, *blocks = file.groups
+    decided = plan(max_memory, outside.size, [group.size for group in blocks])
+    model, device = blueprint.module, blueprint.device
+    _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
+    moving = {i: blocks[i] for i in decided.streamed}
+    for group in moving.values():
+        put(model, file.tensors(group))
+    share(model, file.contents.aliases)
+    to_device(model, device)
+    if not moving:
+        return lean(TorchEngine(model, device), blueprint)
+    slots = _slots(file, blocks, decided, device)
+    ring = Ring(slots, decided.streamed)
+    try:
+        fitting = _lean(blueprint, file, moving, slots, ring, decided)
+        return fitting or StreamedTorch(
+            model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes
+        )
+    except BaseException:
+        ring.close()
+        raise
+
+
+def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:
+    """Read groups into memory for good."""
+    reader = RangeReader(file.path)
+    try:
+        for group in groups:
+            memory = aligned(group.size)
+            reader.read(memory, group.begin, group.size)
+            tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8)) if group.size else {}
+            put(model, {name: value.to(device) for name, value in tensors.items()})
+    finally:
+        reader.close()
+
+
+def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch.device) -> HostSlots | DeviceSlots:
+    if device.type == "cpu":
+        return HostSlots(file, blocks, decided.buffers)
+    if device.type != "cuda":
+        raise RequestError(f"max_memory is for CPUs and CUDA GPUs, not {device.type}")
+    import psutil
+
+    wanted = sum(blocks[i].size for i in decided.streamed)
+    pinned = wanted <= _PINNED_SHARE * psutil.virtual_memory().available
+    return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
+
+
+def _lean(
+    blueprint: Blueprint,
+    file: PreparedFile,
+    moving: dict[int, Group],
+    slots: HostSlots | DeviceSlots,
+    ring: Ring,
+    decided: Plan,
+) -> Engine | None:
+    """The decoder in C, where it fits."""
+    if blueprint.device.type != "cpu" or not blueprint.compressed or blueprint.kernels == "reference":
+        return None
+    from runtime.engines.llama_parts import Parts, read_parts
+    from runtime.streaming.llama import Moves, StreamedLlama
+
+    parts = read_parts(blueprint.module, blueprint.device)
+    if not isinstance(parts, Parts):
+        return None
+    base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
+    moves = {i: Moves(parts.blocks[i], base + group.begin, group.size) for i, group in moving.items()}
+    engine = TorchEngine(blueprint.module, blueprint.device)
+    return StreamedLlama(engine, parts, moves, ring, slots.buffers, decided.bytes)

@@ -1,0 +1,117 @@
+"""Give a skeleton its weights from a prepared file, which is made first where there is none."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from runtime.module import CompressedModule
+from runtime.streaming import cache
+from runtime.streaming.build import build
+from runtime.streaming.choices import Chosen, choose
+from runtime.streaming.file import PreparedFile, UnusableFileError
+from runtime.streaming.groups import missing, put, share
+from runtime.weights import Filling, to_device
+
+if TYPE_CHECKING:
+    from runtime.engines.torch import Blueprint, TorchEngine
+
+_said: set[str] = set()
+
+
+class NoCacheError(Exception):
+    """Prepared weights cannot be kept here; the message says why."""
+
+
+def prepared_file(blueprint: Blueprint, verify: bool) -> PreparedFile:
+    """The file, checked (with `verify`: its tensors too), made or made again where needed. The model stays empty.
+
+    Raises:
+        NoCacheError: there is nowhere to keep it. ArtifactError, RequestError: as loading without a cache.
+    """
+    # Names, shapes and dtypes are checked also where nothing will be read: a wrong artifact stays wrong.
+    filling = Filling(
+        blueprint.module, blueprint.artifact.checkpoint, blueprint.dtype, blueprint.device, blueprint.compressed
+    )
+    if filling.foreign:
+        raise NoCacheError("its tensors have other names than those of the model")
+    chosen = choose(blueprint.module, blueprint.kernels, blueprint.dtype, blueprint.device)
+    key = cache.key(blueprint.artifact, _parts(blueprint, chosen))
+    path = cache.path_of(key)
+    if path is None:
+        raise NoCacheError("there is no home directory, and COMPRESS_CACHE is not set")
+    found = _open(path, key, verify)
+    if found is None:
+        found = _make(path, key, blueprint, filling, chosen)
+    cache.touch(path)
+    _adopt(blueprint, chosen)
+    return found
+
+
+def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:
+    """An engine on the model with every tensor a view of the mapped file."""
+    from runtime.engines.torch import TorchEngine
+
+    for group in file.groups:
+        put(blueprint.module, file.tensors(group))
+    share(blueprint.module, file.contents.aliases)
+    name = missing(blueprint.module)
+    if name is not None:
+        raise NoCacheError(f"{file.path} lacks {name}")
+    to_device(blueprint.module, blueprint.device)
+    return TorchEngine(blueprint.module, blueprint.device)
+
+
+def say_once(message: str, *details: object) -> None:
+    """A warning that is not repeated for every model that is loaded."""
+    text = message % details
+    if text not in _said:
+        _said.add(text)
+        cache.log.warning("%s", text)
+
+
+def _open(path: Path, key: str, verify: bool) -> PreparedFile | None:
+    if not path.exists():
+        return None
+    try:
+        file = PreparedFile(path, key)
+        if verify:
+            file.verify()
+        return file
+    except (UnusableFileError, OSError) as problem:
+        cache.log.warning("prepared weights are made again: %s", problem)
+        return None
+
+
+def _make(path: Path, key: str, blueprint: Blueprint, filling: Filling, chosen: dict[str, Chosen]) -> PreparedFile:
+    cache.log.log(logging.INFO, "preparing the weights of %s for this machine, once", blueprint.artifact.path)
+    try:
+        cache.make_room(path.parents[1], blueprint.artifact.checkpoint.total_bytes)
+        build(path, key, blueprint.module, filling, chosen, blueprint.dtype, str(blueprint.artifact.path))
+        return PreparedFile(path, key)
+    except OSError as error:
+        raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error
+    except UnusableFileError as error:  # somebody changes the directory meanwhile
+        raise NoCacheError(str(error)) from error
+
+
+def _parts(blueprint: Blueprint, chosen: dict[str, Chosen]) -> dict[str, object]:
+    return {
+        "class": type(blueprint.module).__name__,
+        "dtype": str(blueprint.dtype),
+        "device": blueprint.device.type,
+        "layouts": {name: choice.layout for name, choice in chosen.items()},
+    }
+
+
+def _adopt(blueprint: Blueprint, chosen: dict[str, Chosen]) -> None:
+    """Compressed modules as `prepare` leaves them, but without a tensor."""
+    for name, kernels in chosen.items():
+        module = blueprint.module.get_submodule(name)
+        assert isinstance(module, CompressedModule)
+        if module.dtype != blueprint.dtype:
+            module.to(blueprint.dtype)
+        module._buffers.clear()
+        module._non_persistent_buffers_set.clear()
+        module.choice, module._wanted = kernels.choice, kernels.wanted

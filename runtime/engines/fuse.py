@@ -105,10 +105,11 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     """The layers as one, in their kernels' own layout; None where that layout, or what they hold, does not allow it."""
     linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
     first = linear[0] if linear else None
-    if first is None or len(linear) < len(layers) or first.choice is None or not first._replaced:
+    if first is None or len(linear) < len(layers) or first.choice is None:
         return None
     same = {(x.entry, x.in_features, x.dtype, x.stored_dtype, x.device, x.choice, x._wanted) for x in linear}
-    if len(same) > 1 or "input_scale" in first._specs or first.entry.count is not None:
+    counted = any(x.entry.count is not None for x in linear)
+    if len(same) > 1 or counted or any(name.startswith("input_") for name in first._specs):
         return None
     tensors = _concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
     if tensors is None:
@@ -119,6 +120,9 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     choice = kernel_table.find(kernel_table.Layer(first.entry, shape, first.dtype, first.device), first._wanted)
     if choice.decode.layout != first.choice.decode.layout:
         return None
+    for name in whole._specs:
+        if name in tensors:
+            whole._buffers[name] = tensors[name]
     whole._replace(tensors)
     whole.choice, whole._wanted = choice, first._wanted
     if not _holds(whole, linear):

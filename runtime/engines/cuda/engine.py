@@ -141,23 +141,22 @@ class CudaEngine:
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
-        chosen: list[int] = []
+        cached: list[int] = []
         ends: list[int] = []
-        needed: list[int] = []
         for piece in pieces:
             end = piece.start + len(piece.tokens)
             if end > self._width * page:
                 raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
+            pages = piece.pages
+            mine = [pages[place // page] * page + place % page for place in range(end)]
             ids += piece.tokens
             positions += range(piece.start, end)
-            slots += [piece.pages[p // page] * page + p % page for p in range(piece.start, end)]
-            needed.append(-(-end // page))
-            chosen += piece.pages[: needed[-1]]
+            slots += mine[piece.start :]
+            cached += mine
             ends.append(len(ids) - 1)
         rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
-        tables = torch.tensor(chosen).to(self.device).split(needed)
-        counts = [len(piece.tokens) for piece in pieces]
-        attention = PieceAttention([piece.start for piece in pieces], counts, tables, parts.scale)
+        starts, counts = [piece.start for piece in pieces], [len(piece.tokens) for piece in pieces]
+        attention = PieceAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             return attention(q, memory.keys[layer], memory.values[layer], parts.blocks[layer].window)

@@ -114,7 +114,8 @@ def decode_attention(
     """
     rows, heads, size = q.shape
     page, kv_heads = keys.shape[1:3]
-    block = min(64, page)
+    wide = q.element_size() == 4  # float32 is multiplied without tensor cores, and takes twice the registers
+    block = min(16 if wide else 64, page)
     if page % block or block < 16 or block & (block - 1):
         raise ValueError(f"pages of 16, 32, or a multiple of 64 positions, not {page}")
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)
@@ -131,7 +132,7 @@ def decode_attention(
         q, keys, values, tables, positions, out, part, extent,
         q.stride(0), keys.stride(0), keys.stride(1), tables.stride(0), scale * 1.4426950408889634, window,
         GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size, BLOCK_D=block_d, PAGE=page, BLOCK=block,
-        SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, STAGES=3 if q.element_size() == 2 else 2, num_warps=4,
+        SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, STAGES=2 if wide else 3, num_warps=8 if wide else 4,
     )  # fmt: skip
     if count > 1:
         join_kernel[(rows, heads)](

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.nn import functional
 
+from runtime.engines.cuda import varlen
+
 MOST_SCORES = 1 << 25  # of a mask: longer pieces are cut
 
 
@@ -47,19 +49,22 @@ class PieceAttention:
     """Attention of the pieces of a step, whose rows lie one after another.
 
     Args:
-        starts: position of each piece's first token. counts: its tokens. pages: of its sequence, int64, on the device.
+        starts: position of each piece's first token. counts: its tokens.
+        slots: int64, on the device: where the positions 0 .. start + count - 1 of each piece's sequence are in the cache, one
+            piece after another.
     """
 
-    def __init__(self, starts: Sequence[int], counts: Sequence[int], pages: Sequence[torch.Tensor], scale: float) -> None:
-        self._pieces = list(zip(starts, counts, pages, strict=True))
-        self._scale = scale
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], slots: torch.Tensor, scale: float) -> None:
+        self._starts, self._counts, self._slots, self._scale = list(starts), list(counts), slots, scale
+        self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+        self._ends: varlen.Ends | None = None
 
     def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
         """`[rows, heads, head_dim]`, given one layer of the cache `[pages, page_size, kv_heads, head_dim]`."""
-        out = torch.empty_like(q)
-        row = 0
-        for start, count, pages in self._pieces:
-            k, v = (t[pages].flatten(0, 1)[: start + count] for t in (keys, values))
-            out[row : row + count] = piece_attention(q[row : row + count], k, v, start, self._scale, window)
-            row += count
-        return out
+        k, v = (tensor.flatten(0, 1)[self._slots] for tensor in (keys, values))
+        if q.device.type == "cuda" and varlen.works(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
+            if self._ends is None:
+                self._ends = varlen.Ends(self._starts, self._counts, q.device)
+            return varlen.attend(q, k, v, self._ends, self._scale, window)
+        pieces = zip(q.split(self._counts), k.split(self._lengths), v.split(self._lengths), self._starts, strict=True)
+        return torch.cat([piece_attention(*piece, self._scale, window) for piece in pieces])

@@ -1,0 +1,112 @@
+"""Run by test_cuda_kernels.py with TRITON_INTERPRET=1: the engine's kernels against plain torch, prints one line a check."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import cuda_models
+import torch
+
+from runtime.engines.base import Piece
+from runtime.engines.cuda import ops, paged_attention, plain, rotary_store
+from runtime.kernels.triton.interpreter import repair
+
+LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
+def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    torch.testing.assert_close(found, wanted, rtol=LIMIT[wanted.dtype], atol=LIMIT[wanted.dtype])
+
+
+def attention(
+    dtype: torch.dtype, heads: int, kv_heads: int, size: int, page: int, positions: list[int], window: int, parts: int | None
+) -> None:
+    torch.manual_seed(0)
+    width = max(positions) // page + 1
+    count = width * len(positions) + 1
+    keys, values = torch.randn(2, count, page, kv_heads, size).to(dtype)
+    tables = torch.randperm(count)[: width * len(positions)].view(len(positions), width).int()
+    for row, position in enumerate(positions):  # nothing behind the position may matter
+        pages = tables[row].long()
+        place = torch.arange(width * page)
+        behind = place[place > position]
+        keys[pages[behind // page], behind % page] = float("nan")
+        values[pages[behind // page], behind % page] = float("nan")
+        tables[row, position // page + 1 :] = 1 << 30
+    q = torch.randn(len(positions), heads + 1, size).to(dtype)[:, :heads]  # rows with something between them
+    at = torch.tensor(positions, dtype=torch.int32)
+    found = paged_attention.decode_attention(q, keys, values, tables, at, size**-0.5, window, None, parts)
+    near(found, plain.decode_attention(q, keys, values, tables.clamp(max=count - 1), at, size**-0.5, window))
+    alone = paged_attention.decode_attention(q[1:2], keys, values, tables[1:2], at[1:2], size**-0.5, window, None, parts)
+    assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
+
+
+def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: int, norms: bool) -> None:
+    torch.manual_seed(0)
+    rows, page, pages = 5, 16, 4
+    joined = torch.randn(rows, (heads + 2 * kv_heads) * size).to(dtype)
+    q, k, v = joined.split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+    weights = (torch.randn(size).to(dtype), torch.randn(size).to(dtype)) if norms else None
+    rotations = torch.randn(60, rotary)
+    positions = torch.tensor([0, 59, 3, 3, 17], dtype=torch.int32)
+    slots = torch.tensor([0, 63, 5, 40, 41], dtype=torch.int32)
+    caches = torch.randn(2, 2, pages, page, kv_heads, size).to(dtype)
+    caches[1] = caches[0]
+    out = [
+        module.rotate_and_store(q, k, v, weights, 1e-5, rotations, positions, slots, *caches[i])  # type: ignore[attr-defined]
+        for i, module in enumerate((plain, rotary_store))
+    ]
+    near(out[1], out[0])
+    near(caches[1], caches[0])
+    untouched = torch.ones(pages * page, dtype=torch.bool)
+    untouched[slots.long()] = False
+    assert torch.equal(caches[1].flatten(1, 2)[:, untouched], caches[0].flatten(1, 2)[:, untouched])
+
+
+def whole(name: str) -> None:
+    """The engine with all kernels, against transformers."""
+    which = cuda_models.engine(cuda_models.build(name), buckets=(2,))
+    assert which.decoder.ops.name == "triton", which.decoder.ops
+    ids = random.Random(0).choices(range(101), k=37)
+    pool = which.new_pages(4)
+    which.step(pool, [Piece(ids[:35], 0, [3, 0, 2])])
+    which.step(pool, [Piece(ids[35:36], 35, [3, 0, 2])])
+    logits = which.step(pool, [Piece(ids[36:], 36, [3, 0, 2])])[0]
+    with torch.inference_mode():
+        wanted = cuda_models.build(name)(torch.tensor([ids])).logits[0, -1]
+    torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)
+
+
+def main() -> None:
+    repair()
+    torch.set_num_threads(1)
+    assert ops.choose(torch.device("cpu")).name == "triton"
+    float32, half, bfloat = torch.float32, torch.float16, torch.bfloat16
+    for case in [
+        (float32, 4, 2, 16, 16, [0, 5, 100, 31, 32], 0, None),
+        (float32, 4, 4, 64, 64, [63, 64, 500], 0, 4),
+        (float32, 32, 1, 16, 32, [200, 3], 0, 8),
+        (float32, 3, 1, 80, 128, [300, 127], 0, 1),
+        (float32, 6, 2, 24, 16, [250, 9, 40], 33, None),
+        (float32, 6, 2, 24, 64, [250, 9, 40], 1, 2),
+        (half, 8, 2, 128, 64, [130, 400], 0, None),
+        (bfloat, 8, 2, 128, 64, [130, 400], 200, None),
+    ]:
+        attention(*case)  # type: ignore[arg-type]
+        print("attention", *case)
+    for case in [
+        (float32, 4, 2, 16, 16, False),
+        (float32, 3, 1, 80, 32, True),
+        (bfloat, 8, 2, 128, 128, True),
+        (half, 4, 4, 64, 64, False),
+    ]:
+        rotation(*case)  # type: ignore[arg-type]
+        print("rotation", *case)
+    for name in sys.argv[1:]:
+        whole(name)
+        print("engine", name)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,156 @@
+"""Decode steps with a graph that records what is done to it: once a bucket captured, then only refilled and replayed."""
+
+from __future__ import annotations
+
+import logging
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from cuda_models import build, engine
+
+from runtime.engines.base import Piece
+from runtime.engines.cuda import steps
+from runtime.engines.cuda.graphs import Computation
+
+
+class Fake:
+    """Captures like CUDA: the computation runs twice to warm up, once to be captured, and is replayed without anything new."""
+
+    def __init__(self) -> None:
+        self.captures: list[int] = []
+        self.replays: list[int] = []
+        self.outputs: list[torch.Tensor] = []
+
+    def __call__(self, compute: Computation) -> FakeGraph:
+        for _ in range(2):
+            compute()
+        self.captures.append(len(self.captures))
+        return FakeGraph(self, self.captures[-1], compute)
+
+
+class FakeGraph:
+    def __init__(self, log: Fake, number: int, compute: Computation) -> None:
+        self._log, self._number, self._compute = log, number, compute
+        self.output = torch.full_like(compute(), float("nan"))  # static: every replay writes here
+        log.outputs.append(self.output)
+
+    def replay(self) -> None:
+        self._log.replays.append(self._number)
+        for output in self._log.outputs:  # graphs share their memory
+            output.fill_(float("nan"))
+        self.output.copy_(self._compute())
+
+
+def test_one_capture_a_bucket_and_a_replay_a_step(truth: Callable[..., torch.Tensor]) -> None:
+    fake = Fake()
+    which = engine(build("Llama"), buckets=(1, 2, 4, 8), capture=fake)
+    assert "graphs" in which.description
+    chance = random.Random(0)
+    every = [chance.choices(range(101), k=40) for _ in range(5)]
+    tables = [[row, row + 5, row + 10] for row in range(5)]
+    pool = which.new_pages(15)
+    done = [0] * 5
+    counts = [1, 3, 2, 5, 4, 1, 3, 5, 5, 2] + [chance.randint(1, 5) for _ in range(30)]
+    buckets = []
+    for count in counts:
+        chosen = [row for row in chance.sample(range(5), count) if done[row] < 40]
+        if not chosen:
+            continue
+        buckets.append(next(size for size in (1, 2, 4, 8) if size >= len(chosen)))
+        logits = which.step(pool, [Piece([every[row][done[row]]], done[row], tables[row]) for row in chosen])
+        for row, found in zip(chosen, logits, strict=True):
+            torch.testing.assert_close(found, truth("Llama", every[row])[done[row]], rtol=2e-4, atol=2e-4)
+            done[row] += 1
+    order = list(dict.fromkeys(buckets))
+    assert len(fake.captures) == len(order)
+    assert fake.replays == [order.index(size) for size in buckets]
+
+
+def test_graphs_stay_with_the_memory() -> None:
+    fake = Fake()
+    which = engine(build("Llama"), capture=fake)
+    for _ in range(3):
+        pool = which.new_pages(2)
+        which.step(pool, [Piece([1], 0, [1])])
+        del pool
+    assert len(fake.captures) == 1
+    assert len(fake.replays) == 3
+    which.step(which.new_pages(3), [Piece([1], 0, [2])])  # larger: other memory, other graphs
+    assert len(fake.captures) == 2
+
+
+def test_padding_touches_no_page_of_anybody() -> None:
+    which = engine(build("Llama"), buckets=(1, 4), capture=Fake())
+    pool = which.new_pages(6)
+    which.step(pool, [Piece([row + 1], 0, [row]) for row in range(4)])  # all four rows have had real pages
+    memory = pool.memory
+    before = [tensor.clone() for tensor in [*memory.keys, *memory.values]]
+    which.step(pool, [Piece([9], 1, [2]), Piece([8], 1, [0])])
+    for old, new in zip(before, [*memory.keys, *memory.values], strict=True):
+        changed = {tuple(at) for at in (old != new).flatten(2).any(-1).nonzero().tolist()}
+        assert changed - {(memory.scratch, 0)} == {(2, 1), (0, 1)}
+    assert memory.scratch == 6
+    assert memory.steps is not None
+    rows = memory.steps._rows(4)
+    assert rows.slots.tolist() == [2 * 16 + 1, 1, 6 * 16, 6 * 16]
+    assert rows.positions.tolist() == [1, 1, 0, 0]
+    assert memory.steps._tables[:4, 0].tolist() == [2, 0, 6, 6]
+
+
+def test_page_tables_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    which = engine(build("Llama"), buckets=(2,), capture=Fake())
+    pool = which.new_pages(4)
+    assert which.step(pool, [Piece([1], 0, [3]), Piece([2], 0, [1])]).shape == (2, 101)
+    assert pool.memory.steps is not None
+    filled = [list(row) for row in pool.memory.steps._filled]
+    lists = list(map(id, pool.memory.steps._filled))
+    which.step(pool, [Piece([1], 1, [3, 2]), Piece([2], 1, [1])])  # a page taken ahead is not needed yet
+    assert pool.memory.steps._filled == filled
+    assert list(map(id, pool.memory.steps._filled)) == lists
+    which.step(pool, [Piece([1], 16, [3, 2]), Piece([2], 2, [1])])
+    assert pool.memory.steps._tables[:, :2].tolist() == [[3, 2], [1, 4]]
+
+
+def test_a_capture_that_fails_is_said_once(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(steps, "_said", set())
+    tried = []
+
+    def fails(compute: Computation) -> FakeGraph:
+        tried.append(compute)
+        raise RuntimeError("operation not permitted when stream is capturing\nand more")
+
+    which = engine(build("Llama"), buckets=(1, 2), capture=fails)
+    other = engine(build("Llama"), buckets=(1, 2), capture=None)
+    pool, same = which.new_pages(2), other.new_pages(2)
+    with caplog.at_level(logging.WARNING):
+        for place in range(3):
+            pieces = [Piece([place], place, [0]), Piece([place + 5], place, [1])][: 1 + place % 2]
+            assert torch.equal(which.step(pool, pieces), other.step(same, pieces))
+    assert len(tried) == 1
+    assert [record.getMessage().count("not permitted when") for record in caplog.records] == [1]
+
+
+def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Callable[..., torch.Tensor]) -> None:
+    model = build("Llama")
+
+    class Odd(torch.nn.Module):
+        def __init__(self, table: torch.Tensor) -> None:
+            super().__init__()
+            self.table, self.seen = table, 0
+
+        def forward(self, ids: torch.Tensor) -> torch.Tensor:
+            self.seen += 1
+            return self.table[ids.long()]
+
+    odd = Odd(model.model.embed_tokens.weight.detach().clone())
+    which = engine(model, capture=Fake(), buckets=(2,))
+    which.decoder.parts = which.parts = type(which.parts)(**{**vars(which.parts), "embedding": odd})
+    which.decoder.embeds = False
+    pool = which.new_pages(1)
+    ids = [5, 6, 7]
+    for place, token in enumerate(ids):
+        logits = which.step(pool, [Piece([token], place, [0])])[0]
+        torch.testing.assert_close(logits, truth("Llama", ids)[place], rtol=2e-4, atol=2e-4)
+    assert odd.seen == 3

@@ -110,19 +110,28 @@ class LlamaEngine:
             last = max(p.start + len(p.tokens) for p in pieces) - 1
         width = max(len(piece.pages) for piece in pieces)
         pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
-        x = self._embedding(ids).float().contiguous()
-        table = getattr(self._embedding, "weight", None)  # a compressed table has none
-        if table is not None and x.data_ptr() == table.data_ptr():
-            x = x.clone()
+        x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
         cosine, sine = self._rotation(last + 1)
         wanted = torch.tensor(list(outputs), dtype=torch.int32)
         logits = torch.empty(len(outputs), self.parts.vocabulary)
         memory = self._memory(pool.decoder, ids.numel())
         step = Step(
-            ids.numel(), len(outputs), width, 0, len(self.parts.blocks), x.data_ptr(), sequence.data_ptr(), position.data_ptr(), pages.data_ptr(),
-            cosine.data_ptr(), sine.data_ptr(), wanted.data_ptr(), logits.data_ptr(), memory.data_ptr(),
-            ctypes.pointer(pool.decoder),
-        )  # fmt: skip
+            rows=ids.numel(),
+            outputs=len(outputs),
+            pages_stride=width,
+            first=0,
+            last=len(self.parts.blocks),
+            x=x.data_ptr(),
+            sequence=sequence.data_ptr(),
+            position=position.data_ptr(),
+            pages=pages.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            output=wanted.data_ptr(),
+            logits=logits.data_ptr(),
+            memory=memory.data_ptr(),
+            decoder=ctypes.pointer(pool.decoder),
+        )
         self._compute(step, pool)
         return logits
 

@@ -268,7 +268,7 @@ def _stored_grids(tensors: Tensors, layer: Layer) -> tuple[torch.Tensor, torch.T
     """Inverse of `_grids`, from the transposed tensors that `prepare` made."""
     found = [None if t is None else t.t().contiguous() for t in (tensors["scale"], tensors.get("zero_point"))]
     if _weights(layer).strategy == "tensor":
-        found = [None if t is None else t[0, :1].clone() for t in found]
+        found = [None if t is None else t.flatten()[:1].clone() for t in found]
     scale, zero = found
     assert scale is not None
     return scale, zero

@@ -29,7 +29,10 @@ def test_place_of_every_code():
         assert int(words[tile, 1, word]) >> 4 * j & 15 == int(codes[1, column]) + 8
 
 
-@pytest.mark.parametrize(("group", "field", "run"), [(0, 4, 8), (128, 4, 8), (256, 4, 8), (64, 4, 4), (48, 4, 1), (96, 4, 2), (16, 4, 1), (128, 8, 4), (32, 8, 2)])  # fmt: skip
+@pytest.mark.parametrize(
+    ("group", "field", "run"),
+    [(0, 4, 8), (128, 4, 8), (256, 4, 8), (64, 4, 4), (48, 4, 1), (96, 4, 2), (16, 4, 1), (128, 8, 4), (32, 8, 2)],
+)
 def test_slices_per_group(group, field, run):
     assert layout.slices_per_group(group, field) == run
 

@@ -12,8 +12,8 @@ def test_many_rows(case, field):
     w = weight(*case, field)
     for m, dtype, config in (
         (5, torch.float16, {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 2, "STAGES": 2, "num_warps": 4}),
-        (70, torch.bfloat16, {"BLOCK_M": 64, "BLOCK_N": 32, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
-        (70, torch.bfloat16, None),
+        (66, torch.bfloat16, {"BLOCK_M": 64, "BLOCK_N": 32, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}),
+        (66, torch.bfloat16, None),
     ):
         x, bias = rows(m, case[1], dtype, strided=True), rows(1, case[0], dtype, 1)[0]
         # The weight is rounded to the dtype of x, as it is by the reference kernel.

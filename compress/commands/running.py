@@ -10,7 +10,11 @@ PATH = typer.Argument(
     ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
 )
 DEVICE = typer.Option("auto", "--device", help="Where it runs: auto, cpu, cuda, cuda:1.")
-KERNELS = typer.Option("auto", "--kernels", help="auto, or the name of a kernel (`reference` is plain torch).")
+KERNELS = typer.Option(
+    "auto",
+    "--kernels",
+    help="auto, fast (activations rounded to int8 where that is faster), or the name of a kernel (`reference` is plain torch).",
+)
 DTYPE = typer.Option(
     None, "--dtype", help="Compute in float32, float16 or bfloat16 (default: what the checkpoint has)."
 )

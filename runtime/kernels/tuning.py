@@ -139,7 +139,7 @@ def read(path: Path) -> dict[str, str]:
     """What a file remembers; nothing when it is missing, of another version or damaged (said in the log)."""
     try:
         content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (OSError, ValueError, RecursionError) as error:
         _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)

@@ -315,3 +315,13 @@ def test_a_wrong_kernel_is_refused_with_the_reason():
     with pytest.raises(RequestError, match="dense-tiles cannot compute this layer: it "):
         layer_of(Scheme(None, None, "2:4"), (64, 384))[0].prepare("dense-tiles")
     assert torch.isfinite(layer(torch.randn(1, 384).to(torch.bfloat16))).all()
+
+
+def test_w8a8_is_exact_for_every_number_of_rows():
+    """torch's integer product refuses or reorders small shapes on some devices; here every row count gives the same sums."""
+    for shape in ((1, 1), (7, 5), (33, 257), (64, 64)):
+        weights = torch.randint(-128, 128, shape, dtype=torch.int8)
+        codes = torch.randint(-128, 128, (40, shape[1]), dtype=torch.int8)
+        exact = codes.long() @ weights.long().t()
+        for rows in range(1, 41):
+            assert torch.equal(torch._int_mm(codes[:rows], weights.t()).long(), exact[:rows]), (shape, rows)

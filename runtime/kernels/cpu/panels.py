@@ -175,7 +175,8 @@ class Dense(Panels):
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, PANEL)
         values = torch.empty(rows, columns, dtype=torch.int8)
         for start, end in _slices(panels, wide):
-            row_words = words[start:end].transpose(1, 2).contiguous().view((end - start) * PANEL, -1)
+            row_words = words[start:end].transpose(1, 2).clone(memory_format=torch.contiguous_format)
+            row_words = row_words.view((end - start) * PANEL, -1)
             codes = words4.unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
             part = values[start * PANEL : end * PANEL]
             part.copy_(codes[: part.shape[0], :columns])
@@ -227,9 +228,11 @@ class Pairs(Panels):
         packed, scheme = tensors["weight"], layer.entry.scheme
         panels = packed.shape[0]
         words = packed.view(panels, -1).view(torch.int32).view(panels, -1, 3, PANEL)
-        kept = words[:, :, :2].permute(0, 3, 1, 2).reshape(panels * PANEL, -1)
+        # Copies: a single column of panels may count as contiguous and still refuse to be seen as bytes.
+        whole = torch.contiguous_format
+        kept = words[:, :, :2].permute(0, 3, 1, 2).clone(memory_format=whole).view(panels * PANEL, -1)
         halves = words4.unpack_nibbles(kept)[:rows, : columns // 2]
-        pair = words[:, :, 2].transpose(1, 2).reshape(panels * PANEL, -1).view(torch.uint8)
+        pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
         metadata = pairs.to_metadata(pair[:rows, : -(-columns // 8)])
         assert scheme.weights is not None
         stored = {

@@ -1,0 +1,87 @@
+"""Runs products whose tensors lie directly before memory that may not be touched; a wrong access kills the process.
+
+`python guarded.py [library]`: all instruction sets of this machine, and that library.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import sys
+
+import products
+import torch
+from weight_cases import int_scheme
+
+from runtime.kernels.cpu import library
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_kept: list[mmap.mmap] = []
+
+
+def guarded(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy between two pages that may not be touched, its end at the second."""
+    size, page = tensor.numel() * tensor.element_size(), mmap.PAGESIZE
+    room = -(-size // page) * page
+    region = mmap.mmap(-1, room + 2 * page)
+    _kept.append(region)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(region))
+    for address in (start, start + page + room):
+        if _libc.mprotect(address, page, 0):
+            raise OSError(ctypes.get_errno(), "mprotect")
+    held = (ctypes.c_char * size).from_address(start + page + room - size)
+    copy = torch.frombuffer(held, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    copy.copy_(tensor)
+    return copy
+
+
+def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    made = products.case(kind, scheme, shape, dtype, storage="sparse24" if scheme.sparsity else "packed")
+    x = torch.randn(9, shape[1]).to(dtype)
+    for digits in (1, 2, 3):
+        expected = products.run(native, made, x, digits)
+        made.prepared = {name: guarded(tensor) for name, tensor in made.prepared.items()}
+        bias, tight = guarded(torch.zeros(shape[0])), guarded(x)
+        linear = made.layout.linear(made.prepared, made.layer, bias)
+        for rows in (1, 9):
+            y = guarded(torch.zeros(rows, shape[0], dtype=dtype))
+            memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, digits), dtype=torch.uint8))
+            kinds = library.TYPES[dtype]
+            own = tight if rows == 9 else guarded(x[:1])
+            native.linear_run(
+                ctypes.byref(linear), own.data_ptr(), kinds, rows, y.data_ptr(), kinds, digits, memory.data_ptr(), 1
+            )
+            assert torch.equal(y, expected[:rows])
+    tile = guarded(torch.zeros(shape[1], shape[0], dtype=dtype))
+    native.linear_dequantize(ctypes.byref(linear), 0, -(-shape[0] // 16), tile.data_ptr(), library.TYPES[dtype], 1)
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    libraries = [library.load(name) for name in library.instruction_sets()]
+    for path in sys.argv[1:]:
+        extra = ctypes.CDLL(path)
+        extra.linear_memory.restype = ctypes.c_int64
+        for name in ("linear_memory", "linear_run", "linear_dequantize"):
+            getattr(extra, name).argtypes = getattr(libraries[0], name).argtypes
+        libraries.append(extra)
+    done = 0
+    for native in libraries:
+        for shape in ((1, 1), (16, 32), (17, 257), (33, 100)):
+            for kind, scheme in (
+                ("w4", int_scheme(4, False, 16)), ("w4", int_scheme(4, True, "channel")), ("w8", int_scheme(8, False, 16)),
+                ("w8", int_scheme(8, True, "tensor")), ("s24", int_scheme(4, True, "channel", "2:4")),
+                ("s24", int_scheme(4, True, 32, "2:4")),
+            ):  # fmt: skip
+                if (scheme.weights.group_size or 1) > shape[1] or (scheme.sparsity and shape[1] % 4):
+                    continue
+                for dtype in (torch.bfloat16, torch.float32):
+                    check(native, kind, scheme, shape, dtype)
+                    done += 1
+                _kept.clear()
+    print(done, "cases")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,115 @@
+"""Products with the C library itself, the same in float64, and how far apart they may be."""
+
+from __future__ import annotations
+
+import ctypes
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from weight_cases import random_weight
+
+from runtime import formats
+from runtime.formats.checks import expand_groups
+from runtime.kernels import Layer
+from runtime.kernels.cpu import library, panels
+from runtime.linear import CompressedLinear
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import CompressedWeight, Scheme
+
+HERE = Path(__file__).parent
+EMULATED = HERE / "emulated_avx512.h"
+CPU = torch.device("cpu")
+LAYOUTS = {"w4": panels.W4, "w8": panels.W8, "s24": panels.S24}
+UNIT = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11}  # of rounding, relative
+TINY = {
+    torch.float32: 2.0**-149,
+    torch.bfloat16: 2.0**-133,
+    torch.float16: 2.0**-24,
+}  # distance of the smallest numbers
+
+
+@dataclass
+class Case:
+    """A stored layer in one panel layout."""
+
+    layer: Layer
+    weight: CompressedWeight
+    stored: dict[str, torch.Tensor]
+    layout: panels.Panels
+    prepared: dict[str, torch.Tensor]
+
+
+def case(
+    kind: str, scheme: Scheme, shape: tuple[int, int], dtype: torch.dtype, seed: int = 0, storage: str | None = None
+) -> Case:
+    """A random layer of the scheme; `storage` is the format, or the one the artifact would have."""
+    weight = random_weight(scheme, shape, dtype, seed)
+    return of(kind, weight, storage)
+
+
+def of(kind: str, weight: CompressedWeight, storage: str | None = None) -> Case:
+    """The layer of this weight."""
+    shape = (weight.values.shape[0], weight.values.shape[1])
+    form = formats.get(storage) if storage else formats.choose(weight.scheme, shape)
+    tensors = form.pack(weight)
+    entry = ModuleEntry(weight.scheme, form.name, formats.value_count(form, tensors))
+    layer, layout = Layer(entry, shape, weight.dtype, CPU), LAYOUTS[kind]
+    assert layout.why_not(layer) is None
+    return Case(layer, weight, tensors, layout, layout.pack(tensors, layer))
+
+
+def run(
+    native: ctypes.CDLL, made: Case, x: torch.Tensor, digits: int, threads: int = 1, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`x W^T + bias` by `native`, in the dtype of x."""
+    x = x.contiguous()
+    y = torch.full((x.shape[0], made.layer.shape[0]), float("nan"), dtype=x.dtype)
+    linear = made.layout.linear(made.prepared, made.layer, bias)
+    memory = torch.full((native.linear_memory(ctypes.byref(linear), x.shape[0], digits),), 0x5A, dtype=torch.uint8)
+    kind = library.TYPES[x.dtype]
+    address = ctypes.byref(linear)
+    native.linear_run(address, x.data_ptr(), kind, x.shape[0], y.data_ptr(), kind, digits, memory.data_ptr(), threads)
+    return y
+
+
+def exact_weight(weight: CompressedWeight) -> torch.Tensor:
+    """`(code - zero) * scale` in float64."""
+    scheme, columns = weight.scheme.weights, weight.values.shape[1]
+    assert weight.scale is not None
+    codes = weight.values.double()
+    if weight.zero_point is not None:
+        codes = codes - expand_groups(weight.zero_point, scheme, columns).double()
+    return codes * expand_groups(weight.scale, scheme, columns).double()
+
+
+def error_bound(made: Case, x: torch.Tensor, digits: int, exact: torch.Tensor) -> torch.Tensor:
+    """What a result may be off by, for each number of it.
+
+    Activations are rounded to a step of their group: amax / 127, 2^-14 and 2^-22 of amax (the step's half is the error). Sums in
+    float32 round once a group and digit. Then the result is rounded to its dtype.
+    """
+    group = made.layout.group(made.layer)
+    share = {1: 1 / 254, 2: 2.0**-15, 3: 2.0**-22.9}[digits]
+    wide = -(-x.shape[1] // group) * group
+    inputs = torch.nn.functional.pad(x.double().abs(), (0, wide - x.shape[1])).view(x.shape[0], wide // group, group)
+    weights = torch.nn.functional.pad(exact_weight(made.weight).abs(), (0, wide - x.shape[1]))
+    weights = weights.view(weights.shape[0], wide // group, group).sum(-1)
+    largest = inputs.amax(-1)
+    rounding = (largest * share * (1 + 2.0**-20)).clamp(min=2.0**-126) * (largest > 0) @ weights.t()
+    groups = inputs.shape[1]
+    # A step of the smallest float times a sum of up to 2^24, for every group and digit: products of tiny scales.
+    sums = (2 * groups * digits + 4) * 2.0**-24 * (largest @ weights.t()) + groups * digits * 2.0**-126
+    total = rounding + sums
+    return total + UNIT[x.dtype] * (exact.abs() + total) + TINY[x.dtype]
+
+
+def linear(
+    scheme: Scheme, shape=(40, 192), dtype=torch.bfloat16, storage=None, weight=None
+) -> tuple[CompressedLinear, CompressedWeight]:
+    """A layer of the scheme with a random bias, not prepared yet, and its weight."""
+    weight = random_weight(scheme, shape, dtype) if weight is None else weight
+    form = formats.get(storage) if storage else formats.choose(scheme, shape)
+    tensors = form.pack(weight)
+    entry = ModuleEntry(scheme, form.name, formats.value_count(form, tensors))
+    return CompressedLinear.from_tensors(entry, shape, tensors, torch.randn(shape[0]).to(dtype), dtype), weight

@@ -1,0 +1,156 @@
+"""Panels hold a weight exactly, and layers made of them can be copied, pickled, moved and called from several threads."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from products import case, linear
+from weight_cases import int_scheme, random_weight
+
+from runtime import formats
+from runtime.kernels.cpu import library, words
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
+STORAGES = [
+    ("w4", "pack-quantized", None), ("w4", "packed", None), ("w4", "sparse24", "2:4"), ("w4", "bitmap", "unstructured"),
+    ("w8", "pack-quantized", None), ("w8", "packed", None), ("w8", "int-quantized", None), ("s24", "sparse24", "2:4"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "storage", "sparsity"), STORAGES)
+def test_stored_tensors_come_back_bit_for_bit(kind, storage, sparsity):
+    bits = (5, 6, 8) if kind == "w8" else (2, 3, 4)
+    done = 0
+    shapes = ((1, 16), (16, 64), (17, 100), (50, 384), (33, 1), (47, 36))
+    grids = itertools.product(bits, (True, False), (16, 32, 48, 64, 384, "channel", "tensor"), shapes)
+    for (width, symmetric, group, shape), dtype in itertools.product(grids, (torch.bfloat16, torch.float32)):
+        scheme = int_scheme(width, symmetric, group, sparsity)
+        if formats.get(storage).why_not(scheme, shape) or (kind == "s24" and (not symmetric or group in (16, 48))):
+            continue
+        made = case(kind, scheme, shape, dtype, done, storage)
+        weight = made.layout.unpack(made.prepared, made.layer)
+        again = formats.get(storage).pack(weight)
+        assert again.keys() == made.stored.keys()
+        for name, tensor in made.stored.items():
+            assert torch.equal(again[name].view(torch.uint8), tensor.view(torch.uint8)), (name, scheme, shape)
+        done += 1
+    assert done > 20
+
+
+def test_scales_keep_their_bits():
+    """Negative, zero, not finite: whatever the artifact says."""
+    weight = random_weight(int_scheme(4, True, 32), (20, 64))
+    weight.scale[0, 0], weight.scale[1, 1], weight.scale[2, 0] = float("nan"), float("-inf"), -0.0
+    layer, _ = linear(weight.scheme, (20, 64), weight=weight)
+    before = layer.weight_scale.clone()
+    layer.prepare("int4-c")
+    assert torch.equal(layer.state_dict()["weight_scale"].view(torch.int16), before.view(torch.int16))
+
+
+def test_float64_scales_come_back():
+    layer, _ = linear(int_scheme(4, False, 32), dtype=torch.float64)
+    before = {name: tensor.clone() for name, tensor in layer.state_dict().items()}
+    layer.float().prepare("int4-c")
+    assert layer(torch.randn(2, 192)).isfinite().all()
+    after = layer.state_dict()
+    assert all(torch.equal(after[name], tensor.to(after[name].dtype)) for name, tensor in before.items())
+    assert after["weight_scale"].dtype == torch.float64
+
+
+def test_words():
+    codes = torch.randint(-8, 8, (5, 40), dtype=torch.int8)
+    packed = words.pack_nibbles(codes)
+    assert torch.equal(words.unpack_nibbles(packed), codes)
+    assert torch.equal(words.from_stream(formats.bitpack.pack_rows(codes, 4), 4, 40), packed)
+    assert torch.equal(words.sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
+
+
+@pytest.mark.parametrize(("kernel", "scheme", "most"), [
+    ("int4-c", int_scheme(4, True, 128), 4.13), ("int8-c", int_scheme(8, True, 128), 8.13),
+    ("sparse24-c", int_scheme(4, True, 128, "2:4"), 3.26), ("int4-c", int_scheme(4, True, 128, "unstructured"), 5.13),
+])  # fmt: skip
+def test_memory_a_weight(kernel, scheme, most):
+    layer, _ = linear(scheme, (256, 1024))
+    layer.prepare(kernel)
+    assert 8 * sum(b.numel() * b.element_size() for b in layer.buffers()) / (256 * 1024) <= most
+
+
+ALL = [("int4-c", int_scheme(4, False, 32)), ("int8-c", int_scheme(8)), ("sparse24-c", int_scheme(4, True, 32, "2:4"))]
+
+
+@pytest.mark.parametrize(("kernel", "scheme"), ALL, ids=str)
+def test_copies_pickles_and_moves_keep_working(kernel, scheme):
+    layer, weight = linear(scheme)
+    layer.prepare(kernel)
+    x = torch.randn(3, 192).to(torch.bfloat16)
+    expected = layer(x)
+    twins = [copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).to("cpu").share_memory()]
+    for buffer in layer.buffers():
+        buffer.zero_()
+    del layer
+    for twin in twins:
+        assert torch.equal(twin(x), expected)
+        assert twin.kernel_name.startswith(kernel)
+        assert torch.equal(twin.dequantize(), weight.dequantize())
+        twin.float()
+        assert torch.equal(twin.to(torch.bfloat16)(x), expected)
+        # buffers replaced behind the layer's back
+        for name, buffer in list(twin._buffers.items()):
+            twin._buffers[name] = buffer.clone()
+        assert torch.equal(twin(x), expected)
+
+
+def test_inputs_of_any_layout():
+    layer, _ = linear(int_scheme(4, True, 64))
+    layer.prepare("int4-c")
+    x = torch.randn(192, 6, 5).to(torch.bfloat16).permute(1, 2, 0)
+    y = layer(x)
+    assert y.shape == (6, 5, 40)
+    assert torch.equal(y, layer(x.contiguous()))
+    assert torch.equal(layer(x[2, 3]), y[2, 3])
+    assert layer(x[:0]).shape == (0, 5, 40)
+
+
+def test_what_c_cannot_compute_is_refused():
+    layer, _ = linear(int_scheme(4, True, 64))
+    for kernel in ("int4-c", "int4-c-fast", "dense-tiles"):
+        layer.prepare(kernel)
+        x = torch.randn(70, 192)
+        with pytest.raises(RuntimeError, match=r"got torch\.float32"):
+            layer(x)
+        with pytest.raises(RuntimeError, match="no backward"):
+            layer(x.to(torch.bfloat16).requires_grad_())
+
+
+def test_many_threads_at_once():
+    layers = [linear(scheme)[0] for _, scheme in ALL]
+    for layer, (kernel, _) in zip(layers, ALL, strict=True):
+        layer.prepare(kernel)
+    inputs = [torch.randn(rows, 192).to(torch.bfloat16) for rows in (1, 2, 9, 33, 70)]
+    expected = [[layer(x) for x in inputs] for layer in layers]
+
+    def work(seed: int) -> bool:
+        pairs = list(itertools.product(range(len(layers)), range(len(inputs))))
+        return all(torch.equal(layers[i](inputs[j]), expected[i][j]) for i, j in pairs[seed % 7 :] * 8)
+
+    with ThreadPoolExecutor(6) as pool:
+        assert all(pool.map(work, range(12)))
+
+
+def test_dense_tiles_agree_with_the_reference():
+    for scheme, dtype in itertools.product(
+        (scheme for _, scheme in ALL), (torch.bfloat16, torch.float32, torch.float16)
+    ):
+        layer, _ = linear(scheme, (333, 512), dtype)
+        x = torch.randn(80, 512).to(dtype)
+        layer.prepare("reference")
+        expected = layer(x)
+        layer.prepare("dense-tiles")
+        assert layer.explain(80).startswith("dequantize tiles")
+        error = (layer(x).float() - expected.float()).norm() / expected.float().norm()
+        assert error < {torch.bfloat16: 5e-3, torch.float16: 1e-3, torch.float32: 1e-6}[dtype]

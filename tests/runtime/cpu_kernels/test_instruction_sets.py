@@ -1,0 +1,138 @@
+"""One result, bit for bit, whatever the instruction set, the number of threads and the rows beside a row."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import platform
+import subprocess
+import sys
+
+import products
+import pytest
+import torch
+from weight_cases import int_scheme
+
+from runtime import native
+from runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
+X86 = platform.machine().lower() in ("x86_64", "amd64")
+GRIDS = [
+    ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w4", int_scheme(3, False, "channel")),
+    ("w4", int_scheme(4, True, 512)), ("w4", int_scheme(2, False, "tensor")), ("w8", int_scheme(8, True, 64)),
+    ("w8", int_scheme(8, False, 16)), ("w8", int_scheme(5, False, "channel")), ("s24", int_scheme(4, True, 64, "2:4")),
+    ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
+]  # fmt: skip
+ROWS = 13
+
+
+@pytest.fixture(scope="module")
+def emulated() -> ctypes.CDLL:
+    """The AVX-512 path, its intrinsics emulated; not optimized, since compilers take minutes over it otherwise."""
+    flags = ("-O0", "-ffp-contract=off", "-DCOMPRESS_EMULATED", "-include", str(products.EMULATED))
+    loaded = native.library(library.SOURCE, ((*flags, "-mno-avx512f") if X86 else flags,))
+    assert loaded is not None
+    assert ctypes.CFUNCTYPE(ctypes.c_char_p)(("isa_name", loaded))() == b"avx512-vnni"
+    loaded.linear_memory.restype = ctypes.c_int64
+    for name in ("linear_memory", "linear_run", "linear_dequantize"):
+        getattr(loaded, name).argtypes = getattr(library.load(), name).argtypes
+    return loaded
+
+
+def inputs(shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(7)) * 3
+    x[1] *= 1e-3
+    x[2] = 0
+    x[3, ::5] *= 3e3
+    x[4, 3] = float("inf")
+    x[5] *= 1e-38
+    x[6, -1] = float("nan")
+    return x.to(dtype)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
+def test_every_instruction_set_gives_the_same(kind, scheme, emulated):
+    libraries = {name: library.load(name) for name in library.instruction_sets()} | {"emulated": emulated}
+    assert "portable" in libraries
+    columns = (
+        544
+        if scheme.sparsity
+        else 537
+        if scheme.weights.strategy != "group" or scheme.weights.group_size < 512
+        else 640
+    )
+    for dtype, digits in ((torch.bfloat16, 1), (torch.bfloat16, 2), (torch.float16, 2), (torch.float32, 3)):
+        made = products.case(kind, scheme, (37, columns), dtype, storage="sparse24" if scheme.sparsity else "packed")
+        x, bias = inputs((ROWS, columns), dtype), torch.randn(37)
+        results = {name: products.run(lib, made, x, digits, bias=bias) for name, lib in libraries.items()}
+        first = results["portable"]
+        finite = [row for row in range(ROWS) if row not in (4, 6)]
+        assert not first[finite].isnan().any()
+        for name, y in results.items():
+            assert torch.equal(first[finite], y[finite]), name
+            assert y[[4, 6]].isnan().all(), name
+
+
+@pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
+def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
+    columns = 640
+    made = products.case(kind, scheme, (83, columns), torch.bfloat16)
+    x = torch.randn(70, columns).to(torch.bfloat16)
+    for name, digits in itertools.product(library.instruction_sets(), (1, 2, 3)):
+        lib = library.load(name)
+        alone = torch.cat([products.run(lib, made, x[i : i + 1], digits) for i in range(70)])
+        for rows in (2, 3, 4, 5, 7, 8, 9, 16, 70):
+            assert torch.equal(products.run(lib, made, x[:rows], digits), alone[:rows]), (name, digits, rows)
+        for threads in (2, 3, 5, 16):
+            assert torch.equal(products.run(lib, made, x, digits, threads), alone), (name, digits, threads)
+
+
+@pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)
+def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
+    made = products.case(
+        kind,
+        scheme,
+        (37, 544 if (scheme.weights.group_size or 0) < 512 else 1024),
+        torch.bfloat16,
+        3,
+        "sparse24" if scheme.sparsity else "packed",
+    )
+    linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
+    exact = products.exact_weight(made.weight)
+    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+        for first, last, dtype in ((0, 3, torch.float32), (1, 2, torch.bfloat16), (2, 3, torch.float16)):
+            rows = slice(first * 16, min(37, last * 16))
+            tile = torch.full((exact.shape[1], rows.stop - rows.start), float("nan"), dtype=dtype)
+            lib.linear_dequantize(linear, first, last, tile.data_ptr(), library.TYPES[dtype], 1)
+            assert torch.equal(tile.t(), exact[rows].to(dtype))
+
+
+@pytest.mark.skipif(not X86, reason="needs an x86 compiler")
+def test_the_avx512_path_compiles(tmp_path):
+    compiler = native.find_compiler()
+    flags = library._X86["avx512"][1]
+    command = [
+        *compiler.split(),
+        *native.FLAGS,
+        *flags,
+        "-O0",
+        "-Wall",
+        "-c",
+        str(library.SOURCE),
+        "-o",
+        str(tmp_path / "k.o"),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_nothing_is_read_or_written_outside(emulated):
+    """Every tensor ends where a page that may not be touched begins."""
+    paths = ":".join(entry for entry in sys.path if entry)
+    done = subprocess.run(
+        [sys.executable, str(products.HERE / "guarded.py"), emulated._name],
+        env={**__import__("os").environ, "PYTHONPATH": paths}, capture_output=True, text=True, timeout=200, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:] or f"killed by signal {-done.returncode}"
+    assert "cases" in done.stdout

@@ -50,7 +50,7 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     try:
         blocks = [_block(layer, config, keep, digits) for layer in model.model.layers]
         head = _linear(model.get_output_embeddings(), keep, digits)
-    except _UnknownPartError as error:
+    except UnknownPartError as error:
         return str(error)
     if len(digits) > 1:
         return "its layers round their inputs in different ways"
@@ -73,7 +73,7 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     return Parts(blocks, decoder, rotation, decoder.kv_heads, decoder.head_dim, int(head.rows), dtype, keep)
 
 
-class _UnknownPartError(Exception):
+class UnknownPartError(Exception):
     """A module that decoder.h cannot compute."""
 
 
@@ -124,7 +124,7 @@ def _window(layer: Any, config: Any) -> int:
 def _only(module: nn.Module, known: set[str]) -> None:
     for name, child in module.named_children():
         if name not in known and any(True for _ in child.parameters()):
-            raise _UnknownPartError(f"it has {name}, a {type(child).__name__}")
+            raise UnknownPartError(f"it has {name}, a {type(child).__name__}")
 
 
 def _vector(weight: torch.Tensor, keep: list[Any]) -> int:
@@ -138,14 +138,14 @@ def _linear(module: nn.Module, keep: list[Any], digits: set[int]) -> Linear:
     if isinstance(module, CompressedLinear):
         kernel = module.kernel
         if not isinstance(kernel, IntegerKernel):
-            raise _UnknownPartError(f"kernel {module.kernel_name} of one of its layers is not in C")
+            raise UnknownPartError(f"kernel {module.kernel_name} of one of its layers is not in C")
         digits.add(kernel.digits(module.layer))
         bias = None if module.bias is None else module.bias.detach().float()
         tensors = module._tensors()
         keep.append((tensors, bias))
         return kernel.panels.linear(tensors, module.layer, bias)
     if type(module) is not nn.Linear or module.weight.dtype not in TYPES or not module.weight.is_contiguous():
-        raise _UnknownPartError(f"one of its layers is a {type(module).__name__}")
+        raise UnknownPartError(f"one of its layers is a {type(module).__name__}")
     linear = Linear()
     linear.kind, linear.scale_type = library.KINDS["dense"], TYPES[module.weight.dtype]
     linear.rows, linear.columns = module.weight.shape

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from runtime.engines.fuse import Joined
-from runtime.engines.llama_parts import FAMILIES, STATIC_ROTATIONS, _only, _UnknownPart, _window
+from runtime.engines.llama_parts import FAMILIES, STATIC_ROTATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -74,15 +74,16 @@ def why_not(model: PreTrainedModel) -> str | None:
     body: Any = model.model
     if body.norm.weight.dtype not in DTYPES:
         return f"its dtype is {body.norm.weight.dtype}"
-    try:
-        for layer in body.layers:
-            _only(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-            _only(layer.self_attn, {*_QKV, "qkv_proj", "o_proj", "q_norm", "k_norm"})
-            _only(layer.mlp, {*_GATE_UP, "gate_up_proj", "down_proj", "act_fn"})
-            if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
-                return "only one of its queries and keys is normalized"
-    except _UnknownPart as error:
-        return str(error)
+    for layer in body.layers:
+        odd = (
+            _unknown(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
+            or _unknown(layer.self_attn, {*_QKV, "qkv_proj", "o_proj", "q_norm", "k_norm"})
+            or _unknown(layer.mlp, {*_GATE_UP, "gate_up_proj", "down_proj", "act_fn"})
+        )
+        if odd is not None:
+            return odd
+        if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
+            return "only one of its queries and keys is normalized"
     if _rotation(body.rotary_emb)(1).shape[1] > body.layers[0].self_attn.head_dim:
         return "its rotation is wider than its heads"
     return None
@@ -118,11 +119,21 @@ def _block(layer: Any, config: Any, fuse: bool) -> Block:
     norms = None
     if getattr(attention, "q_norm", None) is not None:
         norms = _vector(attention.q_norm, dtype), _vector(attention.k_norm, dtype)
-    window = getattr(attention, "sliding_window", None) or _window(layer, config)
+    window = getattr(attention, "sliding_window", None) or 0
+    if not window and not getattr(config, "layer_types", None):  # Mistral: one for all layers, in its config
+        window = getattr(config, "sliding_window", None) or 0
     return Block(
         join(attention, _QKV, "qkv_proj"), attention.o_proj, join(mlp, _GATE_UP, "gate_up_proj"), mlp.down_proj,
         _vector(layer.input_layernorm, dtype), _vector(layer.post_attention_layernorm, dtype), norms, window,
     )  # fmt: skip
+
+
+def _unknown(module: nn.Module, known: set[str]) -> str | None:
+    """What is in it besides the parts known, if that has weights."""
+    for name, child in module.named_children():
+        if name not in known and any(True for _ in child.parameters()):
+            return f"it has {name}, a {type(child).__name__}"
+    return None
 
 
 def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:

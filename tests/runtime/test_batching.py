@@ -374,7 +374,7 @@ def test_groups_hold_every_prompt_once_and_little_padding(lengths: list[int], ex
 
 # -------------------------------------------------------------------- overhead
 def test_the_scheduler_costs_little_per_token() -> None:
-    """Besides the engine's own step; the bound is wide, for busy machines (it is some 40 us on an idle one)."""
+    """Besides the engine's own step, at a vocabulary of 32000. The bound is wide, for busy machines; it is some 40 us."""
 
     class Free(PagedReference):
         row = torch.randn(1, 32000, generator=torch.Generator().manual_seed(0))
@@ -385,7 +385,7 @@ def test_the_scheduler_costs_little_per_token() -> None:
     model = model_of(Free(hashed(), page_size=16, most_rows=512, vocab=32000, context=None), eos=())
     best = float("inf")
     for _ in range(5):
-        started = time.perf_counter()
+        started = time.thread_time()
         model.generate([5, 6], max_new_tokens=1000)
-        best = min(best, (time.perf_counter() - started) / 1000)
+        best = min(best, (time.thread_time() - started) / 1000)
     assert best < 300e-6

@@ -76,8 +76,9 @@ class Ring:
     def restart(self) -> None:
         """Before a pass: whatever an interrupted one still held is free."""
         with self._state.change:
-            for slot in self._state.held:
+            for index, slot in enumerate(self._state.held):
                 if slot.stage is _Stage.USED:
+                    self._state.slots.end(index)
                     slot.stage = _Stage.EMPTY
             self._state.change.notify_all()
 
@@ -114,6 +115,9 @@ class Ring:
         with state.change:
             if state.stopped:
                 raise ArtifactError("the model was closed")
+            if state.failure is not None:  # the caller may have mended what was wrong
+                state.failure = None
+                state.change.notify_all()
             self._start()
             self._aim(number)
             while True:
@@ -124,9 +128,7 @@ class Ring:
                         self.waited += time.perf_counter() - started
                         return index
                 if state.failure is not None:
-                    failure, state.failure = state.failure, None
-                    state.change.notify_all()
-                    raise failure
+                    raise state.failure
                 state.change.wait()
 
     def _start(self) -> None:
@@ -185,7 +187,7 @@ def _read(state: _State) -> None:
 
 
 def _free(state: _State) -> int | None:
-    if state.failure is not None:  # wait until the caller has seen it
+    if state.failure is not None:  # nothing is tried again before somebody asks
         return None
     return next((i for i, slot in enumerate(state.held) if slot.stage is _Stage.EMPTY), None)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from typing import Protocol
 
@@ -11,8 +12,10 @@ Computation = Callable[[], torch.Tensor]
 
 
 class Captured(Protocol):
-    """Attributes:
-    output: what the last replay computed; the next replay of any graph of the same `Capture` may overwrite it.
+    """A computation that can be repeated.
+
+    Attributes:
+        output: what the last replay computed; the next replay of any graph of the same `Capture` may overwrite it.
     """
 
     output: torch.Tensor
@@ -42,8 +45,11 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
 
     def __call__(self, compute: Computation) -> Captured:
+        if not self._alive:  # a memory pool whose last graph is gone cannot be captured into again
+            self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream()
         self._stream.wait_stream(here)
         with torch.cuda.stream(self._stream):
@@ -54,7 +60,9 @@ class CudaGraphs:
         # Other threads may use the device meanwhile, for other models.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
-        return _Graph(graph, output)
+        made = _Graph(graph, output)
+        self._alive.add(made)
+        return made
 
 
 class _Graph:

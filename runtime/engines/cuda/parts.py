@@ -131,7 +131,7 @@ def _block(layer: Any, config: Any, fuse: bool) -> Block:
 def _unknown(module: nn.Module, known: set[str]) -> str | None:
     """What is in it besides the parts known, if that has weights."""
     for name, child in module.named_children():
-        if name not in known and any(True for _ in child.parameters()):
+        if name not in known and any(True for _ in (*child.parameters(), *child.buffers())):
             return f"it has {name}, a {type(child).__name__}"
     return None
 

@@ -154,3 +154,25 @@ def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Calla
         logits = which.step(pool, [Piece([token], place, [0])])[0]
         torch.testing.assert_close(logits, truth("Llama", ids)[place], rtol=2e-4, atol=2e-4)
     assert odd.seen == 3
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_cuda_graphs_compute_what_plain_calls_do() -> None:
+    from runtime.engines.cuda import take_over
+    from runtime.engines.torch import TorchEngine
+
+    cuda = torch.device("cuda:0")
+    model = build("Mistral, window").to(cuda, torch.bfloat16)
+    which, other = (take_over(TorchEngine(model, cuda), graphs=graphs, page_size=16) for graphs in (True, False))
+    assert which is not None
+    assert other is not None
+    for pages in (8, 8, 30):  # the second pool has the memory of the first, the third has other
+        pool, same = which.new_pages(pages), other.new_pages(pages)
+        for each, memory in ((which, pool), (other, same)):
+            each.step(memory, [Piece(range(20), 0, [5, 2]), Piece([3, 4], 0, [7])])
+        for place in range(9):
+            pieces = [Piece([place], 20 + place, [5, 2]), Piece([place], 2 + place, [7])][: 1 + place % 2]
+            assert torch.equal(which.step(pool, pieces), other.step(same, pieces))
+        assert set(pool.memory.steps._captured) == {1, 2}
+        assert all(type(graph).__name__ == "_Graph" for graph in pool.memory.steps._captured.values())
+        del pool, same

@@ -36,7 +36,7 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
     int32_t *sum = out->sum + row * digits * out->groups + g;
     float unit = 0.0f, inverse = 0.0f;
     if (largest >= 0x7f800000) { /* not finite: neither is the result */
-        unit = NAN;
+        unit = NAN, count = 0; /* no number is to be made an integer */
     } else if (largest > 0) {
         float amax;
         memcpy(&amax, &largest, 4);

@@ -13,6 +13,8 @@ from runtime import kernels as kernel_table
 from runtime.formats.checks import Tensors
 from runtime.linear import CompressedLinear
 
+_SHARES = (1, 2, 4, 8)  # rows that one entry of a kernel's layout may stand for
+
 
 class Part(nn.Module):
     """Some rows of a joined layer, in the place of the layer that they were: the model's own forward pass goes on working.
@@ -133,7 +135,8 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
 
 
 def _concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | None:
-    """Each tensor along the one dimension that is as long as its layer has rows; None unless there is exactly one.
+    """Each tensor along the one dimension that is as long as its layer has rows, or a small part of that; None if there is no such
+    dimension, or more than one.
 
     A guess, which `_holds` checks: a kernel need not say how its layout is joined.
     """
@@ -142,7 +145,11 @@ def _concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | No
         tensors = [part[name] for part in parts if name in part]
         if len(tensors) < len(parts) or len({t.dim() for t in tensors}) > 1:
             return None
-        along = [d for d in range(first.dim()) if all(t.shape[d] == n for t, n in zip(tensors, rows, strict=True))]
+        for share in _SHARES:
+            lengths = [n // share if n % share == 0 else -1 for n in rows]
+            along = [d for d in range(first.dim()) if [t.shape[d] for t in tensors] == lengths]
+            if along:
+                break
         if len(along) != 1:
             return None
         out[name] = torch.cat(tensors, dim=along[0])

@@ -199,3 +199,35 @@ def test_an_engine_over_compressed_layers() -> None:
         with torch.inference_mode():  # transformers still can
             torch.testing.assert_close(model(torch.tensor([ids])).logits[0], wanted, rtol=1e-3, atol=1e-3)
         assert len([kernel for kernel in which.explain().values() if kernel == "reordered"]) == (8 if fuse else 14)
+
+
+@pytest.mark.parametrize("name", ["W4A16Triton", "Sparse24Triton"])
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_layouts_of_the_triton_kernels_are_joined(name: str, symmetric: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Laid out and read back only: this needs no GPU."""
+    pytest.importorskip("triton")
+    kernels = pytest.importorskip("runtime.kernels.triton.linear")
+    monkeypatch.setattr(table, "_KERNELS", (getattr(kernels, name)("cpu"), table.REFERENCE))
+    generator = torch.Generator().manual_seed(0)
+    sparse = name == "Sparse24Triton"
+    scheme = Scheme(WeightScheme(4, "int", symmetric, "group", 64), sparsity="2:4" if sparse else None)
+    storage = "sparse24" if sparse else "pack-quantized"
+    layers: list[nn.Module] = []
+    for rows in (64, 32, 32):
+        codes = torch.randint(-8, 8, (rows, 256), generator=generator, dtype=torch.int8)
+        zero = None if symmetric else torch.randint(-8, 8, (rows, 4), generator=generator, dtype=torch.int8)
+        mask = None
+        if sparse:
+            mask = torch.tensor([True, False, True, False]).repeat(rows, 64)
+            nothing = 0 if zero is None else zero.repeat_interleave(64, 1)
+            codes = torch.where(mask, codes, torch.as_tensor(nothing, dtype=torch.int8))
+        scale = (torch.rand(rows, 4, generator=generator) + 0.1).to(torch.bfloat16)
+        weight = CompressedWeight(codes, scale, zero, mask, scheme, torch.bfloat16)
+        tensors = formats.get(storage).pack(weight)
+        layer = CompressedLinear.from_tensors(ModuleEntry(scheme, storage), (rows, 256), tensors, None, torch.bfloat16)
+        assert layer.prepare().decode.name == getattr(kernels, name).name
+        layers.append(layer)
+    wanted = torch.cat([layer.dequantize() for layer in layers])  # type: ignore[operator]
+    (whole,) = Joined.of(parent_of(layers), NAMES, "qkv_proj").layers
+    assert isinstance(whole, CompressedLinear)
+    assert torch.equal(whole.dequantize(), wanted)

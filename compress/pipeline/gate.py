@@ -17,7 +17,8 @@ from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
-from runtime.engines.torch import load_torch
+from runtime.engines.choose import lean
+from runtime.engines.torch import Blueprint, load_torch
 from runtime.errors import CompressError
 from runtime.linear import CompressedLinear, install
 from runtime.model import Model
@@ -119,22 +120,25 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
     """`runtime.load` as a user calls it: each layer's kernel against the reference on what the layer really sees, and the logits."""
     device = str(session.streamed.device)
     # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
-    fast, plain = (
-        load_torch(Artifact(path), torch.device(device), kernels, None, False) for kernels in ("auto", "reference")
-    )
+    blueprint = Blueprint(Artifact(path), torch.device(device), "auto", None, False)
+    fast, plain = blueprint.build(), load_torch(Artifact(path), torch.device(device), "reference", None, False)
     worst = 0.0
     for name, module in fast.module.named_modules():
         if isinstance(module, CompressedLinear):
-            module.register_forward_hook(_Compare(name, plain.module.get_submodule(name)))
-    logits = Model(fast, None, Artifact(path), frozenset()).logits(session.probe).to(expected.device)
-    for module in fast.module.modules():
+            module.register_forward_hook(_Compare(plain.module.get_submodule(name)))
+    # The lean engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
+    fast.module(input_ids=session.probe.to(fast.device), use_cache=False)
+    for name, module in fast.module.named_modules():
         for hook in module._forward_hooks.values():
             if isinstance(hook, _Compare):
+                if hook.difference is None:
+                    raise CompressError(f"{path}: layer {name} takes no part in the model's forward pass")
                 worst = max(worst, hook.difference)
                 if not hook.difference <= KERNEL_TOLERANCE:
                     raise CompressError(
-                        f"{path}: the kernel of {hook.name} differs from the reference by {hook.difference:.2e} (relative)"
+                        f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
                     )
+    logits = Model(lean(fast, blueprint), None, Artifact(path), frozenset()).logits(session.probe).to(expected.device)
     difference = _relative(logits, expected)
     reporter.detail(
         f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in the logits"
@@ -148,13 +152,12 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
 class _Compare:
     """Forward hook: runs the same input through the reference layer and remembers how far the outputs are apart."""
 
-    def __init__(self, name: str, reference: nn.Module) -> None:
-        self.name = name
+    def __init__(self, reference: nn.Module) -> None:
         self.reference = reference
-        self.difference = 0.0
+        self.difference: float | None = None  # the layer has not been called
 
     def __call__(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self.difference = max(self.difference, _relative(output, self.reference(args[0])))
+        self.difference = max(self.difference or 0.0, _relative(output, self.reference(args[0])))
 
 
 def _probe(path: Path, batches: int) -> torch.Tensor:

@@ -62,11 +62,12 @@ def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_pat
     ids = torch.randint(0, 257, (2, 20))
     ours = runtime.load(tmp_path / "out", kernels="reference").logits(ids)
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.bfloat16)(ids).logits.float()
-    # Activation codes that fall on the other side of a half spread through a random network; weights alone do not.
+    # Activation codes that fall on the other side of a half spread through a random network; weights do less: the kernels in
+    # transformers multiply codes and scales as they are, the reference rounds the product to bfloat16.
     quantized_inputs = any(
         "int8 channel a8" in layer["method"] or "fp8" in layer["method"] for layer in manifest["layers"]
     )
-    assert float((ours - theirs).norm() / theirs.norm()) < (0.1 if quantized_inputs else 0.01)
+    assert float((ours - theirs).norm() / theirs.norm()) < (0.1 if quantized_inputs else 0.03)
     dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16)(ids).logits.float()
     assert not torch.equal(ours, dense), "nothing was compressed"
 

@@ -43,19 +43,18 @@ def memory() -> dict[str, int]:
 
 def warm() -> Any:
     """What a program that uses transformers has imported anyway."""
-    import torch
-    import transformers.models.llama.modeling_llama
-    from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+    from importlib import import_module
 
-    import runtime
-    import runtime.loading  # noqa: F401
-
-    return runtime, torch
+    for name in ("AutoModelForCausalLM", "AutoTokenizer"):
+        getattr(import_module("transformers"), name)
+    import_module("transformers.models.llama.modeling_llama")
+    import_module("runtime.loading")
+    return import_module("runtime")
 
 
 def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]:
     """One load, and one token."""
-    runtime, _ = warm()
+    runtime = warm()
     from runtime.artifact import Artifact
     from runtime.streaming.file import PreparedFile
 
@@ -99,7 +98,7 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
 
 def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens a second under the bound, and the bandwidth, in turns."""
-    runtime, _ = warm()
+    runtime = warm()
     from runtime.streaming.plan import parse_memory
 
     before = memory()

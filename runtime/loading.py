@@ -57,8 +57,8 @@ def load(
             (`runtime.streaming`) with theirs; None does so for artifacts up to 1 GiB.
         max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
             (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
-            weights, 192 MiB to work with (imported modules, buffers of a step, a cache of keys and values of that order); a
-            cache that grows beyond comes on top.
+            weights, the buffers of a step, and 224 MiB for imported modules and a cache of keys and values of some thousand
+            tokens; a cache that grows beyond comes on top.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:

@@ -24,10 +24,12 @@ def load_engine(blueprint: Blueprint, verify: bool = False, max_memory: int | No
     from runtime.streaming.load import NoCacheError, give_all, prepared_file, say_once
 
     try:
+        if max_memory is not None:
+            from runtime.streaming.engine import refuse_early, streamed
+
+            refuse_early(blueprint, max_memory)
         file = prepared_file(blueprint, verify)
         if max_memory is not None:
-            from runtime.streaming.engine import streamed
-
             return streamed(blueprint, file, max_memory)
         return lean(give_all(blueprint, file), blueprint)
     except NoCacheError as reason:

@@ -10,10 +10,11 @@ from runtime.engines.base import Engine
 from runtime.engines.choose import lean
 from runtime.engines.torch import Blueprint, TorchEngine
 from runtime.errors import RequestError
+from runtime.skeleton import tied_names
 from runtime.streaming.file import Group, PreparedFile
-from runtime.streaming.groups import put, share
+from runtime.streaming.groups import groups_of, places, put, share
 from runtime.streaming.hooks import BlockViews, StreamedTorch
-from runtime.streaming.plan import Plan, plan
+from runtime.streaming.plan import Plan, plan, reserve_for
 from runtime.streaming.reader import RangeReader, aligned
 from runtime.streaming.ring import Ring
 from runtime.streaming.slots import DeviceSlots, HostSlots
@@ -31,7 +32,7 @@ def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engin
         RequestError: not even two blocks fit at a time.
     """
     outside, *blocks = file.groups
-    decided = plan(max_memory, outside.size, [group.size for group in blocks])
+    decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(blueprint.module.config))
     model, device = blueprint.module, blueprint.device
     _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
     moving = {i: blocks[i] for i in decided.streamed}
@@ -44,13 +45,26 @@ def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engin
     slots = _slots(file, blocks, decided, device)
     ring = Ring(slots, decided.streamed)
     try:
-        fitting = _lean(blueprint, file, moving, slots, ring, decided)
+        fitting: Engine | None = _lean(blueprint, file, moving, slots, ring, decided)
         return fitting or StreamedTorch(
             model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes
         )
     except BaseException:
         ring.close()
         raise
+
+
+def refuse_early(blueprint: Blueprint, max_memory: int) -> None:
+    """RequestError where the bound is too little by far, before a large file is made to find out exactly."""
+    groups = groups_of(blueprint.module)
+    sizes = dict.fromkeys(groups.all(), 0)
+    tied = tied_names(blueprint.module)
+    for place in places(blueprint.module):
+        if place.name not in tied:
+            width = min(place.value.itemsize, blueprint.dtype.itemsize) if place.value.is_floating_point() else 0
+            sizes[groups.of(place.name)] += place.value.numel() * (width or place.value.itemsize)
+    outside, *blocks = sizes.values()
+    plan(max_memory, outside, blocks, reserve_for(blueprint.module.config))
 
 
 def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:
@@ -95,6 +109,7 @@ def _lean(
     parts = read_parts(blueprint.module, blueprint.device)
     if not isinstance(parts, Parts):
         return None
+    file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
     base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
     moves = {i: Moves(parts.blocks[i], base + group.begin, group.size) for i, group in moving.items()}
     engine = TorchEngine(blueprint.module, blueprint.device)

@@ -189,6 +189,11 @@ class PreparedFile:
                 self._map.madvise(mmap.MADV_HUGEPAGE)  # larger reads on a cold start, fewer page faults
         return self._map
 
+    def forget(self) -> None:
+        """Let go of the pages that this process has touched; they are read again when they are needed."""
+        if self._map is not None and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED)
+
     def _digest(self, group: Group) -> str:
         digest = hashlib.sha256()
         try:

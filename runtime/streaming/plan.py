@@ -12,8 +12,10 @@ from runtime.errors import RequestError
 _UNITS = {"": 1, "B": 1}
 for _power, _letter in enumerate("KMGT", 1):
     _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
-#: What a bound has to hold besides weights: the modules that loading imports, working memory of a step, keys and values of a context.
-RESERVE = 192 << 20
+#: What a bound has to hold besides weights and the working memory of a step: the modules that loading imports (some 130 MB where
+#: transformers was not imported before), what generating takes in Python, keys and values of a context of a few thousand tokens.
+RESERVE = 224 << 20
+_ROWS = 512  # tokens of a step of the lean engine
 _BUFFERS = 3  # one that is computed with, one that is ready, one that is being read
 
 
@@ -48,7 +50,7 @@ def parse_memory(value: Any) -> int:
     return value
 
 
-def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int = RESERVE) -> Plan:
+def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> Plan:
     """Which blocks stay, where all that is `outside` the blocks does.
 
     Args:
@@ -78,6 +80,14 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int = RE
     streamed = _spread(len(blocks), len(blocks) - stay)
     kept = sum(size for i, size in enumerate(blocks) if i not in streamed)
     return Plan(streamed, buffers, outside + kept + buffers * largest)
+
+
+def reserve_for(config: Any) -> int:
+    """What a model needs besides its weights: `RESERVE`, and the activations of a step in float32."""
+    text_config = config.get_text_config()
+    hidden = getattr(text_config, "hidden_size", 0)
+    inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
+    return RESERVE + 4 * _ROWS * (4 * hidden + 3 * inner)
 
 
 def text(count: int, up: bool = False) -> str:

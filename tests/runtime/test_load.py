@@ -192,6 +192,10 @@ def test_gpu(path: Path) -> None:
         ({"kernel": "auto"}, r"load\(\) has no option 'kernel': did you mean 'kernels'"),
         ({"kernels": "fastest"}, "kernels 'fastest'"),
         ({"verify": True}, "cannot be verified"),
+        ({"max_memory": "2 giga"}, "max_memory '2 giga' is no size"),
+        ({"max_memory": 0}, "max_memory must be more than 0 bytes"),
+        ({"max_memory": "1MB"}, "max_memory 1 MB is too little: this model needs at least"),
+        ({"max_memmory": "1GB"}, "did you mean 'max_memory'"),
     ],
 )
 def test_wrong_options(path: Path, options: dict[str, Any], message: str) -> None:

@@ -45,7 +45,7 @@ def load_streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
     loaded: list[Any] = []
 
     def load(path: Path, slots: int, **options: Any) -> Any:
-        def roomy(_: int, outside: int, blocks: list[int]) -> Any:
+        def roomy(_: int, outside: int, blocks: list[int], reserve: int) -> Any:
             return plan(outside + slots * max(blocks), outside, blocks, reserve=0)
 
         monkeypatch.setattr(streaming, "plan", roomy)

@@ -73,16 +73,20 @@ def test_passes_follow_one_another_without_a_wasted_read(count: int) -> None:
     assert slots.closed.is_set()
 
 
+def broken_off(ring: Ring, order: list[int], stop: int) -> None:
+    for block in order:
+        with ring.block(block):
+            if block == stop:
+                raise KeyboardInterrupt
+
+
 def test_a_pass_that_was_broken_off() -> None:
     slots, order = Fake(3), [0, 1, 2, 3, 4]
     ring = Ring(slots, order)
     for stop in range(5):
         ring.restart()
         with pytest.raises(KeyboardInterrupt):
-            for block in order:
-                with ring.block(block):
-                    if block == stop:
-                        raise KeyboardInterrupt
+            broken_off(ring, order, stop)
         ring.restart()
         ring.take(0)  # never given back
         passes(ring, slots, order, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,7 @@ def test_blocks_that_fit_stay_and_the_others_are_spread() -> None:
             assert made.bytes <= 50 + 100 * slots
         assert plan(1050 + 100 * total, 50, [100] * total, reserve=1000).streamed == ()
     streamed = plan(53, 0, [1] * 100, reserve=0).streamed
-    assert {after - before for before, after in zip(streamed, streamed[1:], strict=False)} == {2}
+    assert {after - before for before, after in pairwise(streamed)} == {2}
 
 
 def test_blocks_of_different_sizes() -> None:
@@ -61,9 +62,10 @@ def test_too_little_says_what_is_needed() -> None:
     assert text(1_000_001, up=True) == "1.01 MB"
 
 
-def test_load_says_it_too(artifacts: dict[str, Path]) -> None:
+def test_load_says_it_before_it_writes(artifacts: dict[str, Path], home: Path) -> None:
     with pytest.raises(RequestError, match=r"max_memory 1000 bytes is too little: this model needs at least \d+"):
         runtime.load(artifacts["llama"], max_memory=1000)
+    assert not home.exists()
     with pytest.raises(RequestError, match="is no size"):
         runtime.load(artifacts["llama"], max_memory="plenty")
     assert parse_memory("1GB") > RESERVE

@@ -163,7 +163,7 @@ def test_where_nothing_can_be_written(
         for _ in range(2):
             assert torch.equal(runtime.load(artifacts["llama"]).logits(BATCH), expected)
     assert len([r for r in caplog.records if "laid out anew at every load" in r.getMessage()]) == 1
-    with pytest.raises(RequestError, match="max_memory: blocks of .* cannot be read from disk"):
+    with pytest.raises(RequestError, match=r"max_memory: blocks of .* cannot be read from disk"):
         runtime.load(artifacts["llama"], max_memory="1GB")
 
 

@@ -42,8 +42,14 @@ def load_engine(blueprint: Blueprint, verify: bool = False, max_memory: int | No
 
 
 def lean(engine: TorchEngine, blueprint: Blueprint) -> Engine:
-    """The decoder in C where it fits, else the engine as it is."""
-    if not blueprint.compressed or blueprint.device.type != "cpu" or blueprint.kernels == "reference":
+    """The lean engine of the device where it fits (the decoder in C, or the one with CUDA graphs), else the engine as it is."""
+    if not blueprint.compressed or blueprint.kernels == "reference":
+        return engine
+    if blueprint.device.type == "cuda":
+        from runtime.engines.cuda import take_over as take_over_cuda
+
+        return take_over_cuda(engine) or engine
+    if blueprint.device.type != "cpu":
         return engine
     from runtime.engines.llama import take_over
 

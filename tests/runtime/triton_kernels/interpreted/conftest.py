@@ -5,7 +5,7 @@ import os
 import pytest
 
 if os.environ.get("TRITON_INTERPRET") != "1":
-    pytest.exit("interpreted tests run through tests/runtime/triton/test_interpreted.py")
+    pytest.exit("interpreted tests run through tests/runtime/triton_kernels/test_interpreted.py")
 
 from runtime.kernels.triton.interpreter import repair
 

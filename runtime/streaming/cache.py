@@ -82,7 +82,7 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
         status = header.file.stat()
         _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())
         _feed(digest, header.raw)
-    _feed(digest, json.dumps({**parts, **_library()}, sort_keys=True).encode())
+    _feed(digest, json.dumps({**parts, **_library(parts.get("device") == "cpu")}, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
 
@@ -136,7 +136,7 @@ def _source(file: Path) -> str:
 
 
 @cache
-def _library() -> dict[str, str]:
+def _library(cpu: bool) -> dict[str, str]:
     """What decides how a weight is laid out besides the weight: the sources of kernels and formats, torch, and the CPU."""
     from runtime.kernels.cpu.library import cpu_flags
 
@@ -144,6 +144,8 @@ def _library() -> dict[str, str]:
     package = Path(__file__).parents[1]
     for folder in ("kernels", "formats"):
         for file in sorted((package / folder).rglob("*.py")):
+            if cpu and file.parent.name in ("triton", "cuda"):
+                continue
             _feed(digest, file.read_bytes())
     for name in ("linear.py", "module.py", "embedding.py", "weights.py"):
         _feed(digest, (package / name).read_bytes())

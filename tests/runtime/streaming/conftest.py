@@ -53,6 +53,7 @@ def load_streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any
         loaded.append(model)
         return model
 
+    load.loaded = loaded  # type: ignore[attr-defined]
     yield load
     for model in loaded:
         model.engine.close()

@@ -164,4 +164,11 @@ def test_the_thread_ends_with_the_model(artifacts: dict[str, Path], load_streame
     assert running() == before
     with pytest.raises(ArtifactError, match="the model was closed"):
         model.logits(BATCH)
+    model = load_streamed(artifacts[name], 2)
+    model.logits(BATCH)
+    load_streamed.loaded.clear()  # type: ignore[attr-defined]
+    (thread,) = set(running()) - set(before)
+    del model
     gc.collect()
+    thread.join(20)
+    assert not thread.is_alive()

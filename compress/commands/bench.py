@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, print_table, size, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+from compress.commands.running import DEVICE, DTYPE, KERNELS, MAX_MEMORY, PATH, THREADS, TRUST, load_options
 
 
 def register(app: typer.Typer) -> None:
@@ -28,6 +28,7 @@ def bench(
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
+    max_memory: str | None = MAX_MEMORY,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
@@ -42,7 +43,7 @@ def bench(
     """
     from compress.evaluate.speed import SpeedRequest, run_isolated
 
-    options = load_options(device, kernels, dtype, threads, trust_remote_code)
+    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory)
     shape = (prompt_tokens, new_tokens, batch_size, repeat)
     with stdout_reserved(as_json):
         result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+from compress.commands.running import DEVICE, DTYPE, KERNELS, MAX_MEMORY, PATH, THREADS, TRUST, load_options
 from runtime.errors import RequestError
 
 
@@ -38,6 +38,7 @@ def generate(
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
+    max_memory: str | None = MAX_MEMORY,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object: the text and its statistics."),
 ) -> None:
@@ -60,7 +61,9 @@ def generate(
     with stdout_reserved(as_json):
         import runtime
 
-        loaded = runtime.load(model, verify=verify, **load_options(device, kernels, dtype, threads, trust_remote_code))
+        loaded = runtime.load(
+            model, verify=verify, **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory)
+        )
         if stream:
             for piece in loaded.stream(prompt, **options):
                 print(piece, end="", flush=True)

@@ -19,13 +19,24 @@ DTYPE = typer.Option(
     None, "--dtype", help="Compute in float32, float16 or bfloat16 (default: what the checkpoint has)."
 )
 THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: as torch decides).")
+MAX_MEMORY = typer.Option(
+    None,
+    "--max-memory",
+    help='Memory for weights, such as "2GB": blocks that do not fit are read from disk as they are needed.',
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Let the checkpoint bring Python code that is run.")
 
 
 def load_options(
-    device: str, kernels: str, dtype: str | None, threads: int | None, trust_remote_code: bool
+    device: str,
+    kernels: str,
+    dtype: str | None,
+    threads: int | None,
+    trust_remote_code: bool,
+    max_memory: str | None = None,
 ) -> dict[str, Any]:
     """Keywords of `runtime.load`."""
     return {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
+        "max_memory": max_memory,
     }  # fmt: skip

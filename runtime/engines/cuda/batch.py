@@ -63,7 +63,9 @@ class Batch:
 
     def _reserve(self, engine: CudaEngine, lengths: Sequence[int]) -> None:
         """Pages for sequences of these lengths; memory that is too small is replaced by twice as much."""
-        missing = [-(-length // engine.page_size) - len(pages) for length, pages in zip(lengths, self.pages, strict=True)]
+        missing = [
+            -(-length // engine.page_size) - len(pages) for length, pages in zip(lengths, self.pages, strict=True)
+        ]
         used = sum(map(len, self.pages))
         wanted = used + sum(max(0, count) for count in missing)
         if self.memory is None or wanted > self.memory.count:

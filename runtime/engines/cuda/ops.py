@@ -51,6 +51,4 @@ def choose(device: torch.device) -> Ops:
     def swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         return fused.swiglu(pieces[0]) if len(pieces) == 1 else plain.swiglu(*pieces)
 
-    return Ops(
-        "triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention
-    )
+    return Ops("triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)

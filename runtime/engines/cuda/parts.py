@@ -146,7 +146,9 @@ def _rotation(rotary: Any) -> Callable[[int], torch.Tensor]:
         with torch.inference_mode():
             like = torch.empty(0, dtype=torch.float32, device=device)
             cosine, sine = rotary(like, torch.arange(positions, device=device)[None])
-        half = cosine.shape[-1] // 2  # transformers repeats the half: the second copy rotates the second half of the head
+        half = (
+            cosine.shape[-1] // 2
+        )  # transformers repeats the half: the second copy rotates the second half of the head
         return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1).contiguous()
 
     return table

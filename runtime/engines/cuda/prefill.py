@@ -28,7 +28,9 @@ def piece_attention(
     queries, keys, values = (t.transpose(0, 1)[None] for t in (q, k[first:], v[first:]))
     grouped = heads != k.shape[1]
     if start == 0 and (not window or window >= tokens):
-        y = functional.scaled_dot_product_attention(queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped)
+        y = functional.scaled_dot_product_attention(
+            queries, keys, values, is_causal=True, scale=scale, enable_gqa=grouped
+        )
         return y[0].transpose(0, 1)
     if grouped:  # with a mask, the fused kernels want as many heads on both sides
         keys, values = (t.repeat_interleave(heads // k.shape[1], dim=1) for t in (keys, values))

@@ -44,13 +44,16 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
         kernel, Sparse24Triton
     ):  # held dense, zeros that were kept are no longer known
         assert all(torch.equal(_bytes(again), _bytes(tensors[name])) for name, again in stored.pack(restored).items())
+    torch.manual_seed(seed)
+    size = weight.dequantize().float().abs().t()
     for count in rows:
         x = torch.randn(count, shape[1]).to(dtype)
         y, expected = kernel.run(x, prepared, layer, bias), Reference().run(x, tensors, layer, bias)
         assert y.shape == expected.shape
         assert y.dtype == dtype
         if count:
-            assert (y.float() - expected.float()).norm() <= 1e-2 * expected.float().norm()
+            # Both round to 8 bits of mantissa on the way, terms that cancel in the sum included.
+            assert (y.float() - expected.float()).norm() <= 2**-8 * (x.float().abs() @ size).norm()
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)

@@ -98,6 +98,9 @@ class Bench:
     def environment(self, threads: int) -> dict[str, str]:
         ours = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": str(threads)}
         ours |= {"TORCHINDUCTOR_CACHE_DIR": str(self.work / "inductor"), "PYTHONPATH": str(HERE.parent)}
+        ours["COMPRESS_CACHE"] = str(
+            self.work / "cache"
+        )  # prepared weights and tuning of this benchmark, not the user's
         return {**os.environ, **ours}
 
     def call(self, script: str, request: dict[str, Any]) -> dict[str, Any]:

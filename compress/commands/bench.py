@@ -79,6 +79,7 @@ def _show(result: dict[str, Any]) -> None:
             rows.append((label, size(result[key]), size(other) if other is not None else "", ratio))
     print_table("", ("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
     print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
+    print(f"Runs on: {result['decoder']}")
     for kernel, count in result["kernels"].items():
         print(f"Kernels: {kernel}: {count} layer{'s' if count != 1 else ''}")
     shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new ones"

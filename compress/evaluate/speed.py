@@ -67,7 +67,7 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
     Returns:
         `load_seconds`, `prefill_tokens_per_second`, `decode_tokens_per_second` (over the whole batch), `first_token_seconds`,
         `weight_bytes`, `resident_bytes` (growth of the process by loading), `peak_bytes` (largest size of the process), on a
-        GPU `device_peak_bytes`, `kernels` ({what computes a layer, for each shape class where they differ: number of layers}).
+        GPU `device_peak_bytes`, `kernels` ({what computes a layer, for each shape class where they differ: number of layers}), `decoder` (what runs them).
 
     Raises:
         RequestError: the prompt and the new tokens do not fit the model's context, or the model cannot be loaded.
@@ -108,6 +108,7 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         "resident_bytes": resident,
         "peak_bytes": _peak_bytes(),
         "kernels": loaded.kernels,
+        "decoder": loaded.decoder,
         "device": loaded.device,
         "threads": torch.get_num_threads(),
     }
@@ -126,6 +127,7 @@ class _Loaded:
     weight_bytes: int
     kernels: dict[str, int]
     device: str
+    decoder: str
 
 
 def _load_runtime(request: SpeedRequest) -> _Loaded:
@@ -140,7 +142,15 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
 
     engine = model.engine
     kernels = dict(Counter(model.explain().values()).most_common())
-    return _Loaded(time_one, engine.vocab_size, engine.context_length, engine.weight_bytes, kernels, str(engine.device))
+    return _Loaded(
+        time_one,
+        engine.vocab_size,
+        engine.context_length,
+        engine.weight_bytes,
+        kernels,
+        str(engine.device),
+        engine.description,
+    )
 
 
 def _load_transformers(request: SpeedRequest) -> _Loaded:
@@ -183,7 +193,15 @@ def _load_transformers(request: SpeedRequest) -> _Loaded:
     config = model.config.get_text_config()
     layers = sum(isinstance(module, torch.nn.Linear) for module in model.modules())
     context = getattr(config, "max_position_embeddings", None)
-    return _Loaded(time_one, config.vocab_size, context, weight_bytes(model), {"torch bfloat16": layers}, str(device))
+    return _Loaded(
+        time_one,
+        config.vocab_size,
+        context,
+        weight_bytes(model),
+        {"torch bfloat16": layers},
+        str(device),
+        f"transformers' {type(model).__name__}",
+    )
 
 
 _ENGINES: dict[str, Callable[[SpeedRequest], _Loaded]] = {"runtime": _load_runtime, "transformers": _load_transformers}

@@ -19,6 +19,7 @@ class Engine(Protocol):
         padding_is_exact: False when a left-padded row is not computed as it would be alone; such batches are decoded in
             groups of equal length.
         weight_bytes: memory the weights take as they are held (packed).
+        description: what computes, in a few words.
     """
 
     device: torch.device
@@ -26,6 +27,7 @@ class Engine(Protocol):
     context_length: int | None
     padding_is_exact: bool
     weight_bytes: int
+    description: str
 
     def new_cache(self) -> Any:
         """An empty KV cache; it grows with every `forward`."""

@@ -1,13 +1,14 @@
 """The lean CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
 
 It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
-that decoder.h knows; `why_not` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
 and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
 """
 
 from __future__ import annotations
 
 import ctypes
+import logging
 import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
@@ -16,14 +17,16 @@ import torch
 from torch import nn
 
 from runtime.engines.base import Piece
-from runtime.engines.llama_parts import TYPES, Parts, read_parts
+from runtime.engines.llama_parts import Parts, read_parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
+from runtime.linear import CompressedLinear
 
 if TYPE_CHECKING:
     from runtime.engines.torch import TorchEngine
 
 MOST_ROWS = 512
+_log = logging.getLogger("compress.engine")
 
 
 class Pool:
@@ -80,7 +83,12 @@ class LlamaEngine:
         return f"decoder in C ({self._library.isa_name().decode()}, {self.parts.decoder.digits}-digit activations)"
 
     def explain(self) -> dict[str, str]:
-        return self.torch_engine.explain()
+        """As the modules say, but for compressed layers: here one kernel serves every number of rows."""
+        found = self.torch_engine.explain()
+        for name, module in self.module.named_modules():
+            if isinstance(module, CompressedLinear) and module.kernel is not None:
+                found[name] = module.kernel.name
+        return found
 
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int) -> Pool:
@@ -225,9 +233,12 @@ class LlamaEngine:
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:
-    """The lean engine for this model, or None where it does not fit (`llama_parts.why_not` says why)."""
+    """The lean engine for this model, or None where it does not fit; the reason goes to the log."""
     parts = read_parts(engine.module, engine.device)
-    return LlamaEngine(engine, parts) if isinstance(parts, Parts) else None
+    if isinstance(parts, str):
+        _log.info("transformers computes this model, not the decoder in C: %s", parts)
+        return None
+    return LlamaEngine(engine, parts)
 
 
-__all__ = ["TYPES", "LlamaEngine", "Pool", "take_over"]
+__all__ = ["LlamaEngine", "Pool", "take_over"]

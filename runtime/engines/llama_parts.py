@@ -79,8 +79,8 @@ class UnknownPartError(Exception):
 
 def _why_not(model: PreTrainedModel, device: torch.device) -> str | None:
     name = type(model).__name__
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is not one of {', '.join(FAMILIES)} of transformers"
     if device.type != "cpu":
         return "it runs on CPUs"
     if library.load() is None:
@@ -115,15 +115,13 @@ def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:
 
 
 def _window(layer: Any, config: Any) -> int:
-    """Mistral keeps the window in its config, for all layers."""
-    if getattr(config, "layer_types", None):  # then layers with a window say so themselves
-        return 0
-    return getattr(config, "sliding_window", None) or 0
+    """Mistral keeps the window in its config, for all layers; layers of the other families say so themselves."""
+    return (getattr(config, "sliding_window", None) or 0) if type(layer).__name__.startswith("Mistral") else 0
 
 
 def _only(module: nn.Module, known: set[str]) -> None:
     for name, child in module.named_children():
-        if name not in known and any(True for _ in child.parameters()):
+        if name not in known and (any(True for _ in child.parameters()) or any(True for _ in child.buffers())):
             raise UnknownPartError(f"it has {name}, a {type(child).__name__}")
 
 

@@ -45,6 +45,7 @@ class TorchEngine:
         embeddings = module.get_input_embeddings()
         self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
         self.weight_bytes = weight_bytes(module)
+        self.description = f"transformers' {type(module).__name__}"
 
     def new_cache(self) -> Any:
         from transformers import DynamicCache

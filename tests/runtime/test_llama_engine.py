@@ -191,6 +191,12 @@ def test_what_it_does_not_know_it_leaves_alone(name: str, changes: dict[str, Any
     assert take_over(TorchEngine(model, CPU)) is None
 
 
+def test_a_class_of_the_same_name_is_not_taken_for_transformers_own() -> None:
+    model = model_of("grouped")
+    model.__class__ = type("LlamaForCausalLM", (LlamaForCausalLM,), {})  # may compute anything
+    assert take_over(TorchEngine(model, CPU)) is None
+
+
 def test_an_unknown_part_is_not_passed_over() -> None:
     model = model_of("grouped")
     model.model.layers[2].self_attn.extra = torch.nn.Linear(2, 2)
@@ -234,13 +240,15 @@ def test_a_compressed_model_runs_in_c_with_the_references_numbers(artifact: Path
     lean = runtime.load(artifact)
     assert isinstance(lean.engine, LlamaEngine)
     assert isinstance(lean.engine, PagedEngine)
-    assert "C" in lean.engine.description
+    assert "C" in lean.stats["engine"]
+    assert set(lean.explain().values()) >= {"int4-c"}
     ids = torch.randint(0, 400, (2, 80))
     truth = unrounded(artifact).forward(ids, None, None, None)
     assert float((lean.logits(ids) - truth).norm() / truth.norm()) < 0.02  # a bfloat16 cache
     precise = runtime.load(artifact, dtype="float32")
     assert float((precise.logits(ids) - truth).norm() / truth.norm()) < 1e-5
     fast = runtime.load(artifact, kernels="fast")
+    assert isinstance(fast.engine, LlamaEngine)
     error = float((fast.logits(ids) - truth).norm() / truth.norm())
     assert 0.001 < error < 0.1  # int8 activations: seen in the numbers, and small
 

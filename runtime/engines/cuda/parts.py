@@ -62,8 +62,8 @@ def why_not(model: PreTrainedModel) -> str | None:
     """The reason why the engine cannot run this model; None when it can. Changes nothing."""
     name = type(model).__name__
     config: Any = model.config
-    if name not in FAMILIES:
-        return f"{name} is not one of {', '.join(FAMILIES)}"
+    if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is not one of {', '.join(FAMILIES)} of transformers"
     if config.hidden_act not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, not silu"
     kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")

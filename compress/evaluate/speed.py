@@ -67,7 +67,8 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
     Returns:
         `load_seconds`, `prefill_tokens_per_second`, `decode_tokens_per_second` (over the whole batch), `first_token_seconds`,
         `weight_bytes`, `resident_bytes` (growth of the process by loading), `peak_bytes` (largest size of the process), on a
-        GPU `device_peak_bytes`, `kernels` ({what computes a layer, for each shape class where they differ: number of layers}), `decoder` (what runs them).
+        GPU `device_peak_bytes`, `kernels` ({what computes a layer, for each shape class where they differ: number of layers}),
+        `decoder` (what runs them).
 
     Raises:
         RequestError: the prompt and the new tokens do not fit the model's context, or the model cannot be loaded.

@@ -14,7 +14,7 @@ from runtime import kernels as kernel_table
 from runtime.embedding import CompressedEmbedding
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.checks import check_tensor
-from runtime.kernels import Choice, tuning
+from runtime.kernels import Choice, Layer, tuning
 from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry
 
@@ -148,9 +148,11 @@ def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
     """`prepare()` of every compressed module, after loading: {module: what computes it}.
 
     A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits
-    nowhere. Kernels that this machine has not been asked about before are measured (`runtime.kernels.tuning`).
+    nowhere. Kernels that this machine has not been asked about before are measured (`runtime.kernels.tuning`). Layers that only the
+    reference can compute are counted in the log.
     """
     chosen: dict[str, str] = {}
+    computed: list[tuple[Layer, Choice]] = []
     refused, fits = "", False
     with tuning.measuring():
         for name, module in model.named_modules():
@@ -166,8 +168,12 @@ def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
                 refused = refused or f"{error} ({name})"
                 module.prepare()
             chosen[name] = module.kernel_name
+            if isinstance(module, CompressedLinear):
+                computed.append((module.layer, module.choice or kernel_table.reference()))
     if refused and not fits:
         raise RequestError(refused)
+    if kernels != kernel_table.REFERENCE.name:
+        kernel_table.warn_of_reference(computed)
     return chosen
 
 

@@ -6,6 +6,9 @@ To add a kernel: write one file with a `Kernel` subclass and put it in `_KERNELS
 from __future__ import annotations
 
 import difflib
+import logging
+from collections import Counter
+from collections.abc import Iterable
 
 from runtime.errors import RequestError
 from runtime.kernels import tuning
@@ -20,7 +23,7 @@ from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Trito
 
 __all__ = [
     "CLASSES", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names",
-    "reference", "shape_class", "table",
+    "reference", "shape_class", "table", "warn_of_reference",
 ]  # fmt: skip
 
 REFERENCE = Reference()
@@ -28,9 +31,10 @@ REFERENCE = Reference()
 MODES = ("auto", "fast")
 _KERNELS: tuple[Kernel, ...] = (
     *integer.KERNELS, *tiles.KERNELS, Int4Cpu(), Int8Cpu(), W8A8Cpu(),
-    # 2:4 comes after the dense kernel: it reads a quarter less and computes more, and nobody has measured which wins.
+    # 2:4 comes after the dense kernel: it reads a quarter less and computes more (unmeasured on GPUs).
     Float8Cuda(), W8A8Triton(), W4A16Triton(), Sparse24Triton(), W8A16Triton(), REFERENCE,
 )  # fmt: skip
+_log = logging.getLogger("compress.kernels")
 
 
 def names() -> list[str]:
@@ -65,7 +69,8 @@ def find(layer: Layer, kernels: str = "auto") -> Choice:
 
     Args:
         layer: what is to be computed.
-        kernels: "auto": the best exact ones, "fast": also those that round activations further, or a kernel's name: that one
+        kernels: "auto": the best exact ones, "fast": also those that round activations further, each in place of the exact one
+            that serves the same shape classes (so that layers do not differ in how they round), or a kernel's name: that one
             for the shape classes it serves, the best exact ones of its layout for the others.
 
     Raises:
@@ -78,11 +83,36 @@ def find(layer: Layer, kernels: str = "auto") -> Choice:
     ranked = exact if kernels == "auto" else [k for k in able if k.accuracy == "fast"] + exact
     leader = next(kernel for kernel in ranked if "decode" in kernel.classes)
     members = [kernel for kernel in ranked if kernel.layout == leader.layout]
+    replaced = {kernel.classes for kernel in members if kernel.accuracy == "fast"}
+    members = [kernel for kernel in members if kernel.accuracy == "fast" or kernel.classes not in replaced]
     chosen = {}
     for rows in CLASSES:
         serving = [kernel for kernel in members if rows in kernel.classes]
         chosen[rows] = tuning.fastest(layer, rows, serving)
     return Choice(**chosen)
+
+
+def warn_of_reference(computed: Iterable[tuple[Layer, Choice]]) -> None:
+    """Say in the log, once for all these layers of a model, how many the reference was left with and why."""
+    layers = list(computed)
+    reasons = Counter(_why_reference(layer) for layer, choice in layers if choice.decode is REFERENCE)
+    if reasons:
+        said = "; ".join(f"{count} because {reason}" for reason, count in reasons.most_common())
+        _log.warning(
+            "%d of %d compressed layers are computed by the reference, which dequantizes the whole weight at every call: %s",
+            reasons.total(), len(layers), said,
+        )  # fmt: skip
+
+
+def _why_reference(layer: Layer) -> str:
+    reasons: dict[str, str] = {}
+    for kernel in _KERNELS:
+        reads = layer.entry.format in kernel.formats and kernel.device == layer.device.type
+        if reads and kernel.accuracy == "exact" and "decode" in kernel.classes:
+            reasons.setdefault(kernel.why_not(layer) or "", kernel.name)
+    if not reasons:
+        return f"no kernel reads format {layer.entry.format} on {layer.device.type}"
+    return ", ".join(f"{name} says: {reason}" for reason, name in reasons.items() if reason)
 
 
 def _named(layer: Layer, name: str) -> Choice:

@@ -97,7 +97,8 @@ class Choice:
 
     def kernel(self, rows: int) -> Kernel:
         """The kernel for so many rows of activations."""
-        return self.decode if rows <= 1 else self.batch if rows <= BATCH_ROWS else self.prefill
+        chosen: Kernel = getattr(self, shape_class(rows))
+        return chosen
 
     def __str__(self) -> str:
         """`int4-c`, or `int4-c (decode, batch), dense-tiles (prefill)` where classes differ."""

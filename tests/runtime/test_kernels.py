@@ -13,7 +13,7 @@ from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.float8 import widen
 from runtime.kernels.activations import fake_quantize
-from runtime.kernels.cpu import int4, library
+from runtime.kernels.cpu import int4
 from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.linear import CompressedLinear
 from runtime.quantization_config import ModuleEntry
@@ -233,88 +233,6 @@ def test_wide_float8_is_exact():
     for dtype in (torch.float32, torch.float16, torch.bfloat16):
         assert torch.equal(widen(finite, dtype), finite.to(dtype))
         assert torch.equal(widen(every, dtype).isnan(), every.to(dtype).isnan())
-
-
-# ---------------------------------------------------------------- the table
-def test_table():
-    table = kernels.table()
-    for name, device, rows in itertools.product(formats.names(), ("cpu", "cuda"), kernels.CLASSES):
-        assert table["linear", name, device, rows][-1] is kernels.REFERENCE
-    exact = [k.name for k in table["linear", "pack-quantized", "cpu", "decode"] if k.accuracy == "exact"]
-    assert exact == ["int4-c", "int8-c", "int4-cpu", "int8-cpu", "reference"]
-    many = {k.name for k in table["linear", "sparse24", "cpu", "prefill"]}
-    assert {"sparse24-c", "int4-c", "sparse24-c-fast", "dense-tiles", "reference"} <= many
-    assert [k.name for k in table["linear", "int-quantized", "cpu", "batch"] if k.accuracy == "exact"] == [
-        "int8-c", "int8-cpu", "w8a8-cpu", "reference",
-    ]  # fmt: skip
-
-
-needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
-
-
-@needs_c
-@pytest.mark.parametrize(
-    ("scheme", "dtype", "expected", "fast"),
-    [
-        (int_scheme(4, group=128), torch.bfloat16, "int4-c", "int4-c-fast"),
-        (int_scheme(3, group=64, sparsity="2:4"), torch.bfloat16, "sparse24-c", "sparse24-c-fast"),
-        (int_scheme(4, group=48, sparsity="2:4"), torch.bfloat16, "int4-c", "int4-c-fast"),
-        (int_scheme(4, False, 64, sparsity="2:4"), torch.bfloat16, "int4-c", "int4-c-fast"),
-        (int_scheme(2, False, 64, sparsity="unstructured"), torch.float16, "int4-c", "int4-c-fast"),
-        (int_scheme(4, group=128), torch.float32, "int4-c", "int4-c-fast"),
-        (int_scheme(4, group=16), torch.bfloat16, "int4-c", "int4-c-fast"),
-        (int_scheme(4, group=24), torch.bfloat16, "reference", "reference"),
-        (int_scheme(8, group=128), torch.bfloat16, "int8-c", "int8-c-fast"),
-        (int_scheme(8, group=16), torch.float32, "int8-c", "int8-c-fast"),
-        (int_scheme(4, group=128), torch.float64, "reference", "reference"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.bfloat16, "w8a8-cpu", "w8a8-cpu"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.float32, "w8a8-cpu", "w8a8-cpu"),
-        (
-            Scheme(WeightScheme(4, "int", True, "group", 128), ActivationScheme()),
-            torch.bfloat16,
-            "reference",
-            "reference",
-        ),
-        (Scheme(WeightScheme(8, "float", True, "channel")), torch.bfloat16, "reference", "reference"),
-        (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
-    ],
-    ids=str,
-)
-def test_auto_picks(scheme, dtype, expected, fast):
-    layer, _ = layer_of(scheme, (64, 384), dtype)
-    layer.prepare()
-    assert layer.kernel_name == expected
-    assert layer.explain(rows=1) != "" != layer.explain(rows=1000)
-    layer.prepare("fast")
-    assert layer.kernel_name == fast
-
-
-@needs_c
-def test_a_named_kernel_has_its_classes_and_the_best_of_its_layout_the_others():
-    layer, _ = layer_of(int_scheme(4, group=128), (64, 384))
-    choice = layer.prepare("dense-tiles")
-    assert [choice.kernel(rows).name for rows in (0, 1, 2, 64, 65)] == ["int4-c"] * 4 + ["dense-tiles"]
-    assert layer.kernel_name == "int4-c (decode, batch), dense-tiles (prefill)"
-    layer.prepare("int4-c-fast")
-    assert layer.kernel_name == "int4-c-fast"
-    sparse, _ = layer_of(int_scheme(4, group=128, sparsity="2:4"), (64, 384))
-    assert sparse.prepare("int4-c").decode.layout == "panels-w4"
-    assert sparse.prepare("dense-tiles").decode.layout == "panels-s24"
-
-
-def test_a_wrong_kernel_is_refused_with_the_reason():
-    layer, _ = layer_of(int_scheme(4, group=16), (64, 384))
-    with pytest.raises(RequestError, match="groups of a multiple of 32, not 16"):
-        layer.prepare("int4-cpu")
-    with pytest.raises(RequestError, match="does not read format pack-quantized"):
-        layer.prepare("w8a8-cpu")
-    with pytest.raises(RequestError, match="did you mean int4-cpu"):
-        layer.prepare("int4_cpu")
-    with pytest.raises(RequestError, match="known: auto, fast, sparse24-c"):
-        layer.prepare("best")
-    with pytest.raises(RequestError, match="dense-tiles cannot compute this layer: it "):
-        layer_of(Scheme(None, None, "2:4"), (64, 384))[0].prepare("dense-tiles")
-    assert torch.isfinite(layer(torch.randn(1, 384).to(torch.bfloat16))).all()
 
 
 def test_w8a8_is_exact_for_every_number_of_rows():

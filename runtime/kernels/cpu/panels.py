@@ -22,14 +22,14 @@ import torch
 
 from runtime import formats
 from runtime.formats.bitmap import unpack_mask
-from runtime.formats.bitpack import pack_rows, unpack_columns
+from runtime.formats.bitpack import pack_rows
 from runtime.formats.checks import Tensors
 from runtime.kernels.base import Layer
-from runtime.kernels.cpu import library, pairs
+from runtime.kernels.cpu import grids, library, pairs
 from runtime.kernels.cpu import words as words4
+from runtime.kernels.cpu.grids import PANEL
 from runtime.scheme import CompressedWeight
 
-PANEL = 16
 _LARGEST = 256  # columns of an activation group: what the integer sums have room for
 _PREFERRED = 128
 _SLICE = 1 << 18  # codes rearranged at once, so that they stay in the cache
@@ -139,13 +139,13 @@ class Dense(Panels):
         (rows, columns), group = layer.shape, self.group(layer)
         panels, groups = -(-rows // PANEL), -(-columns // group)
         words = torch.empty(panels, groups * group // self._codes, PANEL, dtype=torch.int32)
-        row_words, grids = self._reader(tensors, layer)
+        row_words, scales = self._reader(tensors, layer)
         for start, end in _slices(panels, groups * group):
             part = torch.zeros((end - start) * PANEL, words.shape[1], dtype=torch.int32)
             read = row_words(slice(start * PANEL, min(rows, end * PANEL)))
             part[: read.shape[0], : read.shape[1]] = read
             words[start:end] = part.view(end - start, PANEL, -1).transpose(1, 2)
-        out = {"weight": words.view(torch.uint8).view(panels, groups, -1)} | grids
+        out = {"weight": words.view(torch.uint8).view(panels, groups, -1)} | scales
         kept = {"bitmap": "weight_bitmap", "sparse24": "weight_metadata"}.get(layer.entry.format)
         return out if kept is None else out | {kept: tensors[kept]}
 
@@ -158,7 +158,7 @@ class Dense(Panels):
         if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
             storage.validate(tensors, scheme, layer.shape, layer.dtype)
             packed = tensors["weight_packed"]
-            return lambda rows: words4.from_stream(packed[rows], bits, columns), _grids(tensors, layer)
+            return lambda rows: words4.from_stream(packed[rows], bits, columns), grids.to_panels(tensors, layer)
         values = storage.unpack(tensors, scheme, layer.shape, layer.dtype).values
 
         def row_words(rows: slice) -> torch.Tensor:
@@ -166,7 +166,7 @@ class Dense(Panels):
             codes[:, :columns] = values[rows]
             return words4.pack_nibbles(codes) if self.kind == "w4" else (codes ^ -128).view(torch.int32)
 
-        return row_words, _grids(tensors, layer)
+        return row_words, grids.to_panels(tensors, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
@@ -185,7 +185,7 @@ class Dense(Panels):
             mask = unpack_mask(tensors["weight_bitmap"], columns)
         elif "weight_metadata" in tensors:
             mask = pairs.mask(tensors["weight_metadata"], columns)
-        return _weight(values, mask, tensors, layer)
+        return grids.weight_of(values, mask, tensors, layer)
 
 
 class Pairs(Panels):
@@ -221,7 +221,8 @@ class Pairs(Panels):
             words[start:end, :, :2] = codes.view(end - start, PANEL, wide // 32, 2).permute(0, 2, 3, 1)
             words[start:end, :, 2] = pair.view(torch.int32).view(end - start, PANEL, wide // 32).transpose(1, 2)
             sums[start:end] = words4.sums(codes, groups).view(end - start, PANEL, groups).transpose(1, 2)
-        return {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums} | _grids(tensors, layer)
+        out = {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums}
+        return out | grids.to_panels(tensors, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
@@ -240,11 +241,11 @@ class Pairs(Panels):
             "weight_metadata": metadata,
         }
         values, mask = formats.get("sparse24").unpack_weight(stored, scheme, layer.shape, None)
-        return _weight(values, mask, tensors, layer)
+        return grids.weight_of(values, mask, tensors, layer)
 
 
 W4 = Dense("w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))
-W8 = Dense("w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized"}))
+W8 = Dense("w8", (5, 8), frozenset({"pack-quantized", "packed", "int-quantized", "sparse24", "bitmap"}))
 S24 = Pairs()
 
 
@@ -253,48 +254,6 @@ def _share(layer: Layer, group: int, groups: int) -> int:
     weights = layer.entry.scheme.weights
     assert weights is not None
     return weights.group_size // group if weights.strategy == "group" and weights.group_size else max(1, groups)
-
-
-def _grids(tensors: Tensors, layer: Layer) -> Tensors:
-    """Scales and zero points of stored tensors as panels."""
-    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.weights, layer.shape[0]
-    assert weights is not None
-    out = {"scale": _to_panels(scale, rows)}
-    if scale.dtype not in library.TYPES:
-        out |= {"scale": out["scale"].float(), "stored_scale": scale}
-    if not weights.symmetric:
-        zero = tensors["weight_zero_point"]
-        if formats.get(layer.entry.format).zero_point_packed(weights):
-            zero = unpack_columns(zero, weights.bits, scale.shape[0])
-        out["zero_point"] = _to_panels(zero, rows)
-    return out
-
-
-def _to_panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
-    """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 16]`."""
-    grid = grid.view(1, 1).expand(rows, 1) if grid.dim() == 1 else grid
-    panels = -(-rows // PANEL)
-    high = torch.zeros(panels * PANEL, grid.shape[1], dtype=grid.dtype)
-    high[:rows] = grid
-    return high.view(panels, PANEL, -1).transpose(1, 2).contiguous()
-
-
-def _weight(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors, layer: Layer) -> CompressedWeight:
-    """The weight whose codes were unpacked, with its grids."""
-    scheme, rows = layer.entry.scheme, layer.shape[0]
-
-    def grid(name: str) -> torch.Tensor | None:
-        panels = tensors.get(name)
-        if panels is None:
-            return None
-        flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
-        tensor_wide = scheme.weights is not None and scheme.weights.strategy == "tensor"
-        return flat[:1, 0].clone() if tensor_wide else flat.contiguous()
-
-    scale = tensors.get("stored_scale")
-    return CompressedWeight(
-        values, grid("scale") if scale is None else scale, grid("zero_point"), mask, scheme, layer.dtype
-    )
 
 
 def _slices(panels: int, wide: int) -> list[tuple[int, int]]:

@@ -13,8 +13,9 @@ import torch
 from runtime.formats.checks import Tensors
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.grids import PANEL
 from runtime.kernels.cpu.integer import PanelKernel, threads_for
-from runtime.kernels.cpu.panels import PANEL, S24, W4, W8
+from runtime.kernels.cpu.panels import S24, W4, W8
 from runtime.kernels.cpu.scratch import tensor_of
 
 _TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds

@@ -10,7 +10,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -97,18 +96,6 @@ def resources(kernel: Any, capability: int) -> dict[str, int]:
     registers, spills = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
     assert registers is not None, said
     return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spills)), "shared": int(kernel.metadata.shared)}
-
-
-def disassemble(kernel: Any) -> str:
-    """SASS of the kernel (for reading; empty when the tool is missing)."""
-    from triton import knobs
-
-    with suppress(OSError, subprocess.CalledProcessError), tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        file.write(kernel.asm["cubin"])
-        file.flush()
-        command = [knobs.nvidia.nvdisasm.path, "-c", file.name]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return ""
 
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:

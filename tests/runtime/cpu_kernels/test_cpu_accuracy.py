@@ -71,7 +71,16 @@ def test_one_to_seventy_rows(kind, dtype):
 
 
 @pytest.mark.parametrize(
-    ("kind", "sparsity"), [("w4", None), ("w4", "unstructured"), ("w4", "2:4"), ("w8", None), ("s24", "2:4")]
+    ("kind", "sparsity"),
+    [
+        ("w4", None),
+        ("w4", "unstructured"),
+        ("w4", "2:4"),
+        ("w8", None),
+        ("w8", "2:4"),
+        ("w8", "unstructured"),
+        ("s24", "2:4"),
+    ],
 )
 def test_hostile_scales_and_activations(kind, sparsity):
     columns = 192

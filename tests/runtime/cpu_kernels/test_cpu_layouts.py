@@ -18,7 +18,8 @@ from runtime.kernels.cpu import library, words
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 STORAGES = [
     ("w4", "pack-quantized", None), ("w4", "packed", None), ("w4", "sparse24", "2:4"), ("w4", "bitmap", "unstructured"),
-    ("w8", "pack-quantized", None), ("w8", "packed", None), ("w8", "int-quantized", None), ("s24", "sparse24", "2:4"),
+    ("w8", "pack-quantized", None), ("w8", "packed", None), ("w8", "int-quantized", None),
+    ("w8", "sparse24", "2:4"), ("w8", "bitmap", "unstructured"), ("s24", "sparse24", "2:4"),
 ]  # fmt: skip
 
 
@@ -72,7 +73,8 @@ def test_words():
 
 @pytest.mark.parametrize(("kernel", "scheme", "most"), [
     ("int4-c", int_scheme(4, True, 128), 4.13), ("int8-c", int_scheme(8, True, 128), 8.13),
-    ("sparse24-c", int_scheme(4, True, 128, "2:4"), 3.26), ("int4-c", int_scheme(4, True, 128, "unstructured"), 5.13),
+    ("sparse24-c", int_scheme(4, True, 128, "2:4"), 3.26), ("int4-c", int_scheme(4, True, 128, "2:4"), 5.13),
+    ("int4-c", int_scheme(4, True, 128, "unstructured"), 5.13), ("int8-c", int_scheme(8, True, 128, "2:4"), 9.13),
 ])  # fmt: skip
 def test_memory_a_weight(kernel, scheme, most):
     layer, _ = linear(scheme, (256, 1024))

@@ -108,6 +108,21 @@ def test_dequantized_tiles_are_the_weight(kind, scheme, emulated):
             assert torch.equal(tile.t(), exact[rows].to(dtype))
 
 
+def test_numbers_that_are_no_pair_read_the_same_everywhere(emulated):
+    """A damaged place leads nowhere outside, and products and dequantized tiles agree about what it means."""
+    made = products.case("s24", int_scheme(4, True, 64, "2:4"), (37, 544), torch.float32)
+    words = made.prepared["weight"].view(3, -1, 3, 64)
+    words[:, :, 2] = torch.randint(0, 256, words[:, :, 2].shape, generator=torch.Generator().manual_seed(1))
+    linear = ctypes.byref(made.layout.linear(made.prepared, made.layer, None))
+    x = torch.randn(ROWS, 544, generator=torch.Generator().manual_seed(2))
+    for lib in [emulated, *map(library.load, library.instruction_sets())]:
+        tile = torch.empty(544, 37)
+        lib.linear_dequantize(linear, 0, 3, tile.data_ptr(), library.TYPES[torch.float32], 1)
+        for rows in (1, ROWS):
+            y = products.run(lib, made, x[:rows], 3).double()
+            torch.testing.assert_close(y, x[:rows].double() @ tile.double(), rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.skipif(not X86, reason="needs an x86 compiler")
 def test_the_avx512_path_compiles(tmp_path):
     compiler = native.find_compiler()

@@ -2,8 +2,6 @@
  *
  * A tile is written transposed, [columns, rows of the tile]: the 16 rows of a panel are neighbours in memory then, one vector a
  * column. A code times a 16-bit scale is exact in float32; in a 16-bit type it is rounded once. */
-enum { FIRST = 0x940, SECOND = 0xFB9 }; /* 0 0 0 1 1 2 and 1 2 3 2 3 3, from the lowest two bits up */
-
 typedef struct {
     const Linear *linear;
     void *out;
@@ -29,6 +27,8 @@ static void tile_job(void *p, const Team *team) {
     const Linear *l = t->linear;
     int64_t start, end, wide = (int64_t)l->group * l->groups, sets = (l->groups + l->share - 1) / l->share;
     int64_t total = (t->last * PANEL < l->rows ? t->last * PANEL : l->rows) - t->first * PANEL; /* rows of the tile */
+    uint32_t firsts = 0, seconds = 0; /* PAIR as two words of 2-bit places: lanes shift, no table */
+    for (int i = 0; i < 8; i++) firsts |= (uint32_t)PAIR[i][0] << (2 * i), seconds |= (uint32_t)PAIR[i][1] << (2 * i);
     int step = l->kind == KIND_W4 ? 8 : l->kind == KIND_W8 ? 4 : 32, bytes = l->kind == KIND_S24 ? 192 : 64;
     team_part(team, t->last - t->first, 1, &start, &end);
     for (int64_t panel = t->first + start; panel < t->first + end; panel++) {
@@ -59,9 +59,9 @@ static void tile_job(void *p, const Team *team) {
                 for (int c = 0; c < 32 && k + c < l->columns; c++) { /* quad c / 4: two codes at places that its pair names */
                     int quad = c / 4, inside = quad % 4, shift = 16 * (inside & 1) + 4 * (inside >> 1);
                     for (int i = 0; i < PANEL; i++) {
-                        uint32_t two = word[quad / 4][i] >> shift, pair = word[2][i] >> (4 * quad) & 15;
-                        uint32_t place = (uint32_t)c % 4; /* PAIR as two words of 2-bit places: lanes shift, no table */
-                        uint32_t first = FIRST >> (2 * pair) & 3, second = SECOND >> (2 * pair) & 3;
+                        uint32_t two = word[quad / 4][i] >> shift, pair = word[2][i] >> (4 * quad) & 7;
+                        uint32_t place = (uint32_t)c % 4;
+                        uint32_t first = firsts >> (2 * pair) & 3, second = seconds >> (2 * pair) & 3;
                         code[i] = first == place ? (int32_t)(two & 15) : second == place ? (int32_t)(two >> 8 & 15) : zero[i];
                     }
                     tile_put(t, total, k + c, row, code, zero, scale, valid);

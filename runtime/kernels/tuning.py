@@ -77,7 +77,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
 
 
 def _measured(layer: Layer, rows: int, kernels: Sequence[Kernel], end: float) -> Kernel | None:
-    """The fastest, or None when time ran out before each had run twice."""
+    """The fastest; None when time was out before each had run three times, the first of which does not count."""
     tensors = kernels[0].sample(layer)
     if tensors is None:
         return kernels[0]

@@ -99,7 +99,7 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
 def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens a second under the bound, and the bandwidth, in turns."""
     runtime = warm()
-    from runtime.streaming.plan import parse_memory
+    from runtime.sizes import byte_count
 
     before = memory()
     model = runtime.load(path, threads=threads, max_memory=bound, verify=False)
@@ -132,7 +132,7 @@ def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: 
     compute = statistics.median(speeds)
     ratio_of_bound = [r["tokens_per_second"] / min(r["bandwidth"] / each, compute) for r in found]
     return {
-        "engine": type(engine).__name__, "max_memory": parse_memory(bound), "direct": slots.reader.direct,
+        "engine": type(engine).__name__, "max_memory": byte_count("max_memory", bound), "direct": slots.reader.direct,
         "blocks": len(slots._blocks), "streamed_blocks": len(order), "buffers": slots.count, "bytes_a_token": each,
         "rounds": found, "tokens_per_second": statistics.median(r["tokens_per_second"] for r in found),
         "bandwidth": statistics.median(r["bandwidth"] for r in found),

@@ -15,6 +15,7 @@ from runtime.engines.choose import load_engine
 from runtime.engines.torch import Blueprint
 from runtime.errors import ArtifactError, RequestError
 from runtime.model import Model
+from runtime.sizes import byte_count
 
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
 VERIFY_BYTES = 2**30
@@ -57,8 +58,9 @@ def load(
             (`runtime.streaming`) with theirs; None does so for artifacts up to 1 GiB.
         max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
             (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
-            weights, the buffers of a step, and 224 MiB for imported modules and a cache of keys and values of some thousand
-            tokens; a cache that grows beyond comes on top.
+            weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
+            may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
+            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -67,11 +69,7 @@ def load(
     reject_unknown(unknown, _OPTIONS, "load")
     target = _device(device)
     compute = _dtype(dtype)
-    bound = None
-    if max_memory is not None:
-        from runtime.streaming.plan import parse_memory
-
-        bound = parse_memory(max_memory)
+    bound = None if max_memory is None else byte_count("max_memory", max_memory)
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")

@@ -7,7 +7,6 @@ the libraries are kept. A library is named by the hash of everything it depends 
 
 from __future__ import annotations
 
-import atexit
 import ctypes
 import hashlib
 import logging
@@ -19,6 +18,8 @@ import subprocess
 import tempfile
 from functools import cache
 from pathlib import Path
+
+from runtime.cache_directory import cache_directory, temporary
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
@@ -59,16 +60,9 @@ def find_compiler() -> str | None:
 def _load(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
     """The library from the cache, or from a private temporary directory where the cache cannot be used."""
     try:
-        return ctypes.CDLL(str(_build(source, compiler, flags, _directory())))
-    except (OSError, RuntimeError):  # not writable, not executable, no home
-        return ctypes.CDLL(str(_build(source, compiler, flags, Path(_scratch()))))
-
-
-@cache
-def _scratch() -> str:
-    directory = tempfile.mkdtemp(prefix="compress-native-")
-    atexit.register(shutil.rmtree, directory, ignore_errors=True)
-    return directory
+        return ctypes.CDLL(str(_build(source, compiler, flags, cache_directory("native"))))
+    except OSError:  # not writable, not executable
+        return ctypes.CDLL(str(_build(source, compiler, flags, temporary() / "native")))
 
 
 def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path) -> Path:
@@ -100,10 +94,3 @@ def _cpu() -> str:
     except OSError:
         return platform.processor()
     return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())
-
-
-def _directory() -> Path:
-    chosen = os.environ.get("COMPRESS_CACHE")
-    if chosen:
-        return Path(chosen) / "native"
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "native"

@@ -5,16 +5,12 @@ from __future__ import annotations
 import difflib
 import math
 import numbers
-import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from runtime.errors import RequestError
 
 _LARGEST = 2**63 - 1
-_UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
-_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
-_BYTES = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([A-Za-z]*)\s*", re.ASCII)
 
 
 def show(value: Any) -> str:
@@ -68,15 +64,3 @@ def number(allowed: str, fits: Callable[[float], bool]) -> Callable[[str, Any], 
         return result
 
     return check
-
-
-def byte_count(name: str, value: Any) -> int:
-    """A number of bytes: 2_000_000_000, "2GB" or "512 MiB"."""
-    amount = 0
-    if is_integer(value):
-        amount = int(value)
-    elif isinstance(value, str) and (match := _BYTES.fullmatch(value)) and match[2].upper() in _UNITS:
-        amount = int(min(float(match[1]) * _UNITS[match[2].upper()], float(2**62)))
-    if not 1 <= amount <= _LARGEST:
-        raise RequestError(f"{name} must be a number of bytes or a text like '2GB', not {show(value)}")
-    return amount

@@ -19,14 +19,20 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
 
     Args:
         positions: cache positions that each request takes at most.
-        cache_memory: the user's bound in bytes; None: the default of `GenerationOptions`.
+        cache_memory: the user's bound in bytes; None: the engine's `cache_budget` where it has one, else the default of
+            `GenerationOptions`.
 
     Raises:
         RequestError: a request could never be finished within the bound.
     """
     pages = [-(-count // engine.page_size) for count in positions]
     largest = max(pages)
-    if cache_memory is None:
+    budget: int | None = getattr(engine, "cache_budget", None)
+    if cache_memory is None and budget is not None:
+        bound = int(min(budget, _MOST * available_bytes(engine.device))) // engine.page_bytes
+        left = _gigabytes(bound * engine.page_bytes)
+        limit = f"max_memory leaves {left}: raise it, ask for fewer max_new_tokens or set cache_memory"
+    elif cache_memory is None:
         available = available_bytes(engine.device)
         bound = int(min(_DEFAULT, _SHARE * available)) // engine.page_bytes
         if largest > bound:

@@ -6,8 +6,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
-from runtime.decoding.checks import byte_count, integer, number, reject_unknown, show
+from runtime.decoding.checks import integer, number, reject_unknown, show
 from runtime.errors import RequestError
+from runtime.sizes import byte_count
 
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
 
@@ -32,7 +33,8 @@ class GenerationOptions:
             prompt of a batch a seed of its own. None draws a fresh one.
         ignore_eos: go on after an end-of-sequence token.
         cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache).
-            None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it.
+            None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it; for a
+            model loaded with `max_memory`, what that leaves.
         prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged
             cache). None: as many as the engine takes.
         progress: True draws a bar on stderr; a function is called with (finished prompts, all prompts). Not for streams.

@@ -87,6 +87,7 @@ class PagedEngine(Engine, Protocol):
         page_size: positions a page holds.
         page_bytes: memory of one page, all layers together.
         most_rows: tokens that one step takes at most, over all its pieces.
+        cache_budget: bytes that the pages of a call may take where it says nothing; only engines under a bound have it.
     """
 
     page_size: int

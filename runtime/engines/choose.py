@@ -28,7 +28,7 @@ def load_engine(blueprint: Blueprint, verify: bool = False, max_memory: int | No
             from runtime.streaming.engine import refuse_early, streamed
 
             refuse_early(blueprint, max_memory)
-        file = prepared_file(blueprint, verify)
+        file = prepared_file(blueprint, verify, streams=max_memory is not None)
         if max_memory is not None:
             return streamed(blueprint, file, max_memory)
         return lean(give_all(blueprint, file), blueprint)

@@ -26,6 +26,7 @@ from typing import Any
 
 import torch
 
+from runtime.cache_directory import cache_directory
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 
 VERSION = 1
@@ -114,13 +115,7 @@ def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
 # ---------------------------------------------------------------- what is remembered
 def directory() -> Path:
     """Where choices are kept."""
-    chosen = os.environ.get("COMPRESS_CACHE")
-    if chosen:
-        return Path(chosen) / "tuning"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "tuning"
-    except RuntimeError:  # no home
-        return Path(tempfile.gettempdir()) / "compress" / "tuning"
+    return cache_directory("tuning")
 
 
 @cache

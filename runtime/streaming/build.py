@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import os
-import tempfile
+import secrets
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,20 +21,29 @@ from runtime.weights import Filling
 
 
 def build(
-    path: Path, key: str, model: Any, filling: Filling, chosen: dict[str, Chosen], dtype: torch.dtype, source: str
+    path: Path,
+    key: str,
+    model: Any,
+    filling: Filling,
+    chosen: dict[str, Chosen],
+    dtype: torch.dtype,
+    source: str,
+    admit: Callable[[int], None],
 ) -> None:
     """Write the prepared file of `model` (a skeleton, empty again afterwards but with its kernels chosen) to `path`.
 
-    The file is there whole or not at all, whoever else writes it at the same time.
+    The file is there whole or not at all, whoever else writes it at the same time. Before it is, `admit` is called with its size,
+    and may raise.
 
     Raises:
         OSError: it cannot be written. ArtifactError: the artifact cannot be read or is inconsistent.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    descriptor, name = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
+    name = path.parent / f"{secrets.token_hex(8)}.tmp"
     try:
-        with os.fdopen(descriptor, "wb", buffering=0) as stream:
+        with name.open("xb", buffering=0) as stream:  # not `mkstemp`, whose files nobody else may read
             _write(Writer(stream, key, room_for(place.name for place in places(model))), model, filling, chosen, dtype)
+        admit(name.stat().st_size)
         (path.parent / "source.txt").write_text(source + "\n", encoding="utf-8")
         os.replace(name, path)
     except BaseException:

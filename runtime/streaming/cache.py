@@ -19,14 +19,20 @@ from pathlib import Path
 
 import torch
 
-from runtime.artifact import MANIFEST, Artifact
+from runtime.artifact import MANIFEST, Artifact, sha256
+from runtime.cache_directory import cache_directory
 
 NAME = "weights.safetensors"
 SMALLEST = 32 << 20  # bytes of tensors; smaller artifacts are repacked in a moment
 MOST_BYTES = 32 * 10**9
 MOST_SHARE = 0.1  # of the disk
+_HASHED = 64 << 20  # bytes of a file without a checksum; larger ones are told apart by samples
 _ABANDONED = 24 * 3600.0  # seconds after which an unfinished file belongs to nobody
 log = logging.getLogger("compress.cache")
+
+
+class NoCacheError(Exception):
+    """Prepared weights cannot be kept here; the message says why."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +45,9 @@ class Kept:
     used: float
 
 
-def directory() -> Path | None:
-    """Where the files are; None where there is no home."""
-    chosen = os.environ.get("COMPRESS_CACHE")
-    if chosen:
-        return Path(chosen) / "prepared"
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "compress" / "prepared"
-    except RuntimeError:
-        return None
+def directory() -> Path:
+    """Where the files are."""
+    return cache_directory("prepared")
 
 
 def contents() -> list[Kept]:
@@ -72,9 +72,16 @@ def clear() -> int:
 
 
 def key(artifact: Artifact, parts: dict[str, object]) -> str:
-    """Digest of the artifact as it lies there, of `parts` (dtype, layouts, ...), and of this library, torch and the CPU."""
+    """Digest of the artifact as it lies there, of `parts` (dtype, layouts, ...), and of this library, torch and the CPU.
+
+    Files that the manifest lists are known by its checksums. Of others sizes and times say too little (copying tools set them to what
+    they like), so where a file is and what it holds are in the key too.
+    """
     checkpoint = artifact.checkpoint
+    listed = (artifact.manifest or {}).get("files", {})
     digest = hashlib.sha256()
+    if not checkpoint.headers.keys() <= listed.keys():
+        _feed(digest, checkpoint.fingerprint().encode())
     for name in ("config.json", MANIFEST):
         file = artifact.path / name
         _feed(digest, file.read_bytes() if file.is_file() else b"")
@@ -82,14 +89,15 @@ def key(artifact: Artifact, parts: dict[str, object]) -> str:
         status = header.file.stat()
         _feed(digest, f"{name} {status.st_size} {status.st_mtime_ns}".encode())
         _feed(digest, header.raw)
+        if name not in listed:
+            _feed(digest, _identity(header.file, status))
     _feed(digest, json.dumps({**parts, **_library(parts.get("device") == "cpu")}, sort_keys=True).encode())
     return digest.hexdigest()[:32]
 
 
-def path_of(name: str) -> Path | None:
+def path_of(name: str) -> Path:
     """Where the file of a key is, or would be."""
-    home = directory()
-    return None if home is None else home / name / NAME
+    return directory() / name / NAME
 
 
 def touch(file: Path) -> None:
@@ -106,13 +114,22 @@ def allowed(home: Path) -> int:
     return min(MOST_BYTES, int(MOST_SHARE * shutil.disk_usage(existing).total))
 
 
-def make_room(home: Path, needed: int) -> None:
-    """Delete what was unused longest until `needed` more bytes are within the bound, and what interrupted writers left."""
-    limit = allowed(home) - needed
-    total = 0
+def make_room(path: Path, needed: int, beyond: bool = False) -> None:
+    """Delete what was unused longest until the file at `path` may have `needed` bytes, and what interrupted writers left.
+
+    Raises:
+        NoCacheError: it is larger than all files together may be, and may not go `beyond`.
+    """
+    home = path.parents[1]
+    bound = allowed(home)
+    if needed > bound and not beyond:
+        raise NoCacheError(f"they take {needed / 1e9:.3g} GB, and {home} may hold {bound / 1e9:.3g} GB")
+    total = needed
     for kept in contents():
+        if kept.path == path:  # it is going to be replaced
+            continue
         total += kept.bytes
-        if total > limit:
+        if total > bound:
             log.info("making room in the cache: %s goes", kept.path.parent)
             shutil.rmtree(kept.path.parent, ignore_errors=True)
     for left in home.glob("*/*.tmp"):
@@ -124,8 +141,7 @@ def make_room(home: Path, needed: int) -> None:
 
 
 def _files() -> list[Path]:
-    home = directory()
-    return [] if home is None else sorted(home.glob(f"*/{NAME}"))
+    return sorted(directory().glob(f"*/{NAME}"))
 
 
 def _source(file: Path) -> str:
@@ -147,11 +163,18 @@ def _library(cpu: bool) -> dict[str, str]:
             if cpu and file.parent.name in ("triton", "cuda"):
                 continue
             _feed(digest, file.read_bytes())
-    for name in ("linear.py", "module.py", "embedding.py", "weights.py"):
+    own = (f"streaming/{name}.py" for name in ("file", "build", "groups"))
+    for name in ("linear.py", "module.py", "embedding.py", "weights.py", *own):
         _feed(digest, (package / name).read_bytes())
-    # torch chooses the layout of its own int4 kernel by the CPU.
-    machine = " ".join([platform.machine(), *sorted(cpu_flags())])
+    # torch chooses the layout of its own int4 kernel by the CPU, or by what ATEN_CPU_CAPABILITY says of it.
+    machine = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(cpu_flags())])
     return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}
+
+
+def _identity(file: Path, status: os.stat_result) -> bytes:
+    """Which file it is, and for one that is read in a moment what it holds. The time of change is one that nobody can set."""
+    content = sha256(file) if status.st_size <= _HASHED else ""
+    return f"{file.resolve()} {status.st_ino} {status.st_ctime_ns} {content}".encode()
 
 
 def _feed(digest: hashlib._Hash, content: bytes) -> None:

@@ -14,7 +14,7 @@ from runtime.skeleton import tied_names
 from runtime.streaming.file import Group, PreparedFile
 from runtime.streaming.groups import groups_of, places, put, share
 from runtime.streaming.hooks import BlockViews, StreamedTorch
-from runtime.streaming.plan import Plan, plan, reserve_for
+from runtime.streaming.plan import Plan, cache_budget, plan, reserve_for
 from runtime.streaming.reader import RangeReader, aligned
 from runtime.streaming.ring import Ring
 from runtime.streaming.slots import DeviceSlots, HostSlots
@@ -32,7 +32,15 @@ def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engin
         RequestError: not even two blocks fit at a time.
     """
     outside, *blocks = file.groups
-    decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(blueprint.module.config))
+    config, dtype = blueprint.module.config, blueprint.dtype
+    decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(config, dtype))
+    engine: Any = _engine(blueprint, file, decided)
+    engine.cache_budget = cache_budget(max_memory, decided.bytes, config, dtype)
+    return engine
+
+
+def _engine(blueprint: Blueprint, file: PreparedFile, decided: Plan) -> Engine:
+    outside, *blocks = file.groups
     model, device = blueprint.module, blueprint.device
     _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
     moving = {i: blocks[i] for i in decided.streamed}
@@ -64,7 +72,7 @@ def refuse_early(blueprint: Blueprint, max_memory: int) -> None:
             width = min(place.value.itemsize, blueprint.dtype.itemsize) if place.value.is_floating_point() else 0
             sizes[groups.of(place.name)] += place.value.numel() * (width or place.value.itemsize)
     outside, *blocks = sizes.values()
-    plan(max_memory, outside, blocks, reserve_for(blueprint.module.config))
+    plan(max_memory, outside, blocks, reserve_for(blueprint.module.config, blueprint.dtype))
 
 
 def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.device) -> None:

@@ -2,6 +2,7 @@
 
 Every group begins and ends at a multiple of `PAGE` bytes of the file, so that it can be read past the page cache, and every tensor at
 a multiple of `ALIGNMENT`; tensors named `pad.N` fill the gaps. The metadata has one JSON text (`Contents`) and a digest of the header.
+There is no version: this source is in the cache's key.
 """
 
 from __future__ import annotations
@@ -20,9 +21,9 @@ from typing import Any, BinaryIO
 import torch
 
 from runtime.errors import ArtifactError
+from runtime.formats.checks import TensorSpec
 from runtime.headers import DTYPES, Header, read_header
 
-FORMAT = 1
 PAGE = 4096
 ALIGNMENT = 64
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -156,6 +157,26 @@ class PreparedFile:
             for name, entry in self._header.tensors.items()
             if group.begin <= entry.offset < group.end and not name.startswith("pad.")
         ]
+
+    def specs(self) -> dict[str, TensorSpec]:
+        """Shape and dtype of every tensor as `tensors` gives it.
+
+        Raises:
+            UnusableFileError: one is not in a group as a whole, or its dimensions have no order.
+        """
+        found = {}
+        for group in self.groups:
+            for name in self.names(group):
+                entry, order = self._header.tensors[name], self.contents.orders.get(name)
+                if entry.offset + entry.nbytes > group.end:
+                    raise UnusableFileError(f"{self.path} has {name} in two groups")
+                shape = entry.shape
+                if order is not None:
+                    if sorted(order) != list(range(len(shape))):
+                        raise UnusableFileError(f"{self.path} has dimensions of {name} in the order {order}")
+                    shape = tuple(shape[order.index(i)] for i in range(len(order)))
+                found[name] = TensorSpec(shape, entry.dtype)
+        return found
 
     def verify(self) -> None:
         """Compare every group with its SHA-256; UnusableFileError names the first that differs."""

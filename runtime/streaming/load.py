@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from runtime import cache_directory
 from runtime.module import CompressedModule
 from runtime.streaming import cache
 from runtime.streaming.build import build
+from runtime.streaming.cache import NoCacheError
 from runtime.streaming.choices import Chosen, choose
+from runtime.streaming.expected import Expected, check, expected, total_bytes
 from runtime.streaming.file import PreparedFile, UnusableFileError
 from runtime.streaming.groups import missing, put, share
 from runtime.weights import Filling, to_device
@@ -20,12 +25,11 @@ if TYPE_CHECKING:
 _said: set[str] = set()
 
 
-class NoCacheError(Exception):
-    """Prepared weights cannot be kept here; the message says why."""
+def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> PreparedFile:
+    """The file, checked (with `verify`: what its tensors hold too), made or made again where needed. The model stays empty.
 
-
-def prepared_file(blueprint: Blueprint, verify: bool) -> PreparedFile:
-    """The file, checked (with `verify`: its tensors too), made or made again where needed. The model stays empty.
+    With `streams` the model cannot run without it: then it may be larger than the cache, and where there is no home it lasts as long
+    as this process.
 
     Raises:
         NoCacheError: there is nowhere to keep it. ArtifactError, RequestError: as loading without a cache.
@@ -37,13 +41,14 @@ def prepared_file(blueprint: Blueprint, verify: bool) -> PreparedFile:
     if filling.foreign:
         raise NoCacheError("its tensors have other names than those of the model")
     chosen = choose(blueprint.module, blueprint.kernels, blueprint.dtype, blueprint.device)
+    if cache_directory.lasting() is None and not streams:
+        raise NoCacheError("there is no home directory, and COMPRESS_CACHE is not set")
     key = cache.key(blueprint.artifact, _parts(blueprint, chosen))
     path = cache.path_of(key)
-    if path is None:
-        raise NoCacheError("there is no home directory, and COMPRESS_CACHE is not set")
-    found = _open(path, key, verify)
+    tensors = expected(blueprint.module, chosen, blueprint.dtype, blueprint.device)
+    found = _open(path, key, verify, blueprint, tensors)
     if found is None:
-        found = _make(path, key, blueprint, filling, chosen)
+        found = _make(path, key, blueprint, filling, chosen, tensors, streams)
     cache.touch(path)
     _adopt(blueprint, chosen)
     return found
@@ -71,11 +76,14 @@ def say_once(message: str, *details: object) -> None:
         cache.log.warning("%s", text)
 
 
-def _open(path: Path, key: str, verify: bool) -> PreparedFile | None:
+def _open(
+    path: Path, key: str, verify: bool, blueprint: Blueprint, tensors: Mapping[str, Expected]
+) -> PreparedFile | None:
     if not path.exists():
         return None
     try:
         file = PreparedFile(path, key)
+        check(file, blueprint.module, tensors)
         if verify:
             file.verify()
         return file
@@ -84,12 +92,23 @@ def _open(path: Path, key: str, verify: bool) -> PreparedFile | None:
         return None
 
 
-def _make(path: Path, key: str, blueprint: Blueprint, filling: Filling, chosen: dict[str, Chosen]) -> PreparedFile:
-    cache.log.log(logging.INFO, "preparing the weights of %s for this machine, once", blueprint.artifact.path)
+def _make(
+    path: Path,
+    key: str,
+    blueprint: Blueprint,
+    filling: Filling,
+    chosen: dict[str, Chosen],
+    tensors: Mapping[str, Expected],
+    streams: bool,
+) -> PreparedFile:
+    admit = partial(cache.make_room, path, beyond=streams)
     try:
-        cache.make_room(path.parents[1], blueprint.artifact.checkpoint.total_bytes)
-        build(path, key, blueprint.module, filling, chosen, blueprint.dtype, str(blueprint.artifact.path))
-        return PreparedFile(path, key)
+        admit(total_bytes(blueprint.module, tensors))  # what is too large is not even begun
+        cache.log.log(logging.INFO, "preparing the weights of %s for this machine, once", blueprint.artifact.path)
+        build(path, key, blueprint.module, filling, chosen, blueprint.dtype, str(blueprint.artifact.path), admit)
+        made = PreparedFile(path, key)
+        check(made, blueprint.module, tensors)
+        return made
     except OSError as error:
         raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error
     except UnusableFileError as error:  # somebody changes the directory meanwhile

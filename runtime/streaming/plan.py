@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from runtime.errors import RequestError
 
-_UNITS = {"": 1, "B": 1}
-for _power, _letter in enumerate("KMGT", 1):
-    _UNITS |= {f"{_letter}B": 1000**_power, f"{_letter}IB": 1024**_power}
 #: What a bound has to hold besides weights and the working memory of a step: the modules that loading imports (some 130 MB where
 #: transformers was not imported before), what generating takes in Python, keys and values of a context of a few thousand tokens.
 RESERVE = 224 << 20
+CACHE = 64 << 20  # what it holds for keys and values
+_POSITIONS = 2048  # they have room for these, also where that is more
 _ROWS = 512  # tokens of a step of the lean engine
 _BUFFERS = 3  # one that is computed with, one that is ready, one that is being read
 
@@ -32,22 +32,6 @@ class Plan:
     streamed: tuple[int, ...]
     buffers: int
     bytes: int
-
-
-def parse_memory(value: Any) -> int:
-    """Bytes of a bound: an integer, or a text with a unit such as "2GB", "1.5 GiB" or "800MB"."""
-    allowed = 'allowed are bytes as an integer, or a text such as "2GB", "1.5GiB" or "800MB"'
-    if isinstance(value, bool) or not isinstance(value, (int, str)):
-        raise RequestError(f"max_memory must be a size, not {value!r}: {allowed}")
-    if isinstance(value, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", value)
-        unit = _UNITS.get(match[2].upper()) if match else None
-        if match is None or unit is None or len(value) > 40:
-            raise RequestError(f"max_memory {value[:40]!r} is no size: {allowed}")
-        value = int(float(match[1]) * unit)
-    if value < 1:
-        raise RequestError(f"max_memory must be more than 0 bytes: {allowed}")
-    return value
 
 
 def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> Plan:
@@ -82,12 +66,32 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> 
     return Plan(streamed, buffers, outside + kept + buffers * largest)
 
 
-def reserve_for(config: Any) -> int:
-    """What a model needs besides its weights: `RESERVE`, and the activations of a step in float32."""
+def reserve_for(config: Any, dtype: torch.dtype) -> int:
+    """What a model needs besides its weights: `RESERVE`, a larger cache where it wants one, and the activations of a step in float32."""
     text_config = config.get_text_config()
     hidden = getattr(text_config, "hidden_size", 0)
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
-    return RESERVE + 4 * _ROWS * (4 * hidden + 3 * inner)
+    return RESERVE + cache_floor(config, dtype) - CACHE + 4 * _ROWS * (4 * hidden + 3 * inner)
+
+
+def cache_floor(config: Any, dtype: torch.dtype) -> int:
+    """Bytes of keys and values that a bound has room for whatever else it holds: `CACHE`, or some positions of a wide model."""
+    text_config = config.get_text_config()
+
+    def count(name: str) -> int:
+        value = getattr(text_config, name, None)
+        return value if isinstance(value, int) else 0
+
+    heads = count("num_attention_heads")
+    width = count("head_dim") or count("hidden_size") // max(1, heads)
+    position = 2 * count("num_hidden_layers") * (count("num_key_value_heads") or heads) * width * dtype.itemsize
+    return max(CACHE, position * min(_POSITIONS, count("max_position_embeddings") or _POSITIONS))
+
+
+def cache_budget(max_memory: int, weights: int, config: Any, dtype: torch.dtype) -> int:
+    """Bytes that keys and values of a call may take: what weights and `reserve_for` leave, and what that holds for them."""
+    left = max_memory - weights - reserve_for(config, dtype)
+    return max(0, left) + cache_floor(config, dtype)
 
 
 def text(count: int, up: bool = False) -> str:

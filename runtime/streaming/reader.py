@@ -32,6 +32,7 @@ class RangeReader:
             self._file = self._open()
         except OSError as error:
             raise ArtifactError(f"{path} cannot be read: {error.strerror or error}") from error
+        self._direct_now = self.direct
 
     def read(self, memory: mmap.mmap, begin: int, count: int) -> None:
         """`count` bytes from `begin` on to the front of `memory`.
@@ -43,13 +44,15 @@ class RangeReader:
         view = memoryview(memory)
         try:
             while done < count:
+                if self.direct:
+                    self._pass_by(done % PAGE == 0)
                 got = os.preadv(self._file, [view[done:count]], begin + done)
-                if got == 0 or (self.direct and got % PAGE):  # a whole file ends on a page
+                if got == 0:
                     raise ArtifactError(
                         f"{self.path} was truncated while its weights were being read; load the model again"
                     )
                 done += got
-            if not self.direct and hasattr(os, "posix_fadvise"):
+            if not self._direct_now and hasattr(os, "posix_fadvise"):
                 os.posix_fadvise(self._file, begin, count, os.POSIX_FADV_DONTNEED)
         except OSError as error:
             raise ArtifactError(f"{self.path} cannot be read: {error.strerror or error}") from error
@@ -57,6 +60,15 @@ class RangeReader:
             view.release()
         self.bytes += count
         self.seconds += time.perf_counter() - started
+
+    def _pass_by(self, wanted: bool) -> None:
+        """Pass the page cache by or not: what follows a read that stopped within a page can only be had through it."""
+        if wanted != self._direct_now:
+            import fcntl
+
+            flags = fcntl.fcntl(self._file, fcntl.F_GETFL)
+            fcntl.fcntl(self._file, fcntl.F_SETFL, flags | os.O_DIRECT if wanted else flags & ~os.O_DIRECT)
+            self._direct_now = wanted
 
     def close(self) -> None:
         """Close the file; reading is over."""

@@ -90,12 +90,12 @@ def _is_x86() -> bool:
 
 @cache
 def cpu_flags() -> frozenset[str]:
-    """What this CPU can do, as Linux names it; empty elsewhere."""
+    """What this CPU can do, as Linux names it (`flags` on x86, `Features` on ARM); empty elsewhere."""
     try:
         text = Path("/proc/cpuinfo").read_text(errors="replace")
     except OSError:
         return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith("flags")), "")
+    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
     return frozenset(line.partition(":")[2].split())
 
 

@@ -11,9 +11,10 @@ from test_load_compressed import SCHEMES, compress, inside_blocks
 from tiny_models import gpt2, llama
 
 import runtime
-from runtime import native
+from runtime.cache_directory import cache_directory
 from runtime.engines import choose
 from runtime.streaming import engine as streaming
+from runtime.streaming import load as loading
 from runtime.streaming.plan import plan
 
 BLOCKS = 5
@@ -33,10 +34,24 @@ def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache that takes small artifacts too; compiled libraries are those of all tests."""
     (tmp_path / "cache").mkdir()
-    (tmp_path / "cache" / "native").symlink_to(native._directory(), target_is_directory=True)
+    (tmp_path / "cache" / "native").symlink_to(cache_directory("native"), target_is_directory=True)
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(choose, "SMALLEST", 0)
     return tmp_path / "cache" / "prepared"
+
+
+@pytest.fixture
+def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that were made."""
+    made: list[Path] = []
+    build = loading.build
+
+    def counted(path: Path, *rest: Any) -> None:
+        made.append(path)
+        build(path, *rest)
+
+    monkeypatch.setattr(loading, "build", counted)
+    return made
 
 
 @pytest.fixture

@@ -188,3 +188,18 @@ def test_ranges(tmp_path: Path, folder: str) -> None:
             RangeReader(file)
     finally:
         file.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize("most", [4096, 5000, 100])
+def test_reads_that_stop_early_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
+    file, content, read = tmp_path / "file", os.urandom(1 << 16), os.preadv
+    file.write_bytes(content)
+    monkeypatch.setattr("runtime.streaming.reader.os.preadv", lambda *arguments: min(most, read(*arguments)))
+    reader, memory = RangeReader(file), aligned(1 << 15)
+    for begin in (8192, 0):
+        reader.read(memory, begin, 1 << 15)
+        assert memory[: 1 << 15] == content[begin : begin + (1 << 15)]
+    os.truncate(file, 12288 + 1)
+    with pytest.raises(ArtifactError, match="was truncated"):
+        reader.read(memory, 8192, 1 << 15)
+    reader.close()

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
 
 import runtime
+from runtime.decoding.memory import pool_pages
 from runtime.errors import RequestError
-from runtime.streaming.plan import RESERVE, parse_memory, plan, text
+from runtime.sizes import byte_count
+from runtime.streaming import contents
+from runtime.streaming.file import PreparedFile
+from runtime.streaming.plan import CACHE, RESERVE, cache_budget, cache_floor, plan, reserve_for, text
 
 
 @pytest.mark.parametrize(
@@ -25,13 +32,13 @@ from runtime.streaming.plan import RESERVE, parse_memory, plan, text
     ],
 )
 def test_sizes(value: int | str, expected: int) -> None:
-    assert parse_memory(value) == expected
+    assert byte_count("max_memory", value) == expected
 
 
 @pytest.mark.parametrize("value", [0, -1, "0GB", True, 1.5, "2 GX", "GB", "", "1e3", "-2GB", "nan", ["2GB"], "9" * 500])
 def test_what_is_no_size(value: object) -> None:
     with pytest.raises(RequestError, match="max_memory"):
-        parse_memory(value)
+        byte_count("max_memory", value)
 
 
 def test_blocks_that_fit_stay_and_the_others_are_spread() -> None:
@@ -57,8 +64,8 @@ def test_too_little_says_what_is_needed() -> None:
         with pytest.raises(RequestError, match="needs at least") as raised:
             plan(1000, 1_000_000, blocks, reserve=0)
         asked = str(raised.value).partition("at least ")[2].partition(",")[0]
-        assert parse_memory(asked) >= least
-        plan(parse_memory(asked), 1_000_000, blocks, reserve=0)
+        assert byte_count("max_memory", asked) >= least
+        plan(byte_count("max_memory", asked), 1_000_000, blocks, reserve=0)
     assert text(1_000_001, up=True) == "1.01 MB"
 
 
@@ -66,6 +73,44 @@ def test_load_says_it_before_it_writes(artifacts: dict[str, Path], home: Path) -
     with pytest.raises(RequestError, match=r"max_memory 1000 bytes is too little: this model needs at least \d+"):
         runtime.load(artifacts["llama"], max_memory=1000)
     assert not home.exists()
-    with pytest.raises(RequestError, match="is no size"):
+    with pytest.raises(RequestError, match="must be a number of bytes or a text like"):
         runtime.load(artifacts["llama"], max_memory="plenty")
-    assert parse_memory("1GB") > RESERVE
+    assert byte_count("max_memory", "1GB") > RESERVE
+
+
+def config(layers: int, heads: int, context: int = 4096) -> Any:
+    found = SimpleNamespace(
+        hidden_size=64 * heads, num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=context
+    )
+    found.get_text_config = lambda: found
+    return found
+
+
+def test_keys_and_values_get_what_a_bound_leaves() -> None:
+    small, wide = config(2, 4), config(32, 64)
+    assert cache_floor(small, torch.bfloat16) == CACHE
+    assert cache_floor(wide, torch.bfloat16) == 2048 * 2 * 32 * 64 * 64 * 2
+    assert cache_floor(config(32, 64, context=512), torch.float32) == 512 * 2 * 32 * 64 * 64 * 4
+    for shape in (small, wide):
+        reserve = reserve_for(shape, torch.bfloat16)
+        floor = cache_floor(shape, torch.bfloat16)
+        assert reserve >= RESERVE - CACHE + floor
+        assert cache_budget(reserve + 1000, 1000, shape, torch.bfloat16) == floor
+        assert cache_budget(reserve + 1500, 1000, shape, torch.bfloat16) == floor + 500
+
+
+@pytest.mark.parametrize("bound", ["400MB", "2GB"])
+def test_calls_stay_within_the_bound(artifacts: dict[str, Path], bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("runtime.decoding.memory.available_bytes", lambda device: 1 << 40)
+    engine = runtime.load(artifacts["llama"], max_memory=bound).engine
+    size = byte_count("max_memory", bound)
+    file = contents()[0].path
+    weights = sum(group.size for group in PreparedFile(file, file.parent.name).groups)
+    assert engine.cache_budget == size - weights - reserve_for(engine.module.config, torch.float32) + CACHE
+    most = engine.cache_budget // engine.page_bytes
+    assert pool_pages(engine, [engine.page_size] * 10**6, None) == most
+    assert pool_pages(engine, [engine.page_size * most], None) == most
+    with pytest.raises(RequestError, match=r"max_memory leaves .* GB: raise it, ask for fewer max_new_tokens or set"):
+        pool_pages(engine, [engine.page_size * most + 1], None)
+    assert pool_pages(engine, [engine.page_size * most + 1], 2 * size) == most + 1
+    assert not hasattr(runtime.load(artifacts["llama"]).engine, "cache_budget")

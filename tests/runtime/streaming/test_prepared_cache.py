@@ -19,27 +19,16 @@ from test_load_compressed import BATCH, SCHEMES, compress, inside_blocks
 from tiny_models import llama
 
 import runtime
+from runtime.artifact import Artifact
+from runtime.cache_directory import cache_directory, temporary
 from runtime.engines import choose
+from runtime.engines.torch import Blueprint
 from runtime.errors import ArtifactError, RequestError
 from runtime.streaming import cache, clear, contents
 from runtime.streaming import load as loading
 from runtime.streaming.file import PAGE, PreparedFile, UnusableFileError
 
 REPOSITORY = Path(__file__).parents[3]
-
-
-@pytest.fixture
-def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
-    """Files that were made."""
-    made: list[Path] = []
-    build = loading.build
-
-    def counted(path: Path, *rest: Any) -> None:
-        made.append(path)
-        build(path, *rest)
-
-    monkeypatch.setattr(loading, "build", counted)
-    return made
 
 
 def without_cache(path: Path, **options: Any) -> Any:
@@ -135,8 +124,19 @@ def test_a_flipped_bit_is_found_when_the_artifact_is_verified(artifacts: dict[st
     flip(makes[0], makes[0].stat().st_size - PAGE - 1)
     with pytest.raises(UnusableFileError, match=r"model\.layers\.\d are damaged"):
         PreparedFile(makes[0], key).verify()
-    assert loading._open(makes[0], key, verify=True) is None
-    assert loading._open(makes[0], key, verify=False) is not None
+    for verify in (False, True):
+        blueprint = Blueprint(Artifact(artifacts["llama"]), torch.device("cpu"), "auto", None, False)
+        assert loading.prepared_file(blueprint, verify).path == makes[0]
+        assert len(makes) == 1 + verify
+
+
+def test_others_may_read_it_as_far_as_the_umask_allows(artifacts: dict[str, Path], makes: list[Path]) -> None:
+    before = os.umask(0o027)
+    try:
+        runtime.load(artifacts["llama"])
+    finally:
+        os.umask(before)
+    assert makes[0].stat().st_mode & 0o777 == 0o640
 
 
 def test_the_file_is_safetensors_with_groups_on_pages(artifacts: dict[str, Path], makes: list[Path]) -> None:
@@ -198,6 +198,43 @@ def test_room_is_made_for_what_is_used(
     assert clear() > 0
     assert contents() == []
     assert len(model.generate([5, 6], max_new_tokens=3)) == 3  # what is mapped stays
+
+
+@pytest.mark.parametrize("guess", [False, True])
+def test_what_is_larger_than_the_cache_is_not_kept(
+    artifacts: dict[str, Path], makes: list[Path], home: Path, monkeypatch: pytest.MonkeyPatch, guess: bool
+) -> None:
+    runtime.load(artifacts["gpt2"])
+    monkeypatch.setattr(cache, "MOST_BYTES", 1000)
+    if not guess:  # found out when it is there
+        monkeypatch.setattr(loading, "total_bytes", lambda *_: 0)
+    model = runtime.load(artifacts["llama"])
+    assert torch.equal(model.logits(BATCH), without_cache(artifacts["llama"]).logits(BATCH))
+    assert len(makes) == (1 if guess else 2)
+    assert not list(home.glob("*/*.tmp"))
+    streamed = runtime.load(artifacts["gpt2"], max_memory="1GB", dtype="bfloat16")  # cannot do without
+    assert [kept.source for kept in contents()] == [str(artifacts["gpt2"])]
+    assert torch.equal(streamed.logits(BATCH), without_cache(artifacts["gpt2"], dtype="bfloat16").logits(BATCH))
+
+
+def test_without_a_home_directory(
+    artifacts: dict[str, Path], makes: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nowhere() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("COMPRESS_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", nowhere)
+    for kind in ("native", "tuning", "prepared"):
+        place = cache_directory(kind)
+        assert place.parent == temporary()
+        assert place.parent.stat().st_mode & 0o777 == 0o700
+    expected = runtime.load(artifacts["llama"]).logits(BATCH)
+    assert not makes
+    assert torch.equal(runtime.load(artifacts["llama"], max_memory="1GB").logits(BATCH), expected)
+    assert makes[0].is_relative_to(temporary())
+    assert clear() > 0
 
 
 SCRIPT = """

@@ -264,7 +264,9 @@ def measure(arguments: argparse.Namespace) -> dict[str, Any]:
     peers = {"transformers bf16, static cache, compiled": True, "transformers bf16, eager": False}
     for name, static in {} if arguments.no_peers else peers.items():
         for batch in arguments.batches:
-            found = attempt(lambda b=batch, s=static: transformers_speed(model, b, arguments.context, arguments.steps, s))
+            found = attempt(
+                lambda b=batch, s=static: transformers_speed(model, b, arguments.context, arguments.steps, s)
+            )
             add(name, batch, found)
     if not arguments.no_peers:
         torch.compiler.reset()
@@ -304,7 +306,11 @@ def machine(device: torch.device) -> dict[str, Any]:
         found["triton"] = None
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
-        found |= {"gpu": properties.name, "capability": f"{properties.major}.{properties.minor}", "memory": properties.total_memory}
+        found |= {
+            "gpu": properties.name,
+            "capability": f"{properties.major}.{properties.minor}",
+            "memory": properties.total_memory,
+        }
     else:
         found["cpu"] = platform.processor() or platform.machine()
     return found

@@ -27,7 +27,9 @@ class Engine(Protocol):
     context_length: int | None
     padding_is_exact: bool
     weight_bytes: int
-    description: str
+
+    @property
+    def description(self) -> str: ...
 
     def new_cache(self) -> Any:
         """An empty KV cache; it grows with every `forward`."""

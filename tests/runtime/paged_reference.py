@@ -55,6 +55,7 @@ class PagedReference:
     padding_is_exact = True
     device = torch.device("cpu")
     weight_bytes = 1000
+    description = "a reference that reads token ids back"
 
     def __init__(
         self, logits: Logits, page_size: int = 4, most_rows: int = 24, vocab: int = 400, context: int | None = 128

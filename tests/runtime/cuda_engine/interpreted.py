@@ -20,7 +20,14 @@ def near(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 
 def attention(
-    dtype: torch.dtype, heads: int, kv_heads: int, size: int, page: int, positions: list[int], window: int, parts: int | None
+    dtype: torch.dtype,
+    heads: int,
+    kv_heads: int,
+    size: int,
+    page: int,
+    positions: list[int],
+    window: int,
+    parts: int | None,
 ) -> None:
     torch.manual_seed(0)
     width = max(positions) // page + 1
@@ -38,7 +45,9 @@ def attention(
     at = torch.tensor(positions, dtype=torch.int32)
     found = paged_attention.decode_attention(q, keys, values, tables, at, size**-0.5, window, None, parts)
     near(found, plain.decode_attention(q, keys, values, tables.clamp(max=count - 1), at, size**-0.5, window))
-    alone = paged_attention.decode_attention(q[1:2], keys, values, tables[1:2], at[1:2], size**-0.5, window, None, parts)
+    alone = paged_attention.decode_attention(
+        q[1:2], keys, values, tables[1:2], at[1:2], size**-0.5, window, None, parts
+    )
     assert torch.equal(alone[0], found[1]), "a sequence depends on what is beside it"
 
 

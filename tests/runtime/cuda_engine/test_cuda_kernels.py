@@ -31,7 +31,9 @@ def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def attention(heads: int, kv_heads: int, size: int, window: int = 0, dtype: torch.dtype = torch.bfloat16) -> Callable[[], Any]:
+def attention(
+    heads: int, kv_heads: int, size: int, window: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], Any]:
     from runtime.engines.cuda import paged_attention
 
     cache, numbers = meta(9, 64, kv_heads, size, dtype=dtype), meta(4, dtype=torch.int32)

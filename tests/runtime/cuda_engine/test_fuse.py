@@ -180,7 +180,9 @@ def test_an_engine_over_compressed_layers() -> None:
             for parent in (layer.self_attn, layer.mlp):
                 for name, child in list(parent.named_children()):
                     if isinstance(child, nn.Linear):
-                        new = compressed(child.out_features, child.in_features, bias=child.bias is not None, seed=len(name))
+                        new = compressed(
+                            child.out_features, child.in_features, bias=child.bias is not None, seed=len(name)
+                        )
                         new.prepare()
                         setattr(parent, name, new)
         return model
@@ -195,7 +197,9 @@ def test_an_engine_over_compressed_layers() -> None:
         assert len(which.parts.blocks[0].gate_up.layers) == (1 if fuse else 2)
         pool = which.new_pages(2)
         which.step(pool, [Piece(ids[:17], 0, [1, 0])])
-        torch.testing.assert_close(which.step(pool, [Piece(ids[17:18], 17, [1, 0])])[0], wanted[17], rtol=1e-3, atol=1e-3)
+        torch.testing.assert_close(
+            which.step(pool, [Piece(ids[17:18], 17, [1, 0])])[0], wanted[17], rtol=1e-3, atol=1e-3
+        )
         with torch.inference_mode():  # transformers still can
             torch.testing.assert_close(model(torch.tensor([ids])).logits[0], wanted, rtol=1e-3, atol=1e-3)
         assert len([kernel for kernel in which.explain().values() if kernel == "reordered"]) == (8 if fuse else 14)

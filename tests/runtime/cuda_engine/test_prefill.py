@@ -56,9 +56,7 @@ def stand_in(off: int = 0) -> Any:
         assert window_size[1] == 0
         window = window_size[0] + 1 + (off if window_size[0] >= 0 else 0)
         parts = zip(query.split(counts), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat(
-            [piece_attention(q, k, v, len(k) - len(q), scale, window) for q, k, v in parts]
-        )
+        return torch.cat([piece_attention(q, k, v, len(k) - len(q), scale, window) for q, k, v in parts])
 
     return compute
 

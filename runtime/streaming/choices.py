@@ -29,6 +29,7 @@ class Chosen:
 def choose(model: nn.Module, kernels: str, dtype: torch.dtype, device: torch.device) -> dict[str, Chosen]:
     """{compressed module: its kernels}, by the rules of `runtime.linear.prepare_all`: a kernel's name is used where it fits."""
     found: dict[str, Chosen] = {}
+    computed: list[tuple[Layer, Choice]] = []
     refused, fits = "", False
     with tuning.measuring():
         for name, module in model.named_modules():
@@ -44,6 +45,9 @@ def choose(model: nn.Module, kernels: str, dtype: torch.dtype, device: torch.dev
             except RequestError as error:
                 refused = refused or f"{error} ({name})"
                 found[name] = Chosen(kernel_table.find(layer), "auto")
+            computed.append((layer, found[name].choice))
     if refused and not fits:
         raise RequestError(refused)
+    if kernels != "reference":
+        kernel_table.warn_of_reference(computed)
     return found

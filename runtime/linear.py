@@ -5,6 +5,7 @@ table.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -144,37 +145,65 @@ def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = 
     return done
 
 
-def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
-    """`prepare()` of every compressed module, after loading: {module: what computes it}.
+@dataclass(frozen=True)
+class Chosen:
+    """The kernels of one module, and what they were asked for as."""
 
-    A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits
-    nowhere. Kernels that this machine has not been asked about before are measured (`runtime.kernels.tuning`). Layers that only the
-    reference can compute are counted in the log.
+    choice: Choice
+    wanted: str
+
+    @property
+    def layout(self) -> str:
+        return self.choice.decode.layout
+
+
+def choose(
+    model: nn.Module, kernels: str = "auto", dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> dict[str, Chosen]:
+    """{compressed module: its kernels}, which needs no weights: `dtype` and `device` are what it will compute in and on (None: now).
+
+    A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits nowhere. Kernels
+    that this machine has not been asked about before are measured (`runtime.kernels.tuning`). Layers left to the reference are
+    named in the log.
     """
-    chosen: dict[str, str] = {}
+    found: dict[str, Chosen] = {}
     computed: list[tuple[Layer, Choice]] = []
     refused, fits = "", False
     with tuning.measuring():
         for name, module in model.named_modules():
             if not isinstance(module, CompressedModule):
                 continue
-            module.check(name)
+            if not isinstance(module, CompressedLinear):  # rows are looked up
+                found[name] = Chosen(kernel_table.reference(), kernels)
+                continue
+            layer = Layer(module.entry, module.shape, dtype or module.dtype, device or module.device)
             try:
-                module.prepare(kernels)
-                fits = fits or isinstance(module, CompressedLinear)
-            except ArtifactError:
-                raise
+                found[name] = Chosen(kernel_table.find(layer, kernels), kernels)
+                fits = True
             except RequestError as error:
                 refused = refused or f"{error} ({name})"
-                module.prepare()
-            chosen[name] = module.kernel_name
-            if isinstance(module, CompressedLinear):
-                computed.append((module.layer, module.choice or kernel_table.reference()))
+                found[name] = Chosen(kernel_table.find(layer), "auto")
+            computed.append((layer, found[name].choice))
     if refused and not fits:
         raise RequestError(refused)
     if kernels != kernel_table.REFERENCE.name:
         kernel_table.warn_of_reference(computed)
-    return chosen
+    return found
+
+
+def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
+    """`prepare()` of every compressed module with what `choose` chose, after loading: {module: what computes it}.
+
+    Raises:
+        RequestError: the kernel named fits nowhere.
+        ArtifactError: tensors are missing or inconsistent.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, CompressedModule)}
+    for name, module in modules.items():
+        module.check(name)
+    for name, chosen in choose(model, kernels).items():
+        modules[name].prepare(chosen.wanted)
+    return {name: module.kernel_name for name, module in modules.items()}
 
 
 def _compressed(name: str, old: nn.Module, entry: ModuleEntry) -> CompressedModule:

@@ -11,7 +11,6 @@ import ctypes
 import hashlib
 import logging
 import os
-import platform
 import shlex
 import shutil
 import subprocess
@@ -19,6 +18,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
+from runtime import cpu
 from runtime.cache_directory import cache_directory, temporary
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
@@ -82,15 +82,6 @@ def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path)
 
 def _key(code: bytes, compiler: str, flags: tuple[str, ...]) -> str:
     digest = hashlib.sha256(code)
-    for part in (compiler, *flags, platform.machine(), _cpu()):
+    for part in (compiler, *flags, cpu.identity()):
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()[:24]
-
-
-def _cpu() -> str:
-    """What tells one CPU's instruction set from another's: a home directory may be shared by machines."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-    except OSError:
-        return platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.processor())

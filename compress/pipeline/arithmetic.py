@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from functools import cache
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
+
+from runtime import cpu
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -46,13 +47,9 @@ def products(device: torch.device) -> AbstractContextManager[Any]:
     return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
 
 
-@cache
 def has_bfloat16() -> bool:
     """Whether this CPU multiplies bfloat16 matrices at full speed."""
-    try:
-        return bool(torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-    except (AttributeError, RuntimeError):  # a build without oneDNN: its fallback is slow
-        return False
+    return cpu.multiplies(torch.bfloat16)
 
 
 def _narrow(value: Any) -> bool:

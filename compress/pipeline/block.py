@@ -12,12 +12,12 @@ from torch import nn
 from compress.pipeline.collect import InputGroup, collect, find_groups
 from compress.pipeline.folding import find_folds, fold
 from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
-from compress.pipeline.memory import return_memory
 from compress.pipeline.progress import Reporter
 from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
 from compress.statistics import Statistics
 from runtime.errors import CompressError
+from runtime.memory import return_memory
 
 Forward = Callable[[nn.Module], torch.Tensor]
 

@@ -10,8 +10,8 @@ from torch import nn
 
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
+from runtime.memory import return_memory
 from runtime.skeleton import build_skeleton, linear_shapes, read_config
-from runtime.streaming.memory import return_memory
 from runtime.weights import fill, main_dtype, to_device
 
 if TYPE_CHECKING:

@@ -9,11 +9,6 @@ another is at least a tenth faster: the first is the one whose results do not de
 from __future__ import annotations
 
 import hashlib
-import json
-import logging
-import os
-import platform
-import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -22,24 +17,22 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from runtime import cpu
 from runtime.cache_directory import cache_directory
+from runtime.kernels import remembered
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 
-VERSION = 1
 BUDGET = 0.5  # seconds of measuring while one model is loaded
 _ROWS: dict[ShapeClass, int] = {"decode": 1, "batch": 16, "prefill": 256}
 _WINS_BY = 0.9
 _SMALL = 1 << 18  # weights; smaller layers are not worth measuring
 _OUT = 512  # rows of the weight that are measured: time is proportional to them
-_log = logging.getLogger("compress.kernels")
 _left: ContextVar[list[float] | None] = ContextVar("seconds_left", default=None)
 _lock = threading.Lock()
 _known: dict[tuple[Path, str], str] = {}  # chosen by this process: a file may not be writable
-_complained: set[Path] = set()
 
 
 @contextmanager
@@ -61,7 +54,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
     path = directory() / f"cpu-{machine()}.json"
     known = {kernel.name: kernel for kernel in kernels}
     with _lock:
-        name = _known.get((path, key)) or read(path).get(key, "")
+        name = _known.get((path, key)) or remembered.read(path, str).get(key, "")
         if name in known:
             return known[name]
         budget = _left.get()
@@ -73,7 +66,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
         if chosen is None:
             return kernels[0]
         _known[path, key] = chosen.name
-        store(path, key, chosen.name)
+        remembered.store(path, key, chosen.name)
         return chosen
 
 
@@ -121,51 +114,4 @@ def directory() -> Path:
 @cache
 def machine() -> str:
     """What tells this CPU and torch from others that share the home directory."""
-    told = [platform.machine(), torch.__version__]
-    try:
-        lines = Path("/proc/cpuinfo").read_text(errors="replace").splitlines()
-        told += sorted({line for line in lines if line.startswith(("model name", "cache size", "flags", "Features"))})
-    except OSError:
-        told.append(platform.processor())
-    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:12]
-
-
-def read(path: Path) -> dict[str, str]:
-    """What a file remembers; nothing when it is missing, of another version or damaged (said in the log)."""
-    try:
-        content: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except (OSError, ValueError, RecursionError) as error:
-        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)
-        return {}
-    if isinstance(content, dict) and content.get("version") != VERSION:
-        return {}
-    choices = content.get("choices") if isinstance(content, dict) else None
-    if not isinstance(choices, dict) or not all(isinstance(value, str) for value in choices.values()):
-        _complain(path, "ignoring the tuning file %s, it does not hold choices", path)
-        return {}
-    return choices
-
-
-def store(path: Path, key: str, name: str) -> None:
-    """Add one choice: read again (another process may have written), then replace the file in one step."""
-    content = {"version": VERSION, "choices": read(path) | {key: name}}
-    temporary: str | None = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            json.dump(content, file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        _complain(path, "cannot remember tuning results in %s: %s", path, error)
-
-
-def _complain(path: Path, message: str, *details: object) -> None:
-    """Once a file: a read-only home is no reason to fail, or to repeat oneself for every layer."""
-    if path not in _complained:
-        _complained.add(path)
-        _log.warning(message, *details)
+    return hashlib.sha256(f"{cpu.identity()}\n{torch.__version__}".encode()).hexdigest()[:12]

@@ -12,11 +12,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.linear import Chosen
+from runtime.memory import return_memory
 from runtime.module import CompressedModule
-from runtime.streaming.choices import Chosen
 from runtime.streaming.file import Writer, room_for
 from runtime.streaming.groups import OUTSIDE, Groups, empty, groups_of, places
-from runtime.streaming.memory import return_memory
 from runtime.weights import Filling
 
 

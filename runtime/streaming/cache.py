@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 
+from runtime import cpu
 from runtime.artifact import MANIFEST, Artifact, sha256
 from runtime.cache_directory import cache_directory
 
@@ -152,22 +153,20 @@ def _source(file: Path) -> str:
 
 
 @cache
-def _library(cpu: bool) -> dict[str, str]:
+def _library(on_cpu: bool) -> dict[str, str]:
     """What decides how a weight is laid out besides the weight: the sources of kernels and formats, torch, and the CPU."""
-    from runtime.kernels.cpu.library import cpu_flags
-
     digest = hashlib.sha256()
     package = Path(__file__).parents[1]
     for folder in ("kernels", "formats"):
         for file in sorted((package / folder).rglob("*.py")):
-            if cpu and file.parent.name in ("triton", "cuda"):
+            if on_cpu and file.parent.name in ("triton", "cuda"):
                 continue
             _feed(digest, file.read_bytes())
     own = (f"streaming/{name}.py" for name in ("file", "build", "groups"))
     for name in ("linear.py", "module.py", "embedding.py", "weights.py", *own):
         _feed(digest, (package / name).read_bytes())
     # torch chooses the layout of its own int4 kernel by the CPU, or by what ATEN_CPU_CAPABILITY says of it.
-    machine = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(cpu_flags())])
+    machine = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(cpu.flags())])
     return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}
 
 

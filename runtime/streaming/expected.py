@@ -19,9 +19,9 @@ from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
 from runtime.kernels.cpu.panels import PANEL, Panels
+from runtime.linear import Chosen
 from runtime.module import PREPARED, CompressedModule
 from runtime.skeleton import tied_names
-from runtime.streaming.choices import Chosen
 from runtime.streaming.file import PreparedFile, UnusableFileError
 from runtime.streaming.groups import groups_of, places
 from runtime.weights import FLOATS

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from runtime import cache_directory
+from runtime.linear import Chosen, choose
 from runtime.module import CompressedModule
 from runtime.streaming import cache
 from runtime.streaming.build import build
 from runtime.streaming.cache import NoCacheError
-from runtime.streaming.choices import Chosen, choose
 from runtime.streaming.expected import Expected, check, expected, total_bytes
 from runtime.streaming.file import PreparedFile, UnusableFileError
 from runtime.streaming.groups import missing, put, share

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import native
+from runtime import cpu, native
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
 KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
@@ -48,7 +48,7 @@ class Linear(ctypes.Structure):
 
 def instruction_sets() -> list[str]:
     """Those this machine can run, best first; "portable" is always the last."""
-    flags = cpu_flags()
+    flags = cpu.flags()
     return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
 
 
@@ -86,17 +86,6 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
 
 def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64", "i686")
-
-
-@cache
-def cpu_flags() -> frozenset[str]:
-    """What this CPU can do, as Linux names it (`flags` on x86, `Features` on ARM); empty elsewhere."""
-    try:
-        text = Path("/proc/cpuinfo").read_text(errors="replace")
-    except OSError:
-        return frozenset()
-    line = next((line for line in text.splitlines() if line.startswith(("flags", "Features"))), "")
-    return frozenset(line.partition(":")[2].split())
 
 
 @cache

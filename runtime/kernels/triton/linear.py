@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from functools import cache
 from importlib.util import find_spec
 
@@ -38,9 +39,9 @@ class TritonKernel(Kernel):
             return f"it needs a GPU of compute capability {major}.{minor} or later"
         return self.why_not_scheme(layer)
 
+    @abstractmethod
     def why_not_scheme(self, layer: Layer) -> str | None:
         """The reason in the layer's scheme, if there is one."""
-        raise NotImplementedError
 
     def capability(self, layer: Layer) -> tuple[int, int]:
         """Least compute capability."""

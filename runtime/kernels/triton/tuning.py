@@ -7,17 +7,18 @@ the interpreter, while a CUDA graph is captured, or when `enabled` is False: the
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import re
-import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
+
+from runtime.cache_directory import cache_directory
+from runtime.kernels import remembered
 
 Config = dict[str, Any]
 
@@ -26,14 +27,12 @@ assumed_capability = (9, 0)  # set by `compiled.record`
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
-_failed_writes: set[Path] = set()
 _chosen: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
 
 
 def directory() -> Path:
     """Where choices are kept."""
-    root = os.environ.get("COMPRESS_CACHE")
-    return (Path(root) if root else Path.home() / ".cache" / "compress") / "tuning"
+    return cache_directory("tuning")
 
 
 def interpreted() -> bool:
@@ -72,7 +71,7 @@ def choose(
     with _lock:
         known = _known.get(path)
         if known is None:
-            known = _known[path] = read(path)
+            known = _known[path] = remembered.read(path, dict)
         found = known.get(key)
         if found is not None and found in candidates:  # a candidate of an older version may no longer be one
             _chosen[quick] = found
@@ -81,7 +80,7 @@ def choose(
             return candidates[0]
         best = fastest(candidates, launch)
         known[key] = _chosen[quick] = best
-        _store(path, key, best)
+        remembered.store(path, key, best)
         return best
 
 
@@ -99,36 +98,3 @@ def fastest(candidates: Sequence[Config], launch: Callable[[Config], object]) ->
         if taken < least:
             best, least = config, taken
     return best
-
-
-def read(path: Path) -> dict[str, Config]:
-    """What a file remembers; nothing when it is missing or damaged (said in the log)."""
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        return {}
-    except (OSError, ValueError) as error:
-        _log.warning("ignoring the tuning file %s, it cannot be read: %s", path, error)
-        return {}
-    if not isinstance(content, dict) or not all(isinstance(v, dict) for v in content.values()):
-        _log.warning("ignoring the tuning file %s, it does not hold configurations", path)
-        return {}
-    return content
-
-
-def _store(path: Path, key: str, config: Config) -> None:
-    """Add one choice: read again (another process may have written), then replace the file in one step."""
-    content = read(path) | {key: config}
-    temporary = None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
-            temporary = file.name
-            json.dump(content, file, indent=1, sort_keys=True)
-        os.replace(temporary, path)
-    except OSError as error:
-        if temporary is not None:
-            Path(temporary).unlink(missing_ok=True)
-        if path not in _failed_writes:  # once: a read-only home is no reason to fail, or to repeat oneself
-            _failed_writes.add(path)
-            _log.warning("cannot remember tuning results in %s: %s", path, error)

@@ -14,7 +14,7 @@ from products import linear
 from weight_cases import int_scheme
 
 from runtime import kernels
-from runtime.kernels import tuning
+from runtime.kernels import remembered, tuning
 from runtime.kernels.base import Choice, Kernel
 from runtime.kernels.cpu import library
 from runtime.linear import prepare_all
@@ -56,7 +56,7 @@ class Sleeper(Kernel):
 def own_cache(tmp_path, monkeypatch):
     monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path))
     monkeypatch.setattr(tuning, "_known", {})
-    monkeypatch.setattr(tuning, "_complained", set())
+    monkeypatch.setattr(remembered, "_complained", set())
     return tmp_path / "tuning" / f"cpu-{tuning.machine()}.json"
 
 
@@ -79,7 +79,7 @@ def test_the_first_wins_unless_another_is_clearly_faster(layer):
 def test_a_choice_is_remembered_by_the_process_and_by_the_file(layer, own_cache):
     pick(layer, Sleeper("a", 0.004), Sleeper("b", 0.001))
     content = json.loads(own_cache.read_text())
-    assert content["version"] == tuning.VERSION
+    assert content["version"] == remembered.VERSION
     assert list(content["choices"].values()) == ["b"]
     swapped = Sleeper("a", 0.001), Sleeper("b", 0.004)
     assert tuning.fastest(layer, "prefill", swapped).name == "b"  # also while nothing may be measured
@@ -116,7 +116,7 @@ def test_another_version_is_measured_again(layer, own_cache):
     own_cache.write_text(json.dumps(content))
     tuning._known.clear()
     assert pick(layer, Sleeper("a", 0.001), Sleeper("b", 0.004)).name == "a"
-    assert json.loads(own_cache.read_text())["version"] == tuning.VERSION
+    assert json.loads(own_cache.read_text())["version"] == remembered.VERSION
 
 
 def test_a_directory_that_cannot_be_written(layer, tmp_path, monkeypatch, caplog):

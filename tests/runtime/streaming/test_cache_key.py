@@ -12,9 +12,9 @@ import torch
 from test_load_compressed import BATCH
 
 import runtime
+from runtime import cpu
 from runtime.artifact import Artifact
 from runtime.engines import choose
-from runtime.kernels.cpu import library
 from runtime.streaming import cache
 
 WEIGHTS = "model.safetensors"
@@ -98,4 +98,4 @@ def test_flags_of_x86_and_arm(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return f"processor\t: 0\n{line}\nprocessor\t: 1\n"
 
     monkeypatch.setattr(Path, "read_text", text)
-    assert library.cpu_flags.__wrapped__() == {"fpu", "avx2"}
+    assert cpu.flags.__wrapped__() == {"fpu", "avx2"}

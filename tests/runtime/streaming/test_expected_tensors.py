@@ -17,7 +17,7 @@ from test_load_compressed import BATCH
 import runtime
 from runtime.artifact import Artifact
 from runtime.engines.torch import Blueprint
-from runtime.streaming.choices import choose
+from runtime.linear import choose
 from runtime.streaming.expected import expected, total_bytes
 from runtime.streaming.file import PAGE, PreparedFile
 

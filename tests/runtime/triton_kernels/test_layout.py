@@ -8,6 +8,7 @@ import sys
 import pytest
 import torch
 
+from runtime.kernels import remembered
 from runtime.kernels.triton import layout, tuning
 
 
@@ -68,7 +69,7 @@ def test_choice_is_measured_once_and_remembered(device, monkeypatch):
     measured, path = device
     assert choose() == {"a": 2}
     assert choose() == {"a": 2}
-    assert json.loads(path.read_text()) == {"kernel 4x8 bfloat16": {"a": 2}}
+    assert json.loads(path.read_text())["choices"] == {"kernel 4x8 bfloat16": {"a": 2}}
     monkeypatch.setattr(tuning, "_known", {})  # another process
     monkeypatch.setattr(tuning, "_chosen", {})
     assert choose() == {"a": 2}
@@ -79,12 +80,12 @@ def test_choice_is_measured_once_and_remembered(device, monkeypatch):
 def test_remembered_choice_that_is_no_candidate_is_measured_again(device):
     measured, path = device
     path.parent.mkdir(parents=True)
-    path.write_text('{"kernel 4x8 bfloat16": {"old": 7}}')
+    path.write_text('{"version": 1, "choices": {"kernel 4x8 bfloat16": {"old": 7}}}')
     assert choose() == {"a": 2}
     assert len(measured) == 1
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"k": 3}', "\x00"])
+@pytest.mark.parametrize("content", ["{", "[]", '{"k": 3}', '{"version": 1, "choices": {"k": 3}}', "\x00"])
 def test_damaged_file_is_ignored_and_replaced(device, content, caplog):
     _, path = device
     path.parent.mkdir(parents=True)
@@ -92,7 +93,7 @@ def test_damaged_file_is_ignored_and_replaced(device, content, caplog):
     with caplog.at_level(logging.WARNING):
         assert choose() == {"a": 2}
     assert "ignoring the tuning file" in caplog.text
-    assert json.loads(path.read_text()) == {"kernel 4x8 bfloat16": {"a": 2}}
+    assert json.loads(path.read_text())["choices"] == {"kernel 4x8 bfloat16": {"a": 2}}
 
 
 def test_defaults_while_a_graph_is_captured_or_tuning_is_off(device, monkeypatch):
@@ -109,7 +110,7 @@ def test_defaults_while_a_graph_is_captured_or_tuning_is_off(device, monkeypatch
 def test_unwritable_cache_is_said_once(device, monkeypatch, caplog):
     _, path = device
     path.parent.parent.joinpath("tuning").write_text("a file where the folder should be")
-    monkeypatch.setattr(tuning, "_failed_writes", set())
+    monkeypatch.setattr(remembered, "_complained", set())
     with caplog.at_level(logging.WARNING):
         assert choose() == {"a": 2}
         assert choose(shape=(1,)) == {"a": 2}

@@ -1,0 +1,44 @@
+"""What this CPU is and can do, as Linux tells it; on other systems little is known and the portable way is taken."""
+
+from __future__ import annotations
+
+import platform
+from functools import cache
+from pathlib import Path
+
+import torch
+
+#: Instructions that multiply matrices of a 16-bit dtype, on x86 and ARM.
+_PRODUCTS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+}
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Instruction sets (`flags` on x86, `Features` on ARM); empty where nobody says."""
+    line = next((line for line in facts("flags", "Features")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def facts(*names: str) -> list[str]:
+    """The distinct lines of /proc/cpuinfo that begin so, in order."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return []
+    return list(dict.fromkeys(line for line in text.splitlines() if line.startswith(names)))
+
+
+@cache
+def identity() -> str:
+    """What tells this CPU from others that share a home directory."""
+    return "\n".join([platform.machine(), *sorted(facts("model name", "cache size", "flags", "Features"))])
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether products of matrices of `dtype` run at full speed. Without such instructions torch multiplies 16-bit matrices several
+    times slower than float32 ones.
+    """
+    return dtype not in _PRODUCTS or bool(_PRODUCTS[dtype] & flags())

@@ -5,83 +5,86 @@
 #define W4_STREAMS 4
 #define W8_STREAMS 2
 #define S24_STREAMS 2
+#define PAIRS 1
 #elif !defined(__AVX512F__) && !defined(COMPRESS_EMULATED)
 #define W4_STREAMS 1 /* vectors of vectors: one at a time */
 #define W8_STREAMS 1
 #define S24_STREAMS 1
+#define PAIRS 0
 #else
 #define W4_STREAMS 8
 #define W8_STREAMS 8
 #define S24_STREAMS 4
+#define PAIRS 1
 #endif
-
-#define TILE(NAME, STREAMS, D)                                                                            \
-    static void NAME##_##D(const Linear *l, const Digits *x, int64_t panel, int64_t row, int m, float *out) { \
-        enum { M = STREAMS / D > 1 ? STREAMS / D : 1 };                                                   \
-        if (m < M || M == 1) {                                                                            \
-            for (int i = 0; i < m; i++) NAME(l, panel, 0, HALVES, x, row + i, 1, D, out + i * PANEL);     \
-        } else                                                                                            \
-            for (int h = 0; h < HALVES; h++) NAME(l, panel, h, 1, x, row, M, D, out);                     \
-    }
-TILE(tile_w4, W4_STREAMS, 1)
-TILE(tile_w4, W4_STREAMS, 2)
-TILE(tile_w4, W4_STREAMS, 3)
-TILE(tile_w8, W8_STREAMS, 1)
-TILE(tile_w8, W8_STREAMS, 2)
-TILE(tile_w8, W8_STREAMS, 3)
-TILE(tile_s24, S24_STREAMS, 1)
-TILE(tile_s24, S24_STREAMS, 2)
-TILE(tile_s24, S24_STREAMS, 3)
 
 #if LANES == 8
 #define CODE_STREAMS 4
 #else
 #define CODE_STREAMS W4_STREAMS
 #endif
-#define CODES(D)                                                                                                               \
-    static void tile_codes_##D(const Linear *l, const uint8_t *codes, int64_t panel, const Digits *x, int64_t row, int m, float *out) { \
-        enum { M = CODE_STREAMS / D > 1 ? CODE_STREAMS / D : 1 };                                                                                         \
-        if (m == M)                                                                                                            \
-            tile_codes(l, codes, panel, x, row, M, D, out);                                                                    \
-        else                                                                                                                   \
-            for (int i = 0; i < m; i++) tile_codes(l, codes, panel, x, row + i, 1, D, out + i * PANEL);                        \
+
+/* `m` rows of x, at most as many as the tile holds; fewer go one by one. A half of a panel at a time where whole rows of codes
+ * must be turned into bytes, the panel where they are bytes. */
+#define TILE(NAME, STREAMS, D, STEP)                                                                                              \
+    static void NAME##_##D(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) {   \
+        enum { M = STREAMS / D > 1 ? STREAMS / D : 1 };                                                                           \
+        if (m < M || M == 1) {                                                                                                    \
+            for (int i = 0; i < m; i++) NAME(l, w, panel, 0, HALVES, x, row + i, 1, D, out + i * PANEL);                          \
+        } else                                                                                                                    \
+            for (int h = 0; h < HALVES; h += STEP) NAME(l, w, panel, h, STEP, x, row, M, D, out);                                 \
     }
-CODES(1)
-CODES(2)
-CODES(3)
+#define TILES(NAME, STREAMS, STEP) \
+    TILE(NAME, STREAMS, 1, STEP)   \
+    TILE(NAME, STREAMS, 2, STEP)   \
+    TILE(NAME, STREAMS, 3, STEP)
+TILES(tile_w4, W4_STREAMS, 1)
+TILES(tile_w8, W8_STREAMS, 1)
+TILES(tile_s24, S24_STREAMS, 1)
+TILES(tile_codes, CODE_STREAMS, HALVES)
 
-typedef void (*tile_t)(const Linear *, const Digits *, int64_t, int64_t, int, float *);
+/* One row of one digit: two panels at a time. With more digits there are too few registers for it. */
+#define PAIR_TILE(NAME)                                                                                                             \
+    static void NAME##_pair(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) { \
+        (void)m;                                                                                                                    \
+        NAME(l, w, panel, 0, MOST, x, row, 1, 1, out);                                                                              \
+    }
+PAIR_TILE(tile_w4)
+PAIR_TILE(tile_w8)
 
-static tile_t tile_of(int kind, int digits, int *rows) {
-    static const tile_t tiles[3][3] = {{tile_w4_1, tile_w4_2, tile_w4_3},
-                                       {tile_w8_1, tile_w8_2, tile_w8_3},
-                                       {tile_s24_1, tile_s24_2, tile_s24_3}};
-    static const int streams[3] = {W4_STREAMS, W8_STREAMS, S24_STREAMS};
-    *rows = streams[kind - 1] / digits > 1 ? streams[kind - 1] / digits : 1;
-    return tiles[kind - 1][digits - 1];
-}
+typedef void (*tile_t)(const Linear *, const uint8_t *, const Digits *, int64_t, int64_t, int, float *);
+typedef struct {
+    tile_t digits[3], pair; /* pair: of two panels, or NULL */
+    int streams, bytes, columns; /* of a piece */
+} Kind;
+static const Kind KINDS[4] = {{{tile_w4_1, tile_w4_2, tile_w4_3}, PAIRS ? tile_w4_pair : NULL, W4_STREAMS, 64, 8},
+                              {{tile_w8_1, tile_w8_2, tile_w8_3}, PAIRS ? tile_w8_pair : NULL, W8_STREAMS, 64, 4},
+                              {{tile_s24_1, tile_s24_2, tile_s24_3}, NULL, S24_STREAMS, 192, 32},
+                              {{tile_codes_1, tile_codes_2, tile_codes_3}, NULL, CODE_STREAMS, 0, 4}};
+enum { CODES = 3 };
 
 #define UNPACK_ROWS 8
 
 /* This member's rows of the weight, all rows of x. */
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
     int64_t start, end;
-    int tile_rows;
     float out[8 * PANEL];
-    tile_t tile = tile_of(l->kind, x->digits, &tile_rows);
     uint8_t *codes = NULL; /* worth unpacking from some rows on; without memory the other tiles give the same */
     if (x->rows >= UNPACK_ROWS && l->kind != KIND_W8) codes = malloc((size_t)x->wide * PANEL);
-    if (codes) tile_rows = CODE_STREAMS / x->digits > 1 ? CODE_STREAMS / x->digits : 1;
+    const Kind *stored = &KINDS[l->kind - 1], *kind = codes ? &KINDS[CODES] : stored;
+    int tile_rows = kind->streams / x->digits > 1 ? kind->streams / x->digits : 1;
+    int64_t panel_bytes = x->wide / stored->columns * stored->bytes;
     team_part(team, l->rows, PANEL, &start, &end);
-    for (int64_t n = start; n < end; n += PANEL) {
-        if (codes) (l->kind == KIND_W4 ? unpack_w4 : unpack_s24)(l, n / PANEL, x->wide, codes);
-        int valid = (int)(l->rows - n < PANEL ? l->rows - n : PANEL);
+    for (int64_t n = start, step; n < end; n += step) {
+        const uint8_t *w = l->weight + n / PANEL * panel_bytes;
+        tile_t tile = kind->digits[x->digits - 1];
+        step = PANEL;
+        if (kind->pair && x->rows == 1 && x->digits == 1 && n + PANEL < end) tile = kind->pair, step = 2 * PANEL;
+        if (codes) (l->kind == KIND_W4 ? unpack_w4 : unpack_s24)(w, x->wide, codes);
+        int valid = (int)(l->rows - n < step ? l->rows - n : step);
         for (int64_t row = 0; row < x->rows; row += tile_rows) {
             int m = (int)(x->rows - row < tile_rows ? x->rows - row : tile_rows);
-            if (!codes) tile(l, x, n / PANEL, row, m, out);
-            else if (x->digits == 1) tile_codes_1(l, codes, n / PANEL, x, row, m, out);
-            else if (x->digits == 2) tile_codes_2(l, codes, n / PANEL, x, row, m, out);
-            else tile_codes_3(l, codes, n / PANEL, x, row, m, out);
+            tile(l, codes ? codes : w, x, n / PANEL, row, m, out);
             for (int i = 0; i < m; i++)
                 for (int j = 0; j < valid; j++)
                     put(y, out_type, (row + i) * out_stride + n + j, out[i * PANEL + j] + (l->bias ? l->bias[n + j] : 0.0f), add);

@@ -144,16 +144,16 @@ def decode_speed(engine: CudaEngine, batch: int, context: int, steps: int) -> di
     warm = 8
     pool, pieces = sequences(engine, batch, context, warm + 2 * steps)
     for _ in range(warm):
-        engine.greedy(pool, next(pieces)).tolist()
+        engine.step(pool, next(pieces)).argmax(-1).tolist()
     times = []
     for _ in range(steps):
         start = time.perf_counter()
-        engine.greedy(pool, next(pieces)).tolist()
+        engine.step(pool, next(pieces)).argmax(-1).tolist()
         times.append(time.perf_counter() - start)
     synchronize(engine.device)
     start = time.perf_counter()
     for _ in range(steps):
-        engine.greedy(pool, next(pieces))
+        engine.step(pool, next(pieces)).argmax(-1)
     synchronize(engine.device)
     device = (time.perf_counter() - start) / steps
     median = statistics.median(times)

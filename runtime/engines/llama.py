@@ -11,12 +11,14 @@ import ctypes
 import logging
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from runtime.engines.base import Piece
+from runtime.engines.batch import Batch
 from runtime.engines.llama_parts import Parts, read_parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
@@ -43,15 +45,6 @@ class Pool:
         self.decoder = Decoder()
         ctypes.pointer(self.decoder)[0] = parts.decoder
         self.decoder.blocks = self.blocks
-
-
-class Rows:
-    """The KV cache of `LlamaEngine.forward`: sequences of a batch, each with pages of its own in one pool."""
-
-    def __init__(self) -> None:
-        self.pool: Pool | None = None
-        self.pages: list[list[int]] = []
-        self.lengths: list[int] = []
 
 
 class LlamaEngine:
@@ -94,13 +87,17 @@ class LlamaEngine:
     def new_pages(self, count: int) -> Pool:
         return Pool(self.parts, count)
 
+    def make_memory(self, count: int) -> Pool:
+        """As `new_pages`: nothing is kept for the next."""
+        return self.new_pages(count)
+
     def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
-        ends = []
-        row = -1
-        for piece in pieces:
-            row += len(piece.tokens)
-            ends.append(row)
-        return self._run(pool, pieces, ends)
+        return self.read(pool, pieces)
+
+    def read(self, memory: Pool, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+        """Logits after the last token of each piece, or after `every` token, in one pass."""
+        ends = list(accumulate(len(piece.tokens) for piece in pieces))
+        return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])
 
     @torch.inference_mode()
     def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> torch.Tensor:
@@ -165,70 +162,26 @@ class LlamaEngine:
         return cosine, sine
 
     # ---------------------------------------------------------------- engine
-    def new_cache(self) -> Rows:
-        return Rows()
+    def new_cache(self) -> Batch[Pool]:
+        return Batch()
 
     def forward(
         self,
         input_ids: torch.Tensor,
-        cache: Rows | None,
+        cache: Batch[Pool] | None,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         last_only: bool = False,
     ) -> torch.Tensor:
         """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens."""
-        batch, width = input_ids.shape
-        cache = cache if cache is not None else Rows()
-        if cache.pool is None:
-            cache.pages, cache.lengths = [[] for _ in range(batch)], [0] * batch
-        real = [width] * batch if attention_mask is None else attention_mask[:, -width:].sum(1).tolist()
-        self._reserve(cache, [length + count for length, count in zip(cache.lengths, real, strict=True)])
-        assert cache.pool is not None
-        logits = torch.zeros(batch, 1 if last_only else width, self.parts.vocabulary)
-        for row, ids in enumerate(input_ids.tolist()):
-            tokens = ids[width - real[row] :]
-            for start in range(0, len(tokens), self.most_rows):
-                part = tokens[start : start + self.most_rows]
-                piece = Piece(part, cache.lengths[row] + start, cache.pages[row])
-                if last_only:
-                    logits[row] = self._run(cache.pool, [piece], [len(part) - 1])
-                else:
-                    place = width - len(tokens) + start
-                    logits[row, place : place + len(part)] = self._run(cache.pool, [piece], range(len(part)))
-            cache.lengths[row] += len(tokens)
-        return logits
+        return (cache or Batch()).forward(self, input_ids, attention_mask, last_only)
 
-    def _reserve(self, cache: Rows, lengths: list[int]) -> None:
-        """Pages for sequences of these lengths; a pool that is too small is replaced by one of twice the size."""
-        missing = [-(-length // PAGE) - len(pages) for length, pages in zip(lengths, cache.pages, strict=True)]
-        used = 1 + max((page for pages in cache.pages for page in pages), default=-1)
-        wanted = used + sum(max(0, count) for count in missing)
-        if cache.pool is None or wanted > cache.pool.count:
-            pool = self.new_pages(max(wanted, 2 * used))
-            if cache.pool is not None:
-                for new, old in zip(pool.tensors, cache.pool.tensors, strict=True):
-                    new[:used] = old[:used]
-            cache.pool = pool
-        for count, pages in zip(missing, cache.pages, strict=True):
-            pages.extend(range(used, used + max(0, count)))
-            used += max(0, count)
-
-    def keep_rows(self, cache: Rows, rows: torch.Tensor) -> None:
-        chosen = rows.tolist()
-        kept, old = Rows(), cache.pool
-        kept.lengths = [cache.lengths[row] for row in chosen]
-        kept.pages = [[] for _ in chosen]
-        if old is not None:
-            self._reserve(kept, kept.lengths)
-            assert kept.pool is not None
-            for row, pages in zip(chosen, kept.pages, strict=True):
-                for new, tensor in zip(kept.pool.tensors, old.tensors, strict=True):
-                    new[pages] = tensor[cache.pages[row][: len(pages)]]
-        cache.pool, cache.pages, cache.lengths = kept.pool, kept.pages, kept.lengths
+    def keep_rows(self, cache: Batch[Pool], rows: torch.Tensor) -> None:
+        cache.keep(self, rows.tolist())
 
     def cache_bytes(self, cache: Any) -> int:
         """Of a cache from `new_cache` or a pool from `new_pages`."""
-        pool = cache if isinstance(cache, Pool) else cache.pool
+        pool = cache.memory if isinstance(cache, Batch) else cache
         return 0 if pool is None else pool.count * self.page_bytes
 
 

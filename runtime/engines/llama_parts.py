@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from runtime.engines import structure
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import Block, Decoder
 from runtime.kernels.cpu.integer import IntegerKernel
@@ -18,9 +18,6 @@ from runtime.linear import CompressedLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-#: Model classes whose forward pass is the one of decoder.h; what varies among them is read from the modules.
-FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
-STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
 _PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
 
@@ -31,7 +28,7 @@ class Parts:
 
     blocks: list[Block]
     decoder: Decoder
-    rotation: Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+    rotation: structure.Rotation
     kv_heads: int
     head_dim: int
     vocabulary: int
@@ -66,10 +63,8 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     decoder.eps, decoder.scale = config.rms_norm_eps, attention.scaling
     decoder.final_norm = _vector(model.model.norm.weight, keep)
     decoder.head = head
-    rotation = _rotation(model.model.rotary_emb)
+    rotation = structure.rotation(model.model.rotary_emb)
     decoder.rotary = 2 * rotation(1)[0].shape[1]
-    if decoder.rotary > decoder.head_dim:
-        return "its rotation is wider than its heads"
     return Parts(blocks, decoder, rotation, decoder.kv_heads, decoder.head_dim, int(head.rows), dtype, keep)
 
 
@@ -78,27 +73,15 @@ class UnknownPartError(Exception):
 
 
 def _why_not(model: PreTrainedModel, device: torch.device) -> str | None:
-    name = type(model).__name__
-    if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        return f"{name} is not one of {', '.join(FAMILIES)} of transformers"
-    if device.type != "cpu":
-        return "it runs on CPUs"
-    if library.load() is None:
-        return "there is no C compiler"
-    config: Any = model.config
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not silu"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in STATIC_ROTATIONS:
-        return f"its rotary embedding is of type {kind}, which changes with the length"
-    return None
+    reason = structure.why_not(model)
+    if reason is None and device.type != "cpu":
+        reason = "it runs on CPUs"
+    if reason is None and library.load() is None:
+        reason = "there is no C compiler"
+    return reason
 
 
 def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:
-    known = {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"}
-    _only(layer, known)
-    _only(layer.self_attn, {*_PROJECTIONS, "q_norm", "k_norm"})
-    _only(layer.mlp, {*_MLP, "act_fn"})
     block = Block()
     for field, module in zip(("query", "key", "value", "output"), _PROJECTIONS, strict=True):
         setattr(block, field, _linear(getattr(layer.self_attn, module), keep, digits))
@@ -110,19 +93,8 @@ def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:
         norm = getattr(layer.self_attn, name, None)
         if norm is not None:
             setattr(block, field, _vector(norm.weight, keep))
-    block.window = getattr(layer.self_attn, "sliding_window", None) or _window(layer, config)
+    block.window = structure.window(layer, config)
     return block
-
-
-def _window(layer: Any, config: Any) -> int:
-    """Mistral keeps the window in its config, for all layers; layers of the other families say so themselves."""
-    return (getattr(config, "sliding_window", None) or 0) if type(layer).__name__.startswith("Mistral") else 0
-
-
-def _only(module: nn.Module, known: set[str]) -> None:
-    for name, child in module.named_children():
-        if name not in known and (any(True for _ in child.parameters()) or any(True for _ in child.buffers())):
-            raise UnknownPartError(f"it has {name}, a {type(child).__name__}")
 
 
 def _vector(weight: torch.Tensor, keep: list[Any]) -> int:
@@ -152,14 +124,3 @@ def _linear(module: nn.Module, keep: list[Any], digits: set[int]) -> Linear:
     if module.bias is not None:
         linear.bias = _vector(module.bias, keep)
     return linear
-
-
-def _rotation(rotary: Any) -> Callable[[int], tuple[torch.Tensor, torch.Tensor]]:
-    def table(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
-        with torch.inference_mode():
-            cosine, sine = rotary(torch.empty(0, dtype=torch.float32), torch.arange(positions)[None])
-        half = cosine.shape[-1] // 2
-        # transformers repeats the half: the second copy rotates the second half of the head.
-        return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
-
-    return table

@@ -32,6 +32,10 @@ class Memory:
         self.steps: Steps | None = None
 
     @property
+    def tensors(self) -> list[torch.Tensor]:
+        return [*self.keys, *self.values]
+
+    @property
     def scratch(self) -> int:
         """The page that padding writes to."""
         return self.count

@@ -13,14 +13,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from runtime.engines.base import Piece
+from runtime.engines.batch import Batch
 from runtime.engines.cuda import ops
-from runtime.engines.cuda.batch import Batch
 from runtime.engines.cuda.cache import Memory, Pool, Store
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.graphs import Capture, CudaGraphs
@@ -101,28 +101,20 @@ class CudaEngine:
     def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
         """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._step(pool.memory, pieces, _copied)
+            return self._step(pool.memory, pieces)
 
-    def greedy(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
-        """The likeliest token after each piece, int64 `[len(pieces)]`: `step` without a copy of the logits."""
-        with self._lock, self._on_device(), torch.inference_mode():
-            return self._step(pool.memory, pieces, _likeliest)
-
-    def _step(
-        self, memory: Memory, pieces: Sequence[Piece], take: Callable[[torch.Tensor], torch.Tensor]
-    ) -> torch.Tensor:
-        """What `take` makes of the logits; they may be a view of what the next replay overwrites."""
+    def _step(self, memory: Memory, pieces: Sequence[Piece]) -> torch.Tensor:
         decoding = [i for i, piece in enumerate(pieces) if len(piece.tokens) == 1]
         reading = [i for i, piece in enumerate(pieces) if len(piece.tokens) > 1]
         found = []
         most = self.buckets[-1]
         for first in range(0, len(decoding), most):
             logits = self._steps(memory).run([pieces[i] for i in decoding[first : first + most]])
-            found.append(take(logits))
+            found.append(logits.to(torch.float32, copy=True))  # the next replay overwrites them
         if reading:
-            found.append(take(self.read(memory, [pieces[i] for i in reading])))
+            found.append(self.read(memory, [pieces[i] for i in reading]).float())
         if not found:
-            return take(torch.empty(0, self.parts.vocabulary, device=self.device))
+            return torch.empty(0, self.parts.vocabulary, device=self.device)
         together = found[0] if len(found) == 1 else torch.cat(found)
         order = decoding + reading
         if order == list(range(len(pieces))):
@@ -165,13 +157,13 @@ class CudaEngine:
         return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
 
     # ---------------------------------------------------------------- engine
-    def new_cache(self) -> Batch:
+    def new_cache(self) -> Batch[Memory]:
         return Batch()
 
     def forward(
         self,
         input_ids: torch.Tensor,
-        cache: Batch | None,
+        cache: Batch[Memory] | None,
         attention_mask: torch.Tensor | None,
         position_ids: torch.Tensor | None,
         last_only: bool = False,
@@ -181,7 +173,7 @@ class CudaEngine:
         with self._lock, self._on_device(), torch.inference_mode():
             return cache.forward(self, input_ids, attention_mask, last_only)
 
-    def keep_rows(self, cache: Batch, rows: torch.Tensor) -> None:
+    def keep_rows(self, cache: Batch[Memory], rows: torch.Tensor) -> None:
         with self._lock, self._on_device(), torch.inference_mode():
             cache.keep(self, rows.tolist())
 
@@ -197,14 +189,6 @@ class CudaEngine:
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
-
-
-def _copied(logits: torch.Tensor) -> torch.Tensor:
-    return logits.to(torch.float32, copy=True)
-
-
-def _likeliest(logits: torch.Tensor) -> torch.Tensor:
-    return logits.argmax(-1)
 
 
 def take_over(

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from runtime.engines import structure
 from runtime.engines.fuse import Joined
-from runtime.engines.llama_parts import FAMILIES, STATIC_ROTATIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,33 +60,11 @@ class Parts:
 
 def why_not(model: PreTrainedModel) -> str | None:
     """The reason why the engine cannot run this model; None when it can. Changes nothing."""
-    name = type(model).__name__
-    config: Any = model.config
-    if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
-        return f"{name} is not one of {', '.join(FAMILIES)} of transformers"
-    if config.hidden_act not in ("silu", "swish"):
-        return f"its activation is {config.hidden_act}, not silu"
-    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
-    if kind not in STATIC_ROTATIONS:
-        return f"its rotary embedding is of type {kind}, which changes with the length"
-    if config.num_attention_heads % config.num_key_value_heads:
-        return "its heads do not divide among those of the cache"
-    body: Any = model.model
-    if body.norm.weight.dtype not in DTYPES:
-        return f"its dtype is {body.norm.weight.dtype}"
-    for layer in body.layers:
-        odd = (
-            _unknown(layer, {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"})
-            or _unknown(layer.self_attn, {*_QKV, "qkv_proj", "o_proj", "q_norm", "k_norm"})
-            or _unknown(layer.mlp, {*_GATE_UP, "gate_up_proj", "down_proj", "act_fn"})
-        )
-        if odd is not None:
-            return odd
-        if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
-            return "only one of its queries and keys is normalized"
-    if _rotation(body.rotary_emb)(1).shape[1] > body.layers[0].self_attn.head_dim:
-        return "its rotation is wider than its heads"
-    return None
+    reason = structure.why_not(model)
+    if reason is not None:
+        return reason
+    dtype = cast(Any, model.model).norm.weight.dtype
+    return None if dtype in DTYPES else f"its dtype is {dtype}"
 
 
 def read_parts(model: PreTrainedModel, fuse: bool = True) -> Parts | str:
@@ -119,21 +97,11 @@ def _block(layer: Any, config: Any, fuse: bool) -> Block:
     norms = None
     if getattr(attention, "q_norm", None) is not None:
         norms = _vector(attention.q_norm, dtype), _vector(attention.k_norm, dtype)
-    window = getattr(attention, "sliding_window", None) or 0
-    if not window and not getattr(config, "layer_types", None):  # Mistral: one for all layers, in its config
-        window = getattr(config, "sliding_window", None) or 0
     return Block(
         join(attention, _QKV, "qkv_proj"), attention.o_proj, join(mlp, _GATE_UP, "gate_up_proj"), mlp.down_proj,
-        _vector(layer.input_layernorm, dtype), _vector(layer.post_attention_layernorm, dtype), norms, window,
+        _vector(layer.input_layernorm, dtype), _vector(layer.post_attention_layernorm, dtype), norms,
+        structure.window(layer, config),
     )  # fmt: skip
-
-
-def _unknown(module: nn.Module, known: set[str]) -> str | None:
-    """What is in it besides the parts known, if that has weights."""
-    for name, child in module.named_children():
-        if name not in known and any(True for _ in (*child.parameters(), *child.buffers())):
-            return f"it has {name}, a {type(child).__name__}"
-    return None
 
 
 def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
@@ -141,14 +109,9 @@ def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rotation(rotary: Any) -> Callable[[int], torch.Tensor]:
+    halves = structure.rotation(rotary)
+
     def table(positions: int) -> torch.Tensor:
-        device = rotary.inv_freq.device
-        with torch.inference_mode():
-            like = torch.empty(0, dtype=torch.float32, device=device)
-            cosine, sine = rotary(like, torch.arange(positions, device=device)[None])
-        half = (
-            cosine.shape[-1] // 2
-        )  # transformers repeats the half: the second copy rotates the second half of the head
-        return torch.cat([cosine[0, :, :half], sine[0, :, :half]], dim=-1).contiguous()
+        return torch.cat(halves(positions), dim=-1)
 
     return table

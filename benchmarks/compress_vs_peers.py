@@ -24,7 +24,6 @@ import platform
 import shutil
 import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -33,6 +32,7 @@ from typing import Any
 import yaml
 from compress_cells import CELLS, TOOLS, Cell, Variant, recipe, variants
 from measure import Measured, last_error, measure
+from where import commit, cpu_name, memory_gb
 
 HERE = Path(__file__).resolve().parent
 BUNDLED = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
@@ -179,31 +179,16 @@ class Bench:
 
 def machine(threads: int) -> dict[str, Any]:
     """Where the numbers come from."""
-    cpu = next(
-        (line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), "unknown"
-    )
-    memory = next((int(line.split()[1]) * 1024 for line in _lines("/proc/meminfo") if line.startswith("MemTotal")), 0)
     versions = {name: importlib.metadata.version(name) for name in ("torch", "transformers", "compressed-tensors")}
     return {
-        "cpu": cpu,
+        "cpu": cpu_name(),
         "cores": os.cpu_count(),
         "threads": threads,
-        "memory_gb": round(memory / 1e9, 1),
+        "memory_gb": memory_gb(),
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
         "versions_ours": versions,
     }
-
-
-def commit() -> str:
-    """The commit that ours was measured at; "+" where the working tree differs from it."""
-    name = subprocess.run(["git", "describe", "--always", "--dirty=+"], cwd=HERE, capture_output=True, text=True)
-    return name.stdout.strip() or "unknown"
-
-
-def _lines(path: str) -> list[str]:
-    file = Path(path)
-    return file.read_text().splitlines() if file.exists() else []
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:

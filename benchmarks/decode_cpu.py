@@ -20,64 +20,18 @@ import platform
 import random
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from decode_engines import ARTIFACTS, COLUMNS, ENGINES, GROUP, OURS, PRODUCTS, ROWS, SHAPES, Engine
+from decode_report import finish, refresh
+from where import commit, cpu_facts, cpu_name, memory_gb
+
 HERE = Path(__file__).resolve().parent
-OURS = ("ours", "ours-fast", "ours-2:4", "ours-2:4-fast")
-SHAPES = {
-    "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv-heads": 4, "vocabulary": 32000},
-    "3b": {"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 24, "kv-heads": 8, "vocabulary": 32000},
-    "tiny": {"layers": 4, "hidden": 256, "intermediate": 512, "heads": 8, "kv-heads": 2, "vocabulary": 2048},
-}
-PRUNE = {"prune": {"method": "magnitude", "pattern": "2:4", "ignore": []}}
-QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "ignore": []}}
-ARTIFACTS = {"w4": [QUANTIZE], "w4-2:4": [PRUNE, QUANTIZE]}
-
-
-@dataclass(frozen=True)
-class Engine:
-    """One row: the script that runs it, what it reads, its part of the request.
-
-    Attributes:
-        script: `benchmarks/peers/decode_SCRIPT.py`.
-        reads: what it loads: "checkpoint", an artifact of `ARTIFACTS`, or "own" (its `prepare` makes it).
-        grid: the dense checkpoint that `--check` compares its logits with.
-    """
-
-    label: str
-    script: str
-    reads: str
-    options: dict[str, Any] = field(default_factory=dict)
-    grid: str = "group"
-
-
-ENGINES = {
-    "ours": Engine("ours, exact", "ours", "w4", {"kernels": "auto", "sparse": False}),
-    "ours-fast": Engine("ours, fast", "ours", "w4", {"kernels": "fast", "sparse": False}),
-    "ours-2:4": Engine("ours 2:4 + int4, exact", "ours", "w4-2:4", {"kernels": "auto", "sparse": True}),
-    "ours-2:4-fast": Engine("ours 2:4 + int4, fast", "ours", "w4-2:4", {"kernels": "fast", "sparse": True}),
-    "llama.cpp": Engine("llama.cpp Q4_0", "llama_cpp", "own", grid="q4_0"),
-    "onnxruntime": Engine("ONNX Runtime MatMulNBits", "onnxruntime", "own"),
-    "openvino": Engine("OpenVINO u4", "openvino", "own"),
-    "torch-int4": Engine("torch int4, eager", "torch_int4", "own", {"compile": False}),
-    "torch-int4-compiled": Engine("torch int4, compiled", "torch_int4", "own", {"compile": True}),
-    "transformers": Engine("transformers bf16, eager", "transformers", "checkpoint", {"dtype": "bfloat16"}, "dense"),
-    "transformers-compiled": Engine(
-        "transformers bf16, compiled", "transformers", "checkpoint", {"dtype": "bfloat16", "compile": True}, "dense"
-    ),
-    "transformers-fp32": Engine(
-        "transformers fp32, eager", "transformers", "checkpoint", {"dtype": "float32"}, "dense"
-    ),
-}
-PRODUCTS = ("bandwidth", *OURS, "llama.cpp", "onnxruntime", "openvino", "torch-int4")
-ROWS, COLUMNS, GROUP = 11008, 4096, 128
 CHECK_COSINE = 0.99
 
 
@@ -236,211 +190,17 @@ def last_level_cache() -> int:
 
 def machine() -> dict[str, Any]:
     """Where the numbers come from."""
-    info: dict[str, str] = {}
-    for line in Path("/proc/cpuinfo").read_text().splitlines():
-        key, _, value = line.partition(":")
-        info.setdefault(key.strip(), value.strip())
+    info = cpu_facts()
     flags = set(info.get("flags", info.get("Features", "")).split())
     telling = ("avx", "amx", "fma", "f16c", "asimd", "sve", "i8mm", "bf16")
-    memory = int(next(x for x in Path("/proc/meminfo").read_text().splitlines() if "MemTotal" in x).split()[1]) * 1024
     return {
-        "cpu": info.get("model name", platform.processor()), "family": info.get("cpu family"), "model": info.get("model"),
+        "cpu": cpu_name(), "family": info.get("cpu family"), "model": info.get("model"),
         "flags": sorted(flag for flag in flags if flag.startswith(telling)), "cores": os.cpu_count(),
-        "last_level_cache": last_level_cache(), "memory_gb": round(memory / 1e9, 1),
+        "last_level_cache": last_level_cache(), "memory_gb": memory_gb(),
         "system": f"{platform.system()} {platform.release()} {platform.machine()}", "python": platform.python_version(),
     }  # fmt: skip
 
 
-def commit() -> str:
-    """The commit that ours was measured at; "+" where the working tree differs from it."""
-    command = ["git", "describe", "--always", "--dirty=+"]
-    return subprocess.run(command, cwd=HERE, capture_output=True, text=True).stdout.strip() or "unknown"
-
-
-# -------------------------------------------------------------------- what the rounds say
-def by_round(runs: list[dict[str, Any]], threads: int, value: str) -> dict[str, dict[int, float]]:
-    """{engine: {round: value}} of the runs that worked."""
-    found: dict[str, dict[int, float]] = {}
-    for run in runs:
-        if run["threads"] == threads and value in run:
-            found.setdefault(run["engine"], {})[run["round"]] = run[value]
-    return found
-
-
-def ratios(values: dict[str, dict[int, float]], of: str, to: str) -> float | None:
-    """Median over the rounds of `of` / `to` within a round."""
-    ours, theirs = values.get(of, {}), values.get(to, {})
-    both = [ours[r] / theirs[r] for r in ours if r in theirs]
-    return statistics.median(both) if both else None
-
-
-def best_peer(values: dict[str, dict[int, float]]) -> str | None:
-    """The peer with the highest median."""
-    peers = {name: statistics.median(v.values()) for name, v in values.items() if name not in (*OURS, "bandwidth")}
-    return max(peers, key=lambda name: peers[name]) if peers else None
-
-
-KEPT = (
-    "decode_tokens_per_second", "prefill_tokens_per_second", "load_seconds", "warm_seconds", "resident_used_bytes",
-    "anonymous_used_bytes", "peak_bytes", "seconds", "gb_per_second", "relative_error",
-)  # fmt: skip
-
-
-def summarize(runs: list[dict[str, Any]], measured: tuple[str, ...]) -> dict[str, Any]:
-    """Medians, spreads and ratios at every number of threads."""
-    summary: dict[str, Any] = {}
-    for threads in sorted({run["threads"] for run in runs}):
-        engines: dict[str, Any] = {}
-        for value in KEPT:
-            for name, rounds in by_round(runs, threads, value).items():
-                engines.setdefault(name, {})[value] = statistics.median(rounds.values())
-                if value in measured:
-                    engines[name][f"{value}_rounds"] = [rounds[r] for r in sorted(rounds)]
-        for run in runs:
-            if run["threads"] == threads and "error" in run:
-                engines.setdefault(run["engine"], {})["error"] = run["error"]
-        compared: dict[str, Any] = {}
-        for value in measured:
-            values = by_round(runs, threads, value)
-            compared[value] = {
-                of: {to: ratios(values, of, to) for to in values if to != of} for of in OURS if of in values
-            }
-            compared[f"best_peer_{value}"] = best_peer(values)
-        summary[str(threads)] = {"engines": engines, "ratios": compared}
-    return summary
-
-
-def refresh(data: dict[str, Any]) -> None:
-    """Summaries from the runs."""
-    if data["runs"]:
-        data["summary"] = summarize(data["runs"], ("decode_tokens_per_second", "prefill_tokens_per_second"))
-    if data["products"]:
-        data["product_summary"] = summarize(data["products"], ("gb_per_second", "seconds"))
-
-
-# -------------------------------------------------------------------- tables and picture
-def label(name: str) -> str:
-    return "plain read of memory" if name == "bandwidth" else ENGINES[name].label
-
-
-def times(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}x"
-
-
-def spread(values: list[float], digits: int) -> str:
-    """Median and range."""
-    middle = statistics.median(values)
-    return f"{middle:.{digits}f} ({min(values):.{digits}f}-{max(values):.{digits}f})"
-
-
-def table(data: dict[str, Any]) -> str:
-    """Markdown: one table a number of threads, then the products."""
-    out: list[str] = []
-    main = next((name for name in ("ours-fast", "ours") if any_ok(data, name)), "ours")
-    for threads, part in data.get("summary", {}).items():
-        out += [
-            "", f"**{data['shape_name']}, {threads} thread{'s' if threads != '1' else ''}**: median of "
-            f"{data['settings']['rounds']} rounds (range)", "",
-            f"| engine | decode, tokens/s | {label(main)} / it | prefill, tokens/s | {label(main)} / it "
-            "| resident, MB | of it anonymous, MB | peak, MB | load, s |",
-            "|---|---|---|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        for name in (n for n in ENGINES if n in part["engines"]):
-            row = part["engines"][name]
-            if "decode_tokens_per_second" not in row:
-                out.append(f"| {label(name)} | absent: {row['error'].replace('|', '/')[:120]} | | | | | | | |")
-                continue
-            decode, prefill = (
-                part["ratios"][key].get(main, {}).get(name)
-                for key in ("decode_tokens_per_second", "prefill_tokens_per_second")
-            )
-            out.append(
-                f"| {label(name)} | {spread(row['decode_tokens_per_second_rounds'], 2)} | {times(decode)} "
-                f"| {spread(row['prefill_tokens_per_second_rounds'], 1)} | {times(prefill)} "
-                f"| {row['resident_used_bytes'] / 1e6:.0f} | {row['anonymous_used_bytes'] / 1e6:.0f} "
-                f"| {row['peak_bytes'] / 1e6:.0f} | {row['load_seconds']:.2f} |"
-            )
-    for threads, part in data.get("product_summary", {}).items():
-        out += [
-            "", f"**One {ROWS}x{COLUMNS} int4 product, out of cache, {threads} thread{'s' if threads != '1' else ''}**", "",
-            "| engine | microseconds | packed MB | GB/s | of the read bandwidth | relative error |", "|---|---|---|---|---|---|",
-        ]  # fmt: skip
-        values = by_round(data["products"], int(threads), "gb_per_second")
-        sizes = by_round(data["products"], int(threads), "packed_bytes")
-        for name in (n for n in PRODUCTS if n in part["engines"]):
-            row = part["engines"][name]
-            if "seconds" not in row:
-                out.append(f"| {label(name)} | absent: {row['error'].replace('|', '/')[:120]} | | | | |")
-                continue
-            if name == "bandwidth":
-                out.append(f"| {label(name)} | | | {spread(row['gb_per_second_rounds'], 1)} | | |")
-                continue
-            share = ratios(values, name, "bandwidth")
-            size = next(iter(sizes[name].values()))
-            out.append(
-                f"| {label(name)} | {row['seconds'] * 1e6:.0f} | {size / 1e6:.1f} | {spread(row['gb_per_second_rounds'], 1)} "
-                f"| {'' if share is None else f'{share:.0%}'} | {row['relative_error']:.2%} |"
-            )
-    loads = [run["load_before"] for run in data["runs"] + data["products"]]
-    out += ["", f"Load average before a process: median {statistics.median(loads):.1f}, at most {max(loads):.1f}."]
-    return "\n".join(out).strip()
-
-
-def any_ok(data: dict[str, Any], name: str) -> bool:
-    return any(run["engine"] == name and "error" not in run for run in data["runs"])
-
-
-def plot(data: dict[str, Any], path: Path) -> None:
-    """Bars: decode, prefill and memory, one row of panels a number of threads; the products below."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    ink, faint, own, other = "#334155", "#e2e8f0", "#2563eb", "#94a3b8"
-    parts = [
-        (threads, "summary", [("decode_tokens_per_second", 1, "decode, tokens/s"),
-                              ("prefill_tokens_per_second", 1, "prefill, tokens/s"),
-                              ("peak_bytes", 1e-6, "peak memory, MB")])
-        for threads in data.get("summary", {})
-    ]  # fmt: skip
-    products = [
-        (threads, "product_summary", [("gb_per_second", 1, "GB/s")]) for threads in data.get("product_summary", {})
-    ]
-    panels = [(where, threads, *value) for threads, where, values in parts + products for value in values]
-    if not panels:
-        return
-    columns = 3 if parts else len(panels)
-    rows = -(-len(panels) // columns)
-    drawn, axes = plt.subplots(rows, columns, figsize=(4.6 * columns, 0.9 + 3.4 * rows), squeeze=False)
-    for axis, (where, threads, key, scale, title) in zip(axes.flat, panels, strict=False):
-        found = data[where][threads]["engines"]
-        names = [n for n in ("bandwidth", *ENGINES) if key in found.get(n, {})][::-1]
-        values = [found[n][key] * scale for n in names]
-        axis.barh(names, values, color=[own if n in OURS else other for n in names], height=0.7)
-        axis.set_yticks(range(len(names)), [label(n) for n in names])
-        for place, value in enumerate(values):
-            axis.text(
-                value, place, f" {value:.3g}" if value < 100 else f" {value:.0f}", va="center", fontsize=7, color=ink
-            )
-        kind = f"one {ROWS}x{COLUMNS} product, " if where == "product_summary" else ""
-        axis.set_title(
-            f"{kind}{title}, {threads} thread{'s' if threads != '1' else ''}", loc="left", fontsize=9, color=ink
-        )
-        axis.tick_params(labelsize=7, colors=ink, length=0)
-        axis.set_xlim(0, max(values) * 1.18 if values else 1)
-        axis.grid(axis="x", color=faint)
-        axis.set_axisbelow(True)
-        for side in axis.spines.values():
-            side.set_visible(False)
-    for axis in list(axes.flat)[len(panels) :]:
-        axis.set_visible(False)
-    drawn.suptitle(f"{data['shape_name']}, random weights, batch 1; {data['machine']['cpu']}", fontsize=10, color=ink)
-    drawn.tight_layout()
-    drawn.savefig(path, dpi=140, facecolor="white", metadata={"Software": None})
-
-
-# -------------------------------------------------------------------- command line
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -562,13 +322,6 @@ def line(answer: dict[str, Any]) -> str:
         f"decode {answer['decode_tokens_per_second']:.2f}  prefill {answer['prefill_tokens_per_second']:.1f} tokens/s  "
         f"load {answer['load_seconds']:.2f} s  peak {answer['peak_bytes'] / 1e6:.0f} MB"
     )
-
-
-def finish(data: dict[str, Any], output: Path) -> None:
-    """Write, print, draw."""
-    output.write_text(json.dumps(data, indent=1) + "\n")
-    print(table(data))
-    plot(data, output.with_suffix(".png"))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from where import cpu_name
 
 import compress
 from compress.report.plots import plot_tradeoff
@@ -110,18 +111,10 @@ def measure(name: str, work: Path) -> dict[str, Any]:
 
 
 def machine() -> dict[str, Any]:
-    names = [line.split(":", 1)[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")]
     return {
-        "cpu": names[0] if names else platform.processor(), "cores": os.cpu_count(), "torch": torch.__version__,
+        "cpu": cpu_name(), "cores": os.cpu_count(), "torch": torch.__version__,
         "python": platform.python_version(), "capability": torch.backends.cpu.get_cpu_capability(),
     }  # fmt: skip
-
-
-def _lines(path: str) -> list[str]:
-    try:
-        return Path(path).read_text().splitlines()
-    except OSError:
-        return []
 
 
 def table(rows: list[dict[str, Any]]) -> str:

@@ -29,6 +29,8 @@ import time
 from pathlib import Path
 from typing import Any
 
+from where import cpu_name
+
 HERE = Path(__file__).resolve().parent
 
 
@@ -218,11 +220,8 @@ def main() -> None:
     if arguments.part:
         print(json.dumps(measure_load(path, threads, None if arguments.part == "load" else False)))
         return
-    cpu = next(
-        (x.partition(":")[2].strip() for x in Path("/proc/cpuinfo").read_text().splitlines() if "model name" in x), ""
-    )
     result: dict[str, Any] = {
-        "machine": {"cpu": cpu, "cores": os.cpu_count(), "system": platform.release(), "load_before": os.getloadavg()[0]},
+        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.release(), "load_before": os.getloadavg()[0]},
         "threads": threads,
         "loads": [part(arguments, "--part", kind) for kind in ("load", "load", "load", "load-unverified", "load-unverified")],
         "streaming": part(

@@ -224,6 +224,9 @@ def parse(argv: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--output", type=Path, help="default benchmarks/results/decode_cpu_SHAPE.json; the picture lies beside it"
     )
+    parser.add_argument(
+        "--more", action="store_true", help="add rounds to what the output holds, of the same machine and settings"
+    )
     parser.add_argument("--render", type=Path, help="only print the table of this JSON and draw its picture")
     arguments = parser.parse_args(argv)
     unknown = set(arguments.engines.split(",")) - set(ENGINES)
@@ -270,6 +273,11 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
         "runs": [],
         "products": [],
     }
+    done = 0
+    if arguments.more:
+        data = continued(json.loads(output.read_text()), data)
+        done = data["settings"]["rounds"]
+        data["settings"]["rounds"] += arguments.rounds
     failed: dict[tuple[str, str], str] = {}
 
     def record(kind: str, name: str, count: int, number: int, call: Any) -> None:
@@ -294,7 +302,7 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
                 failed["runs", name] = f"not prepared: {made['error']}"
         if arguments.check:
             data["check"] = bench.check([name for name in names if ("runs", name) not in failed])
-    for number in range(1, arguments.rounds + 1):
+    for number in range(done + 1, done + arguments.rounds + 1):
         for count in threads:
             if "products" not in arguments.skip:
                 for name in (n for n in PRODUCTS if n == "bandwidth" or n in names):
@@ -310,6 +318,17 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
     wrong = {n: c for n, c in data.get("check", {}).items() if c.get("cosine", 1.0) < CHECK_COSINE}
     if wrong:
         sys.exit(f"logits are not those of the model: {wrong}")
+
+
+def continued(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
+    """The earlier data, if rounds of now may be added to it."""
+    differs = [key for key in ("machine", "shape") if before[key] != now[key]]
+    settings = {**before["settings"], "rounds": 0}, {**now["settings"], "rounds": 0}
+    differs += [key for key in settings[0] if settings[0][key] != settings[1].get(key)]
+    if differs:
+        sys.exit(f"--more: the rounds there are of another {', '.join(differs)}")
+    commits = dict.fromkeys([*before["commit"].split(", "), now["commit"]])
+    return {**before, "commit": ", ".join(commits)}
 
 
 def line(answer: dict[str, Any]) -> str:

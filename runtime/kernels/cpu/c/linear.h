@@ -61,9 +61,9 @@ INLINE I offset_of(const Linear *l, const Scales *s, int h, int base) {
 #define VECTOR(C, V) w_load(w + (V) / HALVES * stride + (C) * 64 + (V) % HALVES * LANES * 4)
 #define FETCH_AHEAD(C)                                                                               \
     if (M == 1) UNROLL for (int p = 0; p < H; p += HALVES)                                           \
-        __builtin_prefetch(w + p / HALVES * stride + (C) * 64 + AHEAD, 0, 3);
+        __builtin_prefetch(w + p / HALVES * stride + (C) * 64 + ahead, 0, 3);
 
-INLINE void w4_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
+INLINE void w4_run(const uint8_t *w, int64_t stride, int64_t ahead, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
                    const int pieces, I sum[MOST][8]) {
     const int S = M * D;
     P part[MOST][8];
@@ -99,7 +99,7 @@ INLINE void w4_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < S; s++) sum[h][s] = p_flush(sum[h][s], part[h][s]);
 }
 
-INLINE void w8_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
+INLINE void w8_run(const uint8_t *w, int64_t stride, int64_t ahead, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
                    const int pieces, I sum[MOST][8]) {
     const int S = M * D;
     P8 part[MOST][8];
@@ -117,9 +117,10 @@ INLINE void w8_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_
 }
 
 /* Codes of four bits, a byte each, in the cache (codes.h). */
-INLINE void codes_run(const uint8_t *w, int64_t stride, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
+INLINE void codes_run(const uint8_t *w, int64_t stride, int64_t ahead, const int8_t *digit, int64_t wide, const int H, const int M, const int D,
                       const int pieces, I sum[MOST][8]) {
     const int S = M * D;
+    (void)ahead;
     P part[MOST][8];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < S; s++) part[h][s] = p_zero();
     UNROLL for (int c = 0; c < pieces; c++) {
@@ -141,6 +142,7 @@ INLINE void codes_run(const uint8_t *w, int64_t stride, const int8_t *digit, int
                      const int M, const int D, float *out) {                                                              \
         const int8_t *digit = x->digit + row * D * x->wide;                                                               \
         const int64_t stride = x->wide / COLUMNS * 64;                                                                    \
+        const uint8_t *after = w + stride;                                                                                \
         Scales scales = first_scales(l, panel);                                                                           \
         F result[MOST][8];                                                                                                \
         UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();                    \
@@ -149,9 +151,11 @@ INLINE void codes_run(const uint8_t *w, int64_t stride, const int8_t *digit, int
             I sum[MOST][8];                                                                                               \
             UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_zero();               \
             int left = l->group / COLUMNS;                                                                                \
+            /* Of two panels each stream goes on after the other's panel. */                                              \
+            int64_t ahead = AHEAD + (H > HALVES && w + AHEAD >= after ? stride : 0);                                      \
             for (; left >= PIECES; left -= PIECES, w += PIECES * 64, digit += PIECES * COLUMNS)                           \
-                RUN(w, stride, digit, x->wide, H, M, D, PIECES, sum);                                                     \
-            for (; left > 0; left--, w += 64, digit += COLUMNS) RUN(w, stride, digit, x->wide, H, M, D, 1, sum);          \
+                RUN(w, stride, ahead, digit, x->wide, H, M, D, PIECES, sum);                                              \
+            for (; left > 0; left--, w += 64, digit += COLUMNS) RUN(w, stride, ahead, digit, x->wide, H, M, D, 1, sum);   \
             I offset[MOST];                                                                                               \
             UNROLL for (int h = 0; h < H; h++) offset[h] = offset_of(l, &scales, h0 + h, BASE);                           \
             if (l->zero) {                                                                                                \

@@ -24,8 +24,8 @@
 #define CODE_STREAMS W4_STREAMS
 #endif
 
-/* `m` rows of x, at most as many as the tile holds; fewer go one by one. A half of a panel at a time where whole rows of codes
- * must be turned into bytes, the panel where they are bytes. */
+/* `m` rows of x, at most as many as the tile holds; fewer go one by one. STEP vectors of the panel at a time: codes unpacked
+ * beforehand leave registers for the whole panel. */
 #define TILE(NAME, STREAMS, D, STEP)                                                                                              \
     static void NAME##_##D(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) {   \
         enum { M = STREAMS / D > 1 ? STREAMS / D : 1 };                                                                           \
@@ -43,7 +43,7 @@ TILES(tile_w8, W8_STREAMS, 1)
 TILES(tile_s24, S24_STREAMS, 1)
 TILES(tile_codes, CODE_STREAMS, HALVES)
 
-/* One row of one digit: two panels at a time. With more digits there are too few registers for it. */
+/* One row of one digit: two panels at a time. With more digits AVX2 has too few registers (AVX-512 has them: unmeasured). */
 #define PAIR_TILE(NAME)                                                                                                             \
     static void NAME##_pair(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) { \
         (void)m;                                                                                                                    \

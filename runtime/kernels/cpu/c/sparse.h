@@ -26,13 +26,13 @@ INLINE void tile_s24(const Linear *l, const uint8_t *w, int64_t panel, int h0, c
     w += h0 * LANES * 4;
     Scales scales = first_scales(l, panel);
     const int chunks = l->group / 32;
-    F result[MOST][8];
+    F result[HALVES][8];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
     for (int64_t g = 0; g < x->groups; g++) {
-        I sum[MOST][8];
+        I sum[HALVES][8];
         UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_zero();
         for (int c = 0; c < chunks; c++, w += 192, digit += 32) {
-            P part[MOST][8]; /* four products of at most 4080 each */
+            P part[HALVES][8]; /* four products of at most 4080 each */
             UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) part[h][s] = p_zero();
             if (M == 1) UNROLL for (int i = 0; i < 3; i++) __builtin_prefetch(w + AHEAD + 64 * i, 0, 3);
             UNROLL for (int h = 0; h < H; h++) {
@@ -51,7 +51,7 @@ INLINE void tile_s24(const Linear *l, const uint8_t *w, int64_t panel, int h0, c
                 UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = p_flush(sum[h][s], part[h][s]);
             }
         }
-        I offset[MOST];
+        I offset[HALVES];
         UNROLL for (int h = 0; h < H; h++)
             offset[h] = i_mul(i_load_i16(l->sums + (panel * x->groups + g) * PANEL + (h0 + h) * LANES), i_set1(128));
         FINISH_GROUP(offset[h])

@@ -32,6 +32,7 @@ class Weight:
         shape: `(N, K)`.
         group: columns that share a scale, a multiple of 16 (the last group may be shorter); 0 for one scale a channel.
         field: bits that hold one code, 4 or 8.
+        two_of_four: of each four in a row at least two are zero once dequantized.
     """
 
     words: torch.Tensor
@@ -40,6 +41,7 @@ class Weight:
     shape: tuple[int, int]
     group: int
     field: int
+    two_of_four: bool = False
 
     @property
     def bytes(self) -> int:

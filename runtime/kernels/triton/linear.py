@@ -92,8 +92,9 @@ class _WeightOnly(TritonKernel):
 
         zero = tensors.get("zero_point")
         weight = layout.Weight(
-            tensors["words"], tensors["scale"], zero, layer.shape, _group(_weights(layer)), self.field
-        )
+            tensors["words"], tensors["scale"], zero, layer.shape, _group(_weights(layer)), self.field,
+            two_of_four=layer.entry.format == "sparse24",
+        )  # fmt: skip
         return linear(x, weight, bias)
 
     def path(self, rows: int) -> str:
@@ -165,7 +166,9 @@ class Sparse24Triton(TritonKernel):
 
     def path(self, rows: int) -> str:
         few = rows <= 4  # sparse24_w4.MAXIMUM_ROWS, which importing would need triton for
-        return "triton 2:4 matrix-vector product" if few else "triton dequantize + dense matmul"
+        return (
+            "triton 2:4 matrix-vector product" if few else "triton dequantize + matmul (sparse tensor cores if faster)"
+        )
 
     def _weight(self, tensors: Tensors, layer: Layer):  # type: ignore[no-untyped-def]
         from runtime.kernels.triton.sparse24_w4 import Sparse24Weight

@@ -2,8 +2,9 @@
 
 `fused`: each program dequantizes the tile it multiplies; the weight is rounded to the activations' dtype, as the reference
 rounds it, and goes to the tensor cores through shared memory. `dense`: the whole weight is dequantized into a scratch matrix
-(read 0.5, write 2 bytes a weight, some 10 % of the product's time at 2048 rows) and cuBLAS multiplies. Which one wins depends on
-the device and the rows, so tuning chooses between them; untuned it is fused below 1024 rows, dense from there.
+(read 0.5, write 2 bytes a weight, some 10 % of the product's time at 2048 rows) and cuBLAS multiplies. `sparse`: the scratch
+matrix of a 2:4 weight is compressed for sparse tensor cores (`semi_structured.py`). Which one wins depends on the device and the
+rows, so tuning chooses among them; untuned it is fused below 1024 rows, dense from there.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton import layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, row_major, sum_parts
 
 
@@ -126,9 +127,13 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     return out
 
 
-def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
-    """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS."""
-    tiles, dense = weight.words.shape[0], {"dense": True}
+def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.bfloat16) -> list[dict[str, Any]]:
+    """Launches worth trying, the default first; `{"dense": True}` dequantizes into a scratch matrix for cuBLAS, `{"sparse": True}`
+    into one for sparse tensor cores.
+    """
+    tiles, scratch = weight.words.shape[0], [{"dense": True}]
+    if weight.two_of_four and semi_structured.worth_timing(rows, weight.shape, dtype, weight.words.device):
+        scratch.append({"sparse": True})
     narrow = tuning.capability(weight.words.device) < (9, 0)  # both operands in registers: large blocks spill
     if rows <= 64:
         chosen = [(64, 64, 4, 4, 3), (64, 64, 2, 4, 3), (64, 128, 4, 4, 3), (64, 128, 2, 8, 3)]
@@ -149,7 +154,7 @@ def configurations(rows: int, weight: layout.Weight) -> list[dict[str, Any]]:
         for m, n, s, w, g in chosen
         if s <= tiles
     ]
-    return [dense, *fused] if rows >= 1024 or not fused else [*fused, dense]
+    return [*scratch, *fused] if rows >= 1024 or not fused else [*fused, *scratch]
 
 
 def many_rows(
@@ -167,6 +172,8 @@ def many_rows(
     def launch(config: dict[str, Any]) -> torch.Tensor:
         if config.get("dense"):
             return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+        if config.get("sparse"):
+            return semi_structured.linear(x, dequantize(weight, x.dtype), bias)
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
         split = config["SPLIT_K"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
@@ -182,6 +189,9 @@ def many_rows(
         return sum_parts(target, bias, out) if split > 1 else out
 
     if config is None:
-        key = (weight.field, weight.group, weight.zero is not None, n, columns, tuning.row_class(rows))
-        config = tuning.choose("many_rows", key, x, configurations(rows, weight), launch)
+        candidates = configurations(rows, weight, x.dtype)
+        key: tuple[Any, ...] = (weight.field, weight.group, weight.zero is not None, n, columns, tuning.row_class(rows))
+        if {"sparse": True} in candidates:  # another choice than one made without it
+            key += ("2:4",)
+        config = tuning.choose("many_rows", key, x, candidates, launch)
     return launch(config)

@@ -10,8 +10,8 @@ codes of four quads and 16 bits beside it hold their positions:
   high one (so that values and positions are read by the same threads, 16 bytes each). Bits 0 and 1 say that the first code is
   column 0, column 1 of the quad (neither: 2); bits 2 and 3 that the second is column 3, column 2 (neither: 1).
 
-Many rows dequantize into a scratch matrix for cuBLAS. Measure before preferring it to dense int4 for speed: it saves a quarter of
-the bytes and costs about twice the instructions a kept weight.
+Many rows dequantize into a scratch matrix for cuBLAS, or for sparse tensor cores where those were measured to be faster. Measure
+before preferring it to dense int4 for speed: it saves a quarter of the bytes and costs about twice the instructions a kept weight.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from runtime.kernels.triton import layout, tuning
+from runtime.kernels.triton import layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major, sum_parts
 
 COLUMNS = 256  # of a tile
@@ -282,11 +282,11 @@ def linear(
     """
     x = row_major(x)
     (rows, _), (n, columns) = x.shape, weight.shape
+    if rows > MAXIMUM_ROWS and n > 0 and config is None:
+        return _many(x, weight, bias)
     out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
     if rows == 0 or n == 0:
         return out
-    if rows > MAXIMUM_ROWS and config is None:
-        return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
     run = 4
     while weight.group and (weight.group // 64) % run:
         run //= 2
@@ -308,3 +308,15 @@ def linear(
         config = tuning.choose("sparse24_w4", key, x, configurations(weight), launch)
     launch(config)
     return out
+
+
+def _many(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None) -> torch.Tensor:
+    if not semi_structured.worth_timing(x.shape[0], weight.shape, x.dtype, x.device):
+        return torch.nn.functional.linear(x, dequantize(weight, x.dtype), bias)
+
+    def launch(config: dict[str, Any]) -> torch.Tensor:
+        multiply = semi_structured.linear if config["sparse"] else torch.nn.functional.linear
+        return multiply(x, dequantize(weight, x.dtype), bias)
+
+    key = (weight.group, weight.zero is not None, *weight.shape, tuning.row_class(x.shape[0]))
+    return launch(tuning.choose("sparse24_many", key, x, [{"sparse": False}, {"sparse": True}], launch))

@@ -1,9 +1,11 @@
+import dataclasses
+
 import pytest
 import torch
 from cases import WEIGHTS, assert_close, rows, weight
 
-from runtime.kernels.triton import layout
-from runtime.kernels.triton.many_rows import dequantize, many_rows
+from runtime.kernels.triton import layout, semi_structured
+from runtime.kernels.triton.many_rows import configurations, dequantize, many_rows
 
 
 @pytest.mark.parametrize("field", [4, 8])
@@ -38,3 +40,15 @@ def test_bands_of_blocks():
     config = {"BLOCK_M": 16, "BLOCK_N": 16, "SPLIT_K": 1, "STAGES": 2, "num_warps": 4}
     expected = x.double() @ layout.dequantize(w, torch.bfloat16).double().t()
     assert_close(many_rows(x, w, None, config), expected, torch.bfloat16)
+
+
+def test_sparse_tensor_cores_are_offered_to_weights_of_two_of_four(monkeypatch):
+    plain, x = weight(32, 128, 16, True, 4), rows(300, 128)
+    w = dataclasses.replace(plain, two_of_four=True)
+    monkeypatch.setattr(semi_structured, "worth_timing", lambda *_: True)
+    monkeypatch.setattr(semi_structured, "linear", torch.nn.functional.linear)
+    for count in (300, 2048):
+        assert {"sparse": True} in configurations(count, w, x.dtype)
+        assert {"sparse": True} not in configurations(count, plain, x.dtype)
+        assert "sparse" not in configurations(count, w, x.dtype)[0]  # the default needs no measuring
+    assert torch.equal(many_rows(x, w, None, {"sparse": True}), many_rows(x, w, None, {"dense": True}))

@@ -33,3 +33,28 @@ def test_sparse(case):
     x = rows(9, k)
     assert torch.equal(sparse24_w4.linear(x, w), torch.nn.functional.linear(x, dense))
     assert sparse24_w4.linear(x[:0], w).shape == (0, n)
+
+
+def test_many_rows_go_where_tuning_sends_them(monkeypatch):
+    codes, pairs = torch.randint(-8, 8, (32, 64), dtype=torch.int8), PAIRS[torch.randint(0, 6, (32, 32))]
+    w = sparse24_w4.prepare(codes, pairs[..., 0], pairs[..., 1], torch.rand(32, 1).bfloat16(), None, 128, 0)
+    x, calls, offered = rows(300, 128), [], []
+
+    def multiply(x, weight, bias):
+        calls.append(bool(((weight.view(32, -1, 4) != 0).sum(-1) <= 2).all()))
+        return torch.nn.functional.linear(x, weight, bias)
+
+    def last(kernel, key, x, candidates, launch):
+        offered.append(list(candidates))
+        return candidates[-1]
+
+    monkeypatch.setattr(sparse24_w4.semi_structured, "linear", multiply)
+    monkeypatch.setattr(sparse24_w4.tuning, "choose", last)
+    expected = torch.nn.functional.linear(x, sparse24_w4.dequantize(w, torch.bfloat16))
+    assert torch.equal(sparse24_w4.linear(x, w), expected)
+    assert not offered  # not on a CPU
+    assert not calls
+    monkeypatch.setattr(sparse24_w4.semi_structured, "worth_timing", lambda *_: True)
+    assert torch.equal(sparse24_w4.linear(x, w), expected)
+    assert offered[-1] == [{"sparse": False}, {"sparse": True}]
+    assert calls == [True]

@@ -8,17 +8,17 @@ from pathlib import Path
 
 import torch
 
-#: Instructions that multiply matrices of a 16-bit dtype, on x86 and ARM.
+#: Instructions that multiply matrices of a 16-bit dtype, on x86 and ARM. AVX-512 without them emulates bfloat16 by way of float32.
 _PRODUCTS = {
     torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
-    torch.float16: {"avx512_fp16", "amx_fp16", "asimdhp"},
+    torch.float16: {"avx512_fp16", "amx_fp16"},  # on ARM torch has no such product, whatever the CPU has
 }
 
 
 @cache
 def flags() -> frozenset[str]:
     """Instruction sets (`flags` on x86, `Features` on ARM); empty where nobody says."""
-    line = next((line for line in facts("flags", "Features")), "")
+    line = next(iter(facts("flags", "Features")), "")
     return frozenset(line.partition(":")[2].split())
 
 
@@ -34,11 +34,13 @@ def facts(*names: str) -> list[str]:
 @cache
 def identity() -> str:
     """What tells this CPU from others that share a home directory."""
-    return "\n".join([platform.machine(), *sorted(facts("model name", "cache size", "flags", "Features"))])
+    return "\n".join(
+        [platform.machine(), platform.processor(), *sorted(facts("model name", "cache size", "flags", "Features"))]
+    )
 
 
 def multiplies(dtype: torch.dtype) -> bool:
-    """Whether products of matrices of `dtype` run at full speed. Without such instructions torch multiplies 16-bit matrices several
-    times slower than float32 ones.
+    """Whether products of matrices of `dtype` run at full speed. Without such instructions, or without oneDNN, which uses them,
+    torch multiplies 16-bit matrices several times slower than float32 ones.
     """
-    return dtype not in _PRODUCTS or bool(_PRODUCTS[dtype] & flags())
+    return dtype not in _PRODUCTS or (torch.backends.mkldnn.is_available() and bool(_PRODUCTS[dtype] & flags()))

@@ -68,11 +68,12 @@ class CompressedLinear(CompressedModule):
             module.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
         return module
 
-    def prepare(self, kernels: str = "auto") -> Choice:
+    def prepare(self, kernels: str = "auto", choice: Choice | None = None) -> Choice:
         """Choose the kernels and lay the weight out for them; call once, after the tensors are loaded.
 
         Args:
             kernels: "auto", "fast" or a kernel's name; see `runtime.kernels.find`.
+            choice: what was found for `kernels` already.
 
         Raises:
             RequestError: the kernel named cannot compute this layer.
@@ -83,7 +84,7 @@ class CompressedLinear(CompressedModule):
         if "input_scale" in self._buffers:  # as compressed-tensors does, activation scales have the model's dtype
             self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
         layer = self.layer
-        choice = kernel_table.find(layer, kernels)
+        choice = choice or kernel_table.find(layer, kernels)
         self._replace(choice.decode.prepare(self._tensors(), layer))
         self.choice, self._wanted = choice, kernels
         return choice
@@ -163,8 +164,8 @@ def choose(
     """{compressed module: its kernels}, which needs no weights: `dtype` and `device` are what it will compute in and on (None: now).
 
     A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits nowhere. Kernels
-    that this machine has not been asked about before are measured (`runtime.kernels.tuning`). Layers left to the reference are
-    named in the log.
+    that this machine has not been asked about before are measured (`runtime.kernels.tuning`). How many layers are left to the
+    reference, and why, goes to the log.
     """
     found: dict[str, Chosen] = {}
     computed: list[tuple[Layer, Choice]] = []
@@ -202,7 +203,7 @@ def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
     for name, module in modules.items():
         module.check(name)
     for name, chosen in choose(model, kernels).items():
-        modules[name].prepare(chosen.wanted)
+        modules[name].prepare(chosen.wanted, chosen.choice)
     return {name: module.kernel_name for name, module in modules.items()}
 
 

@@ -150,8 +150,8 @@ class CompressedModule(nn.Module):
                 self.prepare()
         return self
 
-    def prepare(self, kernels: str = "auto") -> Choice:
-        """Check the loaded tensors and lay the weight out for the kernels that will read it."""
+    def prepare(self, kernels: str = "auto", choice: Choice | None = None) -> Choice:
+        """Check the loaded tensors and lay the weight out for the kernels that will read it (`choice`: found already)."""
         self.check()
         self.choice = kernel_table.reference()
         return self.choice

@@ -56,11 +56,6 @@ class Pages:
         """Pages that could be taken now."""
         return len(self._blank) + self.count - self.touched + len(self._unused)
 
-    @property
-    def held(self) -> int:
-        """Pages that somebody holds."""
-        return self.count - self.available
-
     def take(self) -> int:
         """A page to write to; `available` must be above 0."""
         if self._blank:

@@ -28,6 +28,9 @@ class Source(Protocol[M]):
     page_size: int
     most_rows: int
 
+    @property
+    def logits_width(self) -> int: ...
+
     def make_memory(self, count: int) -> M: ...
 
     def read(self, memory: M, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
@@ -45,36 +48,34 @@ class Batch(Generic[M]):
     def forward(
         self, engine: Source[M], input_ids: torch.Tensor, attention_mask: torch.Tensor | None, last_only: bool
     ) -> torch.Tensor:
-        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens."""
+        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens. Logits of padding, and of
+        rows that are nothing else, are zero.
+        """
         batch, width = input_ids.shape
         if self.memory is None:
             self.pages, self.lengths = [[] for _ in range(batch)], [0] * batch
         real = [width] * batch if attention_mask is None else attention_mask[:, -width:].sum(1).tolist()
         ends = [length + count for length, count in zip(self.lengths, real, strict=True)]
         self._reserve(engine, ends)
+        memory = self.memory
+        assert memory is not None
         tokens = [ids[width - count :] for ids, count in zip(input_ids.tolist(), real, strict=True)]
+        # Written in place: with a large vocabulary the logits are the most of what a call takes.
+        logits = torch.zeros(batch, 1 if last_only else width, engine.logits_width, device=input_ids.device)
         if last_only and sum(real) <= engine.most_rows and all(real):  # all rows in one pass
-            pieces = [Piece(ids, self.lengths[row], self.pages[row]) for row, ids in enumerate(tokens)]
-            logits = engine.read(self._memory, pieces).float()[:, None]
+            logits[:, 0] = engine.read(memory, [self._piece(row, ids, 0) for row, ids in enumerate(tokens)])
         else:
-            logits = torch.cat([self._row(engine, row, ids, width, last_only) for row, ids in enumerate(tokens)])
+            for row, ids in enumerate(tokens):
+                for start in range(0, len(ids), engine.most_rows):
+                    piece = self._piece(row, ids[start : start + engine.most_rows], start)
+                    found = engine.read(memory, [piece], every=not last_only)
+                    place = 0 if last_only else width - len(ids) + start
+                    logits[row, place : place + found.shape[0]] = found
         self.lengths = ends
         return logits
 
-    @property
-    def _memory(self) -> M:
-        assert self.memory is not None
-        return self.memory
-
-    def _row(self, engine: Source[M], row: int, ids: list[int], width: int, last_only: bool) -> torch.Tensor:
-        """Logits of one sequence, `[1, width or 1, vocab]`; of padding they are zero."""
-        found = []
-        for start in range(0, len(ids), engine.most_rows):
-            piece = Piece(ids[start : start + engine.most_rows], self.lengths[row] + start, self.pages[row])
-            found.append(engine.read(self._memory, [piece], every=not last_only).float())
-        logits = found[-1] if last_only else torch.cat(found)
-        missing = (1 if last_only else width) - logits.shape[0]
-        return torch.nn.functional.pad(logits, (0, 0, missing, 0))[None]
+    def _piece(self, row: int, tokens: list[int], start: int) -> Piece:
+        return Piece(tokens, self.lengths[row] + start, self.pages[row])
 
     def keep(self, engine: Source[M], rows: Sequence[int]) -> None:
         """Drop all sequences but these, and copy them to memory of their own size."""
@@ -84,8 +85,9 @@ class Batch(Generic[M]):
         if old is None:
             return
         self._reserve(engine, self.lengths)
+        assert self.memory is not None
         for row, mine in zip(rows, self.pages, strict=True):
-            _copy(old, pages[row][: len(mine)], self._memory, mine)
+            _copy(old, pages[row][: len(mine)], self.memory, mine)
 
     def _reserve(self, engine: Source[M], lengths: Sequence[int]) -> None:
         """Pages for sequences of these lengths; memory that is too small is replaced by twice as much."""

@@ -75,6 +75,11 @@ class LlamaEngine:
         """What computes, in a few words."""
         return f"decoder in C ({self._library.isa_name().decode()}, {self.parts.decoder.digits}-digit activations)"
 
+    @property
+    def logits_width(self) -> int:
+        """Rows of the head."""
+        return self.parts.vocabulary
+
     def explain(self) -> dict[str, str]:
         """As the modules say, but for compressed layers: here one kernel serves every number of rows."""
         found = self.torch_engine.explain()

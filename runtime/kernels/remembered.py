@@ -14,7 +14,7 @@ from typing import TypeVar
 
 VERSION = 1
 _log = logging.getLogger("compress.kernels")
-_complained: set[Path] = set()
+_complained: set[tuple[Path, str]] = set()
 
 Kind = TypeVar("Kind", str, dict)
 
@@ -55,7 +55,7 @@ def store(path: Path, key: str, choice: Kind) -> None:
 
 
 def _complain(path: Path, message: str, *details: object) -> None:
-    """Once a file: a read-only home is no reason to fail, or to repeat oneself for every layer."""
-    if path not in _complained:
-        _complained.add(path)
+    """Once a file and kind of trouble: a read-only home is no reason to fail, or to repeat oneself for every layer."""
+    if (path, message) not in _complained:
+        _complained.add((path, message))
         _log.warning(message, *details)

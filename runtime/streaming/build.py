@@ -84,4 +84,4 @@ def _prepare(name: str, module: nn.Module, chosen: Chosen, dtype: torch.dtype) -
     if module.dtype != dtype:
         module.to(dtype)
     module.check(name)
-    module.prepare(chosen.wanted)
+    module.prepare(chosen.wanted, chosen.choice)

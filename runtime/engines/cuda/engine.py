@@ -85,6 +85,11 @@ class CudaEngine:
         graphs = "no graphs" if self._capture is None else "decode steps as CUDA graphs"
         return f"lean decoder, {self.decoder.ops.name} kernels, {graphs}"
 
+    @property
+    def logits_width(self) -> int:
+        """Rows of the head."""
+        return self.parts.vocabulary
+
     def explain(self) -> dict[str, str]:
         return self.torch_engine.explain()
 

@@ -275,18 +275,25 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
     }
     done = 0
     if arguments.more:
+        if not output.exists():
+            sys.exit(f"--more: there is no {output} to add rounds to")
         data = continued(json.loads(output.read_text()), data)
-        done = data["settings"]["rounds"]
-        data["settings"]["rounds"] += arguments.rounds
+        done = max((run["round"] for run in data["runs"] + data["products"]), default=0)
+        data["settings"]["rounds"] = done + arguments.rounds
     failed: dict[tuple[str, str], str] = {}
+    own = commit()
 
     def record(kind: str, name: str, count: int, number: int, call: Any) -> None:
         load = os.getloadavg()[0]
         answer = {"error": failed[kind, name]} if (kind, name) in failed else call()
         if "error" in answer:  # a failure is not tried again in every round
             failed[kind, name] = answer["error"]
-        data["versions"].setdefault("ours" if name in OURS else name, answer.pop("versions", {}))
-        data[kind].append({"engine": name, "threads": count, "round": number, "load_before": round(load, 1), **answer})
+        mine = answer.pop("versions", {})
+        if mine and data["versions"].setdefault("ours" if name in OURS else name, mine) != mine:
+            sys.exit(f"{name} has other versions than in the rounds before: {mine}")
+        data[kind].append(
+            {"engine": name, "threads": count, "round": number, "load_before": round(load, 1), "commit": own, **answer}
+        )
         refresh(data)
         output.write_text(json.dumps(data, indent=1) + "\n")
         print(f"round {number}, {count} threads: {name:22} {line(answer)}", flush=True)

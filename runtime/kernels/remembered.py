@@ -12,11 +12,18 @@ import tempfile
 from pathlib import Path
 from typing import TypeVar
 
+from runtime.cache_directory import cache_directory
+
 VERSION = 1
 _log = logging.getLogger("compress.kernels")
 _complained: set[tuple[Path, str]] = set()
 
 Kind = TypeVar("Kind", str, dict)
+
+
+def file(device: str) -> Path:
+    """What was measured on one device."""
+    return cache_directory("tuning") / f"{device}.json"
 
 
 def read(path: Path, kind: type[Kind]) -> dict[str, Kind]:

@@ -21,7 +21,6 @@ from pathlib import Path
 import torch
 
 from runtime import cpu
-from runtime.cache_directory import cache_directory
 from runtime.kernels import remembered
 from runtime.kernels.base import Kernel, Layer, ShapeClass
 
@@ -51,7 +50,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
         return kernels[0]
     layer = replace(layer, shape=(_OUT, _rounded(layer.shape[1])))
     key = _key(layer, rows, kernels)
-    path = directory() / f"cpu-{machine()}.json"
+    path = remembered.file(f"cpu-{machine()}")
     known = {kernel.name: kernel for kernel in kernels}
     with _lock:
         name = _known.get((path, key)) or remembered.read(path, str).get(key, "")
@@ -106,11 +105,6 @@ def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
 
 
 # ---------------------------------------------------------------- what is remembered
-def directory() -> Path:
-    """Where choices are kept."""
-    return cache_directory("tuning")
-
-
 @cache
 def machine() -> str:
     """What tells this CPU and torch from others that share the home directory."""

@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from runtime.cache_directory import cache_directory
 from runtime.kernels import remembered
 
 Config = dict[str, Any]
@@ -28,11 +27,6 @@ _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
 _chosen: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
-
-
-def directory() -> Path:
-    """Where choices are kept."""
-    return cache_directory("tuning")
 
 
 def interpreted() -> bool:
@@ -66,7 +60,7 @@ def choose(
     quick = (kernel, *shape, x.dtype, x.device)
     if quick in _chosen:
         return _chosen[quick]
-    path = directory() / f"{re.sub(r'[^A-Za-z0-9]+', '-', torch.cuda.get_device_name(x.device)).strip('-')}.json"
+    path = remembered.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     with _lock:
         known = _known.get(path)

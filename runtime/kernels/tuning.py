@@ -104,7 +104,6 @@ def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
     return " ".join(parts)
 
 
-# ---------------------------------------------------------------- what is remembered
 @cache
 def machine() -> str:
     """What tells this CPU and torch from others that share the home directory."""

@@ -261,7 +261,7 @@ def main() -> None:
 def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
     names = [name for name in ENGINES if name in arguments.engines.split(",")]
     threads = [int(t) for t in arguments.threads.split(",")]
-    settings = ("rounds", "repeat", "prompt_tokens", "new_tokens", "prefill_tokens", "product_seconds")
+    settings = ("repeat", "prompt_tokens", "new_tokens", "prefill_tokens", "product_seconds")
     data: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
@@ -279,7 +279,6 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
             sys.exit(f"--more: there is no {output} to add rounds to")
         data = continued(json.loads(output.read_text()), data)
         done = max((run["round"] for run in data["runs"] + data["products"]), default=0)
-        data["settings"]["rounds"] = done + arguments.rounds
     failed: dict[tuple[str, str], str] = {}
     own = commit()
 
@@ -330,8 +329,7 @@ def run(bench: Bench, arguments: argparse.Namespace, output: Path) -> None:
 def continued(before: dict[str, Any], now: dict[str, Any]) -> dict[str, Any]:
     """The earlier data, if rounds of now may be added to it."""
     differs = [key for key in ("machine", "shape") if before[key] != now[key]]
-    settings = {**before["settings"], "rounds": 0}, {**now["settings"], "rounds": 0}
-    differs += [key for key in settings[0] if settings[0][key] != settings[1].get(key)]
+    differs += [key for key, value in now["settings"].items() if before["settings"].get(key) != value]
     if differs:
         sys.exit(f"--more: the rounds there are of another {', '.join(differs)}")
     commits = dict.fromkeys([*before["commit"].split(", "), now["commit"]])

@@ -19,6 +19,11 @@ def by_round(runs: list[dict[str, Any]], threads: int, value: str) -> dict[str, 
     return found
 
 
+def rounds(runs: list[dict[str, Any]], threads: str) -> int:
+    """How many there were; an engine may be absent from some."""
+    return len({run["round"] for run in runs if run["threads"] == int(threads)})
+
+
 def ratios(values: dict[str, dict[int, float]], of: str, to: str) -> float | None:
     """Median over the rounds of `of` / `to` within a round."""
     ours, theirs = values.get(of, {}), values.get(to, {})
@@ -91,7 +96,7 @@ def table(data: dict[str, Any]) -> str:
     for threads, part in data.get("summary", {}).items():
         out += [
             "", f"**{data['shape_name']}, {threads} thread{'s' if threads != '1' else ''}**: median of "
-            f"{data['settings']['rounds']} rounds (range)", "",
+            f"{rounds(data['runs'], threads)} rounds (range)", "",
             f"| engine | decode, tokens/s | {label(main)} / it | prefill, tokens/s | {label(main)} / it "
             "| resident, MB | of it anonymous, MB | peak, MB | load, s |",
             "|---|---|---|---|---|---|---|---|---|",
@@ -113,7 +118,8 @@ def table(data: dict[str, Any]) -> str:
             )
     for threads, part in data.get("product_summary", {}).items():
         out += [
-            "", f"**One {ROWS}x{COLUMNS} int4 product, out of cache, {threads} thread{'s' if threads != '1' else ''}**", "",
+            "", f"**One {ROWS}x{COLUMNS} int4 product, out of cache, {threads} thread{'s' if threads != '1' else ''}**: "
+            f"median of up to {rounds(data['products'], threads)} rounds (range)", "",
             "| engine | microseconds | packed MB | GB/s | of the read bandwidth | relative error |", "|---|---|---|---|---|---|",
         ]  # fmt: skip
         values = by_round(data["products"], int(threads), "gb_per_second")

@@ -20,7 +20,7 @@ from compress.nearest import did_you_mean
 from runtime.errors import CompressError
 
 INTERRUPTED = 130
-COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "generate", "report", "recipes", "methods")
+COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "export", "generate", "report", "recipes", "methods")
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
 
@@ -30,6 +30,7 @@ Start here:
   compress plan  llama_w4_sparse              what a recipe would do; nothing is run
   compress apply llama_w4_sparse              compress the bundled model
   compress generate out/llama_w4_sparse "def read_lines(path):"
+  compress export --target onnx               carry it to another engine
 """
 
 

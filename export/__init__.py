@@ -1,4 +1,66 @@
-"""From an artifact to the files of other engines, one file (or folder) a target. No target is in here yet.
+"""Carry an artifact to other engines: one file or folder a target, every export proven by loading it back.
 
-Compressed-tensors formats need no export: such an artifact is read as it is by transformers, vLLM and SGLang.
+`export.export(artifact, target="onnx")` writes and proves; `export.fitting(artifact)` says which targets fit an artifact and why
+the others do not. Heavy imports wait until a function is called.
 """
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from export.run import Exported
+
+__all__ = ["export", "fitting"]
+
+
+def export(
+    artifact: str | Path,
+    target: str,
+    output: str | Path | None = None,
+    *,
+    verify: bool = True,
+    overwrite: bool = False,
+    quiet: bool = False,
+    trust_remote_code: bool = False,
+    **options: Any,
+) -> Exported:
+    """Write an artifact (or a plain checkpoint) in the form that `target` reads, and load the result back.
+
+    Args:
+        artifact: directory of the artifact.
+        target: a name of `export.targets.names()`, such as "onnx", "tensorrt", "huggingface", "gguf", "triton".
+        output: directory to write, new or empty; None: `<artifact>-<target>` beside the artifact.
+        verify: load the export back and compare tokens and KL divergence with the artifact.
+        overwrite: replace what an earlier export wrote to `output`.
+        quiet: no progress on stderr.
+        trust_remote_code: let the checkpoint bring Python code that is run.
+        options: of the target, see its `Options`.
+
+    Returns:
+        What was written, converted and measured.
+
+    Raises:
+        runtime.errors.RequestError: the request is wrong, or the target cannot hold the artifact; nothing was written.
+        runtime.errors.CompressError: writing failed, or the export does not compute what the artifact does; nothing is left.
+    """
+    from export.run import run
+
+    return run(
+        artifact,
+        target,
+        output,
+        verify=verify,
+        overwrite=overwrite,
+        quiet=quiet,
+        trust_remote_code=trust_remote_code,
+        options=options,
+    )
+
+
+def fitting(artifact: str | Path, trust_remote_code: bool = False) -> dict[str, str | None]:
+    """{target: None where it fits the artifact, else the reason why it does not}, with each target's default options."""
+    from export.run import fitting as find
+
+    return find(artifact, trust_remote_code)

@@ -11,6 +11,7 @@ import typer
 
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from compress.last import remember_artifact
 from runtime.errors import CompressError
 
 SAMPLE_TOKENS = 48
@@ -63,6 +64,7 @@ def apply(
             artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
         except LimitError as error:
             artifact, failure = error.result, error
+        remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
         text = _sample(artifact.path, wanted, device) if wanted else None
     result = _result(artifact)
@@ -118,6 +120,7 @@ def _show(result: dict[str, Any]) -> None:
     print(f"\nWritten to {result['path']}. Next:")
     print(f'  compress generate {path} "import os"      let it write')
     print(f"  compress inspect {path} --verify          what is stored, and whether it is intact")
+    print(f"  compress export {path} --list             other engines it can be carried to")
     print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          every layer, every byte")
 
 

@@ -1,0 +1,148 @@
+"""What is exported: an artifact (or a plain checkpoint) whose weights are read one at a time."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime import formats
+from runtime.artifact import Artifact
+from runtime.errors import ArtifactError
+from runtime.quantization_config import ModuleEntry, parse
+from runtime.scheme import CompressedWeight
+from runtime.skeleton import build_skeleton, linear_shapes, read_config, tied_names
+from runtime.weights import main_dtype
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Copied into every export that is a directory for transformers or for `runtime.load`.
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+)  # fmt: skip
+
+
+class Source:
+    """An artifact as exporters see it.
+
+    Attributes:
+        artifact: the directory; `artifact.manifest` is None for a plain checkpoint.
+        config: transformers' config object.
+        dtype: what the model computes in (scales and dense weights are stored in it).
+        entries: {module: scheme and storage format} of the compressed modules, in the model's order; empty for a plain checkpoint.
+        shapes: {module: (rows, columns)} of every linear layer and embedding, compressed or not.
+        embeddings: names of the modules among `shapes` that are embeddings.
+
+    Raises:
+        ArtifactError: the directory cannot be used.
+    """
+
+    def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
+        self.artifact = Artifact(path, trust_remote_code)
+        self.trust_remote_code = trust_remote_code
+        if not isinstance(self.artifact.config.get("quantization_config", {}), dict):
+            raise ArtifactError(f"{self.path}/config.json: quantization_config is not an object")
+        self.config: PretrainedConfig = read_config(self.path, trust_remote_code)
+        self.dtype = main_dtype(self.artifact.checkpoint)
+        model = self.skeleton
+        tables = {n: m for n, m in model.named_modules() if isinstance(m, nn.Embedding)}
+        self.embeddings = frozenset(tables)
+        self.shapes = {n: (m.num_embeddings, m.embedding_dim) for n, m in tables.items()} | linear_shapes(model)
+        self.entries: dict[str, ModuleEntry] = {}
+        quantization = self.artifact.config.get("quantization_config")
+        if quantization is not None:
+            self.entries = parse(quantization, list(linear_shapes(model)), list(tables))
+        missing = [name for name in self.entries if name not in self.shapes]
+        if missing:
+            raise ArtifactError(f"{self.path}: config.json compresses {missing[0]}, which the model has no layer for")
+
+    @property
+    def path(self) -> Path:
+        return self.artifact.path
+
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The model, parameters on meta, layers as transformers makes them. Shared: do not change it (see `build`)."""
+        return self.build(self.dtype)
+
+    def build(self, dtype: torch.dtype) -> PreTrainedModel:
+        """A fresh skeleton whose floats are `dtype`, parameters on meta."""
+        return build_skeleton(self.config, dtype, self.trust_remote_code)
+
+    @cached_property
+    def tied(self) -> dict[str, str]:
+        """{tied parameter: the parameter it shares}, as config.json ties them."""
+        return tied_names(self.skeleton)
+
+    # ---------------------------------------------------------------- tensors
+    def weight(self, module: str) -> CompressedWeight:
+        """Codes, scales, zero points and mask of one compressed module, read now; nothing is kept."""
+        entry = self.entries[module]
+        storage, shape, checkpoint = formats.get(entry.format), self.shapes[module], self.artifact.checkpoint
+        specs = storage.tensors(entry.scheme, shape, self.dtype, entry.count)
+        names = {name: f"{module}.{name}" for name in specs if not name.startswith("input_")}
+        tensors = {name: checkpoint.get(stored) for name, stored in names.items()}
+        return storage.unpack(tensors, entry.scheme, shape, self.dtype, module)
+
+    def input_scale(self, module: str) -> torch.Tensor | None:
+        """The static activation scale, `[1]` in the model's dtype; None where activations are dynamic or not quantized."""
+        name = f"{module}.input_scale"
+        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
+
+    def input_zero_point(self, module: str) -> torch.Tensor | None:
+        """The static activation zero point, `[1]`; None where there is none."""
+        name = f"{module}.input_zero_point"
+        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
+
+    def bias(self, module: str) -> torch.Tensor | None:
+        """`[rows]` in the dtype stored, or None."""
+        name = f"{module}.bias"
+        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
+
+    def dense(self, name: str) -> torch.Tensor:
+        """One stored tensor by its full name; a tied one that is not stored is read from where it is."""
+        checkpoint = self.artifact.checkpoint
+        if not checkpoint.has(name):
+            twins = [other for pair in self.tied.items() if name in pair for other in pair]
+            name = next((twin for twin in twins if checkpoint.has(twin)), name)
+        return checkpoint.get(name)
+
+    def dense_names(self) -> list[str]:
+        """Stored tensors that belong to no compressed module (biases of compressed modules are among them), sorted."""
+        result = []
+        for name in self.artifact.checkpoint.names():
+            module, _, leaf = name.rpartition(".")
+            if module not in self.entries or leaf == "bias":
+                result.append(name)
+        return result
+
+    # ---------------------------------------------------------------- facts
+    @property
+    def bytes(self) -> int:
+        """Bytes of all stored tensors."""
+        return self.artifact.checkpoint.total_bytes
+
+    def sha256(self) -> str:
+        """Hash of the artifact: of the manifest, which has the hash of every file; a fingerprint for plain checkpoints."""
+        if self.artifact.manifest is None:
+            return self.artifact.checkpoint.fingerprint()
+        listed = {name: value["sha256"] for name, value in self.artifact.manifest["files"].items()}
+        return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
+
+    def describe(self) -> dict[str, Any]:
+        """Who the artifact is, for the export's provenance."""
+        manifest = self.artifact.manifest or {}
+        return {
+            "path": self.path.name,
+            "sha256": self.sha256(),
+            "compress_version": manifest.get("compress_version"),
+            "source": manifest.get("source"),
+            "tensor_bytes": self.bytes,
+        }

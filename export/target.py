@@ -1,0 +1,175 @@
+"""What a target is, and what it says before it writes."""
+
+from __future__ import annotations
+
+import importlib.util
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Protocol
+
+from pydantic import BaseModel, ConfigDict
+
+from export.source import Source
+from runtime.errors import RequestError
+
+
+class Options(BaseModel):
+    """Options that every target takes; a target's own are the fields of a subclass. The names are the command line's flags."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    requantize: bool = False
+    """Round weights anew where the target cannot hold their grid, and report the loss; without it such an artifact is refused."""
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """Something that the target stores in another way than the artifact. Said before writing, and kept in `export.json`.
+
+    Attributes:
+        what: from what to what, in a sentence: "groups of 256 become groups of 128 with equal scales".
+        modules: which modules (or tensors) it concerns.
+        exact: True when no weight changes.
+        bytes: how many bytes the export grows (or shrinks, negative) by it; None where unknown.
+    """
+
+    what: str
+    modules: tuple[str, ...]
+    exact: bool = True
+    bytes: int | None = None
+
+    def sentence(self) -> str:
+        """One line for people."""
+        where = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} layers"
+        return f"{self.what} ({where}; {'exact' if self.exact else 'changes weights'})"
+
+
+@dataclass
+class Verification:
+    """What loading the export back showed.
+
+    Attributes:
+        loader: what loaded it, with its version.
+        checked: what was compared, in a sentence.
+        metrics: `kl` (nats a token, mean), `top1_agreement`, `tokens`, `same_tokens`, `near_ties`, and whatever a target adds.
+        notes: what could not be checked here and why; never empty when something was left out.
+    """
+
+    loader: str
+    checked: str
+    metrics: dict[str, Any] = field(default_factory=dict)
+    notes: list[str] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+class Progress(Protocol):
+    """Where a writer says how far it is."""
+
+    def phase(self, title: str, total: int) -> None:
+        """A new bar of `total` steps."""
+
+    def step(self, note: str = "") -> None:
+        """One step is done."""
+
+    def info(self, message: str) -> None:
+        """A line that stays."""
+
+    def warn(self, message: str) -> None:
+        """A warning; it is kept in `export.json` too."""
+
+
+@dataclass
+class Job:
+    """One export under way.
+
+    Attributes:
+        source: the artifact.
+        options: of the target's `Options` class.
+        folder: where to write; it exists, is empty, and is renamed to the output when everything has succeeded.
+        progress: see `Progress`.
+        losses: {module: relative error of the weight matrix, ||W' - W|| / ||W||}, filled by writers that round anew.
+        facts: what the target wants in `export.json` under its own name (`runtime.load` reads it there).
+    """
+
+    source: Source
+    options: Any
+    folder: Path
+    progress: Progress
+    losses: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, Any] = field(default_factory=dict)
+
+
+class Target(ABC):
+    """One engine or format that artifacts are exported to.
+
+    Attributes:
+        name: what `--target` is called with.
+        summary: one line for `compress export --list`.
+        extra: the extra of this package that installs `packages`; None when nothing more is needed.
+        packages: modules that must be importable to write.
+        options: class of its options.
+    """
+
+    name: ClassVar[str]
+    summary: ClassVar[str]
+    extra: ClassVar[str | None] = None
+    packages: ClassVar[tuple[str, ...]] = ()
+    options: ClassVar[type[Options]] = Options
+
+    @abstractmethod
+    def why_not(self, source: Source, options: Any) -> str | None:
+        """Why this artifact cannot be written with these options, in a clause that names module and property; None when it can.
+
+        Looks at config and schemes only, so that `--list` is quick. What only the weights tell is a RequestError in `write`.
+        """
+
+    def conversions(self, source: Source, options: Any) -> list[Conversion]:
+        """What will be stored in another way than in the artifact. Nothing is written yet."""
+        return []
+
+    def bytes_needed(self, source: Source, options: Any) -> int:
+        """Bytes that `write` will put on the disk, roughly and rather too many."""
+        return int(source.bytes * 1.2) + (8 << 20)
+
+    @abstractmethod
+    def write(self, job: Job) -> None:
+        """Write everything but `export.json` and `README.md` into `job.folder`.
+
+        Raises:
+            RequestError: the weights turn out not to fit.
+            CompressError: writing failed.
+        """
+
+    @abstractmethod
+    def verify(self, job: Job) -> Verification:
+        """Load `job.folder` back and compare it with the artifact (`export.verify` has the tools).
+
+        Raises:
+            CompressError: it does not compute what the artifact computes.
+        """
+
+    @abstractmethod
+    def usage(self, job: Job, folder: str) -> list[str]:
+        """Lines of code, three or so, that run the export in `folder`; `README.md` shows them."""
+
+    def require_packages(self) -> None:
+        """Raise RequestError, naming the extra, unless `packages` are installed."""
+        missing = missing_packages(self.packages)
+        if missing:
+            raise RequestError(f"target {self.name} {needs(missing, self.extra)}")
+
+
+def missing_packages(packages: Iterable[str]) -> list[str]:
+    """Those of the modules that cannot be imported here (found without importing them)."""
+    return [name for name in packages if importlib.util.find_spec(name) is None]
+
+
+def needs(missing: list[str], extra: str | None) -> str:
+    """`needs onnx, which is not installed: pip install "compress[onnx]"`."""
+    how = f'pip install "compress[{extra}]"' if extra else f"pip install {' '.join(missing)}"
+    verb = "is" if len(missing) == 1 else "are"
+    return f"needs {', '.join(missing)}, which {verb} not installed: {how}"

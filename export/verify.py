@@ -1,0 +1,144 @@
+"""Tools to prove an export: what the artifact computes on texts it wrote itself, and how far another engine is from it.
+
+Texts come from the artifact (sampled, then continued greedily), so that no data set is needed and every position is one that
+the model would reach. Two engines never sum in the same order; where the artifact's two best tokens are closer than rounding
+can tell apart, either counts as right, and such near ties are counted apart.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.errors import CompressError
+
+if TYPE_CHECKING:
+    from export.target import Job
+
+Logits = Callable[[torch.Tensor], torch.Tensor]  # ids int64 [batch, seq] -> [batch, seq, vocab]
+Generate = Callable[
+    [list[list[int]], int], list[list[int]]
+]  # prompts of any lengths, new tokens -> the new ids, greedy
+
+PROMPTS = 8
+PROMPT_TOKENS = 12
+NEW_TOKENS = 16
+RAGGED = 4  # so many different lengths the prompts have
+TIE = 0.02  # logits; distance of two tokens that rounding in another order of summation may swap
+
+
+@dataclass(frozen=True)
+class Probe:
+    """What the artifact says, in float32 and exact mode.
+
+    Attributes:
+        prompts: token ids, of different lengths.
+        rows: each prompt with its greedy continuation, all of one length; int64 `[prompts, seq]`.
+        logits: of `rows`, float32 `[prompts, seq, vocab]`.
+        continuations: the greedy new tokens after each prompt.
+    """
+
+    prompts: list[list[int]]
+    rows: torch.Tensor
+    logits: torch.Tensor
+    continuations: list[list[int]]
+
+
+def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
+    """Run the artifact (a decoder) through `runtime.load` and let it go again."""
+    import runtime
+
+    model = runtime.load(
+        job.source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
+    )
+    generator = torch.Generator().manual_seed(0)
+    limit = model.engine.context_length or 1 << 30
+    length = max(1, min(PROMPT_TOKENS, limit // 2))
+    new_tokens = max(1, min(new_tokens, limit - length))
+    ragged = min(RAGGED, length)
+    seeds = torch.randint(0, model.engine.vocab_size, (prompts, 1), generator=generator).tolist()
+    texts = seeds
+    if length > 1:
+        written = model.generate(seeds, max_new_tokens=length - 1, temperature=1.0, seed=0, ignore_eos=True)
+        texts = [seed + more for seed, more in zip(seeds, written, strict=True)]
+    asked = [text[: length - i % ragged] for i, text in enumerate(texts)]  # a batch of them needs padding
+    longest = length + new_tokens
+    written = [model.generate([a], max_new_tokens=longest - len(a), ignore_eos=True)[0] for a in asked]
+    rows = torch.tensor([a + c for a, c in zip(asked, written, strict=True)])
+    continuations = [c[:new_tokens] for c in written]
+    logits = model.logits(rows)
+    del model
+    gc.collect()
+    return Probe(asked, rows, logits, continuations)
+
+
+def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[str, Any]:
+    """`kl` (mean, nats a token), `kl_worst`, `top1_agreement` and `logit_difference` of another engine on the probe's rows.
+
+    Raises:
+        CompressError: not finite, the wrong shape, or a mean KL above `kl_limit`.
+    """
+    other = logits(reference.rows).float().cpu()
+    if other.shape != reference.logits.shape:
+        raise CompressError(
+            f"the export gives logits of shape {list(other.shape)}, the artifact {list(reference.logits.shape)}"
+        )
+    if not bool(other.isfinite().all()):
+        raise CompressError("the export gives logits that are not finite")
+    ours, theirs = reference.logits.log_softmax(-1), other.log_softmax(-1)
+    kl = (ours.exp() * (ours - theirs)).sum(-1).clamp(min=0)
+    metrics = {
+        "kl": float(kl.mean()),
+        "kl_worst": float(kl.max()),
+        "top1_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
+        "logit_difference": float((reference.logits - other).abs().max()),
+    }
+    if metrics["kl"] > kl_limit:
+        raise CompressError(
+            f"the export does not compute what the artifact does: KL {metrics['kl']:.3g} nats a token, allowed {kl_limit:g}"
+        )
+    return metrics
+
+
+def compare_tokens(reference: Probe, generate: Generate, tie: float = TIE) -> dict[str, Any]:
+    """`tokens`, `same_tokens` and `near_ties` of greedy continuations of the probe's prompts, as one batch.
+
+    A continuation is compared up to its first difference; that one must be a near tie of the artifact's logits.
+
+    Raises:
+        CompressError: a difference that is no near tie, or the wrong number of tokens.
+    """
+    count = len(reference.continuations[0])
+    answers = generate(reference.prompts, count)
+    same = ties = total = 0
+    for row, (expected, found) in enumerate(zip(reference.continuations, answers, strict=True)):
+        if len(found) != len(expected):
+            raise CompressError(f"the export generated {len(found)} tokens where {len(expected)} were asked for")
+        total += len(expected)
+        first = next((i for i, (a, b) in enumerate(zip(expected, found, strict=True)) if a != b), None)
+        same += len(expected) if first is None else first
+        if first is None:
+            continue
+        ties += 1
+        gap = _gap(reference, row, first, expected[first], found[first])
+        if gap > tie:
+            raise CompressError(
+                f"the export continues prompt {row} with token {found[first]} where the artifact says {expected[first]} "
+                f"(token {first + 1} of {len(expected)}; the artifact's logits are {gap:.3g} apart, ties are up to {tie:g})"
+            )
+    return {"tokens": total, "same_tokens": same, "near_ties": ties}
+
+
+def _gap(reference: Probe, row: int, index: int, expected: int, found: int) -> float:
+    """How much more likely (in logits) the artifact finds its own token than the other engine's."""
+    logits = reference.logits[row, len(reference.prompts[row]) + index - 1]
+    return float(logits[expected] - logits[found])
+
+
+def batches(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
+    """Consecutive parts of at most `size`."""
+    return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -9,16 +9,29 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from runtime.encoder import EncoderModel
     from runtime.errors import ArtifactError, CompressError, RequestError
     from runtime.loading import load
     from runtime.model import Model
+    from runtime.seq2seq import Seq2SeqModel
 
-__all__ = ["ArtifactError", "CompressError", "Model", "RequestError", "__version__", "load"]
+__all__ = [
+    "ArtifactError",
+    "CompressError",
+    "EncoderModel",
+    "Model",
+    "RequestError",
+    "Seq2SeqModel",
+    "__version__",
+    "load",
+]
 
 _HOMES = {
     "ArtifactError": "runtime.errors",
     "CompressError": "runtime.errors",
+    "EncoderModel": "runtime.encoder",
     "RequestError": "runtime.errors",
+    "Seq2SeqModel": "runtime.seq2seq",
     "Model": "runtime.model",
     "load": "runtime.loading",
 }

@@ -39,6 +39,17 @@ class CompressedLinear(CompressedModule):
         else:
             self.register_parameter("bias", None)
 
+    @property
+    def weight(self) -> None:
+        """None: models that look at a layer's weight before they compute (T5 its dtype) find that there is no dense one."""
+        return None
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As nn.Module's; a stored tensor may be called `weight` all the same."""
+        if name == "weight":
+            self._buffers.setdefault(name, None)
+        super().register_buffer(name, tensor, persistent)
+
     @classmethod
     def from_spec(
         cls, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"

@@ -1,4 +1,4 @@
-"""`runtime.load`: from a directory to a model that generates."""
+"""`runtime.load`: from a directory to a model that generates or embeds."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import torch
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.decoding.options import reject_unknown
+from runtime.encoder import EncoderModel
 from runtime.engines.choose import load_engine
 from runtime.engines.torch import Blueprint
+from runtime.engines.torch_encoder import TorchEncoderEngine
+from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.model import Model
+from runtime.seq2seq import Seq2SeqModel
 from runtime.sizes import byte_count
 
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
@@ -44,8 +48,10 @@ def load(
     max_memory: int | str | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
-) -> Model:
+) -> Any:
     """Load a compressed artifact, or a plain Hugging Face checkpoint, for inference. Compressed weights stay packed.
+
+    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`.
 
     Args:
         path: the directory, or a hub id ("org/name").
@@ -60,7 +66,8 @@ def load(
             (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
             weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
             may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
-            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow.
+            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. Only causal language
+            models can be loaded under a bound.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -82,9 +89,24 @@ def load(
     if checked:
         artifact.verify()
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    if blueprint.kind != "decoder":
+        return _without_cache_file(blueprint, bound, trust_remote_code)
     engine = load_engine(blueprint, checked, bound)
     tokenizer = _tokenizer(artifact.path, trust_remote_code)
     return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
+
+
+def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) -> EncoderModel | Seq2SeqModel:
+    """The other kinds are small: they are read whole and laid out at every load."""
+    artifact = blueprint.artifact
+    if bound is not None:
+        raise RequestError(f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out")
+    tokenizer = _tokenizer(artifact.path, trust)
+    if blueprint.kind == "encoder":
+        return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
+    start, forced = decoder_start(artifact)
+    engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
+    return Seq2SeqModel(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer), start, forced)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -121,6 +143,31 @@ def _tokenizer(path: Path, trust_remote_code: bool) -> Any:
         text = str(error).strip().splitlines()
         reason = text[0] if text else type(error).__name__
         raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
+
+
+def decoder_start(artifact: Artifact) -> tuple[int, int | None]:
+    """The token that an encoder-decoder's outputs begin with, and the one that is forced after it (None: none is).
+
+    Raises:
+        ArtifactError: neither generation_config.json nor config.json says what decoders begin with.
+    """
+    file = artifact.path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+
+    def find(*names: str) -> int | None:
+        for name in names:
+            for source in (generation, artifact.config):
+                value = source.get(name)
+                if value is not None:
+                    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                        raise ArtifactError(f"{artifact.path}: {name} must be a token id, not {value!r}")
+                    return value
+        return None
+
+    start = find("decoder_start_token_id", "bos_token_id")
+    if start is None:
+        raise ArtifactError(f"{artifact.path}/config.json has no decoder_start_token_id, which decoding begins with")
+    return start, find("forced_bos_token_id")
 
 
 def _end_of_sequence(artifact: Artifact, tokenizer: Any) -> frozenset[int]:

@@ -14,7 +14,7 @@ import torch
 from runtime.artifact import Artifact
 from runtime.decoding.options import GenerationOptions
 from runtime.decoding.progress import reporting
-from runtime.decoding.prompts import PromptReader
+from runtime.decoding.prompts import PromptReader, read_ids
 from runtime.decoding.request import Request
 from runtime.decoding.stats import GenerationStats
 from runtime.decoding.turns import Caller, Turns
@@ -136,24 +136,10 @@ class Model:
     # ---------------------------------------------------------------- logits and likelihood
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
-        try:
-            ids = torch.as_tensor(input_ids)
-        except (ValueError, TypeError, RuntimeError, OverflowError) as error:
-            raise RequestError("input_ids must be token ids of shape [batch, seq], all rows equally long") from error
-        if (
-            ids.dim() != 2
-            or ids.numel() == 0
-            or ids.dtype.is_floating_point
-            or ids.dtype.is_complex
-            or ids.dtype == torch.bool
-        ):
-            raise RequestError(
-                f"input_ids must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} "
-                f"of shape {list(ids.shape)}"
-            )
+        ids = read_ids(input_ids)
         for row in ids.tolist():
             self._reader.check(row)
-        return Caller(self._turns).run(self.engine.forward, ids.to(self.engine.device, torch.int64), None, None, None)
+        return Caller(self._turns).run(self.engine.forward, ids.to(self.engine.device), None, None, None)
 
     @overload
     def score(self, text: str | list[int]) -> Score: ...

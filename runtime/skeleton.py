@@ -5,8 +5,9 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
@@ -15,6 +16,8 @@ from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
+
+Kind = Literal["decoder", "encoder", "encoder-decoder"]
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -35,30 +38,107 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Pretrained
         raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
 
 
-def build_skeleton(config: PretrainedConfig, dtype: torch.dtype, trust_remote_code: bool = False) -> PreTrainedModel:
-    """The causal language model of `config`, in eval mode: parameters on meta, non-persistent buffers computed on the CPU.
+def model_kind(config: PretrainedConfig) -> Kind:
+    """What a checkpoint is: "decoder" (a causal language model), "encoder" or "encoder-decoder".
+
+    The class that `architectures` names decides; one that says nothing (a bare `XModel`, or none) leaves it to the config:
+    `is_encoder_decoder`, `is_decoder`, and whether its family is trained to fill masks or to go on.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    named, family = _named_class(config), config.model_type
+    fills, continues = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if named is not None and named in _classes(continues) - _classes(fills):
+        # BART and its like list one class as both; what it is then, its config says.
+        return "encoder-decoder" if _has_two_stacks(config) and named in _seq2seq_classes() else "decoder"
+    if named is not None and named in _classes(auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES) and _has_two_stacks(config):
+        return "encoder"  # T5EncoderModel: the first stack of a family of two
+    if _has_two_stacks(config):
+        return "encoder-decoder"
+    if getattr(config, "is_decoder", False) or (family in continues and family not in fills):
+        return "decoder"
+    return "encoder" if family in fills or family in auto.MODEL_MAPPING_NAMES else "decoder"
+
+
+def build_skeleton(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    stored: Collection[str] | None = None,
+) -> PreTrainedModel:
+    """The model of `config`, in eval mode: parameters on meta, non-persistent buffers computed on the CPU.
+
+    A causal language model for decoders; for the other kinds (`model_kind`) the class that `architectures` names.
 
     A `quantization_config` in `config` is ignored here (a copy of the config is used): installing compressed modules is the
     caller's next step.
+
+    Args:
+        stored: names of the checkpoint's tensors, if known: an encoder without a stored pooler is then built without one.
+
+    Raises:
+        ArtifactError: transformers cannot build it.
     """
     import copy
-
-    from transformers import AutoModelForCausalLM
 
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
+    kind = model_kind(config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
+            model = _construct(config, kind, dtype, trust_remote_code, stored)
     except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
-        raise ArtifactError(
-            f"config.json describes no causal language model that can be built: {_first_line(error)}"
-        ) from error
+        what = {"decoder": "causal language model"}.get(kind, kind)
+        raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error
     model.eval()
     model.requires_grad_(False)
     materialise_buffers(model)
     return model
+
+
+def _construct(
+    config: PretrainedConfig, kind: Kind, dtype: torch.dtype, trust: bool, stored: Collection[str] | None
+) -> PreTrainedModel:
+    import inspect
+
+    import transformers
+
+    named = _named_class(config)
+    known = None if named is None else getattr(transformers, named, None)
+    if kind == "decoder":
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+    if kind == "encoder-decoder":
+        if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
+            return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+        return known._from_config(config, dtype=dtype)
+    if known is None:
+        return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
+    options: dict[str, Any] = {}
+    takes_pooler = "add_pooling_layer" in inspect.signature(known.__init__).parameters
+    if stored is not None and takes_pooler and not any("pooler." in name for name in stored):
+        options["add_pooling_layer"] = False
+    return known._from_config(config, dtype=dtype, **options)
+
+
+def _named_class(config: PretrainedConfig) -> str | None:
+    named = getattr(config, "architectures", None)
+    return named[0] if isinstance(named, (list, tuple)) and named and isinstance(named[0], str) else None
+
+
+def _has_two_stacks(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _seq2seq_classes() -> set[str]:
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
+    return _classes(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+
+
+def _classes(mapping: Any) -> set[str]:
+    """Class names of one of transformers' tables, whose values are names or tuples of names."""
+    return {name for value in mapping.values() for name in ((value,) if isinstance(value, str) else value)}
 
 
 def materialise_buffers(model: PreTrainedModel) -> None:
@@ -111,10 +191,20 @@ def tied_names(model: PreTrainedModel) -> dict[str, str]:
 
 def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The repeated transformer blocks: the ModuleList with the most parameters, and its qualified name."""
-    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model
+    return _blocks_in(model, model.get_decoder() if hasattr(model, "get_decoder") else model)
+
+
+def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
+    """The blocks in the order they run: one list, or for encoder-decoders the encoder's and then the decoder's."""
+    if model_kind(model.config) != "encoder-decoder":
+        return [find_blocks(model)]
+    return [_blocks_in(model, model.get_encoder()), _blocks_in(model, model.get_decoder())]
+
+
+def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleList]:
     best: tuple[int, str, nn.ModuleList] | None = None
-    prefix = next((n for n, m in model.named_modules() if m is decoder), "")
-    for name, module in decoder.named_modules():
+    prefix = next((n for n, m in model.named_modules() if m is part), "")
+    for name, module in part.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 0:
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:

@@ -12,6 +12,7 @@ from torch import nn
 
 from runtime.checkpoint import Checkpoint, element_count
 from runtime.errors import ArtifactError
+from runtime.naming import match_names, without_place
 from runtime.skeleton import set_tensor, tied_names
 
 if TYPE_CHECKING:
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Left in old checkpoints by former versions of transformers; models compute them.
-_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"^lm_head\.decoder\.bias$")
+_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"^lm_head\.decoder\.bias$", r"(^|\.)position_ids$")
 
 
 def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
@@ -64,7 +65,7 @@ class Filling:
         self._compressed = compressed
         places = _places(model)
         self._ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
-        self.names = _match(model, checkpoint, places)
+        self.names = match_names(model, checkpoint.names(), places)
         missing = sorted(places.keys() - self.names.keys() - _tied_away(self._ties, self.names))
         unexpected = _unexpected(model, checkpoint, set(self.names.values()))
         self.foreign = bool(missing and unexpected and not compressed)
@@ -137,18 +138,6 @@ def _places(model: nn.Module) -> dict[str, torch.Tensor]:
     return result
 
 
-def _match(model: PreTrainedModel, checkpoint: Checkpoint, places: dict[str, torch.Tensor]) -> dict[str, str]:
-    """{name in the model: name in the checkpoint}. Checkpoints of a bare base model lack its prefix ("transformer.")."""
-    names = {}
-    for stored in checkpoint.names():
-        prefixed = f"{model.base_model_prefix}.{stored}"
-        if stored in places:
-            names[stored] = stored
-        elif prefixed in places and not checkpoint.has(prefixed):
-            names[prefixed] = stored
-    return names
-
-
 def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
     """Names that need no tensor of their own, since one they are tied to is stored."""
     groups: dict[str, set[str]] = {}
@@ -159,7 +148,11 @@ def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
 
 def _unexpected(model: PreTrainedModel, checkpoint: Checkpoint, used: set[str]) -> list[str]:
     patterns = [*_LEFTOVERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    return [n for n in checkpoint.names() if n not in used and not any(re.search(p, n) for p in patterns)]
+    return [
+        n
+        for n in checkpoint.names()
+        if n not in used and not any(re.search(p, n) for p in patterns) and not without_place(model, n)
+    ]
 
 
 def _check(

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from runtime.decoding.checks import is_integer, show
 from runtime.errors import RequestError
 
@@ -89,6 +91,58 @@ class PromptReader:
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"{name} is not valid Unicode text: {error}") from error
         return self.check(ids, name)
+
+
+def read_ids(input_ids: Any, name: str = "input_ids") -> torch.Tensor:
+    """Token ids `[batch, seq]` (a tensor or nested lists) as a tensor; what they are is the caller's to check.
+
+    Raises:
+        RequestError: no integers of that shape; `name` is what the message calls them.
+    """
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise RequestError(f"{name} must be token ids of shape [batch, seq], all rows equally long") from error
+    if (
+        ids.dim() != 2
+        or ids.numel() == 0
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or ids.dtype == torch.bool
+    ):
+        raise RequestError(
+            f"{name} must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} "
+            f"of shape {list(ids.shape)}"
+        )
+    return ids.long()
+
+
+def read_mask(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """A mask as int64 `[batch, seq]` on the CPU, 1 = token; None where nothing is masked.
+
+    Raises:
+        RequestError: another shape than `ids`, other values than 0 and 1, or a row without a token.
+    """
+    if attention_mask is None:
+        return None
+    try:
+        mask = torch.as_tensor(attention_mask).cpu()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RequestError("attention_mask must be 0 and 1 of shape [batch, seq]") from error
+    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise RequestError(f"attention_mask must be 0 and 1 of shape {list(ids.shape)}, as input_ids")
+    if not bool((mask == 1).any(dim=1).all()):
+        raise RequestError("attention_mask must leave every row a token")
+    return None if bool((mask == 1).all()) else mask.long()
+
+
+def pad_right(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of any lengths as ids and mask (1 = token; None when all are equally long), int64 `[rows, longest]`."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    mask = (torch.arange(longest)[None, :] < lengths).long()
+    return ids, None if bool(mask.all()) else mask
 
 
 def _plain(value: Any) -> Any:

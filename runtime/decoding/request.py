@@ -49,7 +49,7 @@ class Request:
         self._engine = engine
         self._turns = turns
         self._options = options
-        self._seeds = _seeds(options, len(prompts.ids))
+        self._seeds = seeds_of(options, len(prompts.ids))
         if options.stop and tokenizer is None:
             raise RequestError(f"stop needs a tokenizer, and {path} has none")
         used = tokenizer if prompts.are_text or options.stop else None
@@ -118,7 +118,8 @@ def room(prompt: int, wanted: int | None, context: int | None, name: str = "the 
     return wanted
 
 
-def _seeds(options: GenerationOptions, count: int) -> list[int]:
+def seeds_of(options: GenerationOptions, count: int) -> list[int]:
+    """One seed a sequence; RequestError when a list of another length was given."""
     if isinstance(options.seed, tuple):
         if len(options.seed) != count:
             raise RequestError(f"seed has {len(options.seed)} entries for {count} prompts")

@@ -62,6 +62,97 @@ class Engine(Protocol):
         """{module name: what computes it}."""
 
 
+class EncoderEngine(Protocol):
+    """A loaded encoder: token ids in, the hidden states after its last block out.
+
+    Attributes:
+        device: where inputs must be.
+        vocab_size: ids are 0..vocab_size-1.
+        hidden_size: width of the hidden states.
+        context_length: most tokens of a row; None when there is no limit.
+        weight_bytes: memory the weights take as they are held (packed).
+        description: what computes, in a few words.
+    """
+
+    device: torch.device
+    vocab_size: int
+    hidden_size: int
+    context_length: int | None
+    weight_bytes: int
+    description: str
+
+    def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """Hidden states, float32 `[batch, seq, hidden]`; what is at padding means nothing.
+
+        Segment ids, where a model has them, are all 0.
+
+        Args:
+            input_ids: int64 `[batch, seq]`.
+            attention_mask: int64 `[batch, seq]`, 1 = token, 0 = padding; None: no padding anywhere.
+        """
+
+    def explain(self) -> dict[str, str]:
+        """{module name: what computes it}."""
+
+
+class Seq2SeqEngine(Protocol):
+    """A loaded encoder-decoder. A source is encoded once; decoding then grows a cache, all rows of a batch in step.
+
+    Attributes:
+        device: where inputs must be.
+        vocab_size: width of the logits; ids are 0..vocab_size-1.
+        context_length: most tokens of a source; None when there is no limit.
+        decoder_context_length: most tokens of an output, the start token included; None when there is no limit.
+        weight_bytes: memory the weights take as they are held (packed).
+        description: what computes, in a few words.
+    """
+
+    device: torch.device
+    vocab_size: int
+    context_length: int | None
+    decoder_context_length: int | None
+    weight_bytes: int
+    description: str
+
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        """States of the source, `[batch, seq, hidden]` in the engine's dtype.
+
+        Args:
+            input_ids: int64 `[batch, seq]`.
+            attention_mask: int64 `[batch, seq]`, 1 = token, 0 = padding (on the right); None: no padding anywhere.
+        """
+
+    def new_cache(self) -> Any:
+        """An empty cache of keys and values, of the output and of the source; `decode` fills it."""
+
+    def decode(
+        self,
+        decoder_input_ids: torch.Tensor,
+        states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """Logits, float32 `[batch, new or 1, vocab]`.
+
+        Args:
+            decoder_input_ids: int64 `[batch, new]`, the tokens after those in `cache`; the first of all is the start token.
+            states: from `encode`, rows as in `decoder_input_ids`.
+            attention_mask: the source's, as `encode` got it.
+            cache: from `new_cache`, or None to keep nothing.
+            last_only: only the last position's logits are wanted.
+        """
+
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        """Drop all sequences of `cache` but `rows` (int64 indices), in that order, and free their memory."""
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Memory that `cache` holds."""
+
+    def explain(self) -> dict[str, str]:
+        """{module name: what computes it}."""
+
+
 @dataclass(frozen=True)
 class Piece:
     """Part of one sequence in a step: consecutive tokens that are not in the cache yet.

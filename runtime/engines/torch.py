@@ -11,7 +11,7 @@ from torch import nn
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
 from runtime.memory import return_memory
-from runtime.skeleton import build_skeleton, linear_shapes, read_config
+from runtime.skeleton import build_skeleton, linear_shapes, model_kind, read_config
 from runtime.weights import fill, main_dtype, to_device
 
 if TYPE_CHECKING:
@@ -77,17 +77,22 @@ class TorchEngine:
 
     def cache_bytes(self, cache: Any) -> int:
         tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        return _bytes(tensors)
+        return tensor_bytes(tensors)
 
     def explain(self) -> dict[str, str]:
-        result = {}
-        for name, module in self.module.named_modules():
-            kernel = getattr(module, "kernel_name", None)
-            if kernel is not None:
-                result[name] = str(kernel)
-            elif isinstance(module, nn.Linear):
-                result[name] = f"torch {str(module.weight.dtype).removeprefix('torch.')}"
-        return result
+        return explain_modules(self.module)
+
+
+def explain_modules(module: nn.Module) -> dict[str, str]:
+    """{linear layer: the kernel that computes it}."""
+    result = {}
+    for name, child in module.named_modules():
+        kernel = getattr(child, "kernel_name", None)
+        if kernel is not None:
+            result[name] = str(kernel)
+        elif isinstance(child, nn.Linear):
+            result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
+    return result
 
 
 def load_torch(
@@ -101,6 +106,7 @@ class Blueprint:
     """An artifact's model before its weights are read.
 
     Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder" (`runtime.skeleton.model_kind`).
         module: the skeleton (parameters on meta), compressed modules installed.
         compressed: their names; empty for a plain checkpoint.
         dtype: what is computed in.
@@ -119,6 +125,7 @@ class Blueprint:
         self.artifact, self.device, self.kernels = artifact, device, kernels
         self._trust_remote_code = trust_remote_code
         self._config = read_config(artifact.path, trust_remote_code)
+        self.kind = model_kind(self._config)
         self._stored = main_dtype(artifact.checkpoint)
         self.dtype = dtype or self._stored
         self.reset()
@@ -127,10 +134,16 @@ class Blueprint:
 
     def reset(self) -> None:
         """A fresh skeleton."""
-        self.module = build_skeleton(self._config, self._stored, self._trust_remote_code)
+        self.module = build_skeleton(
+            self._config, self._stored, self._trust_remote_code, self.artifact.checkpoint.names()
+        )
         self.compressed = install_compressed(self.module, self.artifact.config)
 
     def build(self) -> TorchEngine:
+        """The engine of a causal language model, its weights in memory."""
+        return TorchEngine(self.build_module(), self.device)
+
+    def build_module(self) -> PreTrainedModel:
         """Read the artifact's tensors into memory and lay them out for the kernels."""
         checkpoint, compressed = self.artifact.checkpoint, self.compressed
         module = fill(self.module, checkpoint, self.dtype, self.device, compressed, self._trust_remote_code)
@@ -143,7 +156,7 @@ class Blueprint:
                     module.get_submodule(name).to(self.dtype)
             prepare_all(module, self.kernels)
             return_memory()
-        return TorchEngine(module, self.device)
+        return module
 
 
 def install_compressed(module: nn.Module, config: dict[str, Any]) -> frozenset[str]:
@@ -164,10 +177,11 @@ def install_compressed(module: nn.Module, config: dict[str, Any]) -> frozenset[s
 
 def weight_bytes(module: nn.Module) -> int:
     """Memory of all parameters and buffers, shared ones counted once."""
-    return _bytes([*module.parameters(), *module.buffers()])
+    return tensor_bytes([*module.parameters(), *module.buffers()])
 
 
-def _bytes(tensors: list[torch.Tensor]) -> int:
+def tensor_bytes(tensors: list[torch.Tensor]) -> int:
+    """Memory behind the tensors, shared storages counted once."""
     storages = {
         t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"
     }

@@ -1,0 +1,70 @@
+"""The torch engine of encoder-decoders: a transformers model whose compressed layers keep their weights packed."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.engines.torch import explain_modules, tensor_bytes, weight_bytes
+from runtime.engines.torch_encoder import position_limit
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class TorchSeq2SeqEngine:
+    """Runs a transformers encoder-decoder; see `runtime.engines.base.Seq2SeqEngine`."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self._encoder: Any = module.get_encoder()
+        self._config = module.config.get_text_config(decoder=True)
+        head: Any = module.get_output_embeddings()
+        self.vocab_size = int(head.out_features)
+        self.context_length = position_limit(module)
+        self.decoder_context_length = self.context_length
+        self.weight_bytes = weight_bytes(module)
+        self.description = f"transformers' {type(module).__name__}"
+
+    @torch.inference_mode()
+    def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        return self._encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
+
+    def new_cache(self) -> Any:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        return EncoderDecoderCache(DynamicCache(config=self._config), DynamicCache(config=self._config))
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        decoder_input_ids: torch.Tensor,
+        states: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        cache: Any,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        logits = self.module(
+            decoder_input_ids=decoder_input_ids,
+            encoder_outputs=BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
+            attention_mask=attention_mask,
+            past_key_values=cache,
+            use_cache=cache is not None,
+        ).logits
+        return (logits[:, -1:] if last_only else logits).float()
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        cache.batch_select_indices(rows)
+
+    def cache_bytes(self, cache: Any) -> int:
+        layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
+        return tensor_bytes([v for layer in layers for v in vars(layer).values() if isinstance(v, torch.Tensor)])
+
+    def explain(self) -> dict[str, str]:
+        return explain_modules(self.module)

@@ -109,6 +109,9 @@ def _show(result: dict[str, Any]) -> None:
         )
         rows.append(("KL to the original, nats a token", "", f"{metrics['kl']:.4g}", ""))
         rows.append(("same most likely token", "", f"{metrics['top1_agreement']:.1%}", ""))
+    if "cosine" in metrics:
+        cosine = metrics["cosine"]
+        rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
     print_table("", ("", "before", "after", ""), rows, right=(1, 2))
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")

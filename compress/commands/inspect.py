@@ -125,5 +125,9 @@ def _show(result: dict[str, Any]) -> None:
         print(
             f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), KL {metrics['kl']:.4g} nats a token"
         )
+    if "cosine" in metrics:
+        print(
+            f"Cosine similarity of embeddings: {metrics['cosine']['mean']:.4f} (worst {metrics['cosine']['min']:.4f})"
+        )
     if result["verified_files"] is not None:
         print(f"Verified: all {result['verified_files']} files are as they were written.")

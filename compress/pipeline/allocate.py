@@ -58,7 +58,7 @@ def _compute(
     session: Session, directory: RunDirectory, wanted: dict[str, LayerWork], reporter: Reporter, spill: bool
 ) -> dict[str, float]:
     streamed, batches = session.streamed, session.batches
-    outside = sorted(name for name in wanted if not name.startswith(streamed.blocks_name + "."))
+    outside = sorted(name for name in wanted if not streamed.is_inside(name))
     if outside:
         raise CompressError(f"{outside[0]} is in no block: give it a prune stage of its own with allocation: uniform")
     states = HiddenStates(len(batches), directory.work / "hidden-allocation" if spill else None)
@@ -89,8 +89,8 @@ def _compute(
                     weights = {name: _weight(block, name.removeprefix(prefix)) for name in names}
                     scores |= SCORES[kind](weights, seen, here[names[0]].prune.target_sparsity)
             with torch.inference_mode():
-                for number in range(len(batches)):
-                    states.put(number, run(number))
+                for number, batch in enumerate(batches):
+                    states.put(number, streamed.advance(index, states.get(number), batch))
         reporter.step(f"block {index} scored")
     states.drop()
     shares: dict[str, float] = {}

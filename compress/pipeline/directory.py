@@ -8,6 +8,7 @@ file of all, so an interrupted run never looks like an artifact.
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ WORK = ".compress"
 MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
+NESTED = re.compile(r"[0-9]+_\w+/config\.json")  # 1_Pooling/config.json: how sentence-transformers pools
 # Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), and the report (made from the manifest).
 UNHASHED = (MANIFEST, LOG, REPORT)
 
@@ -96,7 +98,8 @@ class RunDirectory:
         """Remove what a run of ours wrote here (and only a directory that is recognisably ours gets to this point)."""
         manifest = _read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
         for name in [*manifest.get("files", {}), *UNHASHED]:
-            if Path(name).name == name:  # a manifest cannot make us touch anything but plain files of this directory
+            # A manifest cannot make us touch anything but plain files of this directory and of the folders of its modules.
+            if Path(name).name == name or NESTED.fullmatch(name):
                 (self.path / name).unlink(missing_ok=True)
         for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp")]:
             leftover.unlink(missing_ok=True)

@@ -12,6 +12,7 @@ import yaml
 
 from compress import calibration
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
+from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
@@ -24,14 +25,19 @@ SCHEMA_VERSION = 1
 # Small files that make a checkpoint complete. Weights in any other format, code and pickles stay behind.
 COMPANIONS = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
-    "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "preprocessor_config.json", "processor_config.json", "LICENSE*", "NOTICE*",
+    "spiece.model", "*.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "preprocessor_config.json",
+    "processor_config.json", "LICENSE*", "NOTICE*",
+    # What sentence-transformers says about pooling; its modules have a folder each.
+    "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json",
 )  # fmt: skip
 
 
 def evaluation_windows(session: Session) -> torch.Tensor | None:
     """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation."""
     config = session.recipe.evaluate
-    return None if config is None else calibration.load_evaluation(config, session.tokenizer, session.vocabulary)
+    if config is None:
+        return None
+    return session.framed(calibration.load_evaluation(config, session.tokenizer, session.vocabulary))
 
 
 def parts(session: Session) -> list[str]:
@@ -68,7 +74,9 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     for pattern in COMPANIONS:
         for file in sorted(session.checkpoint.path.glob(pattern)):
             if file.is_file():
-                shutil.copyfile(file, directory.path / file.name)
+                target = directory.path / file.relative_to(session.checkpoint.path)
+                target.parent.mkdir(exist_ok=True)
+                shutil.copyfile(file, target)
     write_json(directory.path / "config.json", config)
 
 
@@ -87,22 +95,26 @@ def evaluate(
     if not session.checkpoint_is_finite:
         reporter.warn("the source holds NaN or Inf, so its quality was not measured")
         return {}
-    metrics = compare(
+    measure = compare_embeddings if session.streamed.kind == "encoder" else compare
+    metrics = measure(
         session.streamed, artifact, windows, config.batch_size, directory.work if spill else None, reporter
     )
-    before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-    metrics["perplexity_increase"] = after / before - 1.0
+    if "after" in metrics:
+        metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
     metrics["sequence_length"] = int(windows.shape[1])
     metrics["limits"] = check_limits(metrics, config.limits())
     return metrics
 
 
 def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict[str, Any]]:
-    """[{"name", "limit", "value", "ok"}]; NaN fails every limit."""
-    values = {
-        "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
-        "max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"],
-    }  # fmt: skip
+    """[{"name", "limit", "value", "ok"}] of the limits on something that was measured; NaN fails every limit."""
+    if "cosine" in metrics:
+        values = {"min_cosine": metrics["cosine"]["mean"]}
+    else:
+        values = {
+            "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
+            "max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"],
+        }  # fmt: skip
     return [
         {
             "name": name,
@@ -111,6 +123,7 @@ def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict
             "ok": bool(values[name] >= limit if name.startswith("min_") else values[name] <= limit),
         }
         for name, limit in sorted(limits.items())
+        if name in values
     ]
 
 
@@ -120,13 +133,19 @@ def write_manifest(
     """Account for every tensor and file, and write compress.json last of all."""
     done = records(session, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
+    for name, reason in session.streamed.checkpoint.dropped.items():
+        size = session.checkpoint.nbytes(name)
+        tensors[name] = {"action": "dropped", "stored_as": [], "bytes_before": size, "bytes_after": 0, "reason": reason}
+    for name, stored in session.streamed.checkpoint.renamed.items():
+        tensors[name]["source_name"] = stored
     lost = sorted(set(session.checkpoint.names()) - set(tensors))
     if lost:
         raise ArtifactError(
             f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
         )
-    hashed = [f for f in sorted(directory.path.iterdir()) if f.is_file() and f.name not in UNHASHED]
-    files = {f.name: {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in hashed}
+    nested = directory.path.glob("[0-9]*_*/config.json")
+    hashed = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in UNHASHED]
+    files = {f.relative_to(directory.path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in hashed}
     for record in done:
         if files.get(record["shard"], {}).get("sha256") != record["sha256"]:
             raise ArtifactError(f"{directory.path / record['shard']} changed on the disk after it was written")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
@@ -18,12 +19,17 @@ from compress.pipeline.stream import StreamedModel
 from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
 from runtime.engines.choose import lean
-from runtime.engines.torch import Blueprint, load_torch
+from runtime.engines.torch import Blueprint, TorchEngine
+from runtime.engines.torch_encoder import TorchEncoderEngine
+from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import CompressError
 from runtime.linear import CompressedLinear, install
 from runtime.model import Model
 from runtime.quantization_config import parse
 from runtime.skeleton import linear_shapes
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 # The streamed artifact repeats the pipeline's own arithmetic on weights whose digests are equal: usually the difference is 0. A
 # library may sum in another order, and a bf16 model (8 bits of mantissa) makes of that what wrong wiring exceeds by far.
@@ -54,14 +60,14 @@ def open_artifact(path: Path, session: Session) -> StreamedModel:
 
 
 @contextmanager
-def dense_for_now(part: nn.Module, skip: str | None = None) -> Iterator[None]:
+def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) -> Iterator[None]:
     """Replace the loaded weight-only compressed layers of `part` by dense ones, so that each is unpacked once and not per batch.
 
-    `skip` is a name prefix to leave alone (the blocks, when `part` is the whole model).
+    `skip` says which names to leave alone (the blocks', when `part` is the whole model).
     """
     replaced: list[tuple[nn.Module, str, nn.Module]] = []
     for name, module in list(part.named_modules()):
-        if not isinstance(module, CompressedLinear) or (skip is not None and name.startswith(skip)):
+        if not isinstance(module, CompressedLinear) or (skip is not None and skip(name)):
             continue
         if module.entry.scheme.activations is not None:
             module.prepare(kernels="reference")
@@ -102,7 +108,7 @@ def check_against_pipeline(
     hidden = states.get(0)
     for index in range(count):
         with artifact.loaded_block(index):
-            hidden = artifact.run_block(index, hidden, (session.probe, None))
+            hidden = artifact.advance(index, hidden, (session.probe, None))
     difference = _relative(hidden, ours)
     reporter.detail(f"load back: streamed artifact differs from the pipeline by {difference:.2e}")
     if not difference <= STREAM_TOLERANCE:
@@ -113,24 +119,24 @@ def check_against_pipeline(
         # Memory stays flat in depth: larger artifacts are not loaded whole. What was written is already known to be right.
         reporter.detail("load back: checked block by block")
         return
-    _check_runtime(session, directory.path, artifact.logits(hidden).float(), reporter)
+    _check_runtime(session, directory.path, artifact.outputs(hidden, session.probe).float(), reporter)
 
 
 def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporter: Reporter) -> None:
-    """The model as `runtime.load` builds it: each layer's kernel against the reference on what the layer really sees, and the logits
-    of the engine that users get.
+    """The model as `runtime.load` builds it: each layer's kernel against the reference on what the layer really sees, and what
+    the engine that users get gives them: logits, or an encoder's hidden states.
     """
-    device = str(session.streamed.device)
+    device = session.streamed.device
     # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
-    blueprint = Blueprint(Artifact(path), torch.device(device), "auto", None, False)
-    fast, plain = blueprint.build(), load_torch(Artifact(path), torch.device(device), "reference", None, False)
+    blueprint = Blueprint(Artifact(path), device, "auto", None, False)
+    fast, plain = blueprint.build_module(), Blueprint(Artifact(path), device, "reference", None, False).build_module()
     worst = 0.0
-    for name, module in fast.module.named_modules():
+    for name, module in fast.named_modules():
         if isinstance(module, CompressedLinear):
-            module.register_forward_hook(_Compare(plain.module.get_submodule(name)))
+            module.register_forward_hook(_Compare(plain.get_submodule(name)))
     # The lean engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
-    fast.module(input_ids=session.probe.to(fast.device), use_cache=False)
-    for name, module in fast.module.named_modules():
+    session.streamed.call(fast, (session.probe, None))
+    for name, module in fast.named_modules():
         for hook in module._forward_hooks.values():
             if isinstance(hook, _Compare):
                 if hook.difference is None:  # an expert that the probe was not sent to
@@ -141,15 +147,27 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
                     raise CompressError(
                         f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
                     )
-    logits = Model(lean(fast, blueprint), None, Artifact(path), frozenset()).logits(session.probe).to(expected.device)
+    logits = _ask_engine(session, path, fast, blueprint).to(expected.device)
     difference = _relative(logits, expected)
     reporter.detail(
-        f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in the logits"
+        f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in what it gives"
     )
     if not difference <= MODEL_TOLERANCE:
         raise CompressError(
             f"{path}: runtime.load() computes something else than the pipeline did (relative {difference:.2e})"
         )
+
+
+def _ask_engine(session: Session, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
+    """The probe through the engine that `runtime.load` chooses."""
+    streamed, device = session.streamed, blueprint.device
+    source = streamed.source_ids(session.probe).to(device)
+    if blueprint.kind == "encoder":
+        return TorchEncoderEngine(module, device).forward(source, None)
+    if blueprint.kind == "encoder-decoder":
+        engine = TorchSeq2SeqEngine(module, device)
+        return engine.decode(streamed.target_ids(session.probe).to(device), engine.encode(source, None), None, None)
+    return Model(lean(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(session.probe)
 
 
 class _Compare:

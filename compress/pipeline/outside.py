@@ -19,7 +19,6 @@ from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
 from compress.statistics import Statistics, StatisticsCollector
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import tied_names
 
 
 @dataclass
@@ -59,7 +58,7 @@ def compress_outside(
             _solve(session, name, work, module, statistics, outside, reporter)
     changed = {}
     if session.untie:
-        for tied, source in tied_names(streamed.model).items():
+        for tied, source in streamed.ties.items():
             for name in (tied, source):
                 if not session.checkpoint.has(name) and name.rpartition(".")[0] not in outside.layers:
                     changed[name] = streamed.model.get_parameter(name).data.clone()
@@ -119,6 +118,6 @@ def _head_statistics(
             f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
         )
     collector = StatisticsCollector(int(module.weight.shape[1]), hessian=True, device=session.streamed.device)  # type: ignore[union-attr, index]
-    for number, (_, mask) in enumerate(batches[:-1]):  # the last batch is the probe
-        collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device)), mask)
+    for number, (ids, mask) in enumerate(batches[:-1]):  # the last batch is the probe
+        collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device), ids), mask)
     return collector.finish()

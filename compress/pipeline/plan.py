@@ -20,7 +20,6 @@ from compress.pipeline.session import Session
 from compress.recipe.models import Recipe
 from compress.solver import chunks
 from runtime import formats
-from runtime.skeleton import tied_names
 
 # Free space that is left alone on the disk, and the part of the free memory that a run may plan with.
 DISK_MARGIN = 64 * 2**20
@@ -122,6 +121,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         plan.warnings.append(
             f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
         )
+    plan.warnings += unused_limits(session)
     if plan.peak_memory > MEMORY_SHARE * plan.available_memory:
         plan.problems.append(
             f"the run needs about {size(plan.peak_memory)} of memory and may take "
@@ -132,6 +132,18 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
             f"the run needs about {size(disk)} of disk for {output} and {size(free)} are free: free some, or name another --output"
         )
     return plan
+
+
+def unused_limits(session: Session) -> list[str]:
+    """A sentence for each limit of the recipe on something that this kind of model does not have."""
+    if session.recipe.evaluate is None:
+        return []
+    encoder = session.streamed.kind == "encoder"
+    return [
+        f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"
+        for name in session.recipe.evaluate.limits()
+        if (name == "min_cosine") != encoder
+    ]
 
 
 def _advice(session: Session, rows: list[tuple[int, ...]]) -> str:
@@ -148,7 +160,9 @@ def _tensors(session: Session) -> list[TensorPlan]:
     stored = {f"{name}.weight" for name in session.work}
     for name in checkpoint.names():
         size_before = checkpoint.nbytes(name)
-        if name not in stored:
+        if name in session.streamed.checkpoint.dropped:
+            plans.append(TensorPlan(name, "dropped", size_before, 0))
+        elif name not in stored:
             plans.append(TensorPlan(name, "copied", size_before, size_before))
     for name, work in session.work.items():
         weight = f"{name}.weight"
@@ -159,7 +173,7 @@ def _tensors(session: Session) -> list[TensorPlan]:
         size_before = checkpoint.nbytes(weight) if checkpoint.has(weight) else 0
         plans.append(TensorPlan(weight, "compressed", size_before, size_after, work.describe(), storage.name))
     if session.untie:
-        for tied, source in tied_names(session.streamed.model).items():
+        for tied, source in session.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in session.work and checkpoint.has(source):
                 plans.append(TensorPlan(tied, "copied", 0, checkpoint.nbytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
@@ -221,9 +235,7 @@ def _seconds(session: Session, tokens: int, scored: int) -> float:
     flops = _measured_flops(session.streamed.dtype)
     solver = _measured_flops(torch.float32)
     parameters = sum(
-        math.prod(session.checkpoint.shape(n))
-        for n in session.checkpoint.names()
-        if n.startswith(session.streamed.blocks_name)
+        math.prod(session.checkpoint.shape(n)) for n in session.checkpoint.names() if session.streamed.is_inside(n)
     )
     # Collecting stops early in three of four passes of a sequential block: little more than one full pass, and one to go on.
     total = 2.0 * parameters * (2.2 * tokens + 2 * scored) / flops

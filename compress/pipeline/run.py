@@ -16,7 +16,6 @@ from torch import nn
 
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
-from compress.pipeline.arithmetic import products
 from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
@@ -170,7 +169,7 @@ def _compress_blocks(session: Session, directory: RunDirectory, reporter: Report
     if not session.outside_work:
         if done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
             for batch in batches:
-                streamed.block_kwargs(batch)
+                streamed.block_kwargs(batch, done)
         streamed.release_outside()
     for index in range(done, count):
         record = _one_block(session, directory, index, states, batches, reporter)
@@ -215,7 +214,7 @@ def _one_block(
         result: BlockResult = compress_block(job, reporter)
         with torch.inference_mode():
             for number, batch in enumerate(batches):
-                states.put(number, streamed.run_block(index, states.get(number), batch))
+                states.put(number, streamed.advance(index, states.get(number), batch))
         prefix = streamed.block_prefix(index)
         changed = {
             prefix + n: p.data
@@ -251,23 +250,13 @@ def _small_forward(
 ) -> Callable[[torch.dtype], torch.Tensor]:
     """Runs the block over the first row of the first batch in a given dtype (folding is tried in float32)."""
 
+    ids, mask = batches[0]
+    batch = (ids[:1], mask[:1] if mask is not None else None)
+    streamed.block_kwargs(
+        batch, index
+    )  # now, since finding them may run the block, which somebody may be watching later
+
     def run(dtype: torch.dtype) -> torch.Tensor:
-        ids, mask = batches[0]
-        batch = (ids[:1], mask[:1] if mask is not None else None)
-        hidden = states.get(0)[:1].to(streamed.device, dtype)
-        kwargs = _cast(streamed.block_kwargs(batch)[index], dtype)
-        with products(streamed.device):
-            out = streamed.blocks[index](hidden, **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+        return streamed.run_block(index, states.get(0)[:1], batch, dtype)
 
     return run
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.to(dtype) if value.is_floating_point() else value
-    if isinstance(value, dict):
-        return {k: _cast(v, dtype) for k, v in value.items()}
-    if isinstance(value, (tuple, list)):
-        return type(value)(_cast(v, dtype) for v in value)
-    return value

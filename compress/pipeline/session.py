@@ -13,13 +13,14 @@ from torch import nn
 
 from compress import calibration
 from compress.assign import assign
+from compress.pipeline.kinds import check_fits_model, check_shared, is_head
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
 from compress.recipe import Recipe, locate_model
 from compress.targets import ModuleInfo
 from runtime.checkpoint import Checkpoint
+from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
-from runtime.skeleton import tied_names
 
 PROBE_TOKENS = 64
 
@@ -56,10 +57,11 @@ class Session:
                 f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
             )
         streamed = StreamedModel(checkpoint, choose_device(device))
+        check_fits_model(recipe, streamed)
         infos = [
             ModuleInfo(name, type(module).__name__, (int(module.weight.shape[0]), int(module.weight.shape[1])))
             for name, module in streamed.model.named_modules()
-            if isinstance(module, (nn.Linear, nn.Embedding))
+            if isinstance(module, (nn.Linear, nn.Embedding)) and not is_head(streamed, name, module)
         ]
         work = {name: LayerWork(assignment) for name, assignment in assign(recipe, infos).items()}
         for name, layer in work.items():
@@ -70,7 +72,8 @@ class Session:
                 raise RequestError(
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
                 )
-        return cls(recipe, checkpoint, streamed, work)
+        check_shared(streamed, work)
+        return cls(recipe, streamed.checkpoint, streamed, work)
 
     # ------------------------------------------------------------ calibration
     @property
@@ -100,14 +103,22 @@ class Session:
     @cached_property
     def batches(self) -> list[Batch]:
         """Calibration batches; a mask only where a batch has padding."""
-        return [(ids, None if bool(mask.all()) else mask) for ids, mask in self.calibration.batches]
+        batches = [(ids, None if bool(mask.all()) else mask) for ids, mask in self.calibration.batches]
+        return [(self.framed(ids) if mask is None else ids, mask) for ids, mask in batches]
+
+    def framed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `[n, s]` cut out of running text as an encoder knows rows: the first and the last token are its marks, if any."""
+        first, last = getattr(self.tokenizer, "cls_token_id", None), getattr(self.tokenizer, "sep_token_id", None)
+        if self.streamed.kind != "encoder" or first is None or last is None or ids.shape[1] < 3:
+            return ids
+        ids = ids.clone()
+        ids[:, 0], ids[:, -1] = first, last
+        return ids
 
     @cached_property
     def probe(self) -> torch.Tensor:
         """Ids `[1, n]` that follow the pipeline through every block, so that the artifact can be held against it."""
-        limit = min(
-            PROBE_TOKENS, int(getattr(self.streamed.config, "max_position_embeddings", PROBE_TOKENS) or PROBE_TOKENS)
-        )
+        limit = min(PROBE_TOKENS, position_limit(self.streamed.model) or PROBE_TOKENS)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, self.vocabulary, (1, limit), generator=generator)
 
@@ -118,13 +129,12 @@ class Session:
 
     @property
     def outside_work(self) -> dict[str, LayerWork]:
-        inside = self.streamed.blocks_name + "."
-        return {name: layer for name, layer in self.work.items() if not name.startswith(inside)}
+        return {name: layer for name, layer in self.work.items() if not self.streamed.is_inside(name)}
 
     @property
     def untie(self) -> bool:
         """Whether a shared embedding must be split, because only one of its two uses (or both, packed) is compressed."""
-        tied = tied_names(self.streamed.model)
+        tied = self.streamed.ties
         shared = {n.rpartition(".")[0] for pair in tied.items() for n in pair}
         return any(name in shared for name in self.work)
 

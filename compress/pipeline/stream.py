@@ -3,13 +3,16 @@
 `StreamedModel` serves the pipeline (which changes each block before going on) and evaluation (which only runs them). It knows
 no architecture: the embedding part runs once with every block replaced by a recorder, which yields the hidden states that
 enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
+
+What goes from block to block is a state `[b, n, hidden]`: the hidden states; in the decoder of an encoder-decoder the encoder's
+output follows behind them. Such a model reads the first half of a row of token ids as its source, and its decoder the rest.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,10 +21,12 @@ from torch import nn
 
 from compress.pipeline.arithmetic import products
 from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.partial import PartialModel
+from compress.pipeline.stacks import Handover, Recorder
+from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
-from runtime.errors import ArtifactError, CompressError
-from runtime.skeleton import build_skeleton, find_blocks, read_config, set_tensor, tied_names
-from runtime.weights import main_dtype
+from runtime.errors import CompressError
+from runtime.loading import decoder_start
 
 Batch = tuple[torch.Tensor, torch.Tensor | None]  # ids [b, s] int64, mask [b, s] bool (None: all tokens are valid)
 
@@ -34,182 +39,72 @@ class _TailDoneError(Exception):
     """Raised at the output head when only its input is wanted."""
 
 
-class _Recorder(nn.Module):
-    """Stands in for a block: tells `sink` how it was called, and hands on its hidden states (or `instead`) unchanged."""
+class StreamedModel(PartialModel):
+    """A checkpoint (or artifact) that runs block by block. Arguments as `PartialModel`'s."""
 
-    def __init__(
-        self,
-        block: nn.Module,
-        sink: Callable[[torch.Tensor, dict[str, Any]], None],
-        instead: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__()
-        self.__dict__["_instead"] = instead
-        self.__dict__["_block"] = block  # not registered: the recorder must have no parameters of its own
-        self.__dict__["_sink"] = sink
-
-    def __getattr__(self, name: str) -> Any:
-        # Decoders read facts off their blocks while looping (Gemma: `layer.attention_type`).
-        return getattr(self.__dict__["_block"], name)
-
-    def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        names = list(inspect.signature(self._block.forward).parameters)
-        self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
-        value = hidden_states if self._instead is None else self._instead
-        return (value,) if _returns_tuple(self._block) else value
-
-
-def _returns_tuple(block: nn.Module) -> bool:
-    return str(inspect.signature(block.forward).return_annotation).lower().startswith("tuple")
-
-
-class StreamedModel:
-    """A checkpoint (or artifact) directory whose weights are read block by block.
-
-    Args:
-        checkpoint: where the tensors come from.
-        device: where blocks run.
-        install: called with the model right after the skeleton exists; an artifact's reader replaces Linear modules there by
-            compressed ones. None for plain checkpoints.
-        loaded: a context manager that is entered with (part of the model, name prefix to leave alone) once the tensors of that
-            part are there, and left before they go.
-        dtype: what the model computes in; default config.json's, as `runtime.load` does.
-    """
-
-    def __init__(
-        self,
-        checkpoint: Checkpoint,
-        device: str | torch.device = "cpu",
-        install: Callable[[nn.Module], None] | None = None,
-        loaded: Callable[[nn.Module, str | None], AbstractContextManager[None]] | None = None,
-        dtype: torch.dtype | None = None,
-        trust_remote_code: bool = False,
-    ) -> None:
-        self.checkpoint = checkpoint
-        self.device = torch.device(device)
-        self.config = read_config(checkpoint.path, trust_remote_code)
-        self.dtype = dtype or main_dtype(checkpoint)
-        self._loaded = loaded
-        self.model = build_skeleton(self.config, self.dtype, trust_remote_code)
-        if install is not None:
-            install(self.model)
-        self.blocks_name, self.blocks = find_blocks(self.model)
+    def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
+        super().__init__(checkpoint, *arguments, **options)
+        self._start = decoder_start(Artifact(checkpoint.path))[0] if self.kind == "encoder-decoder" else 0
+        self._handovers: dict[int, Handover] = {}
+        self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
-        self._outside_is_loaded = False
-        tied = tied_names(self.model)
-        stored = set(checkpoint.names())
-        expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
-        # A tied parameter need not be stored; when it is, it must be the tensor it is tied to.
-        missing = sorted(n for n in expected if n not in stored and not (n in tied and tied[n] in stored))
-        if missing:
-            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise ArtifactError(
-                f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
-            )
-        self.extra = sorted(stored - set(expected))
-        for name, value in expected.items():
-            if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
-                raise ArtifactError(
-                    f"{checkpoint.path}: tensor {name} has shape {list(checkpoint.shape(name))}, config.json asks for {list(value.shape)}"
-                )
 
-    # ---------------------------------------------------------------- names and tensors
-    def block_prefix(self, index: int) -> str:
-        return f"{self.blocks_name}.{index}."
+    # ---------------------------------------------------------------- token ids
+    def source_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the (first) stack reads of rows `[b, s]`: all of them, or the first half."""
+        return ids[:, : self._half(ids)] if self.kind == "encoder-decoder" else ids
 
-    def outside_names(self) -> list[str]:
-        """Stored tensors that belong to no block, in a fixed order."""
-        inside = self.blocks_name + "."
-        return sorted(n for n in self.checkpoint.names() if not n.startswith(inside))
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder reads of rows `[b, s]`: the start token, then what the source leaves."""
+        start = torch.full((len(ids), 1), self._start, dtype=ids.dtype)
+        return torch.cat([start, ids[:, self._half(ids) :]], dim=1)
 
-    def block_names(self, index: int) -> list[str]:
-        prefix = self.block_prefix(index)
-        return sorted(n for n in self.checkpoint.names() if n.startswith(prefix))
+    def labels(self, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens that all but the last of a row's logits predict."""
+        return ids[:, self._half(ids) :] if self.kind == "encoder-decoder" else ids[:, 1:]
 
-    def load_outside(self) -> None:
-        """Read everything that is no block: embeddings, final norm, head."""
-        extra = set(self.extra)
-        tied = tied_names(self.model)
-        for name in self.outside_names():
-            if name not in extra and name not in tied:
-                set_tensor(self.model, name, self._read(self.model, name, name))
-        for name, source in tied.items():
-            if self.checkpoint.has(source):
-                set_tensor(self.model, name, self.model.get_parameter(source).data)
-        for name, buffer in self.model.named_buffers():
-            if (
-                not name.startswith(self.blocks_name + ".")
-                and buffer.device != self.device
-                and buffer.device.type != "meta"
-            ):
-                set_tensor(self.model, name, buffer.to(self.device))
-        self._outside_is_loaded = True
+    def _half(self, ids: torch.Tensor) -> int:
+        return max(1, ids.shape[1] // 2)
 
-    def release_outside(self) -> None:
-        """Drop what `load_outside` read; it is read again for as long as something needs it."""
-        for name, module in self.model.named_modules():
-            if not f"{name}.".startswith(self.blocks_name + "."):
-                _to_meta(module)
-        self._outside_is_loaded = False
-
-    @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """What is no block is in memory inside, and afterwards if it was before."""
-        if self._outside_is_loaded:
-            yield
-            return
-        self.load_outside()
-        try:
-            yield
-        finally:
-            self.release_outside()
-
-    def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
-        """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""
-        value = self.checkpoint.get(name)
-        parent_name, _, leaf = local.rpartition(".")
-        place = part.get_submodule(parent_name)._parameters.get(leaf)
-        if place is not None and place.is_floating_point() and value.is_floating_point():
-            value = value.to(place.dtype)
-        return value.to(self.device)
-
-    @contextmanager
-    def loaded_block(self, index: int) -> Iterator[nn.Module]:
-        """Block `index` with its weights in memory; they are released on exit."""
-        block = self.blocks[index]
-        prefix = self.block_prefix(index)
-        extra = set(self.extra)
-        for name in self.block_names(index):
-            if name not in extra:
-                set_tensor(block, name[len(prefix) :], self._read(block, name[len(prefix) :], name))
-        for name, buffer in block.named_buffers():
-            if buffer.device.type not in ("meta", self.device.type):
-                set_tensor(block, name, buffer.to(self.device))
-        try:
-            with self._loaded(block, None) if self._loaded is not None else nullcontext():
-                yield block
-        finally:
-            release(block)
+    def call(self, module: Any, batch: Batch, **more: Any) -> Any:
+        """Run `module`, a whole model of this kind, over a batch without a cache; an encoder without its heads."""
+        ids, mask = batch
+        arguments: dict[str, Any] = {"input_ids": self.source_ids(ids).to(self.device)}
+        if mask is not None:
+            arguments["attention_mask"] = mask.to(self.device).long()
+        if self.kind == "encoder":
+            return module.base_model(**arguments, **more)
+        if self.kind == "encoder-decoder":
+            arguments["decoder_input_ids"] = self.target_ids(ids).to(self.device)
+        return module(**arguments, use_cache=False, **more)
 
     # ---------------------------------------------------------------- running
     @torch.inference_mode()
     def prelude(self, batches: list[Batch], states: HiddenStates) -> None:
         """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype."""
-        for number, (ids, mask) in enumerate(batches):
-            hidden, kwargs = self._run_prelude(ids, mask)
+        for number, batch in enumerate(batches):
+            hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
             states.put(number, hidden)
-            self._kwargs.setdefault(_call_key(ids, mask), kwargs)
+            self._kwargs.setdefault((0, *_call_key(*batch)), kwargs)
 
     @torch.inference_mode()
-    def block_kwargs(self, batch: Batch) -> list[dict[str, Any]]:
-        """Keyword arguments of every block for `batch` (computed once for equal shapes and masks)."""
-        key = _call_key(*batch)
+    def block_kwargs(self, batch: Batch, index: int = 0) -> dict[str, Any]:
+        """Keyword arguments of block `index` for `batch` (computed once for equal shapes and masks)."""
+        number, local = self._place(index)
+        key = (number, *_call_key(*batch))
         if key not in self._kwargs:
-            self._kwargs[key] = self._run_prelude(*batch)[1]
-        return self._kwargs[key]
+            if number == 0:
+                self._kwargs[key] = self._record(0, batch, lambda: self.call(self.model, batch))[1]
+            else:
+                ids = batch[0]
+                size = self.config.get_text_config().hidden_size
+                nothing = torch.zeros(len(ids), self._half(ids), size, dtype=self.dtype, device=self.device)
+                self._enter_decoder(nothing, batch)
+        return self._kwargs[key][local]
 
-    def _run_prelude(self, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+    def _record(self, number: int, batch: Batch, call: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """Run `call` with recorders for the blocks of a stack: what enters the first, and what each is called with."""
+        stack = self.stacks[number]
         first: list[torch.Tensor] = []
         calls: list[dict[str, Any]] = []
 
@@ -217,39 +112,115 @@ class StreamedModel:
             if not first:
                 first.append(hidden)
             calls.append({k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")})
-            if len(calls) == len(self.blocks):
+            if len(calls) == len(stack.blocks):
                 raise _PreludeDoneError
 
-        parent_name, _, leaf = self.blocks_name.rpartition(".")
-        parent = self.model.get_submodule(parent_name)
-        recorders = nn.ModuleList(_Recorder(block, sink) for block in self.blocks)
-        setattr(parent, leaf, recorders)
-        arguments: dict[str, Any] = {"input_ids": ids.to(self.device), "use_cache": False}
-        if mask is not None:
-            arguments["attention_mask"] = mask.to(self.device).long()
+        # Causal language models say by annotation what their blocks return; others show it.
+        learn = self.kind != "decoder" and len(stack.blocks) > 1
+        handover = Handover.annotated(stack.blocks[0])
+        recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
         try:
-            with self._outside(), products(self.device):
-                self.model(**arguments)
+            with (
+                self._replaced(number, recorders),
+                self._outside(),
+                self._first_block(number, learn),
+                products(self.device),
+            ):
+                call()
         except _PreludeDoneError:
             pass
-        finally:
-            setattr(parent, leaf, self.blocks)
-        if len(calls) != len(self.blocks):
+        if len(calls) != len(stack.blocks):
             raise CompressError(
-                f"{type(self.model).__name__} ran {len(calls)} of its {len(self.blocks)} blocks; it cannot be streamed"
+                f"{type(self.model).__name__} ran {len(calls)} of its {len(stack.blocks)} blocks; it cannot be streamed"
             )
+        self._handovers[number] = handover
         return first[0], calls
 
-    def run_block(self, index: int, hidden: torch.Tensor, batch: Batch) -> torch.Tensor:
-        """One block over one batch: `[b, s, hidden]` in and out."""
-        kwargs = self.block_kwargs(batch)[index]
+    @contextmanager
+    def _replaced(self, number: int, blocks: list[Recorder]) -> Iterator[None]:
+        stack = self.stacks[number]
+        parent_name, _, leaf = stack.name.rpartition(".")
+        parent = self.model.get_submodule(parent_name)
+        setattr(parent, leaf, nn.ModuleList(blocks))
+        try:
+            yield
+        finally:
+            setattr(parent, leaf, stack.blocks)
+
+    def _first_block(self, number: int, wanted: bool) -> AbstractContextManager[Any]:
+        stack = self.stacks[number]
+        there = all(p.device.type != "meta" for p in stack.blocks[0].parameters())
+        return self.loaded_block(stack.first) if wanted and not there else nullcontext()
+
+    def run_block(
+        self, index: int, state: torch.Tensor, batch: Batch, dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """One block over one batch, a state in and out; `dtype`: what it is to compute in, where its weights were cast."""
+        number, _ = self._place(index)
+        kwargs = self.block_kwargs(batch, index)
+        state = state.to(self.device)
+        hidden, memory = state, None
+        if number > 0:
+            length = self.target_ids(batch[0]).shape[1]
+            hidden, memory = state[:, :length], state[:, length:]
+            kwargs = {**kwargs, **dict.fromkeys(self._memory_names, memory)}
+        if dtype is not None:
+            hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
         with products(self.device):
-            out = self.blocks[index](hidden.to(self.device), **kwargs)
-        return out[0] if isinstance(out, tuple) else out
+            out = self.blocks[index](hidden, **kwargs)
+        out = out[0] if isinstance(out, tuple) else out
+        return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
+
+    def advance(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`run_block`, and after the encoder's last block what enters the decoder: the state for block `index + 1`."""
+        state = self.run_block(index, state, batch)
+        if len(self.stacks) == 2 and index + 1 == self.stacks[1].first:
+            with torch.inference_mode():
+                encoder: Any = self.model.get_encoder()
+                ids = torch.zeros(state.shape[:2], dtype=torch.int64, device=self.device)
+                with self._handing_on(0, state):
+                    memory = encoder(input_ids=ids).last_hidden_state
+                return self._enter_decoder(memory, batch)
+        return state
+
+    def _enter_decoder(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The state that enters the decoder's first block, given the encoder's output `[b, s, hidden]`."""
+        if batch[1] is not None:
+            raise CompressError("encoder-decoders are compressed on rows without padding")
+        target = self.target_ids(batch[0]).to(self.device)
+        hidden, calls = self._record(1, batch, lambda: self._decode(target, memory))
+        self._memory_names = [name for name, value in calls[0].items() if value is memory]
+        if not self._memory_names or hidden.shape[2] != memory.shape[2]:
+            raise CompressError(f"{type(self.model).__name__} has a decoder that this pipeline cannot follow")
+        kept = [{k: v for k, v in call.items() if k not in self._memory_names} for call in calls]
+        self._kwargs.setdefault((1, *_call_key(*batch)), kept)
+        return torch.cat([hidden, memory], dim=1)
+
+    def _decode(self, target: torch.Tensor, memory: torch.Tensor) -> Any:
+        from transformers.modeling_outputs import BaseModelOutput
+
+        model: Any = self.model
+        states = BaseModelOutput(last_hidden_state=memory)  # type: ignore[arg-type]
+        return model(encoder_outputs=states, decoder_input_ids=target, use_cache=False)
+
+    @contextmanager
+    def _handing_on(self, number: int, hidden: torch.Tensor) -> Iterator[None]:
+        """The blocks of a stack give place to ones that hand on `hidden`, with all that is in no block loaded."""
+        stack = self.stacks[number]
+        if self.kind == "decoder":
+            handover = Handover.annotated(stack.blocks[0])
+        else:
+            if number not in self._handovers:
+                self.block_kwargs((torch.zeros(1, 2, dtype=torch.int64), None), stack.first)
+            handover = self._handovers[number]
+        loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
+        recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
+        with self._replaced(number, recorders), self._outside(), loaded, products(self.device):
+            yield
 
     @torch.inference_mode()
-    def head_input(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What enters the output head `[b, s, hidden]`, given the last block's output: after the final norm, usually."""
+    def head_input(self, state: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What enters the output head `[b, s, hidden]`, given the state after the last block: after the final norm, usually."""
         seen: list[torch.Tensor] = []
 
         def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -258,7 +229,7 @@ class StreamedModel:
 
         handle = self.model.get_output_embeddings().register_forward_pre_hook(hook)
         try:
-            self._run_tail(hidden)
+            self._run_tail(state, ids)
         except _TailDoneError:
             pass
         finally:
@@ -266,22 +237,23 @@ class StreamedModel:
         return seen[0]
 
     @torch.inference_mode()
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits `[b, s, vocab]` (model dtype) given the last block's output."""
-        return self._run_tail(hidden)
+    def outputs(self, state: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """What users get, in the model's dtype, given the state after the last block: logits `[b, s, vocab]`, or of an encoder
+        hidden states `[b, s, hidden]`. `ids` are the rows `[b, s]` it belongs to; encoder-decoders need them."""
+        return self._run_tail(state, ids)
 
-    def _run_tail(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Run all that comes after the blocks, by letting blocks that only hand on `hidden` stand in for them."""
-        parent_name, _, leaf = self.blocks_name.rpartition(".")
-        parent = self.model.get_submodule(parent_name)
-        setattr(parent, leaf, nn.ModuleList(_Recorder(block, lambda _h, _k: None, hidden) for block in self.blocks))
-        ids = torch.zeros(hidden.shape[:2], dtype=torch.int64, device=self.device)
-        try:
-            loaded = self._loaded(self.model, self.blocks_name + ".") if self._loaded is not None else nullcontext()
-            with self._outside(), loaded, products(self.device):
-                return self.model(input_ids=ids, use_cache=False).logits
-        finally:
-            setattr(parent, leaf, self.blocks)
+    def _run_tail(self, state: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run all that comes after the blocks, by letting blocks that only hand on hidden states stand in for them."""
+        if self.kind == "encoder-decoder":
+            assert rows is not None
+            length = self.target_ids(rows).shape[1]
+            target = torch.zeros(len(state), length, dtype=torch.int64, device=self.device)
+            with self._handing_on(1, state[:, :length]):
+                return self._decode(target, state[:, length:]).logits
+        ids = torch.zeros(state.shape[:2], dtype=torch.int64, device=self.device)
+        with self._handing_on(0, state):
+            out = self.call(self.model, (ids, None))
+        return out.last_hidden_state if self.kind == "encoder" else out.logits
 
 
 def run_blocks(
@@ -295,7 +267,7 @@ def run_blocks(
         for index in range(len(streamed.blocks)):
             with streamed.loaded_block(index):
                 for number, batch in enumerate(batches):
-                    states.put(number, streamed.run_block(index, states.get(number), batch))
+                    states.put(number, streamed.advance(index, states.get(number), batch))
             if on_block is not None:
                 on_block(index)
     return states
@@ -306,22 +278,11 @@ def _call_key(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
     return (tuple(ids.shape), None if full else mask.cpu().numpy().tobytes())  # type: ignore[union-attr]
 
 
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    parent_name, _, leaf = name.rpartition(".")
-    return leaf not in model.get_submodule(parent_name)._non_persistent_buffers_set
-
-
-def release(module: nn.Module) -> None:
-    """Drop the weights of `module` (back to meta) so that its memory is free; non-persistent buffers stay."""
-    for child in module.modules():
-        _to_meta(child)
-
-
-def _to_meta(module: nn.Module) -> None:
-    """Drop the module's own weights, not those of the modules in it."""
-    for key, parameter in module._parameters.items():
-        if parameter is not None:
-            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-    for key, buffer in module._buffers.items():
-        if buffer is not None and key not in module._non_persistent_buffers_set:
-            module._buffers[key] = torch.empty_like(buffer, device="meta")
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value

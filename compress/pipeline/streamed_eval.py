@@ -25,6 +25,8 @@ def compare(
 ) -> dict[str, Any]:
     """Perplexity of both models on `windows` `[n, s]` int64 (every token but the first of a window is scored), KL and agreement.
 
+    An encoder-decoder reads the first half of a window and is scored on the rest, given token by token.
+
     Returns {"before": {...}, "after": {...}, "kl", "top1_agreement", "tokens"}: KL(source || artifact) in nats a token.
     """
     batches: list[Batch] = [(rows, None) for rows in windows.split(batch_size)]
@@ -39,9 +41,10 @@ def compare(
             rows = max(1, LOGIT_ROWS // ids.shape[1])
             for start in range(0, ids.shape[0], rows):
                 part = slice(start, start + rows)
-                targets = ids[part, 1:].reshape(-1)
-                reference = source.logits(before.get(number)[part].to(source.device))[:, :-1].flatten(0, 1)
-                logits = artifact.logits(after.get(number)[part].to(artifact.device))[:, :-1].flatten(0, 1)
+                rows_here = ids[part]
+                targets = source.labels(rows_here).reshape(-1)
+                reference = source.outputs(before.get(number)[part].to(source.device), rows_here)[:, :-1].flatten(0, 1)
+                logits = artifact.outputs(after.get(number)[part].to(artifact.device), rows_here)[:, :-1].flatten(0, 1)
                 base.add(reference, targets)
                 ours.add(logits, targets, reference_logits=reference)
     before.drop()

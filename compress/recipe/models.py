@@ -99,6 +99,8 @@ class EvaluateConfig(TextSource):
         max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1).
         max_kl: largest mean KL divergence from the source model, in nats a token.
         min_top1_agreement: smallest share of positions where both models would say the same token.
+        min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
+            that both models give a text.
     """
 
     split: str = "test"
@@ -107,10 +109,11 @@ class EvaluateConfig(TextSource):
     max_perplexity_increase: Fraction | None = None
     max_kl: float | None = Field(default=None, ge=0)
     min_top1_agreement: Annotated[Fraction, Field(le=1)] | None = None
+    min_cosine: float | None = Field(default=None, ge=-1, le=1)
 
     def limits(self) -> dict[str, float]:
         """The limits that are set."""
-        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement")
+        names = ("max_perplexity", "max_perplexity_increase", "max_kl", "min_top1_agreement", "min_cosine")
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 

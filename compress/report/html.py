@@ -23,6 +23,7 @@ _LIMIT_NAMES = {
     "max_perplexity_increase": "increase of the perplexity at most",
     "max_kl": "KL divergence at most",
     "min_top1_agreement": "same most likely token at least",
+    "min_cosine": "mean cosine similarity at least",
 }
 
 
@@ -86,6 +87,9 @@ def _headline(facts: Facts) -> str:
     if "top1_agreement" in metrics:
         agreement = f"{metrics['top1_agreement']:.1%}"
         numbers.append((agreement, "same most likely token", f"KL {metrics['kl']:.4g} nats a token"))
+    if "cosine" in metrics:
+        worst = f"worst text {metrics['cosine']['min']:.4f}"
+        numbers.append((f"{metrics['cosine']['mean']:.4f}", "cosine similarity to the original's embeddings", worst))
     if facts.layer_bits is not None:
         numbers.append(
             (f"{facts.layer_bits:.2f}", "bits a weight", f"in {len(facts.layers)} compressed layers, all included")
@@ -110,6 +114,8 @@ def _warnings(facts: Facts) -> str:
 
 def _quality(facts: Facts) -> str:
     metrics = facts.metrics
+    if "cosine" in metrics:
+        return _section("Quality", _embeddings(metrics))
     if "after" not in metrics:
         return _section("Quality", '<p class="soft">The recipe asked for no evaluation.</p>')
     before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
@@ -126,16 +132,31 @@ def _quality(facts: Facts) -> str:
     if "top1_agreement" in metrics:
         rows.append([("Same most likely token", ""), ("", ""), (f"{metrics['top1_agreement']:.2%}", "right"), ("", "")])
     content = _table(("", "before>", "after>", "change>"), rows)
-    limits = metrics.get("limits") or []
-    if limits:
-        content += "<p></p>" + _table(
-            ("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits]
-        )
+    content += _limits(metrics)
     content += charts.quality_chart(before, after)
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
     content += f'<p class="soft">Measured on {tokens}{length}; every token but the first of a window is scored.</p>'
     return _section("Quality", content)
+
+
+def _embeddings(metrics: dict[str, Any]) -> str:
+    """An encoder's quality: how far its embeddings moved."""
+    cosine = metrics["cosine"]
+    rows = [[(what, ""), (f"{cosine[key]:.5f}", "right")] for what, key in (("mean", "mean"), ("worst text", "min"))]
+    text = (
+        f"Measured on {metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens: the embedding that the artifact "
+        "gives a text, against the original's."
+    )
+    table = _table(("cosine similarity to the original", "value>"), rows)
+    return f'{table}{_limits(metrics)}<p class="soft">{text}</p>'
+
+
+def _limits(metrics: dict[str, Any]) -> str:
+    limits = metrics.get("limits") or []
+    if not limits:
+        return ""
+    return "<p></p>" + _table(("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits])
 
 
 def _limit_row(limit: dict[str, Any]) -> list[tuple[str, str]]:

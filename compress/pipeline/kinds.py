@@ -1,0 +1,51 @@
+"""What a recipe may ask of an encoder or an encoder-decoder."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from compress.pipeline.stream import StreamedModel
+from compress.recipe import Recipe
+from runtime.engines.torch_encoder import position_limit
+from runtime.errors import RequestError
+
+
+def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
+    """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
+    if streamed.kind == "decoder":
+        return
+    config = streamed.config.get_text_config()
+    name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)
+    if streamed.kind == "encoder" and isinstance(count, int) and count != len(streamed.blocks):
+        raise RequestError(
+            f"{name} runs {count} layers and has the weights of {len(streamed.blocks)}: layers that share their weights cannot be "
+            "compressed block by block"
+        )
+    limit = position_limit(streamed.model)
+    for section, source in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
+        if source is not None and limit is not None and source.sequence_length > limit:
+            text = f"rows of {source.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
+            raise RequestError(source.at("sequence_length", text))
+    if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
+        text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
+        raise RequestError(recipe.calibration.at("packing", text))
+
+
+def is_head(streamed: StreamedModel, name: str, module: nn.Module) -> bool:
+    """Whether a layer comes after an encoder's blocks (a pooler, a classifier). Those stay as they are: they are small, and what
+    they give is no embedding that could be measured."""
+    return streamed.kind == "encoder" and isinstance(module, nn.Linear) and not streamed.is_inside(name)
+
+
+def check_shared(streamed: StreamedModel, work: Collection[str]) -> None:
+    """Raise `RequestError` when the recipe names an embedding that both halves of an encoder-decoder share."""
+    if streamed.kind != "encoder-decoder":
+        return
+    shared = {name.rpartition(".")[0] for pair in streamed.ties.items() for name in pair}
+    for name in work:
+        if name in shared:
+            raise RequestError(
+                f"{name} shares its weight with other parts of the encoder-decoder and cannot be compressed; ignore it in the recipe"
+            )

@@ -1,0 +1,191 @@
+"""A model of which only parts are in memory: its skeleton, and on demand one block, or all that is in no block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+
+import torch
+from torch import nn
+
+from compress.pipeline.source import SourceCheckpoint
+from compress.pipeline.stacks import Stack
+from runtime.checkpoint import Checkpoint
+from runtime.errors import ArtifactError
+from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
+from runtime.weights import main_dtype
+
+
+class PartialModel:
+    """A checkpoint (or artifact) directory whose weights are read in parts.
+
+    Args:
+        checkpoint: where the tensors come from.
+        device: where they go.
+        install: called with the model right after the skeleton exists; an artifact's reader replaces Linear modules there by
+            compressed ones. None for plain checkpoints.
+        loaded: a context manager that is entered with (part of the model, test of names to leave alone) once the tensors of
+            that part are there, and left before they go.
+        dtype: what the model computes in; default config.json's, as `runtime.load` does.
+
+    Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder".
+        stacks: the encoder's blocks, the decoder's, or both in this order; `blocks` are all of them.
+        checkpoint: the tensors by the model's names.
+        ties: {tied parameter: the one it shares}, without those that are stored and differ.
+    """
+
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        device: str | torch.device = "cpu",
+        install: Callable[[nn.Module], None] | None = None,
+        loaded: Callable[[nn.Module, Callable[[str], bool] | None], AbstractContextManager[None]] | None = None,
+        dtype: torch.dtype | None = None,
+        trust_remote_code: bool = False,
+    ) -> None:
+        self.device = torch.device(device)
+        self.config = read_config(checkpoint.path, trust_remote_code)
+        self.kind = model_kind(self.config)
+        self.dtype = dtype or main_dtype(checkpoint)
+        self._loaded = loaded
+        self.model = build_skeleton(self.config, self.dtype, trust_remote_code, checkpoint.names())
+        if install is not None:
+            install(self.model)
+        self.stacks: list[Stack] = []
+        self.blocks = nn.ModuleList()
+        for name, blocks in find_stacks(self.model):
+            self.stacks.append(Stack(name, blocks, len(self.blocks)))
+            self.blocks += blocks
+        self._outside_is_loaded = False
+        expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
+        expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
+        self.checkpoint = SourceCheckpoint(checkpoint, self.model, expected)
+        checkpoint = self.checkpoint
+        stored = set(checkpoint.names())
+        tied = tied_names(self.model)
+        # A tied parameter need not be stored; where both are and differ, they are not tied (T5 v1.1 has a head of its own).
+        self.ties = {
+            n: s
+            for n, s in tied.items()
+            if not (n in stored and s in stored and not torch.equal(checkpoint.get(n), checkpoint.get(s)))
+        }
+        missing = sorted(n for n in expected if n not in stored and not (n in tied and tied[n] in stored))
+        if missing:
+            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
+            )
+        self.extra = sorted(stored - set(expected))
+        for name, value in expected.items():
+            if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
+                raise ArtifactError(
+                    f"{checkpoint.path}: tensor {name} has shape {list(checkpoint.shape(name))}, config.json asks for {list(value.shape)}"
+                )
+
+    # ---------------------------------------------------------------- names and tensors
+    def block_prefix(self, index: int) -> str:
+        number, local = self._place(index)
+        return f"{self.stacks[number].name}.{local}."
+
+    def is_inside(self, name: str) -> bool:
+        """Whether the module or tensor `name` belongs to a block."""
+        return any(name.startswith(stack.name + ".") for stack in self.stacks)
+
+    def outside_names(self) -> list[str]:
+        """Stored tensors that belong to no block, in a fixed order."""
+        return sorted(n for n in self._kept() if not self.is_inside(n))
+
+    def block_names(self, index: int) -> list[str]:
+        prefix = self.block_prefix(index)
+        return sorted(n for n in self._kept() if n.startswith(prefix))
+
+    def _kept(self) -> list[str]:
+        return [n for n in self.checkpoint.names() if n not in self.checkpoint.dropped]
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The stack of block `index`, and its place there."""
+        number = max(n for n, stack in enumerate(self.stacks) if stack.first <= index)
+        return number, index - self.stacks[number].first
+
+    def load_outside(self) -> None:
+        """Read everything that is no block: embeddings, final norm, head."""
+        extra = set(self.extra)
+        tied = self.ties
+        for name in self.outside_names():
+            if name not in extra and name not in tied:
+                set_tensor(self.model, name, self._read(self.model, name, name))
+        for name, source in tied.items():
+            if self.checkpoint.has(source):
+                set_tensor(self.model, name, self.model.get_parameter(source).data)
+        for name, buffer in self.model.named_buffers():
+            if not self.is_inside(name) and buffer.device != self.device and buffer.device.type != "meta":
+                set_tensor(self.model, name, buffer.to(self.device))
+        self._outside_is_loaded = True
+
+    def release_outside(self) -> None:
+        """Drop what `load_outside` read; it is read again for as long as something needs it."""
+        for name, module in self.model.named_modules():
+            if not self.is_inside(f"{name}."):
+                _to_meta(module)
+        self._outside_is_loaded = False
+
+    @contextmanager
+    def _outside(self) -> Iterator[None]:
+        """What is no block is in memory inside, and afterwards if it was before."""
+        if self._outside_is_loaded:
+            yield
+            return
+        self.load_outside()
+        try:
+            yield
+        finally:
+            self.release_outside()
+
+    def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
+        """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""
+        value = self.checkpoint.get(name)
+        parent_name, _, leaf = local.rpartition(".")
+        place = part.get_submodule(parent_name)._parameters.get(leaf)
+        if place is not None and place.is_floating_point() and value.is_floating_point():
+            value = value.to(place.dtype)
+        return value.to(self.device)
+
+    @contextmanager
+    def loaded_block(self, index: int) -> Iterator[nn.Module]:
+        """Block `index` with its weights in memory; they are released on exit."""
+        block = self.blocks[index]
+        prefix = self.block_prefix(index)
+        extra = set(self.extra)
+        for name in self.block_names(index):
+            if name not in extra:
+                set_tensor(block, name[len(prefix) :], self._read(block, name[len(prefix) :], name))
+        for name, buffer in block.named_buffers():
+            if buffer.device.type not in ("meta", self.device.type):
+                set_tensor(block, name, buffer.to(self.device))
+        try:
+            with self._loaded(block, None) if self._loaded is not None else nullcontext():
+                yield block
+        finally:
+            release(block)
+
+
+def _is_persistent(model: nn.Module, name: str) -> bool:
+    parent_name, _, leaf = name.rpartition(".")
+    return leaf not in model.get_submodule(parent_name)._non_persistent_buffers_set
+
+
+def release(module: nn.Module) -> None:
+    """Drop the weights of `module` (back to meta) so that its memory is free; non-persistent buffers stay."""
+    for child in module.modules():
+        _to_meta(child)
+
+
+def _to_meta(module: nn.Module) -> None:
+    """Drop the module's own weights, not those of the modules in it."""
+    for key, parameter in module._parameters.items():
+        if parameter is not None:
+            module._parameters[key] = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+    for key, buffer in module._buffers.items():
+        if buffer is not None and key not in module._non_persistent_buffers_set:
+            module._buffers[key] = torch.empty_like(buffer, device="meta")

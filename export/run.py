@@ -86,11 +86,6 @@ def run(
             progress.warn(
                 f"{len(job.losses)} layers were rounded anew; the largest relative error is {job.losses[worst]:.4f} ({worst})"
             )
-        verification = chosen.verify(job) if verify else None
-        for note in verification.notes if verification else ():
-            progress.warn(note)
-        (folder / README).write_text(_readme(chosen, job, place, conversions, verification), encoding="utf-8")
-        files = listing(folder)
         manifest = {
             "schema_version": SCHEMA_VERSION,
             "target": target,
@@ -99,6 +94,17 @@ def run(
             "tools": tool_versions(),
             "conversions": [asdict(conversion) for conversion in conversions],
             "losses": job.losses,
+            target: job.facts,
+            "files": {},
+        }
+        write_json(folder / MANIFEST, manifest)  # `verify` loads the folder as users will; the listing follows
+        verification = chosen.verify(job) if verify else None
+        for note in verification.notes if verification else ():
+            progress.warn(note)
+        (folder / README).write_text(_readme(chosen, job, place, conversions, verification), encoding="utf-8")
+        (folder / MANIFEST).unlink()
+        files = listing(folder)
+        manifest |= {
             "verification": None if verification is None else verification.as_dict(),
             "warnings": progress.warnings,
             target: job.facts,

@@ -17,6 +17,7 @@ from runtime.engines.torch import Blueprint
 from runtime.engines.torch_encoder import TorchEncoderEngine
 from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
+from runtime.exported import Export, find_export, load_export
 from runtime.model import Model
 from runtime.seq2seq import Seq2SeqModel
 from runtime.sizes import byte_count
@@ -49,7 +50,7 @@ def load(
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
-    """Load a compressed artifact, or a plain Hugging Face checkpoint, for inference. Compressed weights stay packed.
+    """Load a compressed artifact, an export of one (ONNX, TensorRT), or a plain Hugging Face checkpoint. Compressed weights stay packed.
 
     A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`.
 
@@ -81,6 +82,15 @@ def load(
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
         torch.set_num_threads(threads)
+    export = find_export(path)
+    if export is not None:
+        return _exported(
+            export,
+            target,
+            verify,
+            trust_remote_code,
+            {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound},
+        )
     artifact = Artifact(path, trust_remote_code)
     if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
         raise ArtifactError(f"{artifact.path} is an unfinished run of `compress apply`; finish it with --resume")
@@ -88,12 +98,33 @@ def load(
     checked = bool(verify) or (verify is None and small)
     if checked:
         artifact.verify()
+    if target.type == "cuda":
+        offer_kernels(artifact.path, target)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
     if blueprint.kind != "decoder":
         return _without_cache_file(blueprint, bound, trust_remote_code)
     engine = load_engine(blueprint, checked, bound)
     tokenizer = _tokenizer(artifact.path, trust_remote_code)
     return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
+
+
+def _exported(
+    export: Export, device: torch.device, verify: bool | None, trust_remote_code: bool, options: dict[str, Any]
+) -> Model:
+    """What another engine runs, behind the same interface."""
+    if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
+        export.verify()
+    engine = load_export(export, device, options)
+    tokenizer = _tokenizer(export.path, trust_remote_code)
+    return Model(engine, tokenizer, export, _end_of_sequence(export, tokenizer))
+
+
+def offer_kernels(path: Path, device: torch.device) -> None:
+    """Let what is loaded onto a GPU use the kernels that an export to triton has compiled for it; ArtifactError if they are damaged."""
+    if (path / "kernels" / "index.json").is_file():
+        from runtime.kernels.triton import ahead
+
+        ahead.offer(path, device)
 
 
 def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) -> EncoderModel | Seq2SeqModel:
@@ -170,7 +201,7 @@ def decoder_start(artifact: Artifact) -> tuple[int, int | None]:
     return start, find("forced_bos_token_id")
 
 
-def _end_of_sequence(artifact: Artifact, tokenizer: Any) -> frozenset[int]:
+def _end_of_sequence(artifact: Artifact | Export, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
     file = artifact.path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}

@@ -20,6 +20,7 @@ from runtime.decoding.stats import GenerationStats
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Engine
 from runtime.errors import RequestError
+from runtime.exported import Export
 
 _SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
@@ -49,7 +50,9 @@ class Model:
         eos_token_ids: tokens that end a text.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, artifact: Artifact, eos_token_ids: frozenset[int]) -> None:
+    def __init__(
+        self, engine: Engine, tokenizer: Any, artifact: Artifact | Export, eos_token_ids: frozenset[int]
+    ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.artifact = artifact

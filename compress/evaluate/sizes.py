@@ -8,10 +8,11 @@ import torch
 
 if TYPE_CHECKING:
     from runtime.artifact import Artifact
+    from runtime.exported import Export
     from runtime.model import Model
 
 
-def parameter_count(artifact: Artifact, trust_remote_code: bool = False) -> int:
+def parameter_count(artifact: Artifact | Export, trust_remote_code: bool = False) -> int:
     """Weights of the model that `config.json` describes, uncompressed; tied ones counted once. Nothing is allocated."""
     from runtime.skeleton import build_skeleton, read_config
 
@@ -20,8 +21,11 @@ def parameter_count(artifact: Artifact, trust_remote_code: bool = False) -> int:
 
 
 def sizes(model: Model, trust_remote_code: bool = False) -> dict[str, Any]:
-    """`bytes` (all tensors on disk), `bits_per_weight` (these over all weights, embeddings included), `weight_bytes` in memory."""
-    total = model.artifact.checkpoint.total_bytes
+    """`bytes` (all tensors on disk; of an export, its weight files), `bits_per_weight` (these over all weights, embeddings included), `weight_bytes` in memory."""
+    from runtime.artifact import Artifact
+
+    directory = model.artifact
+    total = directory.checkpoint.total_bytes if isinstance(directory, Artifact) else model.engine.weight_bytes
     return {
         "bytes": total,
         "bits_per_weight": 8 * total / parameter_count(model.artifact, trust_remote_code),

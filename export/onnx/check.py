@@ -1,0 +1,93 @@
+"""What is checked of an ONNX file apart from its numbers: that it is valid, and that the runtime fuses it as it was meant.
+
+A weight that is not fused into its product is dequantized at every call, fifty times slower and without an error; so the graph
+that ONNX Runtime has optimized is looked at, not only its result.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CompressError
+
+# Products that read compressed weights as they are.
+FUSED = (
+    "MatMulNBits",
+    "MatMulInteger",
+    "MatMulIntegerToFloat",
+    "DynamicQuantizeMatMul",
+    "QLinearMatMul",
+    "QGemm",
+    "MatMulBnb4",
+)
+
+
+def check_file(path: Path) -> None:
+    """ONNX's own checker with full shape inference. CompressError when it objects: that is a bug of ours."""
+    import onnx
+
+    try:
+        onnx.checker.check_model(str(path), full_check=True)
+    except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise CompressError(f"{path.name} is no valid ONNX: {first}") from error
+
+
+def optimized(path: Path, kernels: str = "auto") -> Any:
+    """The graph that ONNX Runtime runs on a CPU, as an onnx `ModelProto` without its weights."""
+    import onnx
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
+    # Extended, not all: layouts of one machine's vector units would hide what is looked for.
+    options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
+    with tempfile.TemporaryDirectory() as folder:
+        options.optimized_model_filepath = str(Path(folder) / "optimized.onnx")
+        options.add_session_config_entry("session.optimized_model_external_initializers_file_name", "optimized.data")
+        options.add_session_config_entry("session.optimized_model_external_initializers_min_size_in_bytes", "1024")
+        onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
+        return onnx.load(options.optimized_model_filepath, load_external_data=False)
+
+
+def unfused(model: Any) -> list[str]:
+    """Nodes of an optimized graph that would compute the same thing from constants at every call."""
+    constants = {value.name for value in model.graph.initializer}
+    found = []
+    for node in model.graph.node:
+        inputs = [name for name in node.input if name]
+        again = bool(inputs) and all(name in constants for name in inputs)
+        if node.op_type == "DequantizeLinear":
+            again = bool(inputs) and inputs[0] in constants
+        if again and node.op_type not in ("Identity", "Shape", "ConstantOfShape"):
+            found.append(node.name or node.output[0])
+        if all(name in constants for name in inputs):
+            constants.update(node.output)
+    return found
+
+
+def check_fused(path: Path, compressed: int) -> dict[str, int]:
+    """{operator: how often} of the products that read compressed weights, in ONNX Runtime's optimized graph.
+
+    Args:
+        compressed: how many there must be.
+
+    Raises:
+        CompressError: one was not fused, or something is computed from constants at every call.
+    """
+    model = optimized(path)
+    late = unfused(model)
+    if late:
+        raise CompressError(
+            f"{path.name}: ONNX Runtime would compute {late[0]} (and {len(late) - 1} more) from constants at every call"
+        )
+    counts = Counter(node.op_type for node in model.graph.node if node.op_type in FUSED)
+    if sum(counts.values()) != compressed:
+        raise CompressError(
+            f"{path.name}: ONNX Runtime fused {sum(counts.values())} of {compressed} compressed layers into their products"
+        )
+    return dict(counts)

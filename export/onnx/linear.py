@@ -1,0 +1,195 @@
+"""Matrices: what a linear layer or an embedding becomes."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from export.onnx import activations
+from export.onnx.builder import Builder
+from export.onnx.dialect import Dialect
+from export.onnx.grid import Grid, to_grid
+from export.onnx.matmul_nbits import matmul_nbits
+from export.target import Job
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+
+def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    """`x [..., K]` times the layer's matrix, plus its bias."""
+    entry = job.source.entries.get(module)
+    if entry is None or entry.scheme.weights is None:
+        result = _dense(b, job, module, x, dialect)
+    else:
+        result = _compressed(b, job, module, x, dialect)
+    bias = job.source.bias(module)
+    if bias is not None:
+        value = b.store.add(f"{module}.bias", _rounded(bias, dialect.dtype, f"{module}.bias"))
+        result = b.op("Add", [result, value], "Add")
+    return result
+
+
+def write_embedding(b: Builder, job: Job, module: str, ids: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    """Rows of the table; a compressed table is stored dense, in the artifact's dtype."""
+    table = _table(b, job, module, dialect)
+    rows = b.op("Gather", [table, ids], "Gather", axis=0)
+    return b.cast(rows, dialect.dtype) if table.dtype != _type(dialect.dtype) else rows
+
+
+def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    scheme = job.source.entries[module].scheme
+    grid = to_grid(job.source.weight(module), dialect.rules, job.options.requantize, module)
+    if grid.loss:
+        job.losses[module] = grid.loss
+    acts = scheme.activations
+    if acts is None:
+        return _product(b, module, x, grid, dialect)
+    if not acts.dynamic:
+        return _product(
+            b, module, activations.static(b, x, module, acts, job.source, dialect.dtype), grid, dialect, integers=True
+        )
+    quantized = activations.dynamic(b, x, acts, dialect.dtype)
+    whole = acts.type == "int" and acts.symmetric and grid.bits == 8 and grid.codes.dtype == torch.int8
+    if whole and scheme.weights is not None and scheme.weights.strategy != "group" and scheme.weights.symmetric:
+        return _integer_product(b, job, module, quantized, dialect)
+    return _product(b, module, activations.dequantize(b, quantized, x, dialect.dtype), grid, dialect)
+
+
+def _integer_product(b: Builder, job: Job, module: str, x: activations.Quantized, dialect: Dialect) -> onnx_ir.Value:
+    """int8 codes times int8 codes, summed in int32, scaled once for the token and once for the column."""
+    weight = job.source.weight(module)
+    assert weight.scale is not None
+    codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
+    scale = b.store.add(f"{module}.weight_scale", weight.scale.reshape(-1).to(dialect.dtype))
+    sums = b.cast(b.op("MatMulInteger", [x.codes, codes], "MatMulInteger"), dialect.dtype, "sums")
+    scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, x.scale], "by_token"), scale], "by_column")
+    return scaled
+
+
+def _product(
+    b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect, integers: bool = False
+) -> onnx_ir.Value:
+    """MatMul with a weight that is dequantized inside it: fused by the runtime, never by itself."""
+    if grid.codes.dtype == torch.float8_e4m3fn:
+        return _float8_product(b, module, x, grid, dialect)
+    if integers and grid.bits == 8 and grid.block is not None and _one_block(grid):
+        # One scale a column lets ONNX Runtime multiply integers (QDQ MatMul).
+        grid = Grid(grid.codes, 8, grid.scale[0].contiguous(), None, None)
+    elif dialect.own_operators and grid.block is not None:
+        return matmul_nbits(b, module, x, grid, dialect)
+    codes = b.store.add(f"{module}.weight_codes", grid.codes, 4 if grid.bits == 4 else None)
+    inputs = [codes, _scale(b, module, grid.scale, dialect)]
+    if grid.zero_point is not None:
+        inputs.append(b.store.add(f"{module}.weight_zero_point", grid.zero_point, 4 if grid.bits == 4 else None))
+    attributes: dict[str, Any] = {"axis": 0, "block_size": grid.block} if grid.block is not None else {"axis": 1}
+    weight = b.op("DequantizeLinear", inputs, "DequantizeLinear", **attributes)
+    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
+    return product
+
+
+def _one_block(grid: Grid) -> bool:
+    return bool((grid.scale == grid.scale[:1]).all()) and grid.zero_point is None
+
+
+def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
+    codes = b.store.add(f"{module}.weight_codes", grid.codes)
+    if dialect.rules.float8_dequantize:
+        weight = b.op("DequantizeLinear", [codes, _scale(b, module, grid.scale, dialect)], "DequantizeLinear", axis=1)
+    else:
+        # ONNX Runtime has no fp8 product on CPUs and would dequantize at every call; Cast and Mul it computes once, at load.
+        scale = b.store.add(f"{module}.weight_scale", grid.scale.to(dialect.dtype))
+        weight = b.op("Mul", [b.cast(codes, dialect.dtype, "values"), scale], "weight")
+    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
+    return product
+
+
+def _scale(b: Builder, module: str, scale: torch.Tensor, dialect: Dialect) -> onnx_ir.Value:
+    """The scales, stored in 16 bits where that is exact; in the dtype of the graph when they are read."""
+    name = f"{module}.weight_scale"
+    if dialect.name == "tensorrt":
+        return b.store.add(name, _rounded(scale, dialect.dtype, name))
+    half = scale.to(torch.float16)
+    if dialect.dtype == torch.float16 or torch.equal(half.float(), scale.float()):
+        stored = b.store.add(name, _rounded(scale, torch.float16, name))
+        return stored if dialect.dtype == torch.float16 else b.cast(stored, dialect.dtype, "scale")
+    return b.store.add(name, scale.to(dialect.dtype))
+
+
+def _dense(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    source = job.source
+    twin = next((t.rpartition(".")[0] for t in _twins(job, f"{module}.weight")), None)
+    if twin is not None:
+        # One table for embedding and head; transposed when the session starts, not in the file.
+        table = _table(b, job, twin, dialect)
+        weight = b.op("Transpose", [_read(b, table, dialect)], "Transpose", perm=[1, 0])
+    else:
+        entry = source.entries.get(module)
+        dense = source.dense(f"{module}.weight") if entry is None else source.weight(module).dequantize()
+        stored = b.store.add(f"{module}.weight", _stored(dense.t().contiguous(), dialect, f"{module}.weight"))
+        weight = _read(b, stored, dialect)
+    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
+    return product
+
+
+def _twins(job: Job, name: str) -> list[str]:
+    """Weights of embeddings that `name` is tied to and that are stored in its place."""
+    has = job.source.artifact.checkpoint.has
+    pairs = [pair for pair in job.source.tied.items() if name in pair]
+    names = [
+        other for pair in pairs for other in pair if other != name and other.rpartition(".")[0] in job.source.embeddings
+    ]
+    module = name.rpartition(".")[0]
+    return (
+        [] if module in job.source.entries else [other for other in names if not has(name) or _same(job, name, other)]
+    )
+
+
+def _same(job: Job, name: str, other: str) -> bool:
+    checkpoint = job.source.artifact.checkpoint
+    return checkpoint.has(other) and torch.equal(checkpoint.get(name), checkpoint.get(other))
+
+
+def _table(b: Builder, job: Job, module: str, dialect: Dialect) -> onnx_ir.Value:
+    name = f"{module}.weight"
+    found = b.store.graph.initializers.get(name)
+    if found is not None:
+        return found
+    source = job.source
+    entry = source.entries.get(module)
+    dense = source.dense(name) if entry is None else source.weight(module).dequantize()
+    return b.store.add(name, _stored(dense, dialect, name))
+
+
+def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:
+    """As it is kept in the file: 16-bit floats stay as they are and are widened when they are read."""
+    if dialect.name == "tensorrt" or dialect.dtype == torch.float16:
+        return _rounded(dense, dialect.dtype, name)
+    return dense
+
+
+def _read(b: Builder, stored: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    return stored if stored.dtype == _type(dialect.dtype) else b.cast(stored, dialect.dtype, "weight")
+
+
+def _rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    """`values` in `dtype`; RequestError where one overflows."""
+    result = values.to(dtype)
+    if not bool(result.isfinite().all()) and bool(values.isfinite().all()):
+        largest = float(values.float().abs().max())
+        raise RequestError(
+            f"{name} holds {largest:.3g}, beyond the range of {str(dtype).removeprefix('torch.')}; choose another dtype"
+        )
+    if values.numel() and bool(((result == 0) & (values != 0)).any()) and name.endswith("weight_scale"):
+        raise RequestError(
+            f"{name} holds scales too small for {str(dtype).removeprefix('torch.')}; choose another dtype"
+        )
+    return result
+
+
+def _type(dtype: torch.dtype) -> object:
+    from export.onnx.store import onnx_type
+
+    return onnx_type(dtype)

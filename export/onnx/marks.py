@@ -1,0 +1,148 @@
+"""Marks: operators of our own that stand for layers while a model is traced, so that no weight takes part in the tracing.
+
+A mark becomes what a dialect of ONNX says for it afterwards (`export.onnx.rewrite`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DOMAIN = "compress"
+ATTENTION = "compress_mark"  # what transformers calls our attention function
+
+
+class MarkError(Exception):
+    """Attention has a part that the mark cannot say; the model is traced with transformers' own attention then."""
+
+
+class LinearMark(nn.Module):
+    """`compress::Linear(x [..., in]) -> [..., out]`, attribute `module`; the bias belongs to it."""
+
+    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.name, self.out_features, self.in_features = name, rows, columns
+        # Some models look at a layer's weight to learn its dtype.
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        shape = (*x.shape[:-1], self.out_features)
+        return torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Linear", (x,), {"module": self.name}, dtype=x.dtype, shape=shape, version=1
+        )
+
+
+class EmbeddingMark(nn.Module):
+    """`compress::Embedding(ids [...]) -> [..., columns]`, attribute `module`."""
+
+    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype, scale: float = 1.0) -> None:
+        super().__init__()
+        self.name, self.num_embeddings, self.embedding_dim, self.embed_scale = name, rows, columns, scale
+        self.dtype = dtype
+        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        shape = (*ids.shape, self.embedding_dim)
+        found = torch.onnx.ops.symbolic(
+            f"{DOMAIN}::Embedding", (ids,), {"module": self.name}, dtype=self.dtype, shape=shape, version=1
+        )
+        return found if self.embed_scale == 1.0 else found * self.embed_scale
+
+
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """`compress::Attention(q [b, heads, s, d], k, v [b, kv_heads, t, d], mask bool [b, 1, s, t]) -> [b, heads, s, d]`.
+
+    Attributes: `scale`, `causal` (1: decoders), `window` (0: none), `softcap` (0: none). The mask holds causality and window too.
+
+    Raises:
+        MarkError: an argument that changes the result and that the mark has no word for.
+    """
+    softcap = kwargs.pop("softcap", None) or 0.0
+    window = kwargs.pop("sliding_window", None) or 0
+    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
+    if unknown:
+        raise MarkError(f"attention with {unknown[0]}")
+    if attention_mask is not None and attention_mask.dtype != torch.bool:
+        raise MarkError("attention with an additive mask")
+    scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    inputs = (query, key, value) if attention_mask is None else (query, key, value, attention_mask)
+    causal = bool(
+        kwargs.get("is_causal") if kwargs.get("is_causal") is not None else getattr(module, "is_causal", False)
+    )
+    if attention_mask is None and causal:
+        raise MarkError("causal attention without a mask")
+    output = torch.onnx.ops.symbolic(
+        f"{DOMAIN}::Attention",
+        inputs,
+        {"scale": float(scale), "causal": int(causal), "window": int(window), "softcap": float(softcap)},
+        dtype=query.dtype,
+        shape=(*query.shape[:-1], value.shape[-1]),
+        version=1,
+    )
+    return output.transpose(1, 2), None
+
+
+def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
+    """Put marks in the place of every linear layer and embedding; returns {module: (rows, columns)}."""
+    from runtime.embedding import CompressedEmbedding
+    from runtime.linear import CompressedLinear
+
+    found: dict[str, tuple[int, int]] = {}
+    for name, module in list(model.named_modules()):
+        mark: nn.Module
+        if isinstance(module, (nn.Linear, CompressedLinear)):
+            shape = (module.out_features, module.in_features)
+            mark = LinearMark(name, *shape, dtype)
+        elif isinstance(module, (nn.Embedding, CompressedEmbedding)):
+            if type(module).forward not in (nn.Embedding.forward, CompressedEmbedding.forward) and not hasattr(
+                module, "embed_scale"
+            ):
+                continue  # positions with an offset, sinusoids: traced as they are, with their weights
+            weight = module.shape if isinstance(module, CompressedEmbedding) else tuple(module.weight.shape)
+            shape = (int(weight[0]), int(weight[1]))
+            scale = getattr(module, "scalar_embed_scale", getattr(module, "embed_scale", 1.0))
+            mark = EmbeddingMark(name, *shape, dtype, float(scale))
+        else:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, mark)
+        found[name] = shape
+    return found
+
+
+@contextmanager
+def marked_attention(model: PreTrainedModel) -> Iterator[bool]:
+    """Let the model call `attention` for the time of the block; yields False where it does not go through transformers' interface."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+    AttentionInterface.register(ATTENTION, attention)
+    AttentionMaskInterface.register(ATTENTION, sdpa_mask)
+    before = model.config._attn_implementation
+    try:
+        if not model._can_set_attn_implementation():
+            yield False
+            return
+        model.set_attn_implementation(ATTENTION)
+        yield True
+    finally:
+        if model.config._attn_implementation != before:
+            model.set_attn_implementation(before)
+        for interface in (AttentionInterface, AttentionMaskInterface):
+            interface._global_mapping.pop(ATTENTION, None)

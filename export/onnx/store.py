@@ -1,0 +1,107 @@
+"""Constants of a graph: large ones go into a file beside it as they come, so that one matrix is in memory at a time."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+PAGE = 4096  # large constants begin on a page, so that runtimes can map them
+LARGE = 1 << 20
+ALIGNMENT = 64  # of the others
+INLINE = 4096  # bytes up to which a constant stays in the graph's own file
+
+
+class Store:
+    """The file of external data of one graph."""
+
+    def __init__(self, model: onnx_ir.Model, folder: Path, name: str) -> None:
+        self.graph, self.folder, self.name = model.graph, folder, name
+        self._stream = (folder / name).open("wb")
+
+    def add(self, name: str, tensor: torch.Tensor, bits: int | None = None) -> onnx_ir.Value:
+        """An initializer; `bits=4` packs int8 codes two a byte (INT4). Its value is written at once and not kept."""
+        import onnx_ir as ir
+
+        dtype = ir.DataType.INT4 if bits == 4 else onnx_type(tensor.dtype)
+        shape = ir.Shape(tensor.shape)
+        flat = tensor.detach().contiguous()
+        raw = _packed(flat) if bits == 4 else flat.reshape(-1).view(torch.uint8)
+        content = raw.numpy()
+        value: Any
+        if content.nbytes <= INLINE:
+            value = _inline(content, dtype, shape, name)
+        else:
+            offset = self._write(content.data)
+            value = ir.ExternalTensor(
+                self.name, offset, content.nbytes, dtype, shape=shape, name=name, base_dir=str(self.folder)
+            )
+        initializer = ir.Value(name=name, const_value=value, shape=shape, type=ir.TensorType(dtype))
+        self.graph.register_initializer(initializer)
+        return initializer
+
+    def _write(self, content: Any) -> int:
+        """Append bytes; returns where they begin."""
+        size = memoryview(content).nbytes
+        self._stream.write(b"\0" * (-self._stream.tell() % (PAGE if size >= LARGE else ALIGNMENT)))
+        offset = self._stream.tell()
+        self._stream.write(content)
+        return offset
+
+    def move(self) -> None:
+        """Large constants that tracing left in the graph go into the file too."""
+        import onnx_ir as ir
+
+        for value in list(self.graph.initializers.values()):
+            constant = value.const_value
+            if constant is None or isinstance(constant, ir.ExternalTensor) or constant.nbytes <= INLINE:
+                continue
+            offset = self._write(constant.tobytes())
+            value.const_value = ir.ExternalTensor(
+                self.name,
+                offset,
+                constant.nbytes,
+                constant.dtype,
+                shape=ir.Shape([int(n) for n in constant.numpy().shape]),
+                name=str(value.name),
+                base_dir=str(self.folder),
+            )
+
+    def close(self) -> None:
+        self._stream.close()
+        if not (self.folder / self.name).stat().st_size:
+            (self.folder / self.name).unlink()
+
+
+def _packed(codes: torch.Tensor) -> torch.Tensor:
+    """Signed 4-bit codes of any shape, two a byte in memory order, the first in the low half (ONNX `INT4`)."""
+    flat = codes.reshape(-1).view(torch.uint8) & 15
+    if flat.numel() % 2:
+        flat = torch.nn.functional.pad(flat, (0, 1))
+    return flat[::2] | (flat[1::2] << 4)
+
+
+def _inline(content: Any, dtype: Any, shape: Any, name: str) -> Any:
+    """A constant inside the graph's file, from its raw bytes."""
+    import onnx
+    import onnx_ir as ir
+
+    proto = onnx.TensorProto(name=name, data_type=int(dtype), dims=list(shape), raw_data=content.tobytes())
+    return ir.serde.TensorProtoTensor(proto)
+
+
+@cache
+def onnx_type(dtype: torch.dtype) -> Any:
+    """ONNX's name of a torch dtype."""
+    import onnx_ir as ir
+
+    return {
+        torch.float32: ir.DataType.FLOAT, torch.float16: ir.DataType.FLOAT16, torch.bfloat16: ir.DataType.BFLOAT16,
+        torch.float8_e4m3fn: ir.DataType.FLOAT8E4M3FN, torch.int8: ir.DataType.INT8, torch.uint8: ir.DataType.UINT8,
+        torch.int32: ir.DataType.INT32, torch.int64: ir.DataType.INT64, torch.bool: ir.DataType.BOOL,
+    }[dtype]  # fmt: skip

@@ -1,0 +1,219 @@
+"""From a model to an ONNX graph with marks in the place of its weights, through transformers' own exporter."""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from export.onnx.marks import MarkError, mark_layers, marked_attention
+from export.source import Source
+from runtime.engines.torch import install_compressed
+from runtime.errors import CompressError, RequestError
+from runtime.weights import Filling
+
+if TYPE_CHECKING:
+    import onnx_ir
+    from transformers import PreTrainedModel
+
+_log = logging.getLogger("compress.export")
+BATCH, SEQUENCE, PAST = 2, 3, 5  # of the example; every one of them is a free dimension of the graph
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A graph with marks.
+
+    Attributes:
+        model: onnx_ir model; inputs and outputs have their final names.
+        shapes: {module: (rows, columns)} of the marks.
+        marked_attention: attention is marked too; else it is as transformers traced it.
+    """
+
+    model: onnx_ir.Model
+    shapes: dict[str, tuple[int, int]]
+    marked_attention: bool
+
+
+def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, tuple[int, int]]]:
+    """The model in `dtype` with marks for all matrices; what remains (norms, biases of the rest, positions) is filled in.
+
+    Raises:
+        RequestError: the checkpoint's names are not the model's own.
+    """
+    model = source.build(dtype)
+    compressed = install_compressed(model, source.artifact.config)
+    filling = Filling(model, source.artifact.checkpoint, dtype, torch.device("cpu"), compressed)
+    if filling.foreign:
+        raise RequestError(
+            f"{source.path} stores tensors under names that only transformers converts; apply a recipe to it first"
+        )
+    probe = source.build(dtype)
+    install_compressed(probe, source.artifact.config)
+    marked = set(mark_layers(probe, dtype))
+    filling.place(lambda name: name.rpartition(".")[0] not in marked)
+    shapes = mark_layers(model, dtype)
+    left = [name for name, value in model.named_parameters() if value.device.type == "meta"]
+    if left:
+        raise CompressError(f"tensor {left[0]} has no value: it is tied to a layer that is exported apart")
+    return model, shapes
+
+
+def trace_decoder(source: Source, dtype: torch.dtype, opset: int, mark_attention: bool = True) -> Traced:
+    """Prefill and decode in one graph: `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key/value` in;
+    `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included."""
+    from transformers import DynamicCache
+
+    model, shapes = prepared(source, dtype)
+    accepted = inspect.signature(model.forward).parameters
+    layers, cache = _example_cache(source, model, dtype)
+    inputs: dict[str, Any] = {
+        "input_ids": torch.ones(BATCH, SEQUENCE, dtype=torch.int64),
+        "attention_mask": torch.ones(BATCH, PAST + SEQUENCE, dtype=torch.int64),
+    }
+    if "position_ids" in accepted:
+        inputs["position_ids"] = torch.arange(PAST, PAST + SEQUENCE).expand(BATCH, SEQUENCE).clone()
+    assert isinstance(cache, DynamicCache)
+    inputs["past_key_values"] = cache
+    from torch.export import Dim
+
+    free = Dim.DYNAMIC
+    dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
+    dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
+    graph, marked = _export(model, inputs, dynamic, opset, mark_attention)
+    names = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    flat = [name for name in inputs if name != "past_key_values"]
+    _rename(graph.graph.inputs, flat + names, source)
+    present = [name.replace("past_key_values", "present") for name in names]
+    _rename(graph.graph.outputs, ["logits", *present], source)
+    _name_dimensions(graph, names, present)
+    return Traced(graph, shapes, marked)
+
+
+def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, Any]:
+    """A cache with a past of `PAST` tokens, of the shapes the model makes: learned by running it on meta."""
+    from transformers import DynamicCache
+
+    probe: Any = source.build(dtype)
+    probe.to("meta")
+    cache = DynamicCache(config=probe.config.get_text_config())
+    ids = torch.ones(BATCH, PAST, dtype=torch.int64, device="meta")
+    try:
+        with torch.no_grad():
+            probe(input_ids=ids, past_key_values=cache, use_cache=True)
+        kept: list[Any] = list(cache.layers)
+        shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in kept]
+    except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
+        raise RequestError(
+            f"{type(model).__name__} keeps no cache of keys and values for each layer, which an ONNX decoder needs"
+        ) from error
+    example = DynamicCache(config=model.config.get_text_config())
+    generator = torch.Generator().manual_seed(0)
+    for i, (keys, values) in enumerate(shapes):
+        if len(keys) != 4 or keys[0] != BATCH or keys[2] != PAST:
+            raise RequestError(
+                f"layer {i} of {type(model).__name__} keeps a cache of shape {list(keys)}, not [batch, heads, past, size]"
+            )
+        example.update(
+            torch.randn(keys, generator=generator).to(dtype), torch.randn(values, generator=generator).to(dtype), i
+        )
+    return len(shapes), example
+
+
+def _export(
+    model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any], opset: int, mark_attention: bool
+) -> tuple[Any, bool]:
+    if mark_attention:
+        with marked_attention(model) as possible:
+            if possible:
+                try:
+                    return _run_exporter(model, inputs, dynamic, opset), True
+                except MarkError as error:
+                    _log.info("attention is traced as transformers computes it: %s", error)
+    return _run_exporter(model, inputs, dynamic, opset), False
+
+
+def _run_exporter(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any], opset: int) -> Any:
+    from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
+
+    with torch.no_grad(), _quiet():
+        try:
+            return (
+                OnnxExporter()
+                .export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=dynamic, opset_version=opset))
+                .program
+            )
+        except MarkError:
+            raise
+        except Exception as error:
+            cause: BaseException | None = error
+            while cause is not None:
+                if isinstance(cause, MarkError):
+                    raise cause from error
+                cause = cause.__cause__ or cause.__context__
+            first = (str(error).strip().splitlines() or [""])[0]
+            raise CompressError(
+                f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}"
+            ) from error
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch.onnx prints its progress on stdout, and warns of packages that nobody asked for."""
+    import contextlib
+    import io
+
+    loggers = [
+        logging.getLogger(name)
+        for name in ("torch.onnx", "torch.onnx._internal.exporter", "transformers", "onnxscript")
+    ]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+
+
+def _rename(values: Any, names: list[str], source: Source) -> None:
+    if len(values) != len(names):
+        raise CompressError(
+            f"{source.path}: the traced graph has {len(values)} inputs or outputs, expected {len(names)}"
+        )
+    for value, name in zip(values, names, strict=True):
+        value.name = name
+
+
+def _name_dimensions(model: Any, past: list[str], present: list[str]) -> None:
+    """Free dimensions get the names people know; fixed ones their numbers."""
+    import onnx_ir as ir
+
+    by_name = {value.name: value for value in [*model.graph.inputs, *model.graph.outputs]}
+    for name, axes in {
+        "input_ids": ["batch", "sequence"],
+        "position_ids": ["batch", "sequence"],
+        "attention_mask": ["batch", "past + sequence"],
+    }.items():
+        if name in by_name:
+            by_name[name].shape = ir.Shape(axes)
+    logits = by_name["logits"]
+    logits.shape = ir.Shape(["batch", "sequence", _fixed(logits.shape[-1])])
+    for names, length in ((past, "past"), (present, "past + sequence")):
+        for name in names:
+            shape = by_name[name].shape
+            by_name[name].shape = ir.Shape(["batch", _fixed(shape[1]), length, _fixed(shape[3])])
+
+
+def _fixed(dimension: Any) -> int:
+    """The exporter writes some fixed dimensions as symbols ("64")."""
+    return int(dimension if isinstance(dimension, int) else dimension.value)

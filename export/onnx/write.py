@@ -1,0 +1,177 @@
+"""A decoder as one ONNX graph: traced with marks, the marks replaced by what a dialect says for them, weights written one by one."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from export.onnx.attention import why_not_grouped, write_attention, write_grouped
+from export.onnx.builder import Builder
+from export.onnx.dialect import Dialect
+from export.onnx.linear import write_embedding, write_linear
+from export.onnx.marks import DOMAIN
+from export.onnx.matmul_nbits import MICROSOFT
+from export.onnx.store import Store
+from export.onnx.trace import Traced, trace_decoder
+from export.target import Job
+from runtime.errors import CompressError
+
+if TYPE_CHECKING:
+    import onnx_ir
+
+FILE, DATA = "model.onnx", "model.onnx.data"
+IR_VERSION = 10  # the first with INT4 and opset 21; newer ones are refused by older runtimes
+
+
+def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
+    """Write `model.onnx` and `model.onnx.data` into `job.folder`; returns facts about the graph for `export.json`.
+
+    Raises:
+        RequestError: a weight cannot be said in the dialect. CompressError: the model cannot be traced.
+    """
+    job.progress.phase("tracing the model", 1)
+    traced = trace_decoder(job.source, dialect.dtype, dialect.opset)
+    job.progress.step()
+    return finish(job, traced, dialect, FILE)
+
+
+def finish(job: Job, traced: Traced, dialect: Dialect, file: str) -> dict[str, Any]:
+    """Replace the marks of a traced graph and save it as `file` (its large constants as `file`.data)."""
+    model, graph = traced.model, traced.model.graph
+    store = Store(model, job.folder, f"{file}.data")
+    marks = [node for node in graph if node.domain == DOMAIN]
+    attention = [node for node in marks if node.op_type == "Attention"]
+    grouped, reason = False, "attention is as transformers traced it"
+    if dialect.own_operators and attention:
+        found = why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
+        grouped, reason = found is None, found or ""
+    job.progress.phase("writing weights", len(marks))
+    shared: dict[Any, Any] = {}
+    for mark in marks:
+        module = mark.attributes.get_string("module", "")
+        builder = Builder(store, mark, module or str(mark.name))
+        first = mark.inputs[0]
+        assert first is not None
+        if mark.op_type == "Linear":
+            value = write_linear(builder, job, module, first, dialect)
+        elif mark.op_type == "Embedding":
+            value = write_embedding(builder, job, module, first, dialect)
+        elif grouped:
+            value = write_grouped(builder, mark, dialect, shared)
+        else:
+            value = write_attention(builder, mark, dialect, shared)
+        builder.replace(mark, value)
+        job.progress.step(module)
+    _tidy(model, dialect)
+    if grouped:
+        _share_cache(graph)
+    store.move()
+    store.close()
+    facts = _facts(job, traced, dialect, grouped, reason)
+    model.metadata_props["compress.model"] = json.dumps(facts)
+    model.metadata_props["compress.sparse"] = json.dumps(sparse_modules(job))
+    _save(model, job.folder / file)
+    return facts
+
+
+def sparse_modules(job: Job) -> list[str]:
+    """Modules whose weights have at least two zeros in every four consecutive inputs."""
+    return [name for name, entry in job.source.entries.items() if _is_2_4(entry.scheme.sparsity)]
+
+
+def _is_2_4(pattern: str | None) -> bool:
+    """2:4, and 1:4, which is 2:4 too."""
+    found = re.fullmatch(r"(\d+):4", pattern or "")
+    return found is not None and int(found[1]) <= 2
+
+
+def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
+    """Drop what nothing reads any more, merge what is computed twice, and declare the operators used."""
+    from onnx_ir.passes import common
+
+    if dialect.own_operators:
+        _fuse(model)
+    common.CommonSubexpressionEliminationPass()(model)
+    common.RemoveUnusedNodesPass()(model)
+    model.opset_imports.pop(DOMAIN, None)
+    if any(node.domain == MICROSOFT for node in model.graph.all_nodes()):
+        model.opset_imports[MICROSOFT] = 1
+    left = sorted(
+        {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in ("", MICROSOFT)}
+    )
+    if left:
+        raise CompressError(f"the graph still holds {left[0]}, which is no ONNX operator")
+    common.TopologicalSortPass()(model)
+    _strip(model)
+    model.ir_version = IR_VERSION
+    model.producer_name = "compress"
+
+
+def _strip(model: onnx_ir.Model) -> None:
+    """The exporter's notes on every node (stack traces of this machine) are no business of the file."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
+
+
+def _fuse(model: onnx_ir.Model) -> None:
+    """Norms and rotary embeddings become ONNX Runtime's operators."""
+    from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
+
+    fuse_for_onnxruntime(model, "cpu")
+
+
+def _share_cache(graph: onnx_ir.Graph) -> None:
+    """Grouped-query attention may write `present` where `past` is: both have room for more tokens than they hold."""
+    import onnx_ir as ir
+
+    for value in [*graph.inputs, *graph.outputs]:
+        if str(value.name).startswith(("past_key_values.", "present.")):
+            shape = value.shape
+            assert shape is not None
+            length = "capacity" if str(value.name).startswith("past") else "present capacity"
+            value.shape = ir.Shape([shape[0], shape[1], length, shape[3]])
+    for value in graph.inputs:
+        if value.name == "attention_mask":
+            value.shape = ir.Shape(["batch", "total"])
+
+
+def _facts(job: Job, traced: Traced, dialect: Dialect, grouped: bool, reason: str) -> dict[str, Any]:
+    graph = traced.model.graph
+    past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
+    shapes = [[_number(past[i].shape[1]), _number(past[i].shape[3])] for i in range(0, len(past), 2)]  # type: ignore[index]
+    text = job.source.config.get_text_config()
+    return {
+        "kind": "decoder",
+        "dialect": dialect.name,
+        "opset": dialect.opset,
+        "dtype": str(dialect.dtype).removeprefix("torch."),
+        "layers": len(shapes),
+        "cache": shapes,  # [heads, size] of each layer
+        "vocab_size": _number(next(v for v in graph.outputs if v.name == "logits").shape[-1]),  # type: ignore[index]
+        "context_length": getattr(text, "max_position_embeddings", None),
+        "inputs": [str(value.name) for value in graph.inputs],
+        "shared_cache": grouped,
+        "grouped_query_attention": grouped or reason,
+        "accuracy_level": dialect.accuracy_level if dialect.own_operators else None,
+        "compressed": sum(1 for n in traced.shapes if n in job.source.entries and n not in job.source.embeddings),
+    }
+
+
+def _number(dimension: Any) -> int:
+    return int(dimension if isinstance(dimension, int) else dimension.value)
+
+
+def _save(model: onnx_ir.Model, path: Path) -> None:
+    """The graph alone: its large constants are in their file already."""
+    import onnx_ir as ir
+
+    ir.save(model, str(path))

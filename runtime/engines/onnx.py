@@ -1,0 +1,268 @@
+"""The engine of ONNX exports: a decoder's graph in ONNX Runtime, keys and values in torch tensors that it reads and writes in place."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.errors import ArtifactError, RequestError
+from runtime.exported import Export
+
+if TYPE_CHECKING:
+    import onnxruntime
+
+MODEL, FAST_MODEL = "model.onnx", "model_fast.onnx"
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+_LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
+_ROOM = 128  # tokens that a cache in place grows by
+
+
+@dataclass
+class OnnxCache:
+    """Keys and values of a batch: for each layer two tensors `[batch, heads, length or capacity, size]`."""
+
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    length: int = 0
+
+
+class OnnxEngine:
+    """Runs `model.onnx`; see `runtime.engines.base.Engine`.
+
+    Args:
+        export: the directory.
+        device: CPU, or a GPU that ONNX Runtime has a provider for.
+        kernels: "auto" and "reference" sum products with weights in float32; "fast" rounds activations to int8.
+        threads: of ONNX Runtime; None: as many as torch has.
+    """
+
+    def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
+        facts = export.facts
+        self.device = device
+        self.vocab_size = int(facts["vocab_size"])
+        limit = facts.get("context_length")
+        self.context_length: int | None = None if limit is None else int(limit)
+        self._cache_shapes: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cache"]]
+        self._dtype = _DTYPES[facts["dtype"]]
+        self._in_place = bool(facts["shared_cache"])
+        self._inputs = frozenset(facts["inputs"])
+        self.padding_is_exact = "position_ids" in self._inputs
+        self.weight_bytes = sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
+        file = FAST_MODEL if kernels == "fast" and (export.path / FAST_MODEL).is_file() else MODEL
+        self.session = open_session(export.path / file, device, kernels, threads)
+        self._names = [f"{i}.{part}" for i in range(len(self._cache_shapes)) for part in ("key", "value")]
+        self._what = "int8 activations" if kernels == "fast" else "float32 sums"
+
+    @property
+    def description(self) -> str:
+        """What computes, in a few words."""
+        import onnxruntime
+
+        return f"ONNX Runtime {onnxruntime.__version__} ({self.session.get_providers()[0]}, {self._what})"
+
+    def explain(self) -> dict[str, str]:
+        """{graph: what computes it}; ONNX Runtime does not tell more."""
+        return {MODEL: self.description}
+
+    # ---------------------------------------------------------------- cache
+    def new_cache(self) -> OnnxCache:
+        return OnnxCache()
+
+    def cache_bytes(self, cache: OnnxCache) -> int:
+        return sum(tensor.nbytes for tensor in cache.tensors)
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: OnnxCache, rows: torch.Tensor) -> None:
+        cache.tensors = [tensor[rows] for tensor in cache.tensors]
+
+    # ---------------------------------------------------------------- computing
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: OnnxCache | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        cache = OnnxCache() if cache is None else cache
+        batch, count = input_ids.shape
+        past = cache.length
+        if attention_mask is None:
+            attention_mask = torch.ones(batch, past + count, dtype=torch.int64, device=self.device)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + count, device=self.device).expand(batch, count)
+        if not cache.tensors:
+            cache.tensors = self._empty(batch, past)
+        if self._in_place:
+            self._reserve(cache, past + count)
+        grown = [] if self._in_place else self._empty(batch, past + count)
+        logits = []
+        for start, end in self._parts(batch, count, past):
+            part = slice(start, end)
+            after = [tensor[part] for tensor in (cache.tensors if self._in_place else grown)]
+            before = [tensor[part] for tensor in cache.tensors]
+            inputs = (input_ids[part], attention_mask[part], position_ids[part])
+            logits.append(self._rows(*inputs, before, after, past, last_only))
+        if not self._in_place:
+            cache.tensors = grown
+        cache.length = past + count
+        return torch.cat(logits)
+
+    def _parts(self, batch: int, count: int, past: int) -> list[tuple[int, int]]:
+        """Rows that go through together. ONNX Runtime's attention in place takes several tokens after a past for one row only."""
+        if self._in_place and count > 1 and past > 0:
+            size = 1
+        else:
+            size = max(1, min(batch, _LOGITS_BYTES // (4 * self.vocab_size * count)))
+        return [(start, min(start + size, batch)) for start in range(0, batch, size)]
+
+    def _rows(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        before: list[torch.Tensor],
+        after: list[torch.Tensor],
+        past: int,
+        last_only: bool,
+    ) -> torch.Tensor:
+        """Some rows of a step, in as many calls as their logits need; a single row's long prompt goes through in chunks."""
+        count = ids.shape[1]
+        step = max(1, _LOGITS_BYTES // (4 * self.vocab_size)) if ids.shape[0] == 1 else count
+        pieces = []
+        for start in range(0, count, step):
+            end = min(start + step, count)
+            whole = end == count
+            target = after if self._in_place or whole else self._empty(1, past + end)
+            piece = self._run(
+                ids[:, start:end], mask[:, : past + end], positions[:, start:end], before, target, past + start
+            )
+            before = target
+            if last_only:
+                pieces = [piece[:, -1:]]
+            else:
+                pieces.append(piece)
+        return torch.cat(pieces, dim=1).float()
+
+    def _run(
+        self,
+        ids: torch.Tensor,
+        mask: torch.Tensor,
+        positions: torch.Tensor,
+        before: list[torch.Tensor],
+        after: list[torch.Tensor],
+        past: int,
+    ) -> torch.Tensor:
+        binding = self.session.io_binding()
+        held = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        held = {name: tensor.contiguous() for name, tensor in held.items() if name in self._inputs}
+        for name, tensor in held.items():
+            self._bind(binding.bind_input, name, tensor, tensor.shape)
+        logits = torch.empty(*ids.shape, self.vocab_size, dtype=self._dtype, device=self.device)
+        self._bind(binding.bind_output, "logits", logits, logits.shape)
+        for name, old, new in zip(self._names, before, after, strict=True):
+            # In place the tensors have room for more than they hold, and ONNX Runtime is told so by the mask's length.
+            shape = old.shape if self._in_place else (old.shape[0], old.shape[1], past, old.shape[3])
+            self._bind(binding.bind_input, f"past_key_values.{name}", old, shape)
+            self._bind(binding.bind_output, f"present.{name}", new, new.shape)
+        self.session.run_with_iobinding(binding)
+        return logits
+
+    def _bind(self, bind: Any, name: str, tensor: torch.Tensor, shape: Any) -> None:
+        kind = {torch.int64: _numpy("int64"), torch.float32: _numpy("float32"), torch.float16: _numpy("float16")}[
+            tensor.dtype
+        ]
+        # An empty tensor has no address, and ONNX Runtime wants one.
+        address = tensor.data_ptr() or _SOMEWHERE.data_ptr()
+        bind(name, self.device.type, self.device.index or 0, kind, list(shape), address)
+
+    def _empty(self, batch: int, length: int) -> list[torch.Tensor]:
+        length = self._rounded(length) if self._in_place else length
+        return [
+            torch.empty(batch, heads, length, size, dtype=self._dtype, device=self.device)
+            for heads, size in self._cache_shapes
+            for _ in range(2)
+        ]
+
+    def _reserve(self, cache: OnnxCache, length: int) -> None:
+        """Room for `length` tokens; what is there is kept."""
+        old = cache.tensors
+        if old[0].shape[2] >= length:
+            return
+        cache.tensors = self._empty(old[0].shape[0], length)
+        for new, tensor in zip(cache.tensors, old, strict=True):
+            new[:, :, : cache.length] = tensor[:, :, : cache.length]
+
+    def _rounded(self, length: int) -> int:
+        return -(-(length + _ROOM) // _ROOM) * _ROOM
+
+
+_SOMEWHERE = torch.zeros(16)
+
+
+def _numpy(name: str) -> Any:
+    import numpy
+
+    return getattr(numpy, name)
+
+
+def open_session(file: Path, device: torch.device, kernels: str, threads: int | None) -> onnxruntime.InferenceSession:
+    """An ONNX Runtime session of one graph.
+
+    Raises:
+        RequestError: ONNX Runtime or its provider for the device is not installed, or `kernels` names none of its modes.
+        ArtifactError: the graph cannot be opened.
+    """
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise RequestError(
+            'an ONNX export needs onnxruntime, which is not installed: pip install "compress[onnx]"'
+        ) from error
+    if kernels not in ("auto", "fast", "reference"):
+        raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")
+    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(device.type)
+    available = onnxruntime.get_available_providers()
+    if provider not in available:
+        raise RequestError(
+            f"device {device} is nothing that this onnxruntime computes on (it has {', '.join(available)}); try 'cpu'"
+        )
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads or torch.get_num_threads()
+    options.log_severity_level = 3
+    # What int4 products round activations to: 1 float32, 4 int8 (the default of ONNX Runtime).
+    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
+    if kernels == "reference":
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+    chosen: Any = provider if device.type == "cpu" else (provider, {"device_id": device.index or 0})
+    try:
+        return onnxruntime.InferenceSession(str(file), options, providers=[chosen])
+    except Exception as error:  # onnxruntime raises types of its own, one for each kind of trouble
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ArtifactError(f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}") from error
+
+
+def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+    """The engine of an ONNX export; called by `runtime.exported.load_export`.
+
+    Raises:
+        RequestError: an option that ONNX exports do not take.
+    """
+    if options.get("max_memory") is not None:
+        raise RequestError(
+            f"max_memory: ONNX Runtime holds all weights of {export.path} in memory; load the artifact to stream them"
+        )
+    dtype = options.get("dtype")
+    if dtype is not None and dtype != _DTYPES.get(export.facts.get("dtype", "")):
+        raise RequestError(
+            f"dtype: {export.path} was exported to compute in {export.facts.get('dtype')}; export it again with --set dtype=..."
+        )
+    kind = export.facts.get("kind")
+    if kind != "decoder":
+        raise ArtifactError(
+            f"{export.path}: export.json describes a graph of kind {kind!r}, which this runtime does not know"
+        )
+    return OnnxEngine(export, device, options.get("kernels", "auto"), options.get("threads"))

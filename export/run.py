@@ -64,10 +64,9 @@ def run(
     """See `export.export`."""
     start = time.monotonic()
     chosen = targets.get(target)
-    settings = parse_options(chosen, options)
-    source = Source(artifact, trust_remote_code)
-    if source.artifact.manifest is not None:
-        source.artifact.verify()  # an export of a damaged artifact would pass every later check
+    source = chosen.open(artifact, trust_remote_code)
+    settings = parse_options(chosen, {**source.defaults, **options})
+    source.verify()  # an export of a damaged artifact would pass every later check
     place = Path(output) if output is not None else default_output(source.path, target)
     check_output(place, source.path, overwrite)
     reason = chosen.why_not(source, settings)
@@ -79,7 +78,7 @@ def run(
     with Reporter(quiet) as progress, beside(place) as folder:
         for conversion in conversions:
             progress.info(f"  {conversion.sentence()}")
-        job = Job(source, settings, folder, progress)
+        job = Job(source, settings, folder, progress, output=place)
         chosen.write(job)
         if job.losses:
             worst = max(job.losses, key=lambda name: job.losses[name])

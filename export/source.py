@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -44,6 +46,9 @@ class Source:
         ArtifactError: the directory cannot be used.
     """
 
+    #: Options that what is exported brings along; see `export.target.Target.open`.
+    defaults: Mapping[str, Any] = MappingProxyType({})
+
     def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
         self.artifact = Artifact(path, trust_remote_code)
         self.trust_remote_code = trust_remote_code
@@ -71,6 +76,11 @@ class Source:
     def skeleton(self) -> PreTrainedModel:
         """The model, parameters on meta, layers as transformers makes them. Shared: do not change it (see `build`)."""
         return self.build(self.dtype)
+
+    def verify(self) -> None:
+        """Raise ArtifactError unless every file has the hash that the manifest says; a plain checkpoint has none."""
+        if self.artifact.manifest is not None:
+            self.artifact.verify()
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
         """A fresh skeleton whose floats are `dtype`, parameters on meta."""

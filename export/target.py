@@ -93,6 +93,7 @@ class Job:
         progress: see `Progress`.
         losses: {module: relative error of the weight matrix, ||W' - W|| / ||W||}, filled by writers that round anew.
         facts: what the target wants in `export.json` under its own name (`runtime.load` reads it there).
+        output: what `folder` will be called; for sentences.
     """
 
     source: Source
@@ -101,6 +102,7 @@ class Job:
     progress: Progress
     losses: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
+    output: Path = Path("BUNDLE")
 
 
 class Target(ABC):
@@ -119,6 +121,10 @@ class Target(ABC):
     extra: ClassVar[str | None] = None
     packages: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[type[Options]] = Options
+
+    def open(self, path: str | Path, trust_remote_code: bool) -> Any:
+        """What is exported: an artifact; a target may take something of its own making up again (a build bundle)."""
+        return Source(path, trust_remote_code)
 
     @abstractmethod
     def why_not(self, source: Source, options: Any) -> str | None:

@@ -56,7 +56,9 @@ class Layers:
         layer = self.network.add_constant(weight.shape, values)
         self._constants[name] = tensor = self.output(layer, name)
         if not self.network.set_weights_name(values, name):
-            raise CompressError(f"TensorRT refused the name {name} for a constant; two constants may have the same bytes")
+            raise CompressError(
+                f"TensorRT refused the name {name} for a constant; two constants may have the same bytes"
+            )
         return tensor
 
     def computed(self, name: str, values: torch.Tensor, dtype: str | None = None) -> Any:
@@ -80,7 +82,12 @@ class Layers:
         return self.output(self.network.add_unary(x, getattr(self.trt.UnaryOperation, operation)), name)
 
     def reshape(
-        self, x: Any, shape: Sequence[int], name: str, first: Sequence[int] | None = None, second: Sequence[int] | None = None
+        self,
+        x: Any,
+        shape: Sequence[int],
+        name: str,
+        first: Sequence[int] | None = None,
+        second: Sequence[int] | None = None,
     ) -> Any:
         """Transpose, reshape, transpose; 0 keeps a dimension, -1 is what remains."""
         layer = self.network.add_shuffle(x)

@@ -55,7 +55,7 @@ def read_model(source: Source) -> DecoderModel:
     config: Any = source.config.get_text_config()
     model: Any = source.skeleton
     heads = int(config.num_attention_heads)
-    sizes = {
+    sizes: dict[str, Any] = {
         "layers": int(config.num_hidden_layers),
         "heads": heads,
         "kv_heads": int(getattr(config, "num_key_value_heads", None) or heads),

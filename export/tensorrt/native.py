@@ -157,7 +157,9 @@ class _Builder:
 
     def _head(self, x: Any) -> Any:
         """Logits; the output layer may be the embedding itself."""
-        if not (self.model.tied and f"{HEAD}.weight" not in self.weights and f"{HEAD}.weight_codes" not in self.weights):
+        if not (
+            self.model.tied and f"{HEAD}.weight" not in self.weights and f"{HEAD}.weight_codes" not in self.weights
+        ):
             return self.layers.linear(x, HEAD)
         name = f"{EMBEDDING}.weight"
         matrix = self.layers.reshape(self.layers.constant(name), (1, *self.weights.shape(name)), f"{HEAD}/matrix")

@@ -47,7 +47,9 @@ def limits(options: TensorrtOptions, model: DecoderModel) -> Limits:
             raise RequestError(f"option optimum_prompt is {optimum_prompt}, more than max_prompt, which is {prompt}")
         optimum_prompt = prompt
     if options.optimum_batch > options.max_batch:
-        raise RequestError(f"option optimum_batch is {options.optimum_batch}, more than max_batch, which is {options.max_batch}")
+        raise RequestError(
+            f"option optimum_batch is {options.optimum_batch}, more than max_batch, which is {options.max_batch}"
+        )
     return Limits(options.max_batch, length, prompt, options.optimum_batch, optimum_prompt)
 
 
@@ -56,9 +58,9 @@ def native_profiles(model: DecoderModel, size: Limits) -> list[dict[str, Range]]
     best, most = size.optimum_batch, size.max_batch
     result = []
     for least_s, best_s, most_s in ((1, size.optimum_prompt, size.max_prompt), (1, 1, 1)):
-        profile: dict[str, Range] = {
-            name: ((1, least_s), (best, best_s), (most, most_s)) for name in ("input_ids", "position_ids")
-        }
+        profile: dict[str, Range] = dict.fromkeys(
+            ("input_ids", "position_ids"), ((1, least_s), (best, best_s), (most, most_s))
+        )
         profile["logits_indices"] = ((1, 1), (best, 1), (most, most_s))
         profile["write_indices"] = profile["key_value_lengths"] = ((1,), (best,), (most,))
         tail = (model.kv_heads, size.max_length, model.head_dim)

@@ -1,0 +1,117 @@
+"""The build bundle: the ONNX file in TensorRT's dialect and `build.json`, everything that the target machine needs to finish."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from export.folder import write_json
+from export.target import Conversion
+from export.tensorrt.model import DecoderModel
+from export.tensorrt.options import FIXED_BY_BUNDLE, TensorrtOptions
+from export.tensorrt.profiles import Limits, native_profiles, parsed_profiles
+from runtime.artifact import sha256
+from runtime.errors import ArtifactError, RequestError
+
+BUILD = "build.json"
+ONNX, DATA = "model.onnx", "model.onnx.data"
+PROBE = "probe.safetensors"
+SCHEMA_VERSION = 1
+#: Versions that the builder was written against; the first is the oldest with the layers of the native network.
+VERSIONS = {"onnx": ">=10.13", "native": ">=11.0", "api_checked": "11.4.0.106"}
+_KEYS = {"model": dict, "limits": dict, "options": dict, "files": dict, "dtype": str, "sparse": list, "artifact": dict}
+
+
+def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
+    """`build.json`; `content` has options, dtype, sparse, artifact, conversions and losses. Hashes are those of the files now there."""
+    names = [name for name in (ONNX, DATA, PROBE) if (folder / name).is_file()]
+    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
+    value = {
+        "schema_version": SCHEMA_VERSION,
+        "kind": "tensorrt-bundle",
+        "tensorrt": VERSIONS,
+        **content,
+        "model": model.as_dict(),
+        "limits": asdict(size),
+        "profiles": {"onnx": parsed_profiles(model, size)} | _native(model, size),
+        "files": files,
+    }
+    write_json(folder / BUILD, value)
+
+
+def _native(model: DecoderModel, size: Limits) -> dict[str, Any]:
+    return {} if model.unknown is not None else {"native": native_profiles(model, size)}
+
+
+class Bundle:
+    """A bundle as `export.run` reads it in the place of an artifact (`export.source.Source`).
+
+    Attributes:
+        path: the directory. build: `build.json`.
+        defaults: options that it was written with.
+
+    Raises:
+        ArtifactError: the directory is no bundle, or a newer one.
+    """
+
+    trust_remote_code = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            self.build: dict[str, Any] = json.loads((path / BUILD).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ArtifactError(f"{path / BUILD} cannot be read: {error}") from error
+        if not isinstance(self.build, dict) or self.build.get("kind") != "tensorrt-bundle":
+            raise ArtifactError(f"{path / BUILD} is not the description of a TensorRT bundle")
+        version = self.build.get("schema_version")
+        if version != SCHEMA_VERSION:
+            raise ArtifactError(f"{path / BUILD} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
+        wrong = next((key for key, kind in _KEYS.items() if not isinstance(self.build.get(key), kind)), None)
+        if wrong is not None:
+            raise ArtifactError(f"{path / BUILD} has no usable {wrong}")
+        self.defaults: dict[str, Any] = {**self.build["options"], "bundle": False}
+        try:
+            self.model = DecoderModel.from_dict(self.build["model"])
+            self.limits = Limits(**self.build["limits"])
+        except TypeError as error:
+            raise ArtifactError(f"{path / BUILD} has no usable model or limits: {error}") from error
+
+    @property
+    def bytes(self) -> int:
+        return sum(int(entry["bytes"]) for entry in self.build["files"].values())
+
+    @property
+    def conversions(self) -> list[Conversion]:
+        """What was converted when the bundle was written."""
+        return [Conversion(**{**c, "modules": tuple(c["modules"])}) for c in self.build.get("conversions", [])]
+
+    def describe(self) -> dict[str, Any]:
+        """The artifact that the bundle was made of."""
+        return dict(self.build["artifact"])
+
+    def verify(self) -> None:
+        """Raise ArtifactError unless every file has the hash that `build.json` says."""
+        for name, entry in self.build["files"].items():
+            file = self.path / name
+            if Path(name).name != name or not file.is_file():
+                raise ArtifactError(f"{self.path} lacks {name}, which {BUILD} names")
+            if sha256(file) != entry.get("sha256"):
+                raise ArtifactError(f"{file} is damaged: its SHA-256 is not the one in {BUILD}")
+
+    def check_options(self, options: TensorrtOptions) -> None:
+        """Raise RequestError where an option asks for another ONNX file than the one that is here."""
+        written = TensorrtOptions(**self.build["options"])
+        for name in FIXED_BY_BUNDLE:
+            asked, fixed = getattr(options, name), getattr(written, name)
+            if asked != fixed:
+                raise RequestError(
+                    f"option {name} is {asked!r}, and the bundle {self.path} was written with {fixed!r}; write another bundle"
+                )
+
+
+def is_bundle(path: Path) -> bool:
+    """Whether a directory is (meant to be) a bundle."""
+    return (path / BUILD).is_file()

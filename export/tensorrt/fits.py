@@ -1,0 +1,88 @@
+"""Which artifacts TensorRT can hold, and what changes on the way."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from export.onnx.grid import TENSORRT, conversion, why_not
+from export.target import Conversion
+from export.tensorrt.options import TensorrtOptions
+from runtime.quantization_config import ModuleEntry
+from runtime.skeleton import model_kind
+
+if TYPE_CHECKING:
+    from export.source import Source
+
+
+def reason_against(source: Source, options: TensorrtOptions) -> str | None:
+    """Why the artifact cannot be written; see `export.target.Target.why_not`."""
+    kind = model_kind(source.config)
+    if kind != "decoder":
+        return f"it is an {kind}, and engines are built for decoders"
+    for name, entry in _linear(source):
+        activations = entry.scheme.activations
+        if activations is not None and not activations.dynamic and not activations.symmetric:
+            return f"{name} has activations with a zero point, and TensorRT quantizes symmetrically only"
+        if entry.scheme.weights is None or options.requantize:
+            continue
+        reason = why_not(entry.scheme.weights, source.shapes[name], TENSORRT)
+        if reason is not None:
+            return f"{name} has {reason} (--requantize rounds them anew)"
+    return None
+
+
+def conversions(source: Source, options: TensorrtOptions) -> list[Conversion]:
+    """What is stored in another way; see `export.target.Target.conversions`."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name, entry in source.entries.items():
+        for what, exact in _changes(source, name, entry, options):
+            found.setdefault((what, exact), []).append(name)
+    result = [Conversion(what, tuple(names), exact) for (what, exact), names in found.items()]
+    stored = str(source.dtype).removeprefix("torch.")
+    if options.dtype not in (None, stored):
+        dense = tuple(name for name in source.dense_names())
+        result.append(Conversion(f"{stored} numbers become {options.dtype}", dense, exact=options.dtype == "float32"))
+    return result
+
+
+def _changes(source: Source, name: str, entry: ModuleEntry, options: TensorrtOptions) -> Iterator[tuple[str, bool]]:
+    scheme, shape = entry.scheme, source.shapes[name]
+    if name in source.embeddings:
+        yield "the compressed embedding is stored dense", True
+        return
+    if scheme.weights is None:
+        yield f"{scheme.sparsity} values are stored with their zeros", True
+    elif why_not(scheme.weights, shape, TENSORRT) is not None:
+        yield f"{why_not(scheme.weights, shape, TENSORRT)}: rounded anew", False
+    else:
+        exact = conversion(scheme.weights, shape, TENSORRT)
+        if exact is not None:
+            yield exact, True
+        if options.requantize:
+            yield "negative scales become positive; where a code has no opposite the layer is rounded anew", False
+    if scheme.activations is not None and scheme.activations.dynamic:
+        yield "inputs are no longer rounded (TensorRT has no dynamic int8 or fp8 grid a token)", True
+
+
+def _linear(source: Source) -> list[tuple[str, ModuleEntry]]:
+    return [(name, entry) for name, entry in source.entries.items() if name not in source.embeddings]
+
+
+def drops_activations(source: Source) -> bool:
+    """Whether a layer's inputs are rounded in the artifact and will not be in the engine."""
+    return any(e.scheme.activations is not None and e.scheme.activations.dynamic for _, e in _linear(source))
+
+
+def expressible(source: Source) -> Source:
+    """The artifact without the activation grids that TensorRT has no word for: their layers keep codes and scales of the weight."""
+    changed = copy.copy(source)
+    changed.entries = {
+        name: replace(entry, scheme=replace(entry.scheme, activations=None))
+        if entry.scheme.activations is not None and entry.scheme.activations.dynamic
+        else entry
+        for name, entry in source.entries.items()
+    }
+    return changed

@@ -10,6 +10,7 @@ from runtime.errors import RequestError
 
 _TARGETS = {
     "onnx": "export.onnx.target:OnnxTarget",
+    "gguf": "export.gguf.target:GgufTarget",
 }
 
 

@@ -1,0 +1,157 @@
+"""Number grids of artifacts in the blocks of GGUF: which block type holds which grid, and the bits.
+
+A block is 32 neighbours of one row with one fp16 scale `d` (`ggml-common.h`):
+
+    Q4_0  d, 16 bytes                    value = d * (u - 8),   u in 0..15       4.5 bits a weight
+    Q4_1  d, m, 16 bytes                 value = d * u + m,     u in 0..15       5 bits
+    Q5_0  d, 4 bytes of high bits, 16    value = d * (u - 16),  u in 0..31       5.5 bits
+    Q8_0  d, 32 bytes                    value = d * q,         q in -128..127   8.5 bits
+
+Byte j of the 16 holds element j in its low half and element j + 16 in its high half. A zero point is folded into the code
+(`q - z` is an integer), so an asymmetric grid is exact wherever `q - z` has room. Asymmetric int4 needs 31 values: Q5_0 holds
+them exactly; Q4_1 holds them where the smallest value of each group, `-(z + 8) * scale`, is an fp16 number.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from runtime.scheme import CompressedWeight, WeightScheme
+
+BLOCK = 32
+BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}  # of one block
+_RANGE = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}
+_SLICE = 1 << 22  # weights laid out at once
+
+
+def aligned(scheme: WeightScheme, columns: int) -> bool:
+    """Every block of 32 lies inside one group."""
+    return scheme.strategy != "group" or scheme.group_size is None or not (scheme.group_size % BLOCK) or (
+        scheme.group_size >= columns
+    )  # fmt: skip
+
+
+def block_type(scheme: WeightScheme) -> str:
+    """The smallest block type that has room for the integers of this grid (int grids only).
+
+    Asymmetric int4 gets "Q5_0", asymmetric int8 "Q8_0" although some of its `q - z` may not fit: `codes_fit` tells.
+    """
+    low, high = scheme.code_range
+    if not scheme.symmetric:
+        low, high = low - high, high - low
+    return next((name for name, (least, most) in _RANGE.items() if least <= low and high <= most), "Q8_0")
+
+
+def nominal_type(scheme: WeightScheme) -> str:
+    """The block type of this many bits, for weights that are rounded anew."""
+    if scheme.bits <= 4:
+        return "Q4_0" if scheme.symmetric else "Q4_1"
+    return "Q5_0" if scheme.bits == 5 else "Q8_0"
+
+
+def scale_fits(scale: torch.Tensor) -> bool:
+    """fp16 holds every scale as it is."""
+    return bool((scale.to(torch.float16).float() == scale.float()).all())
+
+
+def minimum(scale: torch.Tensor, zero: torch.Tensor) -> torch.Tensor:
+    """Q4_1's m before it becomes fp16, float32: the value of the smallest int4 code."""
+    return -(zero.float() + 8) * scale.float()
+
+
+def minimum_fits(scale: torch.Tensor, zero: torch.Tensor) -> bool:
+    """fp16 holds every Q4_1 minimum as it is."""
+    return scale_fits(minimum(scale, zero))
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Some rows of a weight: `integers` int16 `[n, columns]` (zero points folded in), `scale` and `zero` float32 `[n, blocks]`."""
+
+    rows: slice
+    integers: torch.Tensor
+    scale: torch.Tensor
+    zero: torch.Tensor
+
+
+def slices(weight: CompressedWeight) -> Iterator[Slice]:
+    """The weight in slices of rows, its scale and zero point repeated for each block of 32 (int grids, `aligned`)."""
+    scheme = weight.scheme.weights
+    assert scheme is not None
+    assert weight.scale is not None
+    rows, columns = weight.values.shape
+    scale = weight.scale.float()
+    zero = torch.zeros_like(scale) if weight.zero_point is None else weight.zero_point.float()
+    if scheme.strategy == "tensor":
+        scale, zero = scale.reshape(1, 1).expand(rows, 1), zero.reshape(1, 1).expand(rows, 1)
+    group = scheme.group_size if scheme.strategy == "group" and scheme.group_size else columns
+    of_block = torch.arange(0, columns, BLOCK) // group
+    step = max(1, _SLICE // columns)
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        d, z = scale[part][:, of_block], zero[part][:, of_block]
+        folded = weight.values[part].to(torch.int16) - z.to(torch.int16).repeat_interleave(BLOCK, 1)
+        yield Slice(part, folded, d, z)
+
+
+def codes_fit(weight: CompressedWeight, kind: str) -> bool:
+    """Every `q - z` has room in the block type."""
+    low, high = _RANGE[kind]
+    return all(int(part.integers.min()) >= low and int(part.integers.max()) <= high for part in slices(weight))
+
+
+def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
+    """uint8 `[rows, columns / 32 * bytes of a block]`: the weight's own codes and scales in blocks; scales (and Q4_1 minima) become fp16.
+
+    Columns are a multiple of 32, groups are `aligned`, codes fit. Scales that fp16 does not hold are rounded: ask before.
+    """
+    rows, columns = weight.values.shape
+    out = torch.empty(rows, columns // BLOCK, BYTES[kind], dtype=torch.uint8)
+    for part in slices(weight):
+        count = part.integers.shape[0]
+        target = out[part.rows]
+        target[..., :2] = _half(part.scale)
+        if kind == "Q8_0":
+            target[..., 2:] = part.integers.to(torch.int8).view(torch.uint8).view(count, -1, BLOCK)
+            continue
+        if kind == "Q4_1":
+            target[..., 2:4] = _half(minimum(part.scale, part.zero))
+            offset = part.zero.to(torch.int16).repeat_interleave(BLOCK, 1) + 8
+        else:
+            offset = torch.tensor(-_RANGE[kind][0], dtype=torch.int16)
+        unsigned = (part.integers + offset).to(torch.uint8).view(count, -1, 2, BLOCK // 2)
+        target[..., -BLOCK // 2 :] = (unsigned[..., 0, :] & 15) | ((unsigned[..., 1, :] & 15) << 4)
+        if kind == "Q5_0":
+            high = (unsigned >> 4).reshape(count, -1, 4, 8)  # bit i of the 32 belongs to element i
+            target[..., 2:6] = (high << torch.arange(8, dtype=torch.uint8)).sum(-1, dtype=torch.uint8)
+    return out.view(rows, -1)
+
+
+def values(weight: CompressedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, float32 `[n, columns]`): `(q - z) * scale`, not rounded to the model's dtype. Any grid, and float values."""
+    rows, columns = weight.values.shape
+    scheme = weight.scheme.weights
+    step = max(1, _SLICE // max(1, columns))
+    for start in range(0, rows, step):
+        part = slice(start, min(start + step, rows))
+        shared = scheme is not None and scheme.strategy == "tensor"
+        scale, zero = weight.scale, weight.zero_point
+        yield (
+            part,
+            CompressedWeight(
+                weight.values[part],
+                None if scale is None else (scale if shared else scale[part]).float(),
+                None if zero is None else (zero if shared else zero[part]),
+                None,
+                weight.scheme,
+                torch.float32,
+            ).dequantize(),
+        )
+
+
+def _half(value: torch.Tensor) -> torch.Tensor:
+    """fp16 as bytes, `[..., 2]`."""
+    return value.to(torch.float16).contiguous().view(torch.uint8).view(*value.shape, 2)

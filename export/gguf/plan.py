@@ -1,0 +1,251 @@
+"""What will be in the file: every tensor of the artifact, its name and number type there, and what that changes."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from export.gguf import families, grids
+from export.gguf.options import GgufOptions
+from export.source import Source
+from export.target import Conversion
+from runtime import formats
+from runtime.errors import RequestError
+from runtime.formats.bitpack import unpack_columns
+from runtime.scheme import Scheme, WeightScheme
+
+DENSE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
+DENSE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
+_DENSE_OPTIONS = {"bf16": "BF16", "f16": "F16", "f32": "F32"}
+
+
+@dataclass(frozen=True)
+class Planned:
+    """One tensor of the file.
+
+    Attributes:
+        name: in the file.
+        parameter: in the artifact, such as `model.layers.0.mlp.up_proj.weight`.
+        module: of a compressed weight; None where the artifact stores the tensor as it is.
+        shape: rows and columns, or one length.
+        type: GGUF's number type.
+        heads: rows are permuted for this many heads; None: they keep their order.
+        why: for compressed weights: the sentence of the conversion.
+        exact: no weight changes.
+        anew: the weight is rounded anew to `type` (its codes are not kept).
+        before: bytes in the artifact.
+    """
+
+    name: str
+    parameter: str
+    module: str | None
+    shape: tuple[int, ...]
+    type: str
+    heads: int | None
+    why: str = ""
+    exact: bool = True
+    anew: bool = False
+    before: int = 0
+
+    @property
+    def bytes(self) -> int:
+        count = 1
+        for size in self.shape:
+            count *= size
+        if self.type in DENSE_BYTES:
+            return count * DENSE_BYTES[self.type]
+        return count // grids.BLOCK * grids.BYTES[self.type]
+
+
+def plan(source: Source, options: GgufOptions) -> list[Planned]:
+    """All tensors of the file, in its order. Reads scales and zero points, no codes (but those of asymmetric int8).
+
+    Raises:
+        RequestError: a layer's grid is not one of GGUF's, and `requantize` was not asked for.
+    """
+    return list(_plan(source, options))
+
+
+def why_not(source: Source, options: GgufOptions) -> str | None:
+    """What schemes alone tell: groups that cut through the blocks."""
+    if options.requantize:
+        return None
+    for module, entry in source.entries.items():
+        scheme, columns = entry.scheme.weights, source.shapes[module][1]
+        if _blocked(scheme, columns) and scheme is not None and not grids.aligned(scheme, columns):
+            return (
+                f"{module} has groups of {scheme.group_size}, and GGUF's blocks of {grids.BLOCK} weights have one scale; "
+                "allowed are multiples of 32, or --requantize"
+            )
+    return None
+
+
+def _plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
+    checkpoint, stored = source.artifact.checkpoint, _bytes_of_modules(source)
+    for parameter, name in families.names(source).items():
+        assert name is not None  # families.why_not
+        heads = families.heads_of(source, name)
+        module = parameter.rpartition(".")[0]
+        if module in source.entries and parameter.endswith(".weight"):
+            kind, why, exact, anew = _compressed(source, module, options)
+            yield Planned(
+                name, parameter, module, source.shapes[module], kind, heads, why, exact, anew, stored.get(module, 0)
+            )
+            continue
+        if not checkpoint.has(parameter):
+            continue  # tied: llama.cpp takes the embedding where there is no output.weight
+        if parameter in source.tied and _repeats(source, parameter):
+            continue
+        shape = checkpoint.shape(parameter)
+        kind = "F32" if len(shape) == 1 else _dense_type(options, checkpoint.dtype(parameter))
+        yield Planned(name, parameter, None, shape, kind, heads, before=checkpoint.nbytes(parameter))
+
+
+def _repeats(source: Source, parameter: str) -> bool:
+    """Whether a stored tensor that config.json ties is the one it is tied to."""
+    twin, checkpoint = source.tied[parameter], source.artifact.checkpoint
+    if not checkpoint.has(twin):
+        return False
+    if torch.equal(checkpoint.get(parameter), checkpoint.get(twin)):
+        return True
+    raise RequestError(
+        f"config.json of {source.path} ties {parameter} to {twin}, and the artifact stores two different tensors; "
+        "set tie_word_embeddings to false, or store one"
+    )
+
+
+def _blocked(scheme: WeightScheme | None, columns: int) -> bool:
+    """Whether the weights go into blocks at all."""
+    return scheme is not None and scheme.type == "int" and columns % grids.BLOCK == 0
+
+
+def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str, str, bool, bool]:
+    """(type, sentence, exact, rounded anew) of one compressed module."""
+    scheme, columns = source.entries[module].scheme, source.shapes[module][1]
+    weights, dense = scheme.weights, _dense_type(options, source.dtype)
+    as_stored = DENSE.get(source.dtype) == dense
+    words = f"dense {dense}" + ("" if as_stored else f", rounded from {source.dtype}".replace("torch.", ""))
+    exact = as_stored or dense == "F32"
+    if weights is None:
+        return dense, f"{scheme.sparsity or 'sparse'} float weights become {words}, zeros stored", exact, False
+    grid = _describe(scheme)
+    if not _blocked(weights, columns):
+        reason = "GGUF has no float8" if weights.type == "float" else "rows are no multiple of 32"
+        return (
+            dense,
+            f"{grid} weights become {words} ({reason}): the values the artifact has in that type",
+            exact,
+            False,
+        )
+    if not grids.aligned(weights, columns):
+        kind = grids.nominal_type(weights)
+        return kind, f"{grid} weights in groups of {weights.group_size} are rounded anew to {kind}", False, True
+    scale, zero = grid_of(source, module)
+    kind = grids.block_type(weights)
+    finite = scale.to(torch.float16).isfinite()
+    if not bool(finite.all()):
+        raise RequestError(
+            f"{module} has a scale of {float(scale[~finite][0]):g}, above fp16's largest 65504; GGUF's are fp16"
+        )
+    kept = grids.scale_fits(scale)
+    if not kept and not options.requantize:
+        worst = scale.flatten()[(scale.to(torch.float16).float() != scale.float()).flatten()][0]
+        raise RequestError(
+            f"{module} has scales that fp16 does not hold, such as {float(worst):.9g}, and GGUF's scales are fp16; "
+            "--requantize rounds them and reports the loss"
+        )
+    if zero is not None and weights.bits == 4:
+        fits = grids.minimum_fits(scale, zero)
+        if options.asymmetric == "q4_1" or (options.asymmetric == "auto" and fits):
+            kind, kept = "Q4_1", kept and fits
+    if zero is not None and weights.bits == 8 and not grids.codes_fit(source.weight(module), kind):
+        if not options.requantize:
+            raise RequestError(
+                f"{module} is asymmetric int8 with codes more than 128 from their zero point, which Q8_0 has no room for; "
+                "--requantize rounds them anew and reports the loss"
+            )
+        return kind, f"{grid} weights are rounded anew to {kind}", False, True
+    size = f"groups of {weights.group_size}" if weights.strategy == "group" else f"one scale a {weights.strategy}"
+    what = f"{grid} weights, {size}, become {kind}: the same codes in blocks of 32 with their group's scale in fp16"
+    if not kept:
+        what += f", {'minima' if kind == 'Q4_1' and grids.scale_fits(scale) else 'scales'} rounded to fp16"
+    if scheme.sparsity:
+        what += "; pruned weights are stored as zeros"
+    return kind, what, kept, False
+
+
+def grid_of(source: Source, module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Scale and zero point (int8, of the scale's shape) as stored; the codes are not read."""
+    entry, checkpoint = source.entries[module], source.artifact.checkpoint
+    assert entry.scheme.weights is not None
+    scale = checkpoint.get(f"{module}.weight_scale")
+    if entry.scheme.weights.symmetric:
+        return scale, None
+    zero = checkpoint.get(f"{module}.weight_zero_point")
+    if formats.get(entry.format).zero_point_packed(entry.scheme.weights):
+        zero = unpack_columns(zero, entry.scheme.weights.bits, scale.shape[0])
+    return scale, zero
+
+
+def conversions(source: Source, tensors: list[Planned]) -> list[Conversion]:
+    """What the file has in another way than the artifact, one entry a kind of change."""
+    grouped: dict[tuple[str, bool], list[Planned]] = defaultdict(list)
+    for tensor in tensors:
+        if tensor.module is not None:
+            grouped[tensor.why, tensor.exact].append(tensor)
+        elif tensor.type != DENSE.get(source.artifact.checkpoint.dtype(tensor.parameter)):
+            before = str(source.artifact.checkpoint.dtype(tensor.parameter)).removeprefix("torch.")
+            vector = len(tensor.shape) == 1
+            what = "norms and biases" if vector else "uncompressed matrices"
+            why = ", which llama.cpp computes them in" if vector else ""
+            grouped[f"{what} of {before} become {tensor.type}{why}", tensor.type == "F32"].append(tensor)
+    result = [_conversion(what, exact, members) for (what, exact), members in grouped.items()]
+    turned = [t.parameter for t in tensors if t.heads is not None]
+    if turned:
+        result.append(
+            Conversion("rows of q and k are put in the order of llama.cpp's rotary embedding", tuple(turned), bytes=0)
+        )
+    quantized = tuple(m for m, entry in source.entries.items() if entry.scheme.activations is not None)
+    if quantized:
+        result.append(
+            Conversion(
+                "inputs of layers are not rounded to the artifact's activation grid, which GGUF cannot say: llama.cpp computes "
+                "with the same weights and activations of its own choice",
+                quantized,
+                bytes=0,
+            )
+        )
+    return result
+
+
+def _conversion(what: str, exact: bool, members: list[Planned]) -> Conversion:
+    names = tuple(t.module or t.parameter for t in members)
+    grown = sum(t.bytes - t.before for t in members)
+    size = f" ({grown / 1e6:+.1f} MB)" if abs(grown) >= 50_000 else ""
+    return Conversion(what + size, names, exact, grown)
+
+
+def _describe(scheme: Scheme) -> str:
+    weights = scheme.weights
+    assert weights is not None
+    sparse = f"{scheme.sparsity} " if scheme.sparsity else ""
+    if weights.type == "float":
+        return f"{sparse}float8"
+    return f"{sparse}{'symmetric' if weights.symmetric else 'asymmetric'} int{weights.bits}"
+
+
+def _dense_type(options: GgufOptions, dtype: torch.dtype) -> str:
+    return _DENSE_OPTIONS.get(options.dense) or DENSE.get(dtype, "F32")
+
+
+def _bytes_of_modules(source: Source) -> dict[str, int]:
+    """{module: bytes of its tensors but the bias}."""
+    result: dict[str, int] = defaultdict(int)
+    for name in source.artifact.checkpoint.names():
+        module, _, leaf = name.rpartition(".")
+        if leaf != "bias":
+            result[module] += source.artifact.checkpoint.nbytes(name)
+    return result

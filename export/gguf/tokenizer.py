@@ -1,0 +1,273 @@
+"""The artifact's tokenizer as GGUF's keys: byte-level BPE ("gpt2") and BPE with byte fallback, as SentencePiece has it ("llama").
+
+Read from what transformers makes of the directory, so that it is the tokenizer which the artifact's user has.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from export.gguf import pretokenizers, sentencepiece
+from export.source import TOKENIZER_FILES, Source
+from export.target import Conversion
+
+if TYPE_CHECKING:
+    from gguf import GGUFWriter
+
+# gguf.TokenType
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+
+
+class UnsupportedError(Exception):
+    """GGUF has no word for this tokenizer; the message says why."""
+
+
+@dataclass
+class Vocabulary:
+    """What goes into `tokenizer.ggml.*`.
+
+    Attributes:
+        model: "gpt2" or "llama".
+        pre: name of the pre-tokenizer.
+        tokens, types: of every row of the embedding.
+        merges: of "gpt2", two parts with a space between.
+        scores: of "llama".
+        special: {"bos", "eos", "eot", "eom", "unk", "pad": token id}.
+        add_bos, add_eos: what `encode` adds.
+        space_prefix: a text gets a space in front.
+        chat_template: Jinja, or None.
+        remarks: what llama.cpp will do otherwise than transformers.
+    """
+
+    model: str
+    pre: str
+    tokens: list[str]
+    types: list[int]
+    merges: list[str] = field(default_factory=list)
+    scores: list[float] = field(default_factory=list)
+    special: dict[str, int] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = False
+    space_prefix: bool = False
+    chat_template: str | None = None
+    remarks: list[str] = field(default_factory=list)
+
+
+def load(source: Source) -> Any:
+    """transformers' tokenizer of the artifact; None where it has none.
+
+    Raises:
+        UnsupportedError: there are tokenizer files that transformers cannot read, or that are no "fast" tokenizer.
+    """
+    from transformers import AutoTokenizer
+
+    there = [name for name in TOKENIZER_FILES if (Path(source.path) / name).is_file()]
+    if not {"tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model"} & set(there):
+        return None
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(str(source.path), trust_remote_code=source.trust_remote_code)
+    except Exception as error:
+        raise UnsupportedError(f"transformers cannot load its tokenizer ({', '.join(there)}): {error}") from error
+    if getattr(tokenizer, "backend_tokenizer", None) is None:
+        raise UnsupportedError(f"its tokenizer has no tokenizer.json (found {', '.join(there)})")
+    return tokenizer
+
+
+def read(source: Source) -> Vocabulary | None:
+    """The vocabulary to write; None where the artifact has no tokenizer.
+
+    Raises:
+        UnsupportedError: llama.cpp has no tokenizer that does the same.
+    """
+    tokenizer = load(source)
+    if tokenizer is None:
+        return None
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    model, size = content["model"], int(source.config.vocab_size)
+    if model["type"] != "BPE":
+        raise UnsupportedError(
+            f"its tokenizer is {model['type']}; GGUF is written for byte-level BPE and BPE with byte fallback"
+        )
+    remarks: list[str] = []
+    if _byte_level(content.get("pre_tokenizer")):
+        vocabulary = _gpt2(content, size, remarks)
+    elif model.get("byte_fallback"):
+        vocabulary = _llama(content, size, remarks)
+    else:
+        raise UnsupportedError(
+            "its tokenizer is BPE neither of bytes nor with byte fallback, which llama.cpp has no name for"
+        )
+    _check_size(tokenizer, size, remarks)
+    _add_special(vocabulary, source, tokenizer)
+    return vocabulary
+
+
+def conversions(vocabulary: Vocabulary | None) -> list[Conversion]:
+    """Where texts could become other tokens than in transformers."""
+    if vocabulary is None:
+        return [
+            Conversion("no tokenizer is written (no_vocab): prompts and answers are token ids", ("tokenizer",), bytes=0)
+        ]
+    return [Conversion(remark, ("tokenizer",), bytes=0) for remark in vocabulary.remarks]
+
+
+def write(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
+    """All keys of the tokenizer."""
+    if vocabulary is None:
+        writer.add_tokenizer_model("no_vocab")
+        return
+    writer.add_tokenizer_model(vocabulary.model)
+    writer.add_tokenizer_pre(vocabulary.pre)
+    writer.add_token_list(vocabulary.tokens)
+    writer.add_token_types(vocabulary.types)
+    if vocabulary.model == "gpt2":
+        # llama.cpp wants merges and the package writes no empty list: here one whose parts nothing ever makes.
+        writer.add_token_merges(vocabulary.merges or ["ĠĠ ĠĠ"])
+    else:
+        writer.add_token_scores(vocabulary.scores)
+        writer.add_add_space_prefix(vocabulary.space_prefix)
+    for name, token in vocabulary.special.items():
+        writer.add_uint32(_SPECIAL_KEYS[name], token)
+    writer.add_add_bos_token(vocabulary.add_bos)
+    writer.add_add_eos_token(vocabulary.add_eos)
+    if vocabulary.chat_template:
+        writer.add_chat_template(vocabulary.chat_template)
+
+
+_SPECIAL_KEYS = {
+    "bos": "tokenizer.ggml.bos_token_id", "eos": "tokenizer.ggml.eos_token_id", "eot": "tokenizer.ggml.eot_token_id",
+    "eom": "tokenizer.ggml.eom_token_id", "unk": "tokenizer.ggml.unknown_token_id", "pad": "tokenizer.ggml.padding_token_id",
+}  # fmt: skip
+
+
+def _byte_level(pre: dict[str, Any] | None) -> bool:
+    if pre is None:
+        return False
+    return pre["type"] == "ByteLevel" or any(_byte_level(inner) for inner in pre.get("pretokenizers", ()))
+
+
+def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
+    model = content["model"]
+    name, how = pretokenizers.identify(content)
+    if how is not None:
+        remarks.append(how if name else f"{how}: llama.cpp's default is written, texts can become other tokens")
+    normalizer = content.get("normalizer")
+    if normalizer is not None:
+        remarks.append(
+            f"the normalizer {_name(normalizer)} is left out, llama.cpp has none: text that it would change gets other tokens"
+        )
+    if _prefix_space(content.get("pre_tokenizer")):
+        remarks.append(
+            "no space is put before a text (add_prefix_space), llama.cpp has no such step for BPE: begin prompts with one"
+        )
+    tokens, types = _tokens(content, size)
+    merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
+    return Vocabulary("gpt2", name or "default", tokens, types, merges=merges, remarks=remarks)
+
+
+def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
+    tokens, types = _tokens(content, size)
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in content["model"]["merges"]]
+    found, faithful = sentencepiece.scores(content["model"]["vocab"], pairs)
+    if not faithful:
+        remarks.append(
+            "its merges are not those of a SentencePiece vocabulary (a token for every merge and a merge for every way to split it): "
+            "texts can become other tokens"
+        )
+    prefix, unknown = sentencepiece.space_prefix(content)
+    if unknown:
+        remarks.append(
+            f"{', '.join(unknown)} of its tokenizer is left out, llama.cpp has none: texts can become other tokens"
+        )
+    scores = [found.get(token, 0.0) for token in tokens]
+    return Vocabulary("llama", "default", tokens, types, scores=scores, space_prefix=prefix, remarks=remarks)
+
+
+def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
+    """Text and type of every row of the embedding; rows without a token are called `[PADn]`."""
+    model = content["model"]
+    tokens, types = [f"[PAD{i}]" for i in range(size)], [UNUSED] * size
+    for text, index in model["vocab"].items():
+        if index < size:
+            tokens[index], types[index] = text, NORMAL
+            if model.get("byte_fallback") and len(text) == 6 and text.startswith("<0x") and text.endswith(">"):
+                types[index] = BYTE
+            elif text == model.get("unk_token"):
+                types[index] = UNKNOWN
+    for added in content.get("added_tokens", ()):
+        index = added["id"]
+        if index < size:
+            # llama.cpp looks for added tokens in the text before spaces become "▁".
+            shown = (
+                added["content"]
+                if added["special"] or not model.get("byte_fallback")
+                else added["content"].replace("▁", " ")
+            )
+            tokens[index] = shown
+            if types[index] != UNKNOWN:
+                types[index] = CONTROL if added["special"] else USER_DEFINED
+    if len(set(tokens)) != size:
+        twice = next(token for i, token in enumerate(tokens) if tokens.index(token) != i)
+        raise UnsupportedError(f"its vocabulary has the token {twice!r} twice, which llama.cpp does not load")
+    return tokens, types
+
+
+def _check_size(tokenizer: Any, size: int, remarks: list[str]) -> None:
+    beyond = sorted(index for index in tokenizer.get_vocab().values() if index >= size)
+    if beyond:
+        remarks.append(f"{len(beyond)} tokens from id {beyond[0]} on are left out: the embedding has {size} rows")
+
+
+def _add_special(vocabulary: Vocabulary, source: Source, tokenizer: Any) -> None:
+    size = len(vocabulary.tokens)
+    ends = _ends(source)
+    eos = tokenizer.eos_token_id if tokenizer.eos_token_id is not None else next(iter(ends), None)
+    rest = [token for token in ends if token != eos]
+    found = {
+        "bos": tokenizer.bos_token_id if tokenizer.bos_token_id is not None else source.config.bos_token_id,
+        "eos": eos, "eot": rest[0] if rest else None, "eom": rest[1] if len(rest) > 1 else None,
+        "unk": tokenizer.unk_token_id, "pad": tokenizer.pad_token_id,
+    }  # fmt: skip
+    vocabulary.special = {name: int(token) for name, token in found.items() if token is not None and 0 <= token < size}
+    if len(rest) > 2:
+        vocabulary.remarks.append(f"GGUF has room for three tokens that end a text; {rest[2:]} are not among them")
+    plain = tokenizer.encode("a b", add_special_tokens=False)
+    full = tokenizer.encode("a b")
+    vocabulary.add_bos = full != plain and bool(full) and full[0] == vocabulary.special.get("bos")
+    vocabulary.add_eos = full != plain and bool(full) and full[-1] == vocabulary.special.get("eos")
+    bos, final = (
+        [vocabulary.special.get("bos")] * vocabulary.add_bos,
+        [vocabulary.special.get("eos")] * vocabulary.add_eos,
+    )
+    if [*bos, *plain, *final] != full:
+        vocabulary.remarks.append(
+            "its tokenizer adds other tokens around a text than bos and eos; llama.cpp adds only those"
+        )
+    template = tokenizer.chat_template
+    if isinstance(template, dict):
+        template = template.get("default")
+    vocabulary.chat_template = template if isinstance(template, str) else None
+
+
+def _ends(source: Source) -> list[int]:
+    """Token ids that end a text, by generation_config.json, else config.json."""
+    file = source.path / "generation_config.json"
+    given = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.is_file() else None
+    if given is None:
+        given = source.config.eos_token_id
+    return [] if given is None else [int(t) for t in (given if isinstance(given, list) else [given])]
+
+
+def _prefix_space(pre: dict[str, Any] | None) -> bool:
+    if pre is None:
+        return False
+    own = pre["type"] == "ByteLevel" and bool(pre.get("add_prefix_space"))
+    return own or any(_prefix_space(inner) for inner in pre.get("pretokenizers", ()))
+
+
+def _name(step: dict[str, Any]) -> str:
+    inner = step.get("normalizers")
+    return step["type"] if inner is None else ", ".join(_name(one) for one in inner)

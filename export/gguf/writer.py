@@ -1,0 +1,128 @@
+"""The file, one tensor in memory at a time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export.gguf import grids, metadata, permute, tokenizer
+from export.gguf.plan import DENSE_BYTES, Planned
+from export.gguf.tokenizer import Vocabulary
+from export.source import Source
+from export.target import Job
+from runtime.errors import RequestError
+
+DTYPES = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+
+
+def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary | None) -> None:
+    """Metadata and what every tensor will be first, then the tensors one by one.
+
+    Raises:
+        RequestError: a value does not fit the type that was asked for.
+    """
+    import gguf
+
+    from export.gguf import families
+
+    source, factors = job.source, metadata.rope_factors(job.source)
+    writer = gguf.GGUFWriter(path, families.find(source).architecture)
+    try:
+        metadata.write(writer, source, tensors)
+        tokenizer.write(writer, vocabulary)
+        if factors is not None:
+            _announce(writer, metadata.ROPE_FREQS, tuple(factors.shape), "F32", factors.numel() * 4)
+        for tensor in tensors:
+            _announce(writer, tensor.name, tensor.shape, tensor.type, tensor.bytes)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors.numpy())
+        job.progress.phase("writing tensors", len(tensors))
+        for tensor in tensors:
+            data, loss = encode(source, tensor)
+            if loss:
+                job.losses[tensor.module or tensor.parameter] = loss
+            writer.write_tensor_data(data.numpy())
+            job.progress.step(tensor.name)
+    finally:
+        writer.close()
+
+
+def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:
+    """The tensor's bytes (uint8, rows in GGUF's order) and the relative error ||W' - W|| / ||W|| of its values."""
+    if tensor.module is None:
+        plain = source.dense(tensor.parameter)
+        data = cast(plain, tensor)
+        loss = (
+            0.0
+            if _holds(plain.dtype, tensor.type)
+            else _loss([(plain.float(), data.view(DTYPES[tensor.type]).float())])
+        )
+    elif tensor.type in DENSE_BYTES:
+        weight = source.weight(tensor.module)
+        data = torch.cat([cast(value, tensor) for _, value in grids.values(weight)])
+        exact = data.view(DTYPES[tensor.type]).view(weight.values.shape)
+        # What the artifact has in that type is no loss: it is what loading it in that type gives.
+        loss = 0.0 if tensor.exact else _loss((v, exact[rows].float()) for rows, v in grids.values(weight))
+    elif tensor.anew:
+        weight = source.weight(tensor.module)
+        data = torch.cat([_anew(value, tensor.type) for _, value in grids.values(weight)])
+        loss = _loss((v, decode(data[rows], tensor.type)) for rows, v in grids.values(weight))
+    else:
+        weight = source.weight(tensor.module)
+        data = grids.pack(weight, tensor.type)
+        loss = 0.0 if tensor.exact else _loss((v, decode(data[rows], tensor.type)) for rows, v in grids.values(weight))
+    if tensor.heads is not None:
+        data = data[permute.rows(tensor.shape[0], tensor.heads)]
+    return data.contiguous(), loss
+
+
+def cast(value: torch.Tensor, tensor: Planned) -> torch.Tensor:
+    """A float tensor as bytes of `tensor.type`: uint8 `[rows, bytes of a row]`, one row for a vector's every value."""
+    result = value.to(DTYPES[tensor.type])
+    if bool(value.isfinite().all()) and not bool(result.isfinite().all()):
+        raise RequestError(
+            f"{tensor.parameter} has values that {tensor.type} does not hold; choose dense=f32 or dense=bf16"
+        )
+    return result.contiguous().view(-1, result.shape[-1] if result.ndim > 1 else 1).view(torch.uint8)
+
+
+def decode(data: torch.Tensor, kind: str) -> torch.Tensor:
+    """Float32 values of packed rows, by the `gguf` package (which has llama.cpp's own definition)."""
+    import gguf
+
+    return torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def _anew(value: torch.Tensor, kind: str) -> torch.Tensor:
+    import gguf
+
+    return torch.from_numpy(gguf.quants.quantize(value.numpy(), gguf.GGMLQuantizationType[kind]))
+
+
+def _holds(dtype: torch.dtype, kind: str) -> bool:
+    return kind == "F32" or DTYPES[kind] == dtype
+
+
+def _loss(pairs: Any) -> float:
+    changed = total = 0.0
+    for before, after in pairs:
+        changed += float((after.view(before.shape) - before).double().square().sum())
+        total += float(before.double().square().sum())
+    return (changed / total) ** 0.5 if total else float(changed > 0)
+
+
+def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str, size: int) -> None:
+    import gguf
+    import numpy
+
+    # The package reads the shape of a byte array as bytes: rows keep theirs, the last dimension is what a row takes.
+    rows = 1
+    for one in shape[:-1]:
+        rows *= one
+    as_bytes = (*shape[:-1], size // rows)
+    writer.add_tensor_info(name, as_bytes, numpy.dtype(numpy.uint8), size, gguf.GGMLQuantizationType[kind])

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from export.onnx import remembered
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
 from runtime.engines.torch import install_compressed
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 _log = logging.getLogger("compress.export")
+OPSET = 21  # INT4 and blocked scales; what dialects with a newer one use is valid under it too
+MARKED = "compress.marked_attention"
 BATCH, SEQUENCE, PAST = 2, 3, 5  # of the example; every one of them is a free dimension of the graph
 
 
@@ -65,12 +68,21 @@ def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[
     return model, shapes
 
 
-def trace_decoder(source: Source, dtype: torch.dtype, opset: int, mark_attention: bool = True) -> Traced:
+def trace_decoder(source: Source, dtype: torch.dtype) -> Traced:
     """Prefill and decode in one graph: `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key/value` in;
-    `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included."""
-    from transformers import DynamicCache
-
+    `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included. Opset `OPSET`."""
     model, shapes = prepared(source, dtype)
+    name = remembered.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET)
+    graph = remembered.recall(name)
+    if graph is None:
+        graph = _trace_decoder(source, model, dtype)
+        remembered.remember(name, graph)
+    return Traced(graph, shapes, graph.metadata_props.get(MARKED) == "yes")
+
+
+def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> Any:
+    from torch.export import Dim
+
     accepted = inspect.signature(model.forward).parameters
     layers, cache = _example_cache(source, model, dtype)
     inputs: dict[str, Any] = {
@@ -79,21 +91,33 @@ def trace_decoder(source: Source, dtype: torch.dtype, opset: int, mark_attention
     }
     if "position_ids" in accepted:
         inputs["position_ids"] = torch.arange(PAST, PAST + SEQUENCE).expand(BATCH, SEQUENCE).clone()
-    assert isinstance(cache, DynamicCache)
     inputs["past_key_values"] = cache
-    from torch.export import Dim
-
     free = Dim.DYNAMIC
     dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
     dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
-    graph, marked = _export(model, inputs, dynamic, opset, mark_attention)
+    graph, marked = _export(model, inputs, dynamic)
     names = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
     flat = [name for name in inputs if name != "past_key_values"]
     _rename(graph.graph.inputs, flat + names, source)
     present = [name.replace("past_key_values", "present") for name in names]
     _rename(graph.graph.outputs, ["logits", *present], source)
     _name_dimensions(graph, names, present)
-    return Traced(graph, shapes, marked)
+    strip(graph)
+    graph.metadata_props[MARKED] = "yes" if marked else "no"
+    return graph
+
+
+def strip(model: onnx_ir.Model) -> None:
+    """The exporter's notes on every node (stack traces of this machine) are no business of a file."""
+    model.metadata_props.clear()
+    model.graph.metadata_props.clear()
+    for node in model.graph.all_nodes():
+        node.metadata_props.clear()
+        node.doc_string = None
+        for value in node.outputs:
+            value.metadata_props.clear()
+    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
+        value.metadata_props.clear()
 
 
 def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, Any]:
@@ -126,27 +150,24 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     return len(shapes), example
 
 
-def _export(
-    model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any], opset: int, mark_attention: bool
-) -> tuple[Any, bool]:
-    if mark_attention:
-        with marked_attention(model) as possible:
-            if possible:
-                try:
-                    return _run_exporter(model, inputs, dynamic, opset), True
-                except MarkError as error:
-                    _log.info("attention is traced as transformers computes it: %s", error)
-    return _run_exporter(model, inputs, dynamic, opset), False
+def _export(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any]) -> tuple[Any, bool]:
+    with marked_attention(model) as possible:
+        if possible:
+            try:
+                return _run_exporter(model, inputs, dynamic), True
+            except MarkError as error:
+                _log.info("attention is traced as transformers computes it: %s", error)
+    return _run_exporter(model, inputs, dynamic), False
 
 
-def _run_exporter(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any], opset: int) -> Any:
+def _run_exporter(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any]) -> Any:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     with torch.no_grad(), _quiet():
         try:
             return (
                 OnnxExporter()
-                .export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=dynamic, opset_version=opset))
+                .export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=dynamic, opset_version=OPSET))
                 .program
             )
         except MarkError:

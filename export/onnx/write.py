@@ -14,7 +14,7 @@ from export.onnx.linear import write_embedding, write_linear
 from export.onnx.marks import DOMAIN
 from export.onnx.matmul_nbits import MICROSOFT
 from export.onnx.store import Store
-from export.onnx.trace import Traced, trace_decoder
+from export.onnx.trace import Traced, strip, trace_decoder
 from export.target import Job
 from runtime.errors import CompressError
 
@@ -32,7 +32,7 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
         RequestError: a weight cannot be said in the dialect. CompressError: the model cannot be traced.
     """
     job.progress.phase("tracing the model", 1)
-    traced = trace_decoder(job.source, dialect.dtype, dialect.opset)
+    traced = trace_decoder(job.source, dialect.dtype)
     job.progress.step()
     return finish(job, traced, dialect, FILE)
 
@@ -96,6 +96,7 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     model.opset_imports.pop(DOMAIN, None)
+    model.opset_imports[""] = dialect.opset
     if any(node.domain == MICROSOFT for node in model.graph.all_nodes()):
         model.opset_imports[MICROSOFT] = 1
     left = sorted(
@@ -104,22 +105,9 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     if left:
         raise CompressError(f"the graph still holds {left[0]}, which is no ONNX operator")
     common.TopologicalSortPass()(model)
-    _strip(model)
+    strip(model)
     model.ir_version = IR_VERSION
     model.producer_name = "compress"
-
-
-def _strip(model: onnx_ir.Model) -> None:
-    """The exporter's notes on every node (stack traces of this machine) are no business of the file."""
-    model.metadata_props.clear()
-    model.graph.metadata_props.clear()
-    for node in model.graph.all_nodes():
-        node.metadata_props.clear()
-        node.doc_string = None
-        for value in node.outputs:
-            value.metadata_props.clear()
-    for value in [*model.graph.inputs, *model.graph.initializers.values()]:
-        value.metadata_props.clear()
 
 
 def _fuse(model: onnx_ir.Model) -> None:

@@ -1,0 +1,85 @@
+"""Traced graphs kept in the user's cache: tracing takes a second a layer, and one graph serves every dialect and scheme of a model.
+
+A graph is found again by everything that went into it: config, classes, the values of all tensors that were traced with their weights
+(norms, tables of positions), the shapes of those that were not, and the versions of whoever traced.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from runtime.cache_directory import cache_directory
+
+if TYPE_CHECKING:
+    import onnx_ir
+    from torch import nn
+
+_log = logging.getLogger("compress.export")
+MOST_FILES = 32  # graphs kept; the oldest go first
+_TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
+
+
+def key(model: nn.Module, config: Any, **details: Any) -> str:
+    """Name of the graph that tracing this model (weights marked) would give."""
+    digest = hashlib.sha256()
+    described = {
+        "config": config.to_dict(),
+        "class": f"{type(model).__module__}.{type(model).__qualname__}",
+        "details": {name: str(value) for name, value in sorted(details.items())},
+        "versions": {name: version(name) for name in _TRACERS},
+        "code": [
+            hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in ("marks.py", "trace.py")
+        ],
+    }
+    digest.update(json.dumps(described, sort_keys=True, default=str).encode())
+    for name, value in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
+        digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
+        if value.numel():
+            digest.update(value.detach().contiguous().reshape(-1).view(_byte()).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def recall(name: str) -> onnx_ir.Model | None:
+    """The graph kept under `name`; None when there is none or it cannot be read."""
+    import onnx_ir as ir
+
+    file = cache_directory("traced") / f"{name}.onnx"
+    if not file.is_file():
+        return None
+    try:
+        model = ir.load(str(file))
+        os.utime(file)
+    except Exception as error:  # a damaged file is whatever protobuf makes of it; tracing again is right in any case
+        _log.warning("%s cannot be read (%s) and is made again", file, type(error).__name__)
+        return None
+    return model
+
+
+def remember(name: str, model: onnx_ir.Model) -> None:
+    """Keep a graph. A cache that cannot be written is no reason to fail."""
+    import onnx_ir as ir
+
+    folder = cache_directory("traced")
+    temporary = folder / f".{name}.{os.getpid()}.tmp"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        ir.save(model, str(temporary))
+        os.replace(temporary, folder / f"{name}.onnx")
+        kept = sorted(folder.glob("*.onnx"), key=lambda file: file.stat().st_mtime)
+        for file in kept[:-MOST_FILES]:
+            file.unlink(missing_ok=True)
+    except (OSError, ValueError) as error:
+        _log.warning("the traced graph is not kept: %s", error)
+        temporary.unlink(missing_ok=True)
+
+
+def _byte() -> Any:
+    import torch
+
+    return torch.uint8

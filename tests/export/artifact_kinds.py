@@ -1,0 +1,30 @@
+"""Artifacts of every kind that targets meet: one small Llama, compressed in each of the ways of the issue's matrix."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# Hidden 128 and 256, so that groups of 128 exist; three layers of different names in each block are enough.
+SIZES: dict[str, Any] = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+
+STAGES: dict[str, list[dict[str, Any]]] = {
+    "dense": [],
+    "w4_g128": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}],
+    "w4_g32_asymmetric": [{"quantize": {"method": "rtn", "scheme": "W4A16_ASYM", "group_size": 32}}],
+    "w8a8": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8"}}],
+    "fp8": [{"quantize": {"method": "rtn", "scheme": "FP8_DYNAMIC"}}],
+    "sparse_w4": [
+        {"prune": {"method": "magnitude", "pattern": "2:4"}},
+        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}},
+    ],
+    # beyond the matrix
+    "w4_channel": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": "channel"}}],
+    "w3_g64": [{"quantize": {"method": "rtn", "scheme": "W3A16", "group_size": 64}}],
+    "w8_channel": [{"quantize": {"method": "rtn", "scheme": "W8A16"}}],
+    "w4_g48": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 48}}],
+    "w8a8_static": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "activation_mode": "static"}}],
+    "fp8_static": [{"quantize": {"method": "rtn", "scheme": "FP8"}}],
+    "w4a8": [{"quantize": {"method": "rtn", "scheme": "W4A8"}}],
+    "bitmap": [{"prune": {"method": "magnitude", "pattern": "unstructured", "sparsity": 0.6}}],
+}
+MATRIX = ("dense", "w4_g128", "w4_g32_asymmetric", "w8a8", "fp8", "sparse_w4")

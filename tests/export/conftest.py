@@ -1,0 +1,37 @@
+"""Artifacts for export tests, each made once a session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from artifact_kinds import SIZES, STAGES
+
+
+@pytest.fixture(scope="session")
+def made(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`made("w4_g128")`: directory of that artifact (`dense`: the checkpoint itself). Shared: copy it before you change it."""
+    import compress
+
+    done: dict[str, Path] = {}
+
+    def make(kind: str, **changes: object) -> Path:
+        key = repr((kind, sorted(changes.items())))
+        if key in done:
+            return done[key]
+        model = tiny_llama(**{**SIZES, **changes})
+        if not STAGES[kind]:
+            done[key] = model
+            return model
+        recipe = {
+            "name": kind,
+            "model": str(model),
+            "stages": STAGES[kind],
+            "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
+            "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "100000%"},
+        }
+        done[key] = compress.apply(recipe, output=tmp_path_factory.mktemp(kind) / kind, quiet=True).path
+        return done[key]
+
+    return make

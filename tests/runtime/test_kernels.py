@@ -13,7 +13,7 @@ from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.float8 import widen
 from runtime.kernels.activations import fake_quantize
-from runtime.kernels.cpu import int4
+from runtime.kernels.cpu import int4, w8a8
 from runtime.kernels.cuda.fp8 import Float8Cuda
 from runtime.linear import CompressedLinear
 from runtime.quantization_config import ModuleEntry
@@ -243,3 +243,15 @@ def test_w8a8_is_exact_for_every_number_of_rows():
         exact = codes.long() @ weights.long().t()
         for rows in range(1, 41):
             assert torch.equal(torch._int_mm(codes[:rows], weights.t()).long(), exact[:rows]), (shape, rows)
+
+
+@pytest.mark.parametrize("columns", [1, 1024, 2500])
+def test_products_of_int8_are_exact_with_and_without_int8_instructions(monkeypatch, columns):
+    generator = torch.Generator().manual_seed(columns)
+    extreme = torch.full((3, columns), -128, dtype=torch.int8)  # the largest sums there are
+    codes = torch.cat([extreme, torch.randint(-128, 128, (4, columns), generator=generator, dtype=torch.int8)])
+    weight = torch.cat([extreme, -extreme - 1, codes[3:]])
+    exact = codes.long() @ weight.long().t()
+    for has in (True, False):
+        monkeypatch.setattr(w8a8.cpu, "multiplies", lambda dtype, has=has: has)
+        assert torch.equal(w8a8.integer_product(codes, weight).long(), exact)

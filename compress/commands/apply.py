@@ -121,7 +121,8 @@ def _show(result: dict[str, Any]) -> None:
             f"\nThe artifact continues {json.dumps(result['sample']['prompt'], ensure_ascii=False)}:\n{result['sample']['text']}"
         )
     print(f"\nWritten to {result['path']}. Next:")
-    print(f'  compress generate {path} "import os"      let it write')
+    if "cosine" not in metrics:
+        print(f'  compress generate {path} "import os"      let it write')
     print(f"  compress inspect {path} --verify          what is stored, and whether it is intact")
     print(f"  compress export {path} --list             other engines it can be carried to")
     print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          every layer, every byte")

@@ -64,6 +64,11 @@ def generate(
         loaded = runtime.load(
             model, verify=verify, **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory)
         )
+        if not hasattr(loaded, "stream" if stream else "generate"):
+            what = (
+                "does not stream: leave out --stream" if hasattr(loaded, "generate") else "makes embeddings, not text"
+            )
+            raise RequestError(f"{model} holds a {type(loaded).__name__}, which {what}")
         if stream:
             for piece in loaded.stream(prompt, **options):
                 print(piece, end="", flush=True)

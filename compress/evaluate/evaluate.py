@@ -95,7 +95,12 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
     if isinstance(model, (str, Path)):
         import runtime
 
-        return runtime.load(model, **(options or {}))
+        loaded = runtime.load(model, **(options or {}))
+        if not isinstance(loaded, runtime.Model):
+            raise RequestError(
+                f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models"
+            )
+        return loaded
     return model
 
 

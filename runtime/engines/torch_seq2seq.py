@@ -20,7 +20,6 @@ class TorchSeq2SeqEngine:
         self.module = module
         self.device = device
         self._encoder: Any = module.get_encoder()
-        self._config = module.config.get_text_config(decoder=True)
         head: Any = module.get_output_embeddings()
         self.vocab_size = int(head.out_features)
         self.context_length = position_limit(module)
@@ -36,7 +35,8 @@ class TorchSeq2SeqEngine:
     def new_cache(self) -> Any:
         from transformers import DynamicCache, EncoderDecoderCache
 
-        return EncoderDecoderCache(DynamicCache(config=self._config), DynamicCache(config=self._config))
+        # Without a config: it would say how many layers one of the stacks has, and the two may differ.
+        return EncoderDecoderCache(DynamicCache(), DynamicCache())
 
     @torch.inference_mode()
     def decode(

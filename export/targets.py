@@ -9,6 +9,7 @@ from export.target import Target
 from runtime.errors import RequestError
 
 _TARGETS = {
+    "huggingface": "export.huggingface.target:HuggingFaceTarget",
     "onnx": "export.onnx.target:OnnxTarget",
     "gguf": "export.gguf.target:GgufTarget",
 }

@@ -1,0 +1,1 @@
+"""Hugging Face checkpoints that vLLM, SGLang and transformers serve without this package: compressed-tensors, or GPTQ."""

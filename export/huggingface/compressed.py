@@ -1,0 +1,171 @@
+"""The compressed-tensors layout: formats that package knows are copied, ours become the nearest of them.
+
+What vLLM takes is read off its `CompressedTensorsConfig._get_scheme_from_parts` and `CompressedTensorsWNA16` (2026): weight-only
+integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weights a row or a tensor; float8 likewise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from export.huggingface.fused import fused_sets, words
+from export.huggingface.grids import KERNEL_GROUPS, group_for, regrid, widened
+from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
+from export.huggingface.shards import Part
+from export.source import Source
+from export.target import Conversion, Job
+from runtime import formats
+from runtime.formats import Format, TensorSpec
+from runtime.quantization_config import ModuleEntry, build
+from runtime.scheme import Scheme, WeightScheme
+
+
+class CompressedTensors(Layout):
+    """See the module."""
+
+    name = "compressed-tensors"
+
+    def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
+        weights, activations = entry.scheme.weights, entry.scheme.activations
+        if weights is None:
+            return None  # dense with zeros in it: there is no format for that any more
+        grid: WeightScheme | None = weights
+        if activations is None and weights.type == "int":
+            grid = integer_goal(weights, shape[1], keep_bits)
+        elif weights.strategy == "group" or weights.type == "int":
+            grid = _with_activations(weights, shape[1], keep_bits)
+        if grid is None:
+            if activations is not None:
+                raise UnfitError(
+                    f"({words(entry)}) has groups that no smaller group divides together with rows of {shape[1]}"
+                )
+            return None
+        scheme = Scheme(grid, activations)
+        storage = _shared_format(scheme, shape)
+        if storage is None:
+            raise UnfitError(
+                f"({words(entry)}) has no layout of compressed-tensors: it pairs integers with integers, float8 with float8"
+            )
+        return ModuleEntry(scheme, storage.name)
+
+    def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
+        checkpoint = source.artifact.checkpoint
+        dtype = checkpoint.dtype(f"{module}.weight_scale")
+        specs = formats.get(entry.format).tensors(entry.scheme, source.shapes[module], dtype)
+        for name in specs:
+            if name.startswith("input_"):
+                specs[name] = replace(specs[name], dtype=checkpoint.dtype(f"{module}.{name}"))
+        return {f"{module}.{name}": spec for name, spec in specs.items()}
+
+    def parts(self, job: Job, module: str, entry: ModuleEntry) -> list[Part]:
+        source = job.source
+        specs = self.specs(source, module, entry)
+        if same(source.entries[module], entry):
+            return [Part({name: spec}, _reader(source, name)) for name, spec in specs.items()]
+
+        def make() -> Mapping[str, torch.Tensor]:
+            assert entry.scheme.weights is not None
+            weight = regrid(source.weight(module), entry.scheme.weights)
+            tensors = formats.get(entry.format).pack(
+                weight, source.input_scale(module), source.input_zero_point(module)
+            )
+            return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
+
+        return [Part(specs, make)]
+
+    def check(self, entries: Mapping[str, ModuleEntry], source: Source) -> str | None:
+        config = build(entries, list(entries)) if entries else {}
+        if not config.get("dequantize") or len(config["config_groups"]) == 1:
+            return None
+        schemes = dict.fromkeys(words(entry) for entry in entries.values())
+        return (
+            "transformers unpacks asymmetric weights with the scheme of the first group for all layers, so it cannot load several "
+            f"schemes with an asymmetric one among them ({'; '.join(schemes)})"
+        )
+
+    def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
+        found: dict[str, list[str]] = {}
+        rows = fused_rows(source, plan)
+        for name, entry in plan.entries.items():
+            for text in objections(entry, (rows[name], source.shapes[name][1])):
+                found.setdefault(text, []).append(name)
+        return [remark(text, names) for text, names in found.items()]
+
+    def config(self, source: Source, plan: Plan) -> dict[str, Any] | None:
+        """`quantization_config`, or None where nothing is compressed."""
+        linear = [name for name in source.shapes if name not in source.embeddings]
+        return build(plan.entries, linear) if plan.entries else None
+
+
+def same(before: ModuleEntry, after: ModuleEntry) -> bool:
+    """True when the stored tensors can be copied: only the note of a sparsity pattern may go."""
+    return before.format == after.format and replace(before.scheme, sparsity=None) == after.scheme
+
+
+def objections(entry: ModuleEntry, shape: tuple[int, int]) -> list[str]:
+    """What vLLM's kernels do not take, in sentences; `shape` is that of the fused layer."""
+    weights, activations = entry.scheme.weights, entry.scheme.activations
+    assert weights is not None
+    if activations is None and weights.type == "int":
+        return _weight_only(weights, shape)
+    if weights.strategy == "group" and not (weights.bits == 4 and activations is not None and activations.dynamic):
+        return [f"vLLM has no kernel for {words(entry)}: it loads in transformers only"]
+    if activations is None:
+        return []
+    if weights.type == "int" and not weights.symmetric:
+        return ["vLLM takes int8 activations with symmetric weights only: this loads in transformers only"]
+    if not activations.dynamic and activations.strategy != "tensor":
+        return ["vLLM takes static activation scales a tensor only: this loads in transformers only"]
+    if weights.type == "int" and activations.dynamic and activations.strategy != "token":
+        return ["vLLM takes dynamic int8 activations a token only: this loads in transformers only"]
+    return []
+
+
+def fused_rows(source: Source, plan: Plan) -> dict[str, int]:
+    """{module: rows of the layer that engines make of it and its siblings}; experts are not stacked in rows."""
+    rows = {name: source.shapes[name][0] for name in plan.entries}
+    for fused, shards in fused_sets(plan.entries).items():
+        if not fused.endswith(".experts"):
+            rows |= {name: sum(source.shapes[shard][0] for shard in shards) for name in shards}
+    return rows
+
+
+def _weight_only(weights: WeightScheme, shape: tuple[int, int]) -> list[str]:
+    found = []
+    if weights.bits not in (4, 8):
+        found.append(f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only")
+    if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
+        found.append(
+            f"vLLM's Marlin kernel knows groups of 32, 64 and 128: groups of {weights.group_size} fall back to slower kernels or none"
+        )
+    if shape[0] % 64 or shape[1] % 128:
+        found.append(
+            "vLLM's Marlin kernel wants (fused) rows in 64s and columns in 128s: "
+            f"{shape[0]} x {shape[1]} falls back to slower kernels or none"
+        )
+    return found
+
+
+def _with_activations(weights: WeightScheme, columns: int, keep_bits: bool) -> WeightScheme | None:
+    """Grids beside quantized activations, and float8 in groups: only ragged groups and odd widths change."""
+    bits = widened(weights.bits) if weights.type == "int" and not keep_bits else weights.bits
+    size = weights.group_size
+    if weights.strategy == "group" and size is not None and columns % size:
+        size = group_for(size, columns)
+        if size is None:
+            return None
+    return replace(weights, bits=bits, group_size=size)
+
+
+def _shared_format(scheme: Scheme, shape: tuple[int, int]) -> Format | None:
+    """The first format of compressed-tensors that holds it."""
+    every = (formats.get(name) for name in formats.names())
+    return next((f for f in every if not f.own and f.why_not(scheme, shape) is None), None)
+
+
+def _reader(source: Source, name: str) -> Any:
+    return lambda: {name: source.artifact.checkpoint.get(name)}

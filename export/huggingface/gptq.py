@@ -1,0 +1,211 @@
+"""The GPTQ layout (`quant_method: gptq`), as AutoGPTQ wrote it and GPTQModel, vLLM, SGLang and transformers read it.
+
+A module `[out, in]` of b bits is `qweight` int32 `[in * b / 32, out]` (column i of the matrix in bits [i b, (i + 1) b) of the stream
+that runs down; 3 bits straddle words), `qzeros` int32 `[groups, out * b / 32]` along the row, `scales` float16 `[groups, out]` and
+`g_idx` int32 `[in]`, the group of each column; the value is `(q - z) * s` with unsigned q and z. checkpoint_format "gptq" stores
+z - 1 (symmetric 4 bits: 7), "gptq_v2" stores z.
+
+z = 0 has no place in "gptq": it would be stored as all ones, which vLLM's kernels read as 2^b, while GPTQModel adds one to whole
+words, so that the carry spoils the neighbour too. Such groups are written with codes, zero point and scale reflected, which is
+exact; scales may be negative, since readers multiply by them and nothing else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from export.huggingface.compressed import fused_rows
+from export.huggingface.fused import words
+from export.huggingface.gptq_config import base_entry, quantization_config, uniform_blocks
+from export.huggingface.grids import KERNEL_GROUPS, reflect_low_zeros, regrid
+from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
+from export.huggingface.shards import Part
+from export.source import Source
+from export.target import Conversion, Job
+from runtime.errors import RequestError
+from runtime.formats import TensorSpec
+from runtime.formats.bitpack import pack_columns, pack_rows
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import CompressedWeight, Scheme
+
+FORMAT = "gptq"
+READER_GROUPS = (16, 32, 64, 128, 256, 512, 1024)  # of GPTQModel 7.6
+
+
+class Gptq(Layout):
+    """See the module."""
+
+    name = "gptq"
+
+    def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
+        weights, activations = entry.scheme.weights, entry.scheme.activations
+        if weights is None:
+            return None
+        if weights.type != "int":
+            raise UnfitError("is float8, and the gptq layout stores integers; layout compressed-tensors holds it")
+        if activations is not None:
+            raise UnfitError(
+                f"quantizes activations to {activations.type}{activations.bits}, and the gptq layout knows weights only; layout "
+                "compressed-tensors holds it"
+            )
+        if keep_bits and weights.bits in (5, 6, 7):
+            raise UnfitError(
+                f"has {weights.bits} bits, for which readers of gptq have no common layout; without keep_bits they become 8"
+            )
+        grid = integer_goal(weights, shape[1], keep_bits)
+        if grid is None or (grid.strategy == "group" and grid.group_size not in READER_GROUPS):
+            raise UnfitError(
+                f"has groups of {weights.group_size} in rows of {shape[1]}, and readers of gptq know groups of "
+                f"{', '.join(map(str, READER_GROUPS))} or whole rows"
+            )
+        for what, extent in (("columns", shape[1]), ("rows", shape[0])):
+            if extent * grid.bits % 32:
+                raise UnfitError(
+                    f"has {extent} {what}, which at {grid.bits} bits do not fill whole 32-bit words, as the gptq layout needs"
+                )
+        return ModuleEntry(Scheme(grid), FORMAT)
+
+    def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
+        weights = entry.scheme.weights
+        assert weights is not None
+        rows, columns = source.shapes[module]
+        groups, bits = weights.groups(columns), weights.bits
+        return {
+            f"{module}.qweight": TensorSpec((columns * bits // 32, rows), torch.int32),
+            f"{module}.qzeros": TensorSpec((groups, rows * bits // 32), torch.int32),
+            f"{module}.scales": TensorSpec((groups, rows), torch.float16),
+            f"{module}.g_idx": TensorSpec((columns,), torch.int32),
+        }
+
+    def parts(self, job: Job, module: str, entry: ModuleEntry) -> list[Part]:
+        def make() -> Mapping[str, torch.Tensor]:
+            assert entry.scheme.weights is not None
+            first = job.options.checkpoint_format == "gptq"
+            weight = regrid(job.source.weight(module), entry.scheme.weights)
+            weight = _in_float16(reflect_low_zeros(weight) if first else weight, job, module)
+            return {f"{module}.{name}": tensor for name, tensor in pack(weight, first).items()}
+
+        return [Part(self.specs(job.source, module, entry), make)]
+
+    def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
+        found: dict[str, list[str]] = {}
+        rows = fused_rows(source, plan)
+        for name, entry in plan.entries.items():
+            for text in _objections(entry, (rows[name], source.shapes[name][1]), options.checkpoint_format):
+                found.setdefault(text, []).append(name)
+        result = [remark(text, names) for text, names in found.items()]
+        if plan.entries and source.dtype != torch.float16:
+            dtype = str(source.dtype).removeprefix("torch.")
+            result.append(
+                remark(
+                    f"gptq kernels compute in float16 and config.json says so; the other weights stay stored in {dtype}, and loaders "
+                    "convert them",
+                    ["config.json"],
+                )
+            )
+        base = base_entry(plan.entries)
+        odd = [name for name, entry in plan.entries.items() if entry != base]
+        if odd:
+            result.append(
+                remark(
+                    "not the scheme of most layers: said under dynamic, which GPTQModel and vLLM read and transformers does not",
+                    odd,
+                )
+            )
+        if uniform_blocks(source, plan.entries) is None:
+            dense = [n for n in source.shapes if n not in plan.entries and n not in source.embeddings and "." in n]
+            result.append(
+                remark(
+                    "dense in some blocks only: said under dynamic, which GPTQModel and vLLM read and transformers does not",
+                    dense,
+                )
+            )
+        return result
+
+    def config(self, source: Source, plan: Plan, options: Any) -> dict[str, Any] | None:
+        """`quantization_config`, or None where nothing is compressed."""
+        return quantization_config(source, plan.entries, options.checkpoint_format) if plan.entries else None
+
+
+def pack(weight: CompressedWeight, first: bool) -> dict[str, torch.Tensor]:
+    """The four tensors of a weight-only integer weight whose scales float16 holds.
+
+    Args:
+        weight: groups divide the row; columns and rows fill whole words.
+        first: checkpoint_format "gptq", which stores zero points less one (none may be the lowest); else "gptq_v2".
+    """
+    scheme = weight.scheme.weights
+    assert scheme is not None
+    assert weight.scale is not None
+    columns = weight.values.shape[1]
+    zero = weight.zero_point
+    if zero is None:
+        zero = torch.zeros(weight.scale.shape, dtype=torch.int8)
+    if first and bool((zero == scheme.code_range[0]).any()):
+        raise ValueError("a zero point of 0 cannot be stored less one: reflect_low_zeros first")
+    size = scheme.group_size if scheme.strategy == "group" else columns
+    assert size is not None
+    return {
+        "qweight": pack_columns(weight.values.t(), scheme.bits),
+        "qzeros": pack_rows((zero - 1 if first else zero).t().contiguous(), scheme.bits),
+        "scales": weight.scale.t().to(torch.float16).contiguous(),
+        "g_idx": torch.arange(columns, dtype=torch.int32) // size,
+    }
+
+
+def _in_float16(weight: CompressedWeight, job: Job, module: str) -> CompressedWeight:
+    """The weight with scales that float16 holds; RequestError where that would change them and `requantize` was not asked for."""
+    from dataclasses import replace
+
+    assert weight.scale is not None
+    half = weight.scale.to(torch.float16)
+    if not bool(half.isfinite().all()):
+        raise RequestError(
+            f"{module} has scales beyond 65504, which float16, the dtype of the gptq layout's scales, does not reach"
+        )
+    rounded = half.to(weight.scale.dtype)
+    if torch.equal(rounded, weight.scale):
+        return weight
+    count = int((rounded != weight.scale).sum())
+    if not job.options.requantize:
+        raise RequestError(
+            f"{module} has {count} of {weight.scale.numel()} scales that float16, the dtype of the gptq layout's scales, cannot hold "
+            "exactly; add requantize=true to round them, or use layout=compressed-tensors"
+        )
+    result = replace(weight, scale=rounded)
+    before, after = _float32(weight), _float32(result)
+    job.losses[module] = float((after - before).norm() / before.norm().clamp(min=1e-30))
+    return result
+
+
+def _float32(weight: CompressedWeight) -> torch.Tensor:
+    from dataclasses import replace
+
+    assert weight.scale is not None
+    return replace(weight, scale=weight.scale.float(), dtype=torch.float32).dequantize()
+
+
+def _objections(entry: ModuleEntry, shape: tuple[int, int], checkpoint_format: str) -> list[str]:
+    weights = entry.scheme.weights
+    assert weights is not None
+    found = []
+    marlin = "Marlin, the fast kernel of vLLM, SGLang and GPTQModel,"
+    if weights.bits not in (4, 8):
+        found.append(f"{marlin} takes gptq of 4 and 8 bits: int{weights.bits} runs on slower kernels")
+    elif not weights.symmetric:
+        found.append(f"{marlin} takes symmetric gptq only: {words(entry)} runs on slower kernels")
+    if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
+        found.append(f"{marlin} knows groups of 32, 64 and 128: groups of {weights.group_size} run on slower kernels")
+    if shape[0] % 64 or shape[1] % 128:
+        found.append(
+            f"{marlin} wants (fused) rows in 64s and columns in 128s: {shape[0]} x {shape[1]} runs on slower kernels"
+        )
+    if not weights.symmetric and checkpoint_format == "gptq":
+        found.append(
+            "asymmetric in checkpoint_format gptq: GPTQModel loads it only where meta.quantizer names gptqmodel 0.9 or newer, so the "
+            "config does; checkpoint_format=gptq_v2 needs no such mark, and readers of late 2025 or newer"
+        )
+    return found

@@ -1,0 +1,123 @@
+"""Exact changes of a number grid: more bits, smaller groups, a scale a row, a stored zero point of zero. No weight changes."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import torch
+
+from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+
+KERNEL_GROUPS = (
+    128,
+    64,
+    32,
+)  # what Marlin, the kernel of vLLM and SGLang for 16-bit activations, knows beside whole rows
+SMALLEST_GROUP = 16  # below it the scales outweigh what the codes save
+
+
+def widened(bits: int) -> int:
+    """The width that kernels know and that holds every code of `bits` bits: 4 or 8."""
+    return 4 if bits <= 4 else 8
+
+
+def group_for(size: int, columns: int) -> int | None:
+    """The largest group that divides groups of `size` in rows of `columns`, with a size kernels know where there is one.
+
+    None where only groups below 16 would do.
+    """
+    common = math.gcd(size, columns)
+    known = [group for group in KERNEL_GROUPS if common % group == 0]
+    if known:
+        return known[0]
+    return common if common >= SMALLEST_GROUP else None
+
+
+def holds(outer: WeightScheme, inner: WeightScheme, columns: int) -> bool:
+    """True when every weight on the grid `inner` lies on `outer` too (integer grids)."""
+    if outer.type != "int" or inner.type != "int" or outer.bits < inner.bits:
+        return False
+    if outer.symmetric and not inner.symmetric:
+        return False
+    wide, narrow = _width(outer, columns), _width(inner, columns)
+    return outer.strategy != "tensor" and (inner.strategy == "tensor" or narrow % wide == 0 or narrow >= columns)
+
+
+def union(schemes: list[WeightScheme], columns: int) -> WeightScheme | None:
+    """The smallest integer grid of whole groups that holds all of `schemes`; None where there is none."""
+    if any(scheme.type != "int" for scheme in schemes):
+        return None
+    bits = widened(max(scheme.bits for scheme in schemes))
+    symmetric = all(scheme.symmetric for scheme in schemes)
+    if all(scheme.strategy != "group" for scheme in schemes):
+        return WeightScheme(bits, "int", symmetric, "channel", None)
+    common = columns
+    for scheme in schemes:
+        if scheme.strategy == "group":
+            assert scheme.group_size is not None
+            common = math.gcd(common, scheme.group_size)
+    size = group_for(common, columns)
+    return None if size is None else WeightScheme(bits, "int", symmetric, "group", size)
+
+
+def regrid(weight: CompressedWeight, goal: WeightScheme) -> CompressedWeight:
+    """The same matrix on the grid `goal`, sparsity forgotten (zeros are values).
+
+    Codes are signed, so they and their zero points are valid at every greater width as they are.
+
+    Args:
+        goal: a grid that `holds` the weight's; for float grids only one with smaller groups.
+    """
+    scheme = weight.scheme.weights
+    assert scheme is not None
+    assert weight.scale is not None
+    rows, columns = weight.values.shape
+    scale, zero = weight.scale, weight.zero_point
+    if goal.strategy != "tensor":
+        scale = _spread(scale, scheme, goal, rows, columns)
+        zero = None if zero is None else _spread(zero, scheme, goal, rows, columns)
+    if not goal.symmetric and zero is None:
+        zero = torch.zeros(scale.shape, dtype=torch.int8)
+    after = Scheme(goal, weight.scheme.activations, None)
+    return replace(weight, scale=scale, zero_point=zero, mask=None, scheme=after)
+
+
+def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
+    """The same matrix without the lowest zero point: in such groups codes, zero point and scale change their sign.
+
+    `(q - z) s = ((-1 - q) - (-1 - z)) (-s)`, and -1 - q is a code for every code q. GPTQ's first layout stores z - 1 and so has
+    no place for the lowest z.
+    """
+    scheme, zero = weight.scheme.weights, weight.zero_point
+    assert scheme is not None
+    assert weight.scale is not None
+    if zero is None:
+        return weight
+    low = zero == scheme.code_range[0]
+    if not bool(low.any()):
+        return weight
+    width = _width(scheme, weight.values.shape[1])
+    columns = low.repeat_interleave(width, 1)[:, : weight.values.shape[1]]
+    return replace(
+        weight,
+        values=torch.where(columns, -1 - weight.values, weight.values),
+        zero_point=torch.where(low, -1 - zero, zero),
+        scale=torch.where(low, -weight.scale, weight.scale),
+    )
+
+
+def _spread(grid: torch.Tensor, old: WeightScheme, new: WeightScheme, rows: int, columns: int) -> torch.Tensor:
+    """`[rows, groups]` of the new grid out of the old one's numbers."""
+    if old.strategy == "tensor":
+        grid = grid.reshape(1, 1).expand(rows, 1)
+    starts = torch.arange(new.groups(columns)) * _width(new, columns)
+    return grid[:, starts // _width(old, columns)].contiguous()
+
+
+def _width(scheme: WeightScheme, columns: int) -> int:
+    """How many columns share a scale."""
+    if scheme.strategy == "group":
+        assert scheme.group_size is not None
+        return scheme.group_size
+    return max(1, columns)

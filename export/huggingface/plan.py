@@ -1,0 +1,200 @@
+"""What becomes of every compressed module: the scheme and layout it is stored in, or dense; decided before anything is read."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from export.huggingface.fused import disagreement, fused_sets, words
+from export.huggingface.grids import group_for, union, widened
+from export.huggingface.shards import Part
+from export.source import Source
+from export.target import Conversion
+from runtime.formats import TensorSpec
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import Scheme, WeightScheme
+
+
+class UnfitError(Exception):
+    """A module that the layout cannot hold; the message is the reason, a clause that follows the module's name."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the export stores an artifact.
+
+    Attributes:
+        entries: {module: scheme and layout} of the modules that stay compressed, in the model's order.
+        dense: modules that are compressed in the artifact and dense in the export.
+        problem: why the artifact does not fit, or None; the rest is then incomplete.
+    """
+
+    entries: Mapping[str, ModuleEntry]
+    dense: tuple[str, ...] = ()
+    problem: str | None = None
+
+
+class Layout(ABC):
+    """One of the two ways to store: what fits, which tensors that makes, and what readers make of it."""
+
+    name: str
+
+    @abstractmethod
+    def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
+        """How a linear layer is stored; None: dense.
+
+        Raises:
+            UnfitError: not at all.
+        """
+
+    @abstractmethod
+    def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
+        """{full name: shape and dtype} of the tensors of one compressed module."""
+
+    @abstractmethod
+    def parts(self, job: Any, module: str, entry: ModuleEntry) -> list[Part]:
+        """What makes those tensors. `job` is an `export.target.Job`."""
+
+    @abstractmethod
+    def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
+        """What readers of this layout should know."""
+
+    def check(self, entries: Mapping[str, ModuleEntry], source: Source) -> str | None:
+        """Why these modules cannot be stored together, or None."""
+        return None
+
+
+def make_plan(layout: Layout, source: Source, options: Any) -> Plan:
+    """Decide for every module, and hold the result against what engines fuse."""
+    entries: dict[str, ModuleEntry] = {}
+    dense = []
+    for name, entry in source.entries.items():
+        if name in source.embeddings:
+            dense.append(name)  # no loader of either layout takes a packed table
+            continue
+        try:
+            goal = layout.goal(entry, source.shapes[name], options.keep_bits)
+        except UnfitError as reason:
+            return Plan(entries, tuple(dense), f"{name} {reason}")
+        if goal is None:
+            dense.append(name)
+        else:
+            entries[name] = goal
+    linear = [name for name in source.shapes if name not in source.embeddings]
+    sets = fused_sets(linear)
+    if options.unify:
+        entries = _unify(entries, sets.values(), source)
+        if layout.check(entries, source) is not None:
+            entries = _unify(entries, [tuple(entries)], source)
+    problem = disagreement(sets, entries) or layout.check(entries, source)
+    if problem is not None and not options.unify:
+        problem += "; unify=true stores such integer weights in one scheme that holds them all exactly"
+    return Plan(entries, tuple(dense), problem)
+
+
+def integer_goal(weights: WeightScheme, columns: int, keep_bits: bool) -> WeightScheme | None:
+    """The nearest grid that kernels for 16-bit activations know and that holds these integer weights; None: only dense will do."""
+    bits = weights.bits if keep_bits else widened(weights.bits)
+    if weights.strategy != "group":
+        return WeightScheme(bits, "int", weights.symmetric, "channel", None)
+    assert weights.group_size is not None
+    size = group_for(weights.group_size, columns)
+    return None if size is None else WeightScheme(bits, "int", weights.symmetric, "group", size)
+
+
+def _unify(
+    entries: Mapping[str, ModuleEntry], sets: Iterable[tuple[str, ...]], source: Source
+) -> dict[str, ModuleEntry]:
+    """One scheme for each set of weight-only integer layers; the other sets as they are."""
+    result = dict(entries)
+    for shards in sets:
+        found = [entries[name] for name in shards if name in entries]
+        schemes = [entry.scheme.weights for entry in found]
+        if len(found) < len(shards) or len(set(found)) == 1 or any(e.scheme.activations for e in found):
+            continue
+        columns = math.gcd(*(source.shapes[name][1] for name in shards))
+        if len({source.shapes[name][1] for name in shards}) > 1 and all(
+            s is None or s.strategy != "group" for s in schemes
+        ):
+            columns = max(source.shapes[name][1] for name in shards)  # a scale a row, whatever its length
+        goal = union([s for s in schemes if s is not None], columns)
+        if goal is not None:
+            for name in shards:
+                result[name] = replace(entries[name], scheme=Scheme(goal))
+    return result
+
+
+def changes(
+    layout: Layout, source: Source, plan: Plan, same: Callable[[ModuleEntry, ModuleEntry], bool]
+) -> list[Conversion]:
+    """One conversion for every pair of schemes that differ between artifact and export."""
+    found: dict[tuple[str, bool], list[str]] = {}
+    for name, entry in plan.entries.items():
+        before = source.entries[name]
+        if not same(before, entry):
+            text = f"{words(before)} ({before.format}{_pattern(before)}) becomes {words(entry)} ({entry.format}{_zeros(before)})"
+            found.setdefault((text, True), []).append(name)
+    for name in plan.dense:
+        before = source.entries[name]
+        text, exact = f"{words(before)} ({before.format}{_pattern(before)}) becomes dense", True
+        if before.scheme.weights is not None:
+            text += (
+                f", rounded to {_short(source.dtype)} as the artifact does when it computes in {_short(source.dtype)}"
+            )
+            exact = False
+        found.setdefault((text, exact), []).append(name)
+    result = []
+    for (text, exact), names in found.items():
+        grown = sum(bytes_after(layout, source, plan, name) - bytes_before(source, name) for name in names)
+        result.append(Conversion(f"{text}, {_signed(grown)}", tuple(names), exact, grown))
+    return result
+
+
+def bytes_before(source: Source, module: str) -> int:
+    """Bytes of one compressed module in the artifact, its bias apart."""
+    checkpoint, bias = source.artifact.checkpoint, f"{module}.bias"
+    names = [name for name in module_tensors(source, module) if name != bias]
+    return sum(checkpoint.nbytes(name) for name in names)
+
+
+def bytes_after(layout: Layout, source: Source, plan: Plan, module: str) -> int:
+    """Bytes of the same module in the export."""
+    if module in plan.dense:
+        rows, columns = source.shapes[module]
+        return rows * columns * source.dtype.itemsize
+    return sum(spec.bytes for spec in layout.specs(source, module, plan.entries[module]).values())
+
+
+def module_tensors(source: Source, module: str) -> list[str]:
+    """Full names of the stored tensors of one module."""
+    leaves = (
+        "weight", "weight_packed", "weight_values", "weight_metadata", "weight_bitmap", "weight_row_offsets", "weight_shape",
+        "weight_scale", "weight_zero_point", "input_scale", "input_zero_point", "bias",
+    )  # fmt: skip
+    return [f"{module}.{leaf}" for leaf in leaves if source.artifact.checkpoint.has(f"{module}.{leaf}")]
+
+
+def remark(text: str, modules: list[str]) -> Conversion:
+    """Something to know about a layout that changes no stored number."""
+    return Conversion(text, tuple(modules), True, 0)
+
+
+def _pattern(entry: ModuleEntry) -> str:
+    return f", {entry.scheme.sparsity} sparse" if entry.scheme.sparsity else ""
+
+
+def _zeros(entry: ModuleEntry) -> str:
+    return ", zeros stored" if entry.scheme.sparsity else ""
+
+
+def _signed(count: int) -> str:
+    return f"{abs(count) / 1e6:.3g} MB {'more' if count >= 0 else 'less'}"
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,245 @@
+"""The proof of an export: loaded by others' code, compared with the artifact."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import io
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from importlib.metadata import version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from export.huggingface import load_gptqmodel
+from export.huggingface.gptq_reader import Folder
+from export.huggingface.plan import Plan
+from export.target import Job, Verification
+from export.verify import TIE, Probe, compare_logits, compare_tokens, probe
+from runtime.errors import CompressError
+from runtime.scheme import CompressedWeight
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# Nats a token. Matrices are compared number by number; one side may round them to the model's dtype before it multiplies (1e-5).
+SAME_KL = 1e-3
+ROUNDED_KL = 1e-2  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
+
+
+def verify_compressed(job: Job, plan: Plan) -> Verification:
+    """The folder through `AutoModelForCausalLM.from_pretrained`, in float32."""
+    model = load_transformers(job.folder, job.source.trust_remote_code)
+    exact = not job.losses and all(entry.scheme.activations is None for entry in plan.entries.values())
+    metrics = _compare(probe(job), model, exact)
+    metrics = _check_unpacked(job, plan, model) | metrics  # compressed-tensors unpacks at the first forward
+    loader = f"transformers {version('transformers')}"
+    if plan.entries:
+        loader += f" and compressed-tensors {version('compressed-tensors')}"
+    checked = "every matrix, logits and greedy tokens, float32 on the CPU"
+    return Verification(loader, checked, metrics, [_engines_note()])
+
+
+def verify_gptq(job: Job, plan: Plan) -> Verification:
+    """Every matrix through an independent reader, the model those make, and GPTQModel where it is installed."""
+    folder = Folder(job.folder)
+    if sorted(folder.modules) != sorted(plan.entries):
+        raise CompressError("the export does not hold the layers that were planned")
+    tensors: dict[str, torch.Tensor] = {}
+    for name in folder.modules:
+        tensors[f"{name}.weight"] = matrix = torch.from_numpy(folder.dequantize(name))
+        _check_matrix(job, name, matrix)
+    model = _fill(job, tensors)
+    reference = probe(job)
+    metrics = {"matrices": len(folder.modules)} | _compare(reference, model, not job.losses)
+    del model, tensors
+    checked = (
+        "every matrix (an independent reader), logits and greedy tokens of the model they make, float32 on the CPU"
+    )
+    loader, notes = "numpy", [_engines_note()]
+    if importlib.util.find_spec("gptqmodel") is None:
+        notes.insert(0, "GPTQModel is not installed here, so its loader was not run (pip install gptqmodel)")
+    else:
+        metrics |= verify_with_gptqmodel(job.folder, reference, sys.executable)
+        loader += f" and gptqmodel {version('gptqmodel')}"
+        checked += "; the same through GPTQModel's loader"
+    return Verification(loader, checked, metrics, notes)
+
+
+def verify_with_gptqmodel(folder: Path, reference: Probe, python: str) -> dict[str, Any]:
+    """`gptqmodel_*` metrics of the folder loaded by GPTQModel in a process of its own (`load_gptqmodel`).
+
+    Args:
+        python: the interpreter to use; gptqmodel must be installed there, this package need not.
+
+    Raises:
+        CompressError: it does not load, or does not compute what the artifact does.
+    """
+    import numpy as np
+
+    script = Path(load_gptqmodel.__file__)
+    with tempfile.TemporaryDirectory() as temporary:
+        asked, answered = Path(temporary) / "asked.npz", Path(temporary) / "answered.npz"
+        lengths = [len(prompt) for prompt in reference.prompts]
+        np.savez(asked, rows=reference.rows.numpy(), lengths=lengths, new_tokens=len(reference.continuations[0]))
+        command = [python, str(script), str(folder), str(asked), str(answered)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+        if done.returncode != 0:
+            last = (done.stderr.strip().splitlines() or ["no message"])[-1]
+            raise CompressError(f"GPTQModel does not load the export: {last}")
+        with np.load(answered) as content:
+            logits = torch.from_numpy(content["logits"])
+            half = torch.from_numpy(content["half_logits"])
+            tokens = content["tokens"].tolist()
+    found = compare_logits(reference, lambda rows: logits, ROUNDED_KL)
+    found |= compare_tokens(reference, lambda prompts, count: tokens, _tie(found))
+    result = {f"gptqmodel_{name}": value for name, value in found.items()}
+    served = compare_logits(
+        reference, lambda rows: half, ROUNDED_KL
+    )  # as it computes by itself: float16 weights and activations
+    return result | {"gptqmodel_float16_kl": served["kl"], "gptqmodel_float16_top1": served["top1_agreement"]}
+
+
+def load_transformers(
+    folder: Path, trust_remote_code: bool = False, dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """`AutoModelForCausalLM.from_pretrained`; CompressError where it fails or finds tensors missing or left over."""
+    from transformers import AutoModelForCausalLM
+
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # progress bars of two libraries
+            result: Any = AutoModelForCausalLM.from_pretrained(
+                str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
+            )
+    except (
+        ValueError,
+        RuntimeError,
+        KeyError,
+        TypeError,
+        OSError,
+        ImportError,
+        AttributeError,
+        NotImplementedError,
+    ) as error:
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise CompressError(f"transformers does not load the export: {lines[0]}") from error
+    model, info = result
+    for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        names = sorted(map(str, info.get(what) or ()))
+        if names:
+            raise CompressError(
+                f"transformers finds {what.replace('_', ' ')} in the export: {names[0]} ({len(names)} in all)"
+            )
+    loaded: PreTrainedModel = model.eval()
+    return loaded
+
+
+@torch.no_grad()
+def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    """The `count` likeliest tokens after each prompt, one left-padded batch, end tokens not heeded."""
+    longest = max(map(len, prompts))
+    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
+    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
+    written: list[torch.Tensor] = []
+    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), None
+    for _ in range(count):
+        out = model(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=positions,
+            past_key_values=cache,
+            use_cache=True,
+            return_dict=True,
+        )
+        ids, cache = out.logits[:, -1].float().argmax(-1, keepdim=True), out.past_key_values
+        written.append(ids)
+        positions = positions[:, -1:] + 1
+        mask = torch.cat([mask, torch.ones_like(ids)], 1)
+    return torch.cat(written, 1).tolist()
+
+
+def rounding_loss(weight: CompressedWeight, matrix: torch.Tensor) -> float:
+    """`||W' - W|| / ||W||` of a matrix that was made dense."""
+    before = in_float32(weight)
+    return float((matrix.float() - before).norm() / before.norm().clamp(min=1e-30))
+
+
+def in_float32(weight: CompressedWeight) -> torch.Tensor:
+    """The matrix as its codes and scales say, products not rounded to the model's dtype."""
+    scale = None if weight.scale is None else weight.scale.float()
+    return replace(weight, scale=scale, dtype=torch.float32).dequantize()
+
+
+def _compare(reference: Probe, model: Any, exact: bool) -> dict[str, Any]:
+    @torch.no_grad()
+    def logits(rows: torch.Tensor) -> torch.Tensor:
+        return model(input_ids=rows, use_cache=False).logits
+
+    metrics = compare_logits(reference, logits, SAME_KL if exact else ROUNDED_KL)
+    return metrics | compare_tokens(reference, lambda prompts, count: greedy(model, prompts, count), _tie(metrics))
+
+
+def _tie(metrics: dict[str, Any]) -> float:
+    """Two tokens whose logits are apart by less than what rounding moved them may swap."""
+    return max(TIE, 2 * float(metrics["logit_difference"]))
+
+
+def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, Any]:
+    """Each matrix as transformers unpacked it must be the artifact's, as its codes say or rounded to the model's dtype."""
+    rounded = 0
+    for name in plan.entries:
+        weight = job.source.weight(name)
+        found: Any = model.get_submodule(name).weight.detach()  # type: ignore[union-attr, operator]
+        if torch.equal(found, in_float32(weight)):
+            continue
+        if not torch.equal(found, weight.dequantize().float()):
+            raise CompressError(f"{name} as transformers unpacks it is not the artifact's matrix")
+        rounded += 1
+    return {"matrices": len(plan.entries), "rounded_by_transformers": rounded}
+
+
+def _check_matrix(job: Job, module: str, found: torch.Tensor) -> None:
+    expected = in_float32(job.source.weight(module))
+    if module in job.losses:
+        distance = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
+        if distance > 1.01 * job.losses[module] + 1e-7:
+            raise CompressError(
+                f"{module} in the export is {distance:.3g} from the artifact's, more than rounding its scales costs"
+            )
+    elif not torch.equal(found, expected):
+        raise CompressError(f"{module} in the export is not the artifact's matrix")
+
+
+def _fill(job: Job, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
+    """The model of these matrices and of the dense tensors as they lie in the export, in float32."""
+    from safetensors import safe_open
+
+    model = job.source.build(torch.float32)
+    inside = {
+        f"{name.removesuffix('.weight')}.{part}"
+        for name in tensors
+        for part in ("qweight", "qzeros", "scales", "g_idx")
+    }
+    state = dict(tensors)
+    for file in sorted(job.folder.glob("*.safetensors")):
+        with safe_open(str(file), framework="pt") as stream:
+            for name in stream.keys():  # noqa: SIM118
+                if name not in inside:
+                    state[name] = stream.get_tensor(name).float()
+    result = model.load_state_dict(state, strict=False, assign=True)
+    missing = sorted(set(result.missing_keys) - set(job.source.tied))
+    if missing or result.unexpected_keys:
+        name = (missing or result.unexpected_keys)[0]
+        raise CompressError(
+            f"the export's tensors are not the model's: {name} is {'missing' if missing else 'left over'}"
+        )
+    model.tie_weights()
+    return model
+
+
+def _engines_note() -> str:
+    return "vLLM and SGLang were not run; what their kernels take was checked against their sources"

@@ -1,0 +1,105 @@
+"""Safetensors files written tensor by tensor: a header made from what is known beforehand, then every part where it belongs.
+
+safetensors' own writer wants all tensors of a file in memory. Here a part (one module, one tensor) is made, written and let go.
+The format: 8 bytes of header length (little endian), the header as JSON padded with spaces to a multiple of 8, then the data
+without holes (https://github.com/huggingface/safetensors). Wider dtypes lie first, so that every tensor is aligned to its own.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from runtime.checkpoint import INDEX, SINGLE
+from runtime.errors import CompressError
+from runtime.formats import TensorSpec
+from runtime.headers import DTYPES
+
+LIMIT = 5_000_000_000
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Part:
+    """Tensors that are made together.
+
+    Attributes:
+        specs: {full name: shape and dtype}.
+        make: makes them; they must be as `specs` says.
+    """
+
+    specs: Mapping[str, TensorSpec]
+    make: Callable[[], Mapping[str, torch.Tensor]]
+
+    @property
+    def bytes(self) -> int:
+        return sum(spec.bytes for spec in self.specs.values())
+
+
+def write(folder: Path, parts: Sequence[Part], done: Callable[[str], None], limit: int = LIMIT) -> dict[str, str]:
+    """Write all parts into files of at most `limit` bytes (a larger part has a file of its own); returns {tensor: file}.
+
+    One file is `model.safetensors`; several are numbered as transformers does, with an index. `done` is called after each part
+    with the name of its first tensor.
+    """
+    files = _divide(parts, limit)
+    where: dict[str, str] = {}
+    for number, members in enumerate(files, 1):
+        name = SINGLE if len(files) == 1 else f"model-{number:05d}-of-{len(files):05d}.safetensors"
+        _write_file(folder / name, members, done)
+        where |= {tensor: name for part in members for tensor in part.specs}
+    if len(files) > 1:
+        index = {
+            "metadata": {"total_size": sum(part.bytes for part in parts)},
+            "weight_map": dict(sorted(where.items())),
+        }
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+    return where
+
+
+def _divide(parts: Sequence[Part], limit: int) -> list[list[Part]]:
+    files: list[list[Part]] = [[]]
+    size = 0
+    for part in parts:
+        if files[-1] and size + part.bytes > limit:
+            files.append([])
+            size = 0
+        files[-1].append(part)
+        size += part.bytes
+    return files
+
+
+def _write_file(path: Path, parts: Sequence[Part], done: Callable[[str], None]) -> None:
+    specs = {name: spec for part in parts for name, spec in part.specs.items()}
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    starts, position = {}, 0
+    for name in sorted(specs, key=lambda name: (-specs[name].dtype.itemsize, name)):
+        spec = specs[name]
+        starts[name] = position
+        position += spec.bytes
+        header[name] = {
+            "dtype": _NAMES[spec.dtype], "shape": list(spec.shape), "data_offsets": [starts[name], position],
+        }  # fmt: skip
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    with path.open("wb") as stream:
+        stream.write(len(text).to_bytes(8, "little") + text)
+        base = stream.tell()
+        stream.truncate(base + position)
+        for part in parts:
+            tensors = part.make()
+            for name, spec in part.specs.items():
+                tensor = tensors[name].contiguous()
+                if tuple(tensor.shape) != spec.shape or tensor.dtype != spec.dtype:
+                    raise CompressError(
+                        f"tensor {name} was made as {tensor.dtype} {list(tensor.shape)}, planned was {spec.dtype} "
+                        f"{list(spec.shape)}; this is a bug"
+                    )
+                stream.seek(base + starts[name])
+                if tensor.numel():
+                    stream.write(memoryview(tensor.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
+            done(next(iter(part.specs)))

@@ -1,0 +1,152 @@
+"""`--target huggingface`: a checkpoint that vLLM, SGLang and transformers load without this package."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from typing import Any, ClassVar, Literal
+
+from export.folder import copy_tokenizer, write_json
+from export.huggingface import proof
+from export.huggingface.compressed import CompressedTensors, same
+from export.huggingface.gptq import Gptq
+from export.huggingface.plan import Plan, bytes_after, changes, make_plan
+from export.huggingface.shards import Part, write
+from export.source import Source
+from export.target import Conversion, Job, Options, Target, Verification
+from runtime.formats import TensorSpec
+from runtime.skeleton import model_kind
+
+# Beside the tokenizer's files: what processors need, and what a licence asks to be passed on.
+COMPANIONS = (
+    "preprocessor_config.json",
+    "processor_config.json",
+    "chat_template*",
+    "*.tiktoken",
+    "LICENSE*",
+    "NOTICE*",
+)
+
+
+class HuggingFaceOptions(Options):
+    """Options of `--target huggingface`."""
+
+    layout: Literal["auto", "compressed-tensors", "gptq"] = "auto"
+    """compressed-tensors (the default) holds every scheme; gptq weight-only integers, for engines that know nothing newer."""
+
+    keep_bits: bool = False
+    """Leave 2, 3, 5, 6 and 7 bits as they are, for transformers; without it they widen (exactly) to the 4 and 8 that vLLM knows."""
+
+    unify: bool = False
+    """Store q/k/v or gate/up of different integer schemes in one that holds them all exactly; without it they are refused."""
+
+    checkpoint_format: Literal["gptq", "gptq_v2"] = "gptq"
+    """gptq layout: zero points less one (gptq, what all readers know) or as they are (gptq_v2)."""
+
+
+class HuggingFaceTarget(Target):
+    """See the module."""
+
+    name: ClassVar[str] = "huggingface"
+    summary: ClassVar[str] = "A checkpoint for vLLM, SGLang and transformers (compressed-tensors or GPTQ layout)."
+    packages: ClassVar[tuple[str, ...]] = ("compressed_tensors",)
+    options: ClassVar[type[Options]] = HuggingFaceOptions
+
+    def why_not(self, source: Source, options: HuggingFaceOptions) -> str | None:
+        kind = model_kind(source.config)
+        if kind != "decoder":
+            return f"its architecture is an {kind}, and this target carries decoders"
+        if options.layout != "gptq" and options.checkpoint_format != "gptq":
+            return "checkpoint_format is an option of layout=gptq"
+        if options.layout == "gptq" and not source.entries:
+            return "nothing in it is compressed, so there is nothing to store in the gptq layout"
+        plan = _plan(source, options)
+        if plan.problem is None and options.layout == "gptq" and not plan.entries:
+            return "none of its layers is stored in integers, so there is nothing to store in the gptq layout"
+        return plan.problem
+
+    def conversions(self, source: Source, options: HuggingFaceOptions) -> list[Conversion]:
+        plan, layout = _plan(source, options), _layout(options)
+        return changes(layout, source, plan, same) + layout.remarks(source, plan, options)
+
+    def bytes_needed(self, source: Source, options: HuggingFaceOptions) -> int:
+        plan, layout, checkpoint = _plan(source, options), _layout(options), source.artifact.checkpoint
+        modules = sum(bytes_after(layout, source, plan, name) for name in (*plan.entries, *plan.dense))
+        rest = sum(checkpoint.nbytes(name) for name in source.dense_names())
+        return int((modules + rest) * 1.02) + (64 << 20)
+
+    def write(self, job: Job) -> None:
+        source, options = job.source, job.options
+        plan, layout = _plan(source, options), _layout(options)
+        parts = _parts(job, plan)
+        job.progress.phase(f"writing {len(parts)} tensors and layers", len(parts))
+        write(job.folder, parts, job.progress.step)
+        if isinstance(layout, Gptq):
+            quantization = layout.config(source, plan, options)
+        else:
+            quantization = layout.config(source, plan)
+        config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+        config.pop("quantization_config", None)
+        if quantization is not None:
+            config["quantization_config"] = quantization
+        if isinstance(layout, Gptq):
+            config.pop("torch_dtype", None)
+            config["dtype"] = "float16"
+            write_json(job.folder / "quantize_config.json", quantization)
+        write_json(job.folder / "config.json", config)
+        copy_tokenizer(source.path, job.folder)
+        patterns = (*COMPANIONS, "*.py") if "auto_map" in config else COMPANIONS
+        for file in (file for pattern in patterns for file in sorted(source.path.glob(pattern))):
+            if file.is_file() and not (job.folder / file.name).exists():
+                shutil.copyfile(file, job.folder / file.name)
+        job.facts |= {"layout": layout.name, "compressed_layers": len(plan.entries), "made_dense": list(plan.dense)}
+        if isinstance(layout, Gptq):
+            job.facts["checkpoint_format"] = options.checkpoint_format
+
+    def verify(self, job: Job) -> Verification:
+        plan = _plan(job.source, job.options)
+        if job.options.layout == "gptq":
+            return proof.verify_gptq(job, plan)
+        return proof.verify_compressed(job, plan)
+
+    def usage(self, job: Job, folder: str) -> list[str]:
+        return [
+            "from transformers import AutoModelForCausalLM, AutoTokenizer",
+            f'model, tokenizer = AutoModelForCausalLM.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")',
+            'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=32)[0]))',
+            f"# or: vllm serve {folder}",
+        ]
+
+
+def _layout(options: HuggingFaceOptions) -> CompressedTensors | Gptq:
+    return Gptq() if options.layout == "gptq" else CompressedTensors()
+
+
+def _plan(source: Source, options: HuggingFaceOptions) -> Plan:
+    return make_plan(_layout(options), source, options)
+
+
+def _parts(job: Job, plan: Plan) -> list[Part]:
+    """Everything that is stored, in the artifact's order of names."""
+    source, layout = job.source, _layout(job.options)
+    checkpoint = source.artifact.checkpoint
+    found: dict[str, list[Part]] = {name: layout.parts(job, name, entry) for name, entry in plan.entries.items()}
+    for name in plan.dense:
+        found[name] = [_dense(job, name)]
+    for name in source.dense_names():
+        spec = TensorSpec(tuple(checkpoint.shape(name)), checkpoint.dtype(name))
+        found.setdefault(name, []).append(Part({name: spec}, lambda name=name: {name: checkpoint.get(name)}))  # type: ignore[misc]
+    return [part for name in sorted(found) for part in found[name]]
+
+
+def _dense(job: Job, module: str) -> Part:
+    source, name = job.source, f"{module}.weight"
+
+    def make() -> dict[str, Any]:
+        weight = source.weight(module)
+        matrix = weight.dequantize().to(source.dtype)
+        if weight.scheme.weights is not None:
+            job.losses[module] = proof.rounding_loss(weight, matrix)
+        return {name: matrix}
+
+    return Part({name: TensorSpec(source.shapes[module], source.dtype)}, make)

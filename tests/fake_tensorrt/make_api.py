@@ -1,7 +1,7 @@
-"""Writes tensorrt_api.json: names, arguments, properties and enum members of TensorRT's real Python bindings.
+"""Writes api.json: names, arguments, properties and enum members of TensorRT's real Python bindings.
 
-`python tests/export/make_tensorrt_api.py` where `tensorrt_bindings` can be imported (`tensorrt_bindings_path` in
-`real_tensorrt.py` makes that possible without the libraries and without a GPU).
+`python tests/fake_tensorrt/make_api.py` where `tensorrt_bindings` can be imported; `real.py` says how that is possible without the
+libraries and without a GPU.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-OUTPUT = Path(__file__).with_name("tensorrt_api.json")
+OUTPUT = Path(__file__).with_name("api.json")
 
 
 def describe(trt: Any) -> dict[str, Any]:
@@ -77,4 +77,6 @@ def _signature(line: str) -> dict[str, Any]:
 if __name__ == "__main__":
     import tensorrt_bindings
 
-    OUTPUT.write_text(json.dumps(describe(tensorrt_bindings), indent=None, sort_keys=True).replace('}, "', '},\n"') + "\n")
+    OUTPUT.write_text(
+        json.dumps(describe(tensorrt_bindings), indent=None, sort_keys=True).replace('}, "', '},\n"') + "\n"
+    )

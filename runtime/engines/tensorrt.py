@@ -1,0 +1,215 @@
+"""The engine of TensorRT exports; `export.tensorrt` writes them. What they are is in `export.json` under "tensorrt"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from runtime.engines.tensorrt_native import NativeEngine, NativeRows
+from runtime.engines.tensorrt_parsed import ParsedEngine, ParsedRows
+from runtime.engines.tensorrt_refit import put_weights
+from runtime.engines.tensorrt_session import Gpu, Session, deserialize, make_logger
+from runtime.errors import ArtifactError, RequestError
+from runtime.sizes import byte_count
+
+_SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
+
+
+class Exported(Protocol):
+    """What is read of an export (`runtime.exported.Export`): its directory and what the target wrote down."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class TensorrtCache:
+    """Rows of a batch, in parts of at most as many as the engine was built for."""
+
+    parts: list[Any] = field(default_factory=list)
+
+
+class TensorrtEngine:
+    """Runs a plan; see `runtime.engines.base.Engine`.
+
+    Args:
+        session: the deserialized plan.
+        facts: of `export.json`.
+    """
+
+    def __init__(self, session: Session, facts: dict[str, Any]) -> None:
+        self.session, self.device = session, session.gpu.device
+        self.native = facts["network"] == "native"
+        self.core: NativeEngine | ParsedEngine = (NativeEngine if self.native else ParsedEngine)(session, facts)
+        self.vocab_size = self.core.vocabulary
+        self.context_length: int | None = self.core.max_length
+        # Native rows know no padding. What the parser's attention makes of a row that is masked whole, TensorRT does not say.
+        self.padding_is_exact = self.native
+        stat = session.trt.EngineStat.TOTAL_WEIGHTS_SIZE
+        self.weight_bytes = int(session.engine.get_engine_stat(stat))
+        self.description = f"TensorRT {session.trt.__version__} ({'native layers' if self.native else 'ONNX parser'})"
+
+    def explain(self) -> dict[str, str]:
+        """{"engine": what computes it}; TensorRT fuses layers into kernels of its own."""
+        return {"engine": f"{self.description}, {self.session.engine.num_layers} kernels"}
+
+    # ---------------------------------------------------------------- cache
+    def new_cache(self) -> TensorrtCache:
+        return TensorrtCache()
+
+    def cache_bytes(self, cache: TensorrtCache) -> int:
+        return sum(part.nbytes for part in cache.parts)
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: TensorrtCache, rows: torch.Tensor) -> None:
+        places = [(p, r) for p, part in enumerate(cache.parts) for r in range(part.rows)]
+        kept = [places[row] for row in rows.tolist()]
+        size = self.core.max_batch
+        kind: Any = NativeRows if self.native else ParsedRows
+        cache.parts = [kind.join(self.core, cache.parts, kept[i : i + size]) for i in range(0, len(kept), size)]
+
+    # ---------------------------------------------------------------- computing
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: TensorrtCache | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        cache = TensorrtCache() if cache is None else cache
+        batch, width = input_ids.shape
+        if not cache.parts:
+            size = self.core.max_batch
+            cache.parts = [self.core.new_rows(min(size, batch - start)) for start in range(0, batch, size)]
+        logits, start = [], 0
+        for part in cache.parts:
+            rows = slice(start, start + part.rows)
+            mask = None if attention_mask is None else attention_mask[rows]
+            if self.native:
+                logits.append(
+                    part.forward(input_ids[rows], None if mask is None else mask[:, -width:].cpu(), last_only)
+                )
+            else:
+                places = None if position_ids is None else position_ids[rows]
+                logits.append(self._parsed(part, input_ids[rows], mask, places, last_only))
+            start += part.rows
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _parsed(
+        self,
+        part: ParsedRows,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        places: torch.Tensor | None,
+        last_only: bool,
+    ) -> torch.Tensor:
+        rows, width = ids.shape
+        if mask is None:
+            mask = torch.ones(rows, part.length + width, dtype=torch.int64, device=self.device)
+        if places is None:
+            places = torch.arange(part.length, part.length + width, device=self.device).expand(rows, width)
+        return part.forward(ids.to(self.device), mask.to(self.device), places.to(self.device), last_only)
+
+
+def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
+    """The engine of a TensorRT export.
+
+    Args:
+        export: the directory and its facts. device: a GPU.
+        options: `runtime.load`'s remaining keywords. `max_memory` bounds the weights on the GPU of engines built with weight
+            streaming; the others are fixed when an engine is built and may only be left at their defaults.
+
+    Raises:
+        RequestError: a bundle, no TensorRT, no GPU, an option that cannot be. ArtifactError: the plan is for another GPU or version.
+    """
+    facts = export.facts
+    if not facts.get("engine"):
+        raise RequestError(
+            f"no engine was built in {export.path}; finish it, on a machine with TensorRT and the GPU that is to run it, with "
+            f"compress export {export.path} --target tensorrt --output {export.path}-engine"
+        )
+    bound = _check_options(options, facts)
+    gpu = make_gpu(device)
+    trt = _api(facts)
+    _check_fits(export.path, facts, trt, gpu)
+    logger = make_logger(trt)
+    runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
+    if facts["refit"] == "stripped":
+        put_weights(trt, logger, engine, export.path / str(facts["constants"]))
+    if facts["weight_streaming"]:
+        engine.weight_streaming_budget_v2 = _budget(engine, bound)
+    loaded = TensorrtEngine(Session(trt, engine, gpu), facts)
+    loaded.keep = (runtime, logger)  # type: ignore[attr-defined]  # the engine lives no longer than they do
+    return loaded
+
+
+def make_gpu(device: torch.device) -> Gpu:
+    """Where the engine runs; RequestError for anything but an NVIDIA GPU."""
+    if device.type != "cuda":
+        raise RequestError(
+            f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact itself, or an ONNX export"
+        )
+    return Gpu(device)
+
+
+def _check_options(options: dict[str, Any], facts: dict[str, Any]) -> int | None:
+    """The bound of `max_memory` in bytes; RequestError for what an engine cannot change any more."""
+    for name, value in options.items():
+        if name not in ("max_memory", "threads") and value not in (None, "auto"):
+            raise RequestError(f"{name} is fixed when a TensorRT engine is built; leave it out")
+    bound = options.get("max_memory")
+    if bound is None:
+        return None
+    if not facts["weight_streaming"]:
+        raise RequestError(
+            "max_memory: the engine was built without weight streaming; export again with --set weight_streaming=true"
+        )
+    return byte_count("max_memory", bound)
+
+
+def _budget(engine: Any, bound: int | None) -> int:
+    """Bytes of streamable weights that stay on the GPU."""
+    if bound is None:
+        return int(engine.get_weight_streaming_automatic_budget())
+    fixed = int(engine.device_memory_size_v2) + _SCRATCH
+    if bound <= fixed:
+        raise RequestError(f"max_memory of {bound} bytes is too little: a step alone takes {fixed}")
+    return min(bound - fixed, int(engine.streamable_weights_size))
+
+
+def _api(facts: dict[str, Any]) -> Any:
+    """The tensorrt module; version compatible plans run with the lean one too."""
+    names = (
+        ["tensorrt", "tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else ["tensorrt"]
+    )
+    found = next((name for name in names if importlib.util.find_spec(name) is not None), None)
+    if found is None:
+        raise RequestError('a TensorRT engine needs tensorrt, which is not installed: pip install "compress[tensorrt]"')
+    return importlib.import_module(found)
+
+
+def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:
+    """ArtifactError where TensorRT or the GPU is another than the plan was built for."""
+    here, built = str(trt.__version__), str(facts["tensorrt"])
+    if here != built and not facts["version_compatible"]:
+        raise ArtifactError(
+            f"{path} was built with TensorRT {built}, and {here} is installed; build it anew from its bundle"
+        )
+    major, minor = gpu.capability
+    wanted, level = facts["gpu"]["compute_capability"], facts["hardware_compatibility"]
+    fits = (major, minor) >= (8, 0) if level == "ampere_plus" else wanted == f"{major}.{minor}"
+    if not fits:
+        raise ArtifactError(
+            f"{path} was built for {facts['gpu']['name']} (compute capability {wanted}), and this GPU has {major}.{minor}; "
+            "build it anew from its bundle"
+        )

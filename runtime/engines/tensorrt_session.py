@@ -1,0 +1,177 @@
+"""A TensorRT engine with its contexts: tensors are bound by address, a step that repeats becomes a CUDA graph."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.errors import ArtifactError, CompressError
+
+_log = logging.getLogger("compress.tensorrt")
+PREFILL, DECODE = 0, 1  # profiles, as export.tensorrt.profiles numbers them
+STEADY = 2  # equal steps that TensorRT runs before one is captured; it asks for at least one
+DTYPES = {
+    "FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32, "INT64": torch.int64,
+    "BOOL": torch.bool,
+}  # fmt: skip
+
+
+class Gpu:
+    """The stream that an engine works on; the caller's stream waits for it and it for the caller's."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._stream = torch.cuda.Stream(device)
+
+    @property
+    def handle(self) -> int:
+        """What TensorRT calls a stream."""
+        return int(self._stream.cuda_stream)
+
+    @property
+    def capability(self) -> tuple[int, int]:
+        """Compute capability."""
+        major, minor = torch.cuda.get_device_capability(self.device)
+        return int(major), int(minor)
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        """What is enqueued inside sees what was computed before, and is done for what comes after."""
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        """A function that does again what `enqueue` does, as one CUDA graph. Nothing runs while it is captured."""
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=self._stream):
+            enqueue()
+        return graph.replay
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+
+class Session:
+    """A deserialized engine and a context a profile; they share their scratch memory, because one step runs at a time.
+
+    Args:
+        trt: the tensorrt module. engine: its `ICudaEngine`. gpu: where it runs.
+        graphs: whether decode steps may become CUDA graphs.
+    """
+
+    def __init__(self, trt: Any, engine: Any, gpu: Gpu, graphs: bool = True) -> None:
+        self.trt, self.engine, self.gpu, self.graphs = trt, engine, gpu, graphs
+        self._scratch = torch.empty(max(1, int(engine.device_memory_size_v2)), dtype=torch.uint8, device=gpu.device)
+        self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
+        self._bound: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}, {}]
+        self._steady = 0
+        self._replay: Callable[[], None] | None = None
+        self.captured = 0  # graphs made so far
+
+    def _context(self, profile: int) -> Any:
+        context = self.engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
+        if context is None:
+            raise CompressError("TensorRT made no execution context; there may be too little GPU memory")
+        context.set_device_memory(self._scratch.data_ptr(), self._scratch.numel())
+        if not context.set_optimization_profile_async(profile, self.gpu.handle):
+            raise CompressError(f"TensorRT refused profile {profile}")
+        self.gpu.synchronize()
+        return context
+
+    def run(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Compute `outputs` in place. Tensors are contiguous and on the GPU; those that did not move are not bound again.
+
+        Raises:
+            CompressError: a shape outside the profile, or TensorRT failed.
+        """
+        moved = self._bind(profile, inputs, outputs)
+        if profile == DECODE:
+            self._steady = 0 if moved else self._steady + 1
+            if moved:
+                self._replay = None
+        with self.gpu.work():
+            if profile == DECODE and self._replay is None and self.graphs and self._steady >= STEADY:
+                self._replay = self.gpu.capture(lambda: self._enqueue(profile))
+                self.captured += 1
+            if profile == DECODE and self._replay is not None:
+                self._replay()
+            else:
+                self._enqueue(profile)
+
+    def _enqueue(self, profile: int) -> None:
+        if not self._contexts[profile].execute_async_v3(self.gpu.handle):
+            raise CompressError("TensorRT failed to run the engine; its log says why")
+
+    def _bind(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> bool:
+        """Tell the context shapes and addresses; True when one of them is new."""
+        context, bound = self._contexts[profile], self._bound[profile]
+        moved = False
+        for name, tensor in [*inputs.items(), *outputs.items()]:
+            place = (tensor.data_ptr(), tuple(tensor.shape))
+            if bound.get(name) == place:
+                continue
+            moved = True
+            bound.pop(name, None)
+            if name in inputs and not context.set_input_shape(name, tuple(tensor.shape)):
+                raise CompressError(f"{name} of shape {list(tensor.shape)} lies outside the engine's profile {profile}")
+            # An empty tensor has no memory, and TensorRT wants an address all the same.
+            address = tensor.data_ptr() or self._scratch.data_ptr()
+            if not context.set_tensor_address(name, address):
+                raise CompressError(f"TensorRT refused the address of {name}")
+            bound[name] = place
+        if moved:
+            vague = context.infer_shapes()
+            if vague:
+                raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
+        return moved
+
+    def output_shape(self, profile: int, name: str) -> tuple[int, ...]:
+        """What TensorRT says the shape of an output is, for the shapes last bound."""
+        return tuple(self._contexts[profile].get_tensor_shape(name))
+
+
+def make_logger(trt: Any) -> Any:
+    """An `ILogger` that writes to the log `compress.tensorrt`."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+
+        def log(self, severity: Any, msg: str) -> None:
+            names = {"INTERNAL_ERROR": logging.ERROR, "ERROR": logging.ERROR, "WARNING": logging.WARNING}
+            _log.log(names.get(severity.name, logging.DEBUG), "%s", msg)
+
+    return Logger()
+
+
+def deserialize(trt: Any, logger: Any, plan: Path, own_code: bool) -> tuple[Any, Any]:
+    """The runtime and the engine of a plan, which is mapped, not read.
+
+    Args:
+        own_code: the plan brings a lean runtime along (version compatible plans do), which is code that is run.
+
+    Raises:
+        ArtifactError: the file is missing, or TensorRT cannot use it.
+    """
+    runtime = trt.Runtime(logger)
+    if own_code:
+        runtime.engine_host_code_allowed = True
+    try:
+        with plan.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            engine = runtime.deserialize_cuda_engine(content)
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{plan} cannot be read: {error}") from error
+    if engine is None:
+        raise ArtifactError(
+            f"TensorRT cannot use {plan}; its log says why (another version, another GPU, or a damaged file)"
+        )
+    return runtime, engine

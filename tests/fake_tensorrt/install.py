@@ -1,0 +1,45 @@
+"""Puts the stand-in in the place of TensorRT and of the GPU, for a test."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+import fake_tensorrt
+
+
+class HostGpu:
+    """A GPU that is the CPU. A captured graph does again what was enqueued while it was captured, with the addresses of then."""
+
+    device = torch.device("cpu")
+    capability = (9, 0)
+    handle = 17
+
+    @contextmanager
+    def work(self) -> Iterator[None]:
+        yield
+
+    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
+        return enqueue
+
+    def synchronize(self) -> None:
+        pass
+
+
+def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """From now on this machine has TensorRT and a GPU called Stand-in; returns the module."""
+    import runtime.engines.tensorrt as engine
+    from export.tensorrt import machine
+
+    trt: Any = fake_tensorrt.module()
+    monkeypatch.setattr(machine, "missing", lambda: None)
+    monkeypatch.setattr(machine, "api", lambda: trt)
+    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("Stand-in", "9.0", 80 << 30))
+    monkeypatch.setattr(engine, "make_gpu", lambda device: HostGpu())
+    monkeypatch.setattr(engine, "_api", lambda facts: trt)
+    return trt

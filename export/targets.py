@@ -11,6 +11,7 @@ from runtime.errors import RequestError
 _TARGETS = {
     "huggingface": "export.huggingface.target:HuggingFaceTarget",
     "onnx": "export.onnx.target:OnnxTarget",
+    "tensorrt": "export.tensorrt.target:TensorrtTarget",
     "gguf": "export.gguf.target:GgufTarget",
 }
 

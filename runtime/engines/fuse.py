@@ -64,7 +64,7 @@ class Joined:
             joined.layers = [layers[0]._whole[0]]
             return joined
         joined = cls(layers)
-        dense = _join_dense(layers)
+        dense = join_dense(layers)
         if dense is not None:
             joined.layers = [dense]
             return joined
@@ -79,7 +79,8 @@ class Joined:
         return joined
 
 
-def _join_dense(layers: Sequence[nn.Module]) -> nn.Linear | None:
+def join_dense(layers: Sequence[nn.Module]) -> nn.Linear | None:
+    """Plain layers as one, whose rows their weights become views of; None where they differ."""
     linear = [layer for layer in layers if type(layer) is nn.Linear and not layer._forward_hooks]
     if len(linear) < len(layers) or len({(x.weight.dtype, x.weight.device, x.in_features) for x in linear}) > 1:
         return None
@@ -105,15 +106,12 @@ def _bias(layers: Sequence[nn.Linear | CompressedLinear], dtype: torch.dtype) ->
 
 def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     """The layers as one, in their kernels' own layout; None where that layout, or what they hold, does not allow it."""
-    linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
-    first = linear[0] if linear else None
-    if first is None or len(linear) < len(layers) or first.choice is None:
+    linear = alike(layers)
+    if linear is None:
         return None
-    same = {(x.entry, x.in_features, x.dtype, x.stored_dtype, x.device, x.choice, x._wanted) for x in linear}
-    counted = any(x.entry.count is not None for x in linear)
-    if len(same) > 1 or counted or any(name.startswith("input_") for name in first._specs):
-        return None
-    tensors = _concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
+    first = linear[0]
+    assert first.choice is not None
+    tensors = concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
     if tensors is None:
         return None
     shape = (sum(x.out_features for x in linear), first.in_features)
@@ -134,7 +132,20 @@ def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
     return whole
 
 
-def _concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | None:
+def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
+    """The layers, if they are compressed alike and have kernels, so that they may be joined; None otherwise."""
+    linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
+    first = linear[0] if linear else None
+    if first is None or len(linear) < len(layers) or first.choice is None:
+        return None
+    same = {(x.entry, x.in_features, x.dtype, x.stored_dtype, x.device, x.choice, x._wanted) for x in linear}
+    counted = any(x.entry.count is not None for x in linear)
+    if len(same) > 1 or counted or any(name.startswith("input_") for name in first._specs):
+        return None
+    return linear
+
+
+def concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | None:
     """Each tensor along the one dimension that is as long as its layer has rows, or a small part of that; None if there is no such
     dimension, or more than one.
 

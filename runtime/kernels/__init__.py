@@ -22,7 +22,7 @@ from runtime.kernels.reference import Reference
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 
 __all__ = [
-    "CLASSES", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names",
+    "CLASSES", "MODES", "REFERENCE", "Choice", "Kernel", "Layer", "ShapeClass", "candidates", "find", "names", "on_gpu",
     "reference", "shape_class", "table", "warn_of_reference",
 ]  # fmt: skip
 
@@ -57,6 +57,16 @@ def table() -> dict[tuple[str, str, str, ShapeClass], list[Kernel]]:
 def candidates(layer: Layer) -> list[Kernel]:
     """Kernels that can compute the layer, best first; the reference always ends the list."""
     return [kernel for kernel in _KERNELS if _why_not(kernel, layer) is None]
+
+
+def on_gpu(layer: Layer) -> list[Kernel]:
+    """Exact kernels that could compute a layer, which is on meta, on a GPU that is not here (`triton.gpu.assuming`), best first."""
+    return [
+        kernel
+        for kernel in _KERNELS
+        if kernel.device in (None, "cuda") and kernel.accuracy == "exact" and layer.entry.format in kernel.formats
+        and kernel.why_not(layer) is None
+    ]  # fmt: skip
 
 
 def reference() -> Choice:

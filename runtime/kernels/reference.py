@@ -12,6 +12,7 @@ from runtime import formats
 from runtime.formats.checks import Tensors
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.base import Kernel, Layer
+from runtime.scheme import CompressedWeight
 
 
 class Reference(Kernel):
@@ -27,10 +28,16 @@ class Reference(Kernel):
         return None
 
     def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+        return self.multiply(x, self.restore(tensors, layer), tensors, layer, bias)
+
+    def multiply(
+        self, x: torch.Tensor, weight: CompressedWeight, tensors: Tensors, layer: Layer, bias: torch.Tensor | None
+    ) -> torch.Tensor:
+        """`run` for a weight that has been unpacked; of `tensors` only static scales of activations are read."""
         activations = layer.entry.scheme.activations
         if activations is not None:
             x = fake_quantize(x, activations, tensors.get("input_scale"), tensors.get("input_zero_point"))
-        return torch.nn.functional.linear(x, self.restore(tensors, layer).dequantize(), bias)
+        return torch.nn.functional.linear(x, weight.dequantize(), bias)
 
     def path(self, rows: int) -> str:
         return "dequantize + dense matmul"

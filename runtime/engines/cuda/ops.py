@@ -6,6 +6,7 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -19,7 +20,7 @@ class Ops:
     """Functions with the arguments and results of those in `plain`, but for `swiglu`, which takes the pieces of a joined product.
 
     Attributes:
-        name: "triton" or "torch".
+        name: "triton", "triton, compiled ahead" or "torch".
     """
 
     name: str
@@ -42,13 +43,45 @@ def choose(device: torch.device) -> Ops:
     if device.type != "cuda" and os.environ.get("TRITON_INTERPRET", "0") in ("", "0"):
         return TORCH
     try:
-        from runtime.engines.cuda import paged_attention, rotary_store
-        from runtime.kernels.triton import fused
+        from runtime.kernels.triton import ahead, jit
+
+        if jit.INSTALLED:
+            return kernels()
     except ImportError as error:
         _log.warning("triton cannot be used, attention and norms run in plain torch: %s", error)
         return TORCH
+    if ahead.offers(device):
+        return with_fallback(kernels())
+    _log.warning("triton is not installed, attention and norms run in plain torch")
+    return TORCH
+
+
+def kernels() -> Ops:
+    """Those of triton, compiled when they are first launched, or ahead."""
+    from runtime.engines.cuda import paged_attention, rotary_store
+    from runtime.kernels.triton import fused
 
     def swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
         return fused.swiglu(pieces[0]) if len(pieces) == 1 else plain.swiglu(*pieces)
 
     return Ops("triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
+
+
+def with_fallback(ops: Ops) -> Ops:
+    """Plain torch for every call that no kernel was compiled ahead for (the log says which), where there is no compiler."""
+
+    def guarded(name: str) -> Callable[..., Any]:
+        from runtime.kernels.triton.jit import MissingKernelError
+
+        first, second = getattr(ops, name), getattr(TORCH, name)
+
+        def call(*args: Any) -> Any:
+            try:
+                return first(*args)
+            except MissingKernelError:
+                return second(*args)
+
+        return call
+
+    names = ("rms_norm", "swiglu", "rotate_and_store", "decode_attention")
+    return Ops(f"{ops.name}, compiled ahead", *(guarded(name) for name in names))

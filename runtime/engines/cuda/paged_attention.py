@@ -10,15 +10,15 @@ without a share end at once, so that the grid, which a CUDA graph freezes, can b
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from runtime.kernels.triton.jit import entry, jit, next_power_of_2, tl
 
 LEAST_SHARE = 2  # blocks of a share: with fewer, partial results would be a large part of the traffic
 MOST_SPLITS = 32
 PROGRAMS = 256  # wanted for a single sequence: some two a multiprocessor
 
 
-@triton.jit
+@jit
 def _shares(position, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr, WINDOWED: tl.constexpr):
     """First visible position, first block, number of blocks, blocks a share."""
     start = 0
@@ -29,7 +29,7 @@ def _shares(position, window, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: 
     return start, first, blocks, tl.maximum(tl.cdiv(blocks, SPLITS), LEAST)
 
 
-@triton.jit
+@entry
 def split_kernel(
     q, keys, values, tables, positions, out, part, extent,
     q_stride, page_stride, token_stride, table_stride, scale, window,
@@ -73,7 +73,7 @@ def split_kernel(
         tl.store(extent + place + head * GROUP + m, most + tl.log2(total), mask=m < GROUP)
 
 
-@triton.jit
+@entry
 def join_kernel(
     part, extent, positions, out, window,
     SIZE: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, LEAST: tl.constexpr,
@@ -93,7 +93,7 @@ def join_kernel(
 
 def splits(kv_heads: int) -> int:
     """Shares that a long sequence is cut into: a power of two, by the model alone."""
-    return max(1, min(MOST_SPLITS, triton.next_power_of_2(-(-PROGRAMS // kv_heads))))
+    return max(1, min(MOST_SPLITS, next_power_of_2(-(-PROGRAMS // kv_heads))))
 
 
 def decode_attention(
@@ -122,7 +122,7 @@ def decode_attention(
     if rows == 0:
         return out
     count, windowed = parts or splits(kv_heads), window > 0
-    block_d = max(16, triton.next_power_of_2(size))
+    block_d = max(16, next_power_of_2(size))
     group = heads // kv_heads
     part = extent = out
     if count > 1:
@@ -131,7 +131,7 @@ def decode_attention(
     split_kernel[(rows, kv_heads, count)](
         q, keys, values, tables, positions, out, part, extent,
         q.stride(0), keys.stride(0), keys.stride(1), tables.stride(0), scale * 1.4426950408889634, window,
-        GROUP=group, ROWS=max(16, triton.next_power_of_2(group)), SIZE=size, BLOCK_D=block_d, PAGE=page, BLOCK=block,
+        GROUP=group, ROWS=max(16, next_power_of_2(group)), SIZE=size, BLOCK_D=block_d, PAGE=page, BLOCK=block,
         SPLITS=count, LEAST=LEAST_SHARE, WINDOWED=windowed, STAGES=2 if wide else 3, num_warps=8 if wide else 4,
     )  # fmt: skip
     if count > 1:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from runtime.kernels.triton.jit import entry, next_power_of_2, tl
 
 
-@triton.jit
+@entry
 def rotary_store_kernel(
     q, k, v, q_norm, k_norm, rotations, positions, slots, out, keys, values,
     q_stride, k_stride, v_stride, eps,
@@ -69,7 +69,7 @@ def rotate_and_store(
         rotary_store_kernel[(rows, heads + 2 * kv_heads)](
             q, k, v, q_norm, k_norm, rotations, positions, slots, out, keys, values,
             q.stride(0), k.stride(0), v.stride(0), eps,
-            HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=rotations.shape[1] // 2, BLOCK=triton.next_power_of_2(size),
+            HEADS=heads, KV_HEADS=kv_heads, SIZE=size, HALF=rotations.shape[1] // 2, BLOCK=next_power_of_2(size),
             NORMS=norms is not None, num_warps=1,
         )  # fmt: skip
     return out

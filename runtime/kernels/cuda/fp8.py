@@ -7,6 +7,7 @@ import torch
 from runtime.formats.checks import FLOAT8, Tensors
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.triton import gpu
 
 
 class Float8Cuda(Kernel):
@@ -29,7 +30,7 @@ class Float8Cuda(Kernel):
             return "torch scales row by row into bfloat16 only"
         if layer.shape[0] % 16 or layer.shape[1] % 16:
             return f"float8 matrix units want sizes of a multiple of 16, not {layer.shape[0]} x {layer.shape[1]}"
-        if torch.cuda.get_device_capability(layer.device) < (9, 0):
+        if gpu.capability(layer.device) < (9, 0):
             return "it needs a GPU of compute capability 9.0 or later"
         return None
 

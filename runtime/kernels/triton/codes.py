@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 
 ONE = 0x3F800000  # the bits of 1.0
 
 
-@triton.jit
+@jit
 def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
     """Field `j` of int32 words as the float32 `1 + u * 2^(place - 23)`, `place` where the code lies: one LOP3.
 
@@ -24,14 +24,14 @@ def code_plus(words, one, j: tl.constexpr, FIELD: tl.constexpr):
     return (bits | one).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@jit
 def code_minus(words, one, zero, j: tl.constexpr, FIELD: tl.constexpr):
     """Field `j` of int32 words as the float32 `u - 2^(FIELD-1) - zero`, exactly: a LOP3 and an FMA."""
     factor = 2.0 ** (23 - FIELD * j + (9 if FIELD * (j + 1) > 23 else 0))
     return code_plus(words, one, j, FIELD) * factor - (zero + (factor + (1 << (FIELD - 1))))
 
 
-@triton.jit
+@jit
 def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
     """Field `j` of int32 words as the subnormal float32 `u * 2^(place - 149)` with `place = code_place(j, FIELD)`.
 
@@ -47,7 +47,7 @@ def code_tiny(words, j: tl.constexpr, FIELD: tl.constexpr):
     )
 
 
-@triton.jit
+@entry
 def _sum_parts(parts, bias, out, MN, N, PARTS: tl.constexpr, HAS_BIAS: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.cast(tl.program_id(0), tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < MN
@@ -63,7 +63,7 @@ def sum_parts(parts: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor)
     """Second pass of split-K: float32 `[parts, M, N]` summed in order (so results repeat bit for bit), plus bias `[N]`."""
     count, block = out.numel(), 1024
     if count:
-        _sum_parts[(triton.cdiv(count, block),)](
+        _sum_parts[(cdiv(count, block),)](
             parts,
             bias if bias is not None else parts,
             out,

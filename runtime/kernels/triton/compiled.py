@@ -10,7 +10,6 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,65 +18,35 @@ import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from triton.runtime.jit import JITFunction
 
-from runtime.kernels.triton import tuning
-
-_TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.uint8: "u8",
-    torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Launch:
-    """One recorded launch."""
-
-    kernel: Any
-    arguments: dict[str, Any]
-    grid: tuple[int, ...]
+from runtime.kernels.triton import gpu, signature
+from runtime.kernels.triton.jit import Entry, Launch, recording
 
 
 def record(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
     """The launches that `call` makes on a device of compute capability 80, 90 or 100; none of them is run."""
-    found: list[Launch] = []
-    original = JITFunction.run
-
-    def run(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        names = [p.name for p in self.params]
-        found.append(Launch(self, dict(zip(names, args, strict=False)) | kwargs, tuple(grid)))
-
-    before, tuning.assumed_capability = tuning.assumed_capability, divmod(capability, 10)
-    JITFunction.run = run
-    try:
+    with gpu.assuming(capability), recording() as found:
         call()
-    finally:
-        JITFunction.run, tuning.assumed_capability = original, before
     return found
 
 
 def build(launch: Launch, capability: int) -> Any:
     """Compile one launch for compute capability `capability` (80, 90, 100): triton's compiled kernel, `.asm` and all."""
-    signature, constants, attributes, options = {}, {}, {}, {}
-    names = {p.name: p for p in launch.kernel.params}
-    for name, value in launch.arguments.items():
-        parameter = names.get(name)
-        if parameter is None:
-            options[name] = value
-        elif parameter.is_constexpr or value is None or (isinstance(value, int) and value == 1):
-            signature[name], constants[(parameter.num,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name] = "*" + _TYPES[value.dtype]
-            attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-        elif isinstance(value, int):
-            signature[name] = "i32" if abs(value) < 1 << 31 else "i64"
-            if value % 16 == 0:
-                attributes[(parameter.num,)] = [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32"
-    ordered = {p.name: signature[p.name] for p in launch.kernel.params}
-    source = ASTSource(fn=launch.kernel, signature=ordered, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+    return build_variant(signature.of(launch), capability)
+
+
+def build_variant(variant: signature.Variant, capability: int) -> Any:
+    """`build` of what was recorded before. The file with the kernel must have been imported."""
+    kernel = Entry.known[variant.kernel]
+    types, constants, attributes = {}, {}, {}
+    for index, argument in enumerate(variant.arguments):
+        types[argument.name] = argument.type if argument.passed else "constexpr"
+        if not argument.passed:
+            constants[(index,)] = 1 if argument.assumed == "1" else argument.value
+        elif argument.assumed == "16":
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel.jitted, signature=types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
 
 
 def resources(kernel: Any, capability: int) -> dict[str, int]:

@@ -12,16 +12,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from runtime.kernels.triton import layout, tuning
 from runtime.kernels.triton.codes import code_minus, row_major, sum_parts
+from runtime.kernels.triton.jit import cdiv, entry, tl
 
 MAXIMUM_ROWS = 64
 
 
-@triton.jit
+@entry
 def few_rows_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
@@ -99,7 +98,7 @@ def few_rows(
     def launch(config: dict[str, Any]) -> None:
         split = config["SPLIT_K"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        few_rows_kernel[(triton.cdiv(n, config["BLOCK_N"]), split, triton.cdiv(rows, config["BLOCK_M"]))](
+        few_rows_kernel[(cdiv(n, config["BLOCK_N"]), split, cdiv(rows, config["BLOCK_M"]))](
             x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
             x if bias is None else bias, target,
             x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],

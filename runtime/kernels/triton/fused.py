@@ -5,11 +5,11 @@ rotary embedding, SwiGLU. Arithmetic in float32, rounded where transformers roun
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
+
+from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 
 
-@triton.jit
+@entry
 def rms_norm_kernel(
     x, residual, weight, out, total, stride, residual_stride, K, epsilon,
     HAS_RESIDUAL: tl.constexpr, BLOCK: tl.constexpr,
@@ -40,7 +40,7 @@ def rms_norm(
     total = x if residual is None else torch.empty_like(out)
     beside = flat if residual is None else _rows(residual)
     if out.numel():
-        block = triton.next_power_of_2(columns)
+        block = next_power_of_2(columns)
         rms_norm_kernel[(rows,)](
             flat, beside, weight, out, total, flat.stride(0), beside.stride(0), columns, epsilon,
             HAS_RESIDUAL=residual is not None, BLOCK=block, num_warps=max(1, min(16, block // 512)),
@@ -58,7 +58,7 @@ def rms_norm_reference(
     return weight * normal.to(x.dtype), h
 
 
-@triton.jit
+@entry
 def rotary_kernel(
     q, k, cos, sin, q_token, q_head, k_token, k_head, c_token, s_token, Q_HEADS, HEADS, HALF, BLOCK: tl.constexpr,
     BLOCK_H: tl.constexpr,
@@ -99,9 +99,9 @@ def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tenso
     if tokens and every and size:
         for tensor in (q, k, cos, sin):
             assert tensor.stride(-1) == 1, "the last dimension must be dense"
-        block = triton.next_power_of_2(size // 2)
-        block_h = min(triton.next_power_of_2(every), 8)
-        rotary_kernel[(tokens, triton.cdiv(every, block_h))](
+        block = next_power_of_2(size // 2)
+        block_h = min(next_power_of_2(every), 8)
+        rotary_kernel[(tokens, cdiv(every, block_h))](
             q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0), sin.stride(0),
             heads, every, size // 2, BLOCK=block, BLOCK_H=block_h, num_warps=4 if block * block_h >= 256 else 1,
         )  # fmt: skip
@@ -120,7 +120,7 @@ def rotary_reference(
     return turn(q), turn(k)
 
 
-@triton.jit
+@entry
 def swiglu_kernel(x, out, stride, SIZE, BLOCK: tl.constexpr):
     row = tl.cast(tl.program_id(0), tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -135,10 +135,8 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
     flat, size = _rows(x), x.shape[-1] // 2
     out = torch.empty(*x.shape[:-1], size, dtype=x.dtype, device=x.device)
     if out.numel():
-        block = min(1024, triton.next_power_of_2(size))
-        swiglu_kernel[(flat.shape[0], triton.cdiv(size, block))](
-            flat, out, flat.stride(0), size, BLOCK=block, num_warps=4
-        )
+        block = min(1024, next_power_of_2(size))
+        swiglu_kernel[(flat.shape[0], cdiv(size, block))](flat, out, flat.stride(0), size, BLOCK=block, num_warps=4)
     return out
 
 

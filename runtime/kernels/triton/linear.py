@@ -2,50 +2,20 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from functools import cache
-from importlib.util import find_spec
-
 import torch
 
 from runtime import formats
+from runtime.formats.base import scale_dtype
 from runtime.formats.bitmap import unpack_mask
 from runtime.formats.bitpack import unpack_rows
 from runtime.formats.checks import Tensors, expand_groups
 from runtime.kernels.activations import quantize_input
-from runtime.kernels.base import Kernel, Layer
+from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
+from runtime.kernels.triton.base import TritonKernel, installed
 from runtime.scheme import ActivationScheme, CompressedWeight, WeightScheme
 
 _EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
-
-
-class TritonKernel(Kernel):
-    """What all have in common: where they run, and why they cannot.
-
-    `device` is "cuda"; "cpu" is for tests, which run the kernels in triton's interpreter.
-    """
-
-    def __init__(self, device: str = "cuda") -> None:
-        self.device = device
-
-    def why_not(self, layer: Layer) -> str | None:
-        if not _installed():
-            return "triton is not installed"
-        if layer.dtype not in (torch.float16, torch.bfloat16):
-            return f"it computes with float16 and bfloat16 activations, not {str(layer.dtype).removeprefix('torch.')}"
-        if layer.device.type == "cuda" and torch.cuda.get_device_capability(layer.device) < self.capability(layer):
-            major, minor = self.capability(layer)
-            return f"it needs a GPU of compute capability {major}.{minor} or later"
-        return self.why_not_scheme(layer)
-
-    @abstractmethod
-    def why_not_scheme(self, layer: Layer) -> str | None:
-        """The reason in the layer's scheme, if there is one."""
-
-    def capability(self, layer: Layer) -> tuple[int, int]:
-        """Least compute capability."""
-        return 8, 0
 
 
 class _WeightOnly(TritonKernel):
@@ -77,6 +47,11 @@ class _WeightOnly(TritonKernel):
             out["weight_bitmap"] = tensors["weight_bitmap"]
         return out
 
+    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
+        (rows, columns), tile = layer.shape, layout.tile_columns(self.field)
+        words = torch.empty(-(-columns // tile), rows, layout.WIDTH, dtype=torch.int32, device="meta")
+        return {"words": words, **_blank_grids(layer, scale)}
+
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         values = layout.unpack(tensors["words"], self.field, layer.shape[1])
         scale, zero = _stored_grids(tensors, layer)
@@ -87,7 +62,7 @@ class _WeightOnly(TritonKernel):
             mask = values != (0 if zero is None else expand_groups(zero, _weights(layer), layer.shape[1]))
         return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
 
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton.w4a16 import linear
 
         zero = tensors.get("zero_point")
@@ -98,7 +73,7 @@ class _WeightOnly(TritonKernel):
         return linear(x, weight, bias)
 
     def path(self, rows: int) -> str:
-        if not _installed():
+        if not installed():
             return self.name
         from runtime.kernels.triton.w4a16 import path
 
@@ -152,6 +127,15 @@ class Sparse24Triton(TritonKernel):
             out["zero_point"] = packed.zero
         return out
 
+    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
+        from runtime.kernels.triton import sparse24_w4
+
+        rows, columns = layer.shape
+        tiles = -(-columns // sparse24_w4.COLUMNS)
+        values = torch.empty(tiles, rows, layout.WIDTH, dtype=torch.int32, device="meta")
+        positions = torch.empty(tiles, -(-rows // 2), layout.WIDTH, dtype=torch.int32, device="meta")
+        return {"values": values, "positions": positions, **_blank_grids(layer, scale)}
+
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         from runtime.kernels.triton import sparse24_w4
 
@@ -159,7 +143,7 @@ class Sparse24Triton(TritonKernel):
         scale, zero = _stored_grids(tensors, layer)
         return CompressedWeight(values, scale, zero, mask, layer.entry.scheme, layer.dtype)
 
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import sparse24_w4
 
         return sparse24_w4.linear(x, self._weight(tensors, layer), bias)
@@ -211,7 +195,19 @@ class W8A8Triton(TritonKernel):
             out["row_sum"] = tensors["weight"].sum(1, dtype=torch.int32)
         return out
 
-    def run(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
+    def blank(self, layer: Layer, scale: torch.dtype | None = None) -> Tensors:
+        storage = formats.get(layer.entry.format)
+        specs = storage.tensors(layer.entry.scheme, layer.shape, scale or layer.dtype, layer.entry.count)
+        out = {name: torch.empty(spec.shape, dtype=spec.dtype, device="meta") for name, spec in specs.items()}
+        rows = torch.empty(layer.shape[0], device="meta")
+        out["channel_scale"] = torch.empty_like(rows, dtype=out["weight_scale"].dtype)
+        if "weight_zero_point" in out:
+            out["channel_zero"] = torch.empty_like(rows, dtype=out["weight_zero_point"].dtype)
+        if not _activations(layer).symmetric:
+            out["row_sum"] = torch.empty_like(rows, dtype=torch.int32)
+        return out
+
+    def compute(self, x: torch.Tensor, tensors: Tensors, layer: Layer, bias: torch.Tensor | None) -> torch.Tensor:
         from runtime.kernels.triton import w8a8
 
         scheme = _activations(layer)
@@ -239,11 +235,6 @@ class W8A8Triton(TritonKernel):
         return "triton quantize input + 8-bit matrix product"
 
 
-@cache
-def _installed() -> bool:
-    return find_spec("triton") is not None
-
-
 def _weights(layer: Layer) -> WeightScheme:
     assert layer.entry.scheme.weights is not None
     return layer.entry.scheme.weights
@@ -266,6 +257,15 @@ def _grids(weight: CompressedWeight, layer: Layer) -> tuple[torch.Tensor, torch.
     if _weights(layer).strategy != "tensor":
         return weight.scale, zero
     return weight.scale.view(1, 1).expand(rows, 1), None if zero is None else zero.view(1, 1).expand(rows, 1)
+
+
+def _blank_grids(layer: Layer, scale: torch.dtype | None) -> Tensors:
+    """`scale` and, for asymmetric weights, `zero_point` `[groups, out]`, on meta."""
+    shape = (_weights(layer).groups(layer.shape[1]), layer.shape[0])
+    out = {"scale": torch.empty(shape, dtype=scale_dtype(scale or layer.dtype), device="meta")}
+    if not _weights(layer).symmetric:
+        out["zero_point"] = torch.empty(shape, dtype=torch.int8, device="meta")
+    return out
 
 
 def _stored_grids(tensors: Tensors, layer: Layer) -> tuple[torch.Tensor, torch.Tensor | None]:

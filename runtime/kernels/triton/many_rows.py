@@ -12,14 +12,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
-from runtime.kernels.triton import layout, semi_structured, tuning
+from runtime.kernels.triton import gpu, layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, row_major, sum_parts
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 
 
-@triton.jit
+@jit
 def _slice(
     w, one, scale, zero, owned, t, N, groups, j: tl.constexpr,
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
@@ -35,7 +34,7 @@ def _slice(
     return (code_minus(w, one, z, j, FIELD) * tl.load(scale + at).to(tl.float32)[:, None]).to(dtype)
 
 
-@triton.jit
+@jit
 def _tile(
     w, one, scale, zero, owned, t, N, groups, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, dtype: tl.constexpr,
@@ -61,7 +60,7 @@ def _tile(
         return tl.reshape(tl.permute(both, (0, 4, 3, 2, 1)), [BLOCK_N, 128])
 
 
-@triton.jit
+@entry
 def many_rows_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups, one,
@@ -97,7 +96,7 @@ def many_rows_kernel(
     tl.store(target, sums.to(out.dtype.element_ty), mask=(m < M)[:, None] & (n < N)[None, :])
 
 
-@triton.jit
+@entry
 def dequantize_kernel(
     words, scale, zero, out, N, K, groups, one,
     GROUP: tl.constexpr, FIELD: tl.constexpr, RUN: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -118,7 +117,7 @@ def dequantize(weight: layout.Weight, dtype: torch.dtype) -> torch.Tensor:
     n, columns = weight.shape
     out = torch.empty(n, columns, dtype=dtype, device=weight.words.device)
     if out.numel():
-        dequantize_kernel[(triton.cdiv(n, 64), weight.words.shape[0])](
+        dequantize_kernel[(cdiv(n, 64), weight.words.shape[0])](
             weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
             n, columns, weight.scale.shape[0], ONE,
             GROUP=weight.group, FIELD=weight.field, RUN=layout.slices_per_group(weight.group, weight.field),
@@ -134,7 +133,7 @@ def configurations(rows: int, weight: layout.Weight, dtype: torch.dtype = torch.
     tiles, scratch = weight.words.shape[0], [{"dense": True}]
     if weight.two_of_four and semi_structured.worth_timing(rows, weight.shape, dtype, weight.words.device):
         scratch.append({"sparse": True})
-    narrow = tuning.capability(weight.words.device) < (9, 0)  # both operands in registers: large blocks spill
+    narrow = gpu.capability(weight.words.device) < (9, 0)  # both operands in registers: large blocks spill
     if rows <= 64:
         chosen = [(64, 64, 4, 4, 3), (64, 64, 2, 4, 3), (64, 128, 4, 4, 3), (64, 128, 2, 8, 3)]
     elif rows <= 256:
@@ -177,7 +176,7 @@ def many_rows(
         out = torch.empty(rows, n, dtype=x.dtype, device=x.device)
         split = config["SPLIT_K"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        blocks = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+        blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
         many_rows_kernel[(blocks, split)](
             x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
             x if bias is None else bias, target,

@@ -15,24 +15,23 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from runtime.kernels.triton import layout, tuning
 from runtime.kernels.triton.codes import code_tiny, row_major, sum_parts
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 
 MAXIMUM_ROWS = 2
 # Activations are multiplied by 2^(76 - place of the code): the products, u * x * 2^-73, stay far from both ends of float32.
 
 
-@triton.jit
+@jit
 def _activations(x, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x + k).to(tl.float32)
     return tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)
 
 
-@triton.jit
+@jit
 def _words(base, here, owned, word):
     offset = here[None, :, None] * 16 + owned[:, None, None] * 16 + word[None, None, :]
     # The hint is about order only: threads shall spread over words and tiles first, so that each keeps several rows and uses
@@ -40,7 +39,7 @@ def _words(base, here, owned, word):
     return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, ASYMMETRIC: tl.constexpr):
     """`s * sum x (u - 2^(F-1) - z)` out of `part = sum x u 2^-73` and `total = sum x`."""
     s = tl.load(scale + grid).to(tl.float32)[:, :, None]
@@ -51,7 +50,7 @@ def _scaled(part, total, scale, zero, grid, FIELD: tl.constexpr, ASYMMETRIC: tl.
     return (part * 9444732965739290427392.0 - total[None, :, :] * z) * s  # 2^73
 
 
-@triton.jit
+@jit
 def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
     y = tl.sum(tl.sum(sums, 2), 1)
     if HAS_BIAS:
@@ -59,7 +58,7 @@ def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@entry
 def matvec_kernel(
     x, words, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
@@ -154,7 +153,7 @@ def matvec(
     def launch(config: dict[str, Any]) -> None:
         split, block = config["SPLIT_K"], config["BLOCK_N"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        matvec_kernel[(triton.cdiv(n, 2 * block), split)](
+        matvec_kernel[(cdiv(n, 2 * block), split)](
             x, weight.words, weight.scale, weight.scale if weight.zero is None else weight.zero,
             x if bias is None else bias, target,
             x.stride(0), rows, n, columns, weight.words.shape[0], weight.scale.shape[0],

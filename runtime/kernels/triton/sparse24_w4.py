@@ -20,11 +20,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from runtime.kernels.triton import layout, semi_structured, tuning
 from runtime.kernels.triton.codes import ONE, code_minus, code_tiny, row_major, sum_parts
+from runtime.kernels.triton.jit import cdiv, entry, jit, tl
 
 COLUMNS = 256  # of a tile
 MAXIMUM_ROWS = 4  # each row is a pass over the weight, later ones out of the L2 cache
@@ -108,7 +107,7 @@ def reference(x: torch.Tensor, weight: Sparse24Weight, bias: torch.Tensor | None
     return layout.reference(x, layout.reorder(codes, weight.scale.t(), zero, weight.group, 4), bias)
 
 
-@triton.jit
+@jit
 def _load(x, k, K, EVEN_K: tl.constexpr):
     if EVEN_K:
         return tl.load(x + k).to(tl.float32)[None, :, :]
@@ -116,19 +115,19 @@ def _load(x, k, K, EVEN_K: tl.constexpr):
     return tl.load(x + k, mask=k < K, other=0.0).to(tl.float32)[None, :, :]
 
 
-@triton.jit
+@jit
 def _bit(bits, place: tl.constexpr):
     return (bits & (1 << place)) != 0
 
 
-@triton.jit
+@jit
 def _words(base, here, row, word):
     offset = here[None, :, None] * 16 + row[:, None, None] * 16 + word[None, None, :]
     # The hint is about the order of threads only, see matvec.py.
     return tl.load(tl.max_contiguous(base + offset, [1, 2, 16]), eviction_policy="evict_first")
 
 
-@triton.jit
+@jit
 def _pairs(w, bits, i: tl.constexpr, x0, x1, x2, x3, part, total):
     """Add quad `i` of every word: products to `part`, the activations met to `total`.
 
@@ -145,7 +144,7 @@ def _pairs(w, bits, i: tl.constexpr, x0, x1, x2, x3, part, total):
     return part, total
 
 
-@triton.jit
+@jit
 def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
     y = tl.sum(tl.sum(sums, 2), 1)
     if HAS_BIAS:
@@ -153,7 +152,7 @@ def _finish(sums, out, bias, n, N, HAS_BIAS: tl.constexpr):
     tl.store(out + n, y.to(out.dtype.element_ty), mask=n < N)
 
 
-@triton.jit
+@jit
 def _scaled(part, total, scale, zero, grid, ASYMMETRIC: tl.constexpr):
     z = 8.0
     if ASYMMETRIC:
@@ -161,7 +160,7 @@ def _scaled(part, total, scale, zero, grid, ASYMMETRIC: tl.constexpr):
     return (part * 9444732965739290427392.0 - total * z) * tl.load(scale + grid).to(tl.float32)[:, :, None]  # 2^73
 
 
-@triton.jit
+@entry
 def sparse24_kernel(
     x, values, positions, scale, zero, bias, out,
     stride, M, N, K, tiles, groups,
@@ -210,7 +209,7 @@ def sparse24_kernel(
     _finish(sum_b, out, bias, n + 1, N, HAS_BIAS)
 
 
-@triton.jit
+@entry
 def expand_kernel(
     values, positions, scale, zero, out, N, K, groups, one,
     GROUP: tl.constexpr, ASYMMETRIC: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -248,7 +247,7 @@ def dequantize(weight: Sparse24Weight, dtype: torch.dtype) -> torch.Tensor:
     n, columns = weight.shape
     out = torch.empty(n, columns, dtype=dtype, device=weight.values.device)
     if out.numel():
-        expand_kernel[(triton.cdiv(n, 64), weight.values.shape[0])](
+        expand_kernel[(cdiv(n, 64), weight.values.shape[0])](
             weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero, out,
             n, columns, weight.scale.shape[0], ONE,
             GROUP=weight.group, ASYMMETRIC=weight.zero is not None, BLOCK_N=64, num_warps=4,
@@ -294,7 +293,7 @@ def linear(
     def launch(config: dict[str, Any]) -> None:
         split = config["SPLIT_K"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=x.device)
-        sparse24_kernel[(triton.cdiv(n, 2 * config["BLOCK_N"]), split, rows)](
+        sparse24_kernel[(cdiv(n, 2 * config["BLOCK_N"]), split, rows)](
             x, weight.values, weight.positions, weight.scale, weight.scale if weight.zero is None else weight.zero,
             x if bias is None else bias, target, x.stride(0), rows, n, columns, weight.values.shape[0], weight.scale.shape[0],
             GROUP=weight.group, RUN=run, ASYMMETRIC=weight.zero is not None, HAS_BIAS=bias is not None and split == 1,

@@ -10,23 +10,27 @@ from __future__ import annotations
 import logging
 import os
 import re
+import statistics
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from runtime.kernels import remembered
+from runtime.kernels.triton import ahead, jit
 
 Config = dict[str, Any]
 
 enabled = True  # False: defaults only, nothing is timed (what is remembered already is still used)
-assumed_capability = (9, 0)  # set by `compiled.record`
 _log = logging.getLogger(__name__)
 _lock = threading.RLock()
 _known: dict[Path, dict[str, Config]] = {}  # contents of the files read so far
 _chosen: dict[tuple[Any, ...], Config] = {}  # final choices of this process, so that a launch costs one lookup
+_every: ContextVar[bool] = ContextVar("every", default=False)
 
 
 def interpreted() -> bool:
@@ -34,9 +38,14 @@ def interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
 
 
-def capability(device: torch.device) -> tuple[int, int]:
-    """Compute capability of the device, or the one kernels are being compiled for where there is none."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else assumed_capability
+@contextmanager
+def every_candidate() -> Iterator[None]:
+    """While active and launches are recorded, `choose` launches all candidates, so that all are written down."""
+    token = _every.set(True)
+    try:
+        yield
+    finally:
+        _every.reset(token)
 
 
 def row_class(rows: int) -> int:
@@ -55,11 +64,16 @@ def choose(
 
     `launch(config)` runs the kernel once; it may raise for candidates that do not fit the device, which are passed over.
     """
+    if _every.get() and jit.is_recording():
+        for config in candidates[1:]:
+            launch(config)
+        return candidates[0]
     if x.device.type != "cuda" or interpreted():
         return candidates[0]
     quick = (kernel, *shape, x.dtype, x.device)
     if quick in _chosen:
         return _chosen[quick]
+    able = compiled_ahead(candidates, launch, x.device)
     path = remembered.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     with _lock:
@@ -67,28 +81,55 @@ def choose(
         if known is None:
             known = _known[path] = remembered.read(path, dict)
         found = known.get(key)
-        if found is not None and found in candidates:  # a candidate of an older version may no longer be one
+        if found is not None and found in able:  # a candidate of an older version may no longer be one
             _chosen[quick] = found
             return found
         if not enabled or torch.cuda.is_current_stream_capturing():
-            return candidates[0]
-        best = fastest(candidates, launch)
-        known[key] = _chosen[quick] = best
-        remembered.store(path, key, best)
+            return able[0]
+        best = _chosen[quick] = able[0] if len(able) == 1 else fastest(able, launch)
+        if len(able) == len(candidates):
+            known[key] = best
+            remembered.store(path, key, best)
         return best
 
 
 def fastest(candidates: Sequence[Config], launch: Callable[[Config], object]) -> Config:
     """Time every candidate on the current device (median, caches flushed in between); the first one when all fail."""
-    from triton.testing import do_bench
-
     best, least = candidates[0], float("inf")
     for config in candidates:
         try:
-            taken = float(do_bench(lambda config=config: launch(config), warmup=5, rep=20, return_mode="median"))
+            taken = _median(lambda config=config: launch(config))  # type: ignore[misc]
         except Exception as error:  # out of shared memory or registers on this device: not a candidate here
             _log.debug("configuration %s does not run: %s", config, error)
             continue
         if taken < least:
             best, least = config, taken
     return best
+
+
+def compiled_ahead(
+    candidates: Sequence[Config], launch: Callable[[Config], object], device: torch.device
+) -> Sequence[Config]:
+    """Those of the candidates that need no compiler; all of them where no export with kernels is loaded, or it has none of these."""
+    if not ahead.offers(device):
+        return candidates
+    there = [config for config in candidates if ahead.missing(lambda config=config: launch(config), device) is None]  # type: ignore[misc]
+    return there or candidates
+
+
+def _median(call: Callable[[], object]) -> float:
+    """Milliseconds that `call` takes on the current GPU."""
+    if jit.INSTALLED:
+        from triton.testing import do_bench
+
+        return float(do_bench(call, warmup=5, rep=20, return_mode="median"))
+    call()
+    cache = torch.empty(1 << 28, dtype=torch.int8, device="cuda")
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(20)]
+    for start, end in events:
+        cache.zero_()
+        start.record()
+        call()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in events)

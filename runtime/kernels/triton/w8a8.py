@@ -10,16 +10,15 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 
 from runtime.kernels.triton import tuning
 from runtime.kernels.triton.codes import row_major, sum_parts
+from runtime.kernels.triton.jit import cdiv, entry, next_power_of_2, tl
 
 FLOAT8 = torch.float8_e4m3fn
 
 
-@triton.jit
+@entry
 def quantize_kernel(
     x, codes, scale, total, stride, K,
     FLOAT: tl.constexpr, EPSILON: tl.constexpr, BLOCK: tl.constexpr,
@@ -64,7 +63,7 @@ def quantize(x: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor,
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     total = torch.empty(rows, dtype=torch.int32, device=x.device)
     if rows:
-        block = min(4096, triton.next_power_of_2(max(columns, 16)))
+        block = min(4096, next_power_of_2(max(columns, 16)))
         quantize_kernel[(rows,)](
             x, codes, scale, total, x.stride(0), columns,
             FLOAT=float8, EPSILON=torch.finfo(x.dtype).eps, BLOCK=block, num_warps=4 if block <= 2048 else 8,
@@ -72,7 +71,7 @@ def quantize(x: torch.Tensor, float8: bool) -> tuple[torch.Tensor, torch.Tensor,
     return codes, scale, total
 
 
-@triton.jit
+@entry
 def w8a8_kernel(
     x, w, x_scale, w_scale, x_zero, w_zero, x_sum, w_sum, bias, out,
     M, N, K,
@@ -163,7 +162,7 @@ def product(
     def launch(config: dict[str, Any]) -> None:
         split = config["SPLIT_K"]
         target = out if split == 1 else torch.empty(split, rows, n, dtype=torch.float32, device=codes.device)
-        blocks = triton.cdiv(rows, config["BLOCK_M"]) * triton.cdiv(n, config["BLOCK_N"])
+        blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
         w8a8_kernel[(blocks, split)](
             codes, weight, scale, weight_scale,
             scale if zero is None else zero, scale if weight_zero is None else weight_zero,

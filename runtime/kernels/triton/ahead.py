@@ -1,0 +1,228 @@
+"""Kernels that an export brought along, compiled ahead: found by what a launch needs, and launched without a compiler.
+
+`<directory>/kernels/index.json` says for every file of `kernels/` which GPU, kernel, argument types, constants and options it is
+for (`export/triton_aot` writes it). Loading a directory offers them to all launches of the process: a variant is taken for what it
+was compiled for, whichever model it came with. Code of a cubin runs on the GPU with the memory of this process there, so an export
+is to be trusted as a program is; its hashes show damage, not origin.
+"""
+
+from __future__ import annotations
+
+import importlib
+import logging
+import struct
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.kernels.triton import jit, signature
+from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index, runs_on
+from runtime.kernels.triton.driver import CudaDriver, Driver
+from runtime.kernels.triton.signature import Variant
+
+_log = logging.getLogger("compress.kernels")
+
+
+class Loaded:
+    """Every cubin offered to this process that the GPU in question can run, and their functions once they are needed.
+
+    Attributes:
+        answers: of `missing`.
+        missed: launches that found nothing.
+    """
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.answers: dict[tuple[torch.device, Hashable], str | None] = {}
+        self._lock = threading.Lock()
+        self._offered: dict[int, dict[str, list[tuple[Cubin, bytes]]]] = {}  # by capability and kernel
+        self._found: dict[tuple[Any, ...], tuple[Cubin, bytes] | None] = {}
+        self._functions: dict[tuple[int, str, str], int] = {}
+        self._capabilities: dict[int, int] = {}
+        self.missed: set[Variant] = set()
+
+    def add(self, capability: int, cubins: Sequence[tuple[Cubin, bytes]]) -> None:
+        """Offer cubins to GPUs of this compute capability."""
+        with self._lock:
+            kernels = self._offered.setdefault(capability, {})
+            for cubin, data in cubins:
+                there = kernels.setdefault(cubin.variant.kernel, [])
+                if all(cubin.variant != other.variant for other, _ in there):
+                    there.append((cubin, data))
+            self._found.clear()
+            self.answers.clear()
+
+    def offers(self, device: int) -> bool:
+        """Whether there is anything for this device."""
+        return bool(self._offered.get(self._capability(device)))
+
+    def find(self, device: int, call: Variant) -> tuple[Cubin, bytes] | None:
+        """The cubin that assumes most, of those that are right for this launch."""
+        offered = self._offered.get(self._capability(device), {}).get(call.kernel, ())
+        fitting = [pair for pair in offered if pair[0].variant.serves(call)]
+        return max(fitting, key=lambda pair: pair[0].variant.assumptions, default=None)
+
+    def launch(self, kernel: jit.Entry, grid: Sequence[int], arguments: dict[str, Any]) -> bool:
+        """As `jit.Launcher`."""
+        if not self._mine(arguments):
+            return False
+        device, stream = self.driver.current()
+        key = (device, kernel.name, *_quick(kernel, arguments))
+        try:
+            found = self._found[key]
+        except KeyError:
+            call = signature.specialize(kernel, arguments)
+            found = self._found[key] = self.find(device, call)
+            if found is None:
+                self._complain(device, call)
+        if found is None:
+            return False
+        cubin, data = found
+        blocks = (*grid, 1, 1)[:3]
+        if 0 in blocks:
+            return True
+        slots = pack(cubin, arguments)
+        function = self._function(device, cubin, data)
+        self.driver.launch(device, function, blocks, cubin.threads, cubin.shared, stream, slots)
+        return True
+
+    def _mine(self, arguments: dict[str, Any]) -> bool:
+        first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+        return first is not None and first.device.type == self.driver.device_type
+
+    def _function(self, device: int, cubin: Cubin, data: bytes) -> int:
+        key = (device, cubin.sha256, cubin.symbol)
+        with self._lock:
+            if key not in self._functions:
+                self._functions[key] = self.driver.load(device, data, cubin.symbol, cubin.shared, cubin.threads)
+            return self._functions[key]
+
+    def _capability(self, device: int) -> int:
+        if device not in self._capabilities:
+            self._capabilities[device] = self.driver.capability(device)
+        return self._capabilities[device]
+
+    def _complain(self, device: int, call: Variant) -> None:
+        if call in self.missed or not self.offers(device):
+            return
+        self.missed.add(call)
+        instead = "triton compiles it now" if jit.INSTALLED else "triton is not installed, so something slower computes"
+        _log.warning("no kernel compiled ahead is right for %s: %s", call.describe(), instead)
+
+
+_loaded: Loaded | None = None
+
+
+def offer(directory: Path, device: torch.device, driver: Driver | None = None) -> int:
+    """Let launches on `device` use the kernels in `directory`, if it has any; returns how many fit.
+
+    Kernels whose sources differ from this runtime's are not used, and the log says so.
+
+    Args:
+        driver: instead of the machine's.
+
+    Raises:
+        ArtifactError: the index or a cubin for this GPU is damaged.
+    """
+    global _loaded
+    cubins = read_index(directory)
+    if not cubins:
+        return 0
+    if _loaded is None or (driver is not None and _loaded.driver is not driver):
+        _loaded = Loaded(driver or CudaDriver())
+    index = device.index if device.index is not None else _loaded.driver.current()[0]
+    capability = _loaded.driver.capability(index)
+    mine = [cubin for cubin in cubins if runs_on(cubin.architecture, capability)]
+    if not mine:
+        there = ", ".join(sorted({cubin.architecture for cubin in cubins}))
+        _log.warning(
+            "%s has kernels compiled ahead for %s, and none for this GPU (sm_%d)", directory, there, capability
+        )
+        return 0
+    content = [(cubin, read_cubin(directory, cubin)) for cubin in mine]
+    for module in jit.MODULES:
+        importlib.import_module(module)
+    current = {name: entry.source for name, entry in jit.Entry.known.items()}
+    usable = [(cubin, data) for cubin, data in content if current.get(cubin.variant.kernel) == cubin.source]
+    stale = sorted({cubin.variant.kernel for cubin in mine if current.get(cubin.variant.kernel) != cubin.source})
+    if stale:
+        _log.warning(
+            "kernels in %s were compiled from other sources than this runtime has, and are not used: %s; export again",
+            directory, ", ".join(stale),
+        )  # fmt: skip
+    _loaded.add(capability, usable)
+    jit.Entry.launcher = _loaded
+    return len(usable)
+
+
+def withdraw() -> None:
+    """Forget everything offered; launches are triton's again."""
+    global _loaded
+    _loaded = jit.Entry.launcher = None
+
+
+def missed() -> int:
+    """How many different launches found nothing so far."""
+    return 0 if _loaded is None else len(_loaded.missed)
+
+
+def offers(device: torch.device) -> bool:
+    """Whether any kernel compiled ahead can be launched on this device."""
+    if _loaded is None or device.type != _loaded.driver.device_type:
+        return False
+    return _loaded.offers(device.index if device.index is not None else _loaded.driver.current()[0])
+
+
+def missing(call: Callable[[], Any], device: torch.device, remember: Hashable = None) -> str | None:
+    """The first launch of `call`, none of which is run, that no kernel compiled ahead is right for; None: all are there.
+
+    Args:
+        remember: what names the call, to answer the same again without recording it.
+    """
+    loaded = _loaded
+    if loaded is not None and remember is not None and (device, remember) in loaded.answers:
+        return loaded.answers[device, remember]
+    with jit.recording() as launches:
+        call()
+    if loaded is None:
+        return launches[0].kernel.name if launches else None
+    index = device.index if device.index is not None else loaded.driver.current()[0]
+    variants = (signature.of(launch) for launch in launches)
+    answer = next((variant.describe() for variant in variants if loaded.find(index, variant) is None), None)
+    if remember is not None:
+        loaded.answers[device, remember] = answer
+    return answer
+
+
+def pack(cubin: Cubin, arguments: dict[str, Any]) -> bytearray:
+    """Arguments of a launch as the driver takes them: each at the beginning of eight bytes, scratch pointers (null) at the end."""
+    passed = cubin.variant.passed
+    slots = bytearray(8 * (len(passed) + cubin.scratch))
+    for place, argument in enumerate(passed):
+        value = arguments[argument.name]
+        if isinstance(value, torch.Tensor):
+            struct.pack_into("<Q", slots, 8 * place, value.data_ptr())
+        else:
+            struct.pack_into(signature.SCALARS[argument.type][0], slots, 8 * place, value)
+    return slots
+
+
+def _quick(kernel: jit.Entry, arguments: dict[str, Any]) -> list[Any]:
+    """What decides the variant, cheaper to make than the variant."""
+    key: list[Any] = []
+    for name, constant in kernel.parameters.items():
+        value = arguments[name]
+        if isinstance(value, torch.Tensor):
+            key += (value.dtype, value.data_ptr() % 16 == 0)
+        elif constant or isinstance(value, bool):
+            key += (type(value), value)
+        elif isinstance(value, int):
+            key += (value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31)
+        else:
+            key.append(type(value))
+    if len(arguments) > len(kernel.parameters):
+        key += [(name, value) for name, value in arguments.items() if name not in kernel.parameters]
+    return key

@@ -1,0 +1,26 @@
+"""Which GPU kernels are chosen for: the one that is there, or one that is assumed while they are compiled for it elsewhere."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+import torch
+
+_assumed: ContextVar[tuple[int, int]] = ContextVar("capability", default=(9, 0))
+
+
+def capability(device: torch.device) -> tuple[int, int]:
+    """Compute capability of the device, or the assumed one for tensors that are on no GPU."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else _assumed.get()
+
+
+@contextmanager
+def assuming(capability: int) -> Iterator[None]:
+    """While active in this thread, tensors on meta count as ones on a GPU of this compute capability (80, 90, 100)."""
+    token = _assumed.set((capability // 10, capability % 10))
+    try:
+        yield
+    finally:
+        _assumed.reset(token)

@@ -1,0 +1,191 @@
+"""How the kernels of this package become launches: compiled by triton, or loaded as they were compiled ahead (`ahead.py`).
+
+A production machine may have no triton: then files with kernels import all the same (`tl` is None and stands in annotations only),
+and what can be launched is what an export brought along. `entry` marks a kernel that Python launches, `jit` a function that
+kernels call.
+"""
+
+from __future__ import annotations
+
+import inspect
+import io
+import tokenize
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cached_property, partial
+from hashlib import sha256
+from textwrap import dedent
+from typing import Any, ClassVar, Protocol
+
+from runtime.errors import CompressError
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:
+    triton = tl = None  # type: ignore[assignment]
+
+INSTALLED = triton is not None
+#: Files with kernels that Python launches; all there is to compile ahead.
+MODULES = (
+    "runtime.kernels.triton.codes", "runtime.kernels.triton.few_rows", "runtime.kernels.triton.fused",
+    "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.sparse24_w4",
+    "runtime.kernels.triton.w8a8", "runtime.engines.cuda.paged_attention", "runtime.engines.cuda.rotary_store",
+)  # fmt: skip
+_recorder: ContextVar[list[Launch] | None] = ContextVar("launches", default=None)
+
+
+class MissingKernelError(CompressError):
+    """No triton here, and no kernel compiled ahead for this launch."""
+
+
+class Launcher(Protocol):
+    """What may take a launch before triton is asked."""
+
+    def launch(self, kernel: Entry, grid: Sequence[int], arguments: dict[str, Any]) -> bool:
+        """Launch it, or return False."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """One recorded launch: `arguments` by name, options such as `num_warps` among them."""
+
+    kernel: Entry
+    arguments: dict[str, Any]
+    grid: tuple[int, ...]
+
+
+class _Source:
+    """A function of a kernel file where there is no triton."""
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+
+
+class Entry:
+    """A kernel that Python launches: `kernel[grid](arguments)`.
+
+    Attributes:
+        name: file and function, "matvec.matvec_kernel".
+        jitted: triton's function; None without triton.
+        parameters: {name: whether it is a constant}, in order.
+    """
+
+    launcher: ClassVar[Launcher | None] = None
+    known: ClassVar[dict[str, Entry]] = {}
+
+    def __init__(self, fn: Callable[..., Any]) -> None:
+        self.fn = fn
+        self.__name__ = fn.__name__
+        self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+        self.jitted = triton.jit(fn) if INSTALLED else None
+        signature = inspect.signature(fn).parameters.values()
+        self.parameters = {p.name: "constexpr" in str(p.annotation) for p in signature}
+        self._names = tuple(self.parameters)
+        Entry.known[self.name] = self
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return partial(self._launch, grid)
+
+    def _launch(self, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        recorder = _recorder.get()
+        if recorder is not None:
+            recorder.append(Launch(self, self._named(args, options), grid))
+            return
+        launcher = Entry.launcher
+        if launcher is not None and launcher.launch(self, grid, self._named(args, options)):
+            return
+        if self.jitted is None:
+            raise MissingKernelError(
+                f"kernel {self.name} was not compiled ahead for these arguments, and triton is not installed"
+            )
+        self.jitted[grid](*args, **options)
+
+    def _named(self, args: tuple[Any, ...], options: dict[str, Any]) -> dict[str, Any]:
+        return dict(zip(self._names, args, strict=False)) | options
+
+    @cached_property
+    def source(self) -> str:
+        """SHA-256 of the tokens of the kernel, of the functions it calls and of the constants it reads; comments do not count.
+
+        A kernel compiled ahead is launched only by a runtime that has the same.
+        """
+        parts: dict[str, str] = {}
+        _collect(self.fn, parts)
+        return sha256("\n".join(f"{name} {text}" for name, text in sorted(parts.items())).encode()).hexdigest()
+
+
+def entry(fn: Callable[..., Any]) -> Entry:
+    """Decorator of a kernel that Python launches."""
+    return Entry(fn)
+
+
+def jit(fn: Callable[..., Any]) -> Any:
+    """Decorator of a function that kernels call."""
+    return triton.jit(fn) if INSTALLED else _Source(fn)
+
+
+@contextmanager
+def recording() -> Iterator[list[Launch]]:
+    """While active, launches of this thread are written down and not run. Tensors may be on meta."""
+    found: list[Launch] = []
+    token = _recorder.set(found)
+    try:
+        yield found
+    finally:
+        _recorder.reset(token)
+
+
+def is_recording() -> bool:
+    """Whether launches are written down."""
+    return _recorder.get() is not None
+
+
+def cdiv(a: int, b: int) -> int:
+    """`a / b`, rounded up."""
+    return -(-a // b)
+
+
+def next_power_of_2(n: int) -> int:
+    """The least power of two that is not below `n`, for `n >= 1`."""
+    return 1 << (n - 1).bit_length()
+
+
+def _collect(fn: Callable[..., Any], parts: dict[str, str]) -> None:
+    """Tokens of `fn` and, by name, of everything of ours that it reads."""
+    source = _without_decorators(dedent(inspect.getsource(fn)))
+    tokens = _tokens(source)
+    parts[f"{fn.__module__}.{fn.__name__}"] = " ".join(tokens)
+    for name in sorted(set(tokens)):
+        value = fn.__globals__.get(name)
+        inner = getattr(value, "fn", None)
+        if inner is not None and f"{inner.__module__}.{inner.__name__}" not in parts:
+            _collect(inner, parts)
+        elif isinstance(value, (bool, int, float, str)):
+            parts[f"{fn.__module__}:{name}"] = repr(value)
+
+
+def _without_decorators(source: str) -> str:
+    lines = source.splitlines(keepends=True)
+    return "".join(lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :])
+
+
+def _tokens(source: str) -> list[str]:
+    """Of a function: no comments, no docstrings, no layout beyond what Python reads."""
+    found: list[str] = []
+    fresh = False  # at the beginning of a statement, where a string is a docstring
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
+            continue
+        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
+            fresh = True
+            mark = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}[token.type]
+            if mark != ";" or (found and found[-1] not in ";{}"):  # nothing of a docstring's line stays
+                found.append(mark)
+        elif not (fresh and token.type == tokenize.STRING):
+            fresh = False
+            found.append(token.string)
+    return found

@@ -13,6 +13,7 @@ _TARGETS = {
     "onnx": "export.onnx.target:OnnxTarget",
     "tensorrt": "export.tensorrt.target:TensorrtTarget",
     "gguf": "export.gguf.target:GgufTarget",
+    "triton": "export.triton_aot.target:TritonTarget",
 }
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from functools import cache
+from functools import cache, partial
 from importlib.util import find_spec
 
 import torch
 
-from runtime.formats.checks import Tensors
+from runtime.formats.checks import SCALE_DTYPES, Tensors
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.reference import Reference
 from runtime.kernels.triton import gpu
@@ -43,16 +43,21 @@ class TritonKernel(Kernel):
     def _why_not_ahead(self, layer: Layer) -> str | None:
         from runtime.kernels.triton import ahead
 
-        def every_launch() -> None:
-            tensors = self.blank(layer)
+        def every_launch(scale: torch.dtype) -> None:
+            tensors = self.blank(layer, scale)
             major, minor = gpu.capability(layer.device)
             with gpu.assuming(10 * major + minor):
                 for rows in ROWS:
                     x = torch.empty(rows, layer.shape[1], dtype=layer.dtype, device="meta")
                     self.compute(x, tensors, layer, None)
 
-        missing = ahead.missing(every_launch, layer.device, remember=(self.name, layer))
-        return missing and f"triton is not installed, and no kernel compiled ahead is right for {missing}"
+        reasons = []
+        for scale in dict.fromkeys((layer.dtype, *SCALE_DTYPES)):  # a layer does not say what its scales are stored in
+            missing = ahead.missing(partial(every_launch, scale), layer.device, remember=(self.name, layer, scale))
+            if missing is None:
+                return None
+            reasons.append(missing)
+        return f"triton is not installed, and no kernel compiled ahead is right for {reasons[0]}"
 
     @abstractmethod
     def why_not_scheme(self, layer: Layer) -> str | None:

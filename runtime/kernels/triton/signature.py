@@ -16,7 +16,7 @@ from runtime.errors import ArtifactError
 from runtime.kernels.triton.jit import Entry, Launch
 
 TYPES = {
-    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int8: "i8", torch.uint8: "u8",
+    torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8", torch.uint8: "u8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
 #: struct's format and bytes of a scalar on its way to the GPU; pointers are eight bytes.

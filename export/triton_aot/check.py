@@ -1,0 +1,145 @@
+"""Proof of an export to triton: binaries read back, compiled again, files intact, and on a GPU the kernels themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+
+from export.target import Job, Verification
+from export.triton_aot.build import Task, build
+from export.triton_aot.cubin import read
+from export.verify import compare_logits, probe
+from runtime.errors import CompressError
+from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index, runs_on
+
+_AGAIN = 3  # kernels compiled a second time for each GPU
+_KL = 1e-3  # between kernels compiled here and now by triton and the same compiled ahead
+
+
+def verify(job: Job) -> Verification:
+    """As `Target.verify`."""
+    job.progress.phase("reading the kernels back", 1)
+    cubins = read_index(job.folder)
+    for cubin in cubins:
+        check(cubin, read_cubin(job.folder, cubin))
+    metrics: dict[str, Any] = {"kernels": len(cubins), "compiled_again": _compile_again(job, cubins)}
+    checked = (
+        "every cubin has its kernel, architecture and arguments, some were compiled a second time to the same bytes, and the "
+        "artifact's files give the artifact's logits on a CPU"
+    )
+    if job.source.artifact.manifest is not None:
+        _intact(job.folder)
+    notes = _files(job, metrics)
+    notes += _gpu(job, cubins, metrics)
+    return Verification(f"compress runtime, triton {triton.__version__}", checked, metrics, notes)
+
+
+def check(cubin: Cubin, data: bytes) -> None:
+    """Raise CompressError unless a binary is what its entry of the index says, arguments included."""
+    image = read(data, cubin.file)
+    if image.architecture != cubin.architecture:
+        raise CompressError(f"{cubin.file} is for {image.architecture}, the index says {cubin.architecture}")
+    if cubin.symbol not in image.kernels:
+        raise CompressError(f"{cubin.file} has no kernel {cubin.symbol}")
+    sizes = [*(argument.size for argument in cubin.variant.passed), *[8] * cubin.scratch]
+    found = image.kernels[cubin.symbol]
+    if [parameter.size for parameter in found] != sizes:
+        raise CompressError(f"{cubin.file} takes arguments of {[p.size for p in found]} bytes, the index says {sizes}")
+    at = 0
+    for parameter in found:
+        at = -(-at // parameter.size) * parameter.size
+        if parameter.offset != at:
+            raise CompressError(f"{cubin.file} has argument {parameter.ordinal} at byte {parameter.offset}, not {at}")
+        at += parameter.size
+
+
+def _compile_again(job: Job, cubins: Sequence[Cubin]) -> int:
+    """A few kernels of each GPU, compiled by a new process; CompressError when bytes differ. Returns how many."""
+    some: list[tuple[Task, Cubin]] = []
+    for capability in job.options.capabilities:
+        mine: dict[str, Cubin] = {}
+        for cubin in cubins:
+            if cubin.architecture.rstrip("a") == f"sm_{capability}":
+                mine.setdefault(cubin.variant.kernel, cubin)
+        some += [(Task(cubin.variant, capability), cubin) for cubin in list(mine.values())[:_AGAIN]]
+    job.progress.phase(f"compiling {len(some)} kernels again", len(some))
+    for built, (_, cubin) in zip(build([task for task, _ in some], lambda _: job.progress.step()), some, strict=True):
+        if built.cubin != read_cubin(job.folder, cubin):
+            raise CompressError(
+                f"{cubin.file} compiles to other bytes a second time{built.error and ': '}{built.error}"
+            )
+    return len(some)
+
+
+def _intact(folder: Path) -> None:
+    from runtime.artifact import Artifact
+
+    Artifact(folder).verify()
+
+
+def _files(job: Job, metrics: dict[str, Any]) -> list[str]:
+    """Logits of the artifact's files in the export, on a CPU; returns what could not be compared."""
+    import runtime
+    from runtime.skeleton import model_kind
+
+    if model_kind(job.source.config) != "decoder":
+        return ["logits were not compared: the model is no decoder (its files have the artifact's hashes)"]
+    job.progress.phase("comparing logits on a CPU", 1)
+    reference = probe(job)
+    model = runtime.load(
+        job.folder, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
+    )
+    metrics |= compare_logits(reference, model.logits, 0.0)
+    if metrics["logit_difference"]:
+        raise CompressError(
+            f"the export's files give other logits than the artifact, by {metrics['logit_difference']:g}"
+        )
+    return []
+
+
+def _gpu(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:
+    """On a GPU that the kernels are for: logits with them against those with kernels compiled now; returns what was not run."""
+    if not torch.cuda.is_available():
+        return ["there is no GPU here: the kernels were compiled and read back, and none was run"]
+    major, minor = torch.cuda.get_device_capability()
+    others = [gpu for gpu in job.options.gpus if not runs_on(_full(cubins, gpu), 10 * major + minor)]
+    if len(others) == len(job.options.gpus):
+        return [f"the GPU here is sm_{major}{minor}: no kernel was run"]
+    reference, logits, missing = _on_gpu(job)
+    found = compare_logits(reference, lambda rows: logits, _KL)
+    metrics |= {f"gpu_{name}": value for name, value in found.items()}
+    notes = [f"kernels for {', '.join(others)} were not run: the GPU here is sm_{major}{minor}"] if others else []
+    return notes + [f"{missing} launches found no kernel compiled ahead, and triton compiled them"] * (missing > 0)
+
+
+def _full(cubins: Sequence[Cubin], gpu: str) -> str:
+    return next((cubin.architecture for cubin in cubins if cubin.architecture.rstrip("a") == gpu), gpu)
+
+
+def _on_gpu(job: Job) -> tuple[Any, torch.Tensor, int]:
+    """Probe with kernels that triton compiles now, logits of its rows with those of the export, launches that had none."""
+    from dataclasses import replace
+
+    import runtime
+    from runtime.kernels.triton import ahead
+
+    def load(path: Path) -> Any:
+        return runtime.load(
+            path, device="cuda", dtype=job.facts["dtype"], verify=False,
+            trust_remote_code=job.source.trust_remote_code,
+        )  # fmt: skip
+
+    base = probe(job)
+    ahead.withdraw()
+    model = load(job.source.path)
+    reference = replace(base, logits=model.logits(base.rows).float().cpu())
+    del model
+    model = load(job.folder)
+    logits = model.logits(base.rows).float().cpu()
+    missing = ahead.missed()
+    ahead.withdraw()
+    return reference, logits, missing

@@ -1,0 +1,97 @@
+"""What an artifact launches on each GPU, and which of its layers no Triton kernel computes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import TYPE_CHECKING, cast
+
+import torch
+
+from export.source import Source
+from export.target import missing_packages
+from export.triton_aot.options import TritonOptions
+from runtime.kernels import REFERENCE, Layer, on_gpu
+
+if TYPE_CHECKING:
+    from runtime.kernels.triton.launches import Launches
+
+#: Names of kernels computed by Triton end so; the others are torch's.
+_TRITON = "-triton"
+
+
+def dtype(source: Source, options: TritonOptions) -> torch.dtype:
+    """What is computed in."""
+    chosen: torch.dtype = source.dtype if options.dtype is None else getattr(torch, options.dtype)
+    return chosen
+
+
+def why_not(source: Source, options: TritonOptions) -> str | None:
+    """As `Target.why_not`."""
+    if not source.entries:
+        return "it is not compressed, and only compressed artifacts are computed by Triton kernels"
+    if dtype(source, options) not in (torch.float16, torch.bfloat16):
+        name = str(dtype(source, options)).removeprefix("torch.")
+        return f"it computes in {name}, and the kernels in float16 and bfloat16; set dtype=bfloat16 (and load it so)"
+    listed = {} if source.artifact.manifest is None else source.artifact.manifest["files"]
+    taken = [name for name in listed if name in ("README.md", "export.json") or name.startswith("kernels/")]
+    if taken:
+        return f"its manifest lists {taken[0]}, which the export writes itself"
+    if missing_packages(("triton",)):
+        return None  # what is missing is said by name, and the kernels cannot be asked without it
+    computed = {capability: layers(source, options, capability) for capability in options.capabilities}
+    kernels = {kernel for found in computed.values() for kernel in found.values()}
+    if any(kernel.endswith(_TRITON) for kernel in kernels):
+        return None
+    if kernels - {REFERENCE.name} and _engine(source):
+        return None  # its layers are torch's (float8), and the lean engine's own kernels Triton's
+    first = next(iter(computed.values()))
+    return f"no Triton kernel computes any of its {len(first)} compressed layers on {', '.join(options.gpus)} ({_tally(first)})"
+
+
+def layers(source: Source, options: TritonOptions, capability: int) -> dict[str, str]:
+    """{compressed linear layer: the kernel that the runtime takes for it on this GPU}."""
+    from runtime.kernels.triton import gpu
+
+    found = {}
+    with gpu.assuming(capability):
+        for name, entry in source.entries.items():
+            if name not in source.embeddings:
+                layer = Layer(entry, source.shapes[name], dtype(source, options), torch.device("meta"))
+                found[name] = on_gpu(layer)[0].name
+    return found
+
+
+def others(kernels: dict[str, str]) -> dict[str, str]:
+    """Those of `layers` that Triton does not compute."""
+    return {name: kernel for name, kernel in kernels.items() if not kernel.endswith(_TRITON)}
+
+
+def sentence(capability: int, kernels: dict[str, str]) -> str:
+    """Which layers stay on other kernels; "" when none does."""
+    left = others(kernels)
+    return (
+        f"sm_{capability}: {len(left)} of {len(kernels)} layers stay on other kernels ({_tally(left)})" if left else ""
+    )
+
+
+def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
+    """Everything that is to be compiled for one GPU."""
+    from runtime.engines.torch import Blueprint
+    from runtime.kernels.triton.launches import find
+
+    compute = dtype(source, options)
+    blueprint = Blueprint(source.artifact, torch.device("meta"), "auto", compute, source.trust_remote_code)
+    if compute != source.dtype:
+        cast(torch.nn.Module, blueprint.module).to(compute)
+    return find(blueprint.module, capability, options.configs == "all")
+
+
+def _engine(source: Source) -> bool:
+    """Whether the lean engine, whose own kernels are Triton's, runs the model."""
+    from runtime.engines.structure import why_not as odd
+
+    return odd(source.skeleton) is None
+
+
+def _tally(kernels: dict[str, str]) -> str:
+    return ", ".join(f"{count} {name}" for name, count in Counter(kernels.values()).most_common())

@@ -1,0 +1,315 @@
+"""`--target triton`: kernels compiled here for GPUs that are not here, and what of them can be proven without one."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
+    pytest.skip("kernels are interpreted in this process", allow_module_level=True)
+
+import export
+import runtime
+from export.run import Exported, parse_options
+from export.source import Source
+from export.triton_aot import check, plan
+from export.triton_aot.build import Task, build
+from export.triton_aot.cubin import read
+from export.triton_aot.grids import RULES
+from export.triton_aot.options import TritonOptions
+from export.triton_aot.target import TritonTarget
+from runtime.artifact import Artifact
+from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.kernels.triton import ahead, compiled, jit, signature
+from runtime.kernels.triton.cubins import read_cubin, read_index
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def exported(tiny_artifact: Path, tmp_path_factory: pytest.TempPathFactory) -> Exported:
+    """The tiny artifact for one GPU, the first configuration of each kernel; read only."""
+    output = tmp_path_factory.mktemp("triton") / "tiny-triton"
+    return export.export(tiny_artifact, "triton", output, gpus="90", configs="default", quiet=True)
+
+
+@pytest.fixture(autouse=True)
+def nothing_offered() -> Iterator[None]:
+    yield
+    ahead.withdraw()
+
+
+def index(path: Path) -> list[dict[str, Any]]:
+    content = json.loads((path / "kernels" / "index.json").read_text())
+    assert content["schema_version"] == 1
+    assert content["triton"]
+    found: list[dict[str, Any]] = content["kernels"]
+    return found
+
+
+def copied(exported: Exported, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(exported.path, tmp_path / "copy"))
+
+
+# ---------------------------------------------------------------- the export
+def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_artifact: Path) -> None:
+    assert Artifact(exported.path).verify() == Artifact(tiny_artifact).verify(), "the artifact is in it, file by file"
+    kernels = index(exported.path)
+    assert (
+        len(kernels) == exported.facts["gpus"]["sm_90"]["kernels"] == len(list(exported.path.glob("kernels/*.cubin")))
+    )
+    assert {entry["architecture"] for entry in kernels} == {"sm_90a"}
+    assert {entry["kernel"] for entry in kernels} >= {
+        "matvec.matvec_kernel", "few_rows.few_rows_kernel", "many_rows.many_rows_kernel", "paged_attention.split_kernel",
+        "fused.rms_norm_kernel", "rotary_store.rotary_store_kernel",
+    }  # fmt: skip
+    for entry in kernels:
+        assert entry["registers"] >= 8
+        assert entry["scratch_pointers"] == 2, "global and profile scratch, as triton 3.5 and 3.6 pass them"
+        assert entry["grid"] == RULES[entry["kernel"]]
+    found = exported.verification
+    assert found is not None
+    assert found.metrics["kernels"] == len(kernels)
+    assert found.metrics["compiled_again"] == 3
+    assert found.metrics["logit_difference"] == 0.0
+    if not torch.cuda.is_available():
+        assert found.notes == ["there is no GPU here: the kernels were compiled and read back, and none was run"]
+    manifest = json.loads((exported.path / "export.json").read_text())
+    assert manifest["triton"]["configs"] == "default"
+    assert manifest["triton"]["engine"] == "the lean GPU engine"
+    assert manifest["triton"]["layers_on_other_kernels"] == {}
+    assert 'runtime.load("tiny-triton", device="cuda")' in (exported.path / "README.md").read_text()
+
+
+def test_it_loads_as_the_artifact_does(exported: Exported, tiny_artifact: Path) -> None:
+    ids = torch.tensor([[1, 5, 9, 200]])
+    ours, theirs = (runtime.load(path, device="cpu").logits(ids) for path in (exported.path, tiny_artifact))
+    assert torch.equal(ours, theirs)
+
+
+def test_no_path_of_this_machine_is_in_a_cubin(exported: Exported) -> None:
+    for file in exported.path.glob("kernels/*.cubin"):
+        data = file.read_bytes()
+        for text in (os.sep + "tmp", str(Path(jit.__file__).parent), ".py"):
+            assert text.encode() not in data, file
+
+
+def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
+    """As on a machine with such a GPU: what the table asks before it chooses a kernel, and what the engine launches."""
+    from runtime.engines.torch import Blueprint
+    from runtime.kernels.triton import launches
+
+    class Driver:
+        device_type = "cpu"
+
+        def capability(self, device: int) -> int:
+            return 90
+
+        def current(self) -> tuple[int, int]:
+            return 0, 0
+
+    assert ahead.offer(exported.path, CPU, Driver()) == len(index(exported.path))  # type: ignore[arg-type]
+    model = Blueprint(Artifact(exported.path), torch.device("meta"), "auto", None, False).module
+    assert ahead.missing(lambda: _walk(model), CPU) is None
+    assert launches.best  # what `_walk` relies on
+
+
+def _walk(model: Any) -> None:
+    from runtime.kernels.triton import gpu, launches
+
+    with gpu.assuming(90), torch.inference_mode():
+        launches._prepare(model)
+        launches._layers(model)
+        launches._decode(model)
+
+
+# ---------------------------------------------------------------- what is read out of a binary
+def test_cubins_are_read_as_nvidias_tool_reads_them(exported: Exported) -> None:
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    if not tool.is_file():
+        pytest.skip("triton came without cuobjdump")
+    for cubin in read_index(exported.path)[:4]:
+        file = exported.path / "kernels" / cubin.file
+        said = subprocess.run([str(tool), "-elf", str(file)], capture_output=True, text=True, check=True).stdout
+        lines = [line.split() for line in said.splitlines() if "Ordinal" in line]
+        sizes = {int(line[line.index("Ordinal") + 2], 16): int(line[line.index("Size") + 2], 16) for line in lines}
+        image = read(file.read_bytes(), file.name)
+        assert {p.ordinal: p.size for p in image.kernels[cubin.symbol]} == sizes
+        assert sizes
+
+
+def test_what_is_wrong_with_a_binary_is_said(exported: Exported) -> None:
+    from dataclasses import replace
+
+    cubin = read_index(exported.path)[0]
+    data = read_cubin(exported.path, cubin)
+    check.check(cubin, data)
+    with pytest.raises(CompressError, match="is for sm_90a, the index says sm_80"):
+        check.check(replace(cubin, architecture="sm_80"), data)
+    with pytest.raises(CompressError, match="has no kernel other"):
+        check.check(replace(cubin, symbol="other"), data)
+    with pytest.raises(CompressError, match="takes arguments of"):
+        check.check(replace(cubin, scratch=1), data)
+    fewer = signature.Variant(cubin.variant.kernel, cubin.variant.arguments[1:], cubin.variant.options)
+    with pytest.raises(CompressError, match="takes arguments of"):
+        check.check(replace(cubin, variant=fewer), data)
+    for wrong, said in (
+        (b"", "is no cubin"),
+        (b"\x7fELF\x02\x01" + bytes(80), "not for a GPU"),
+        (data[:200], "is no cubin"),
+    ):
+        with pytest.raises(CompressError, match=said):
+            read(wrong, "x.cubin")
+
+
+def test_damage_is_refused(exported: Exported, tmp_path: Path) -> None:
+    class Driver:
+        device_type = "cpu"
+
+        def capability(self, device: int) -> int:
+            return 90
+
+        def current(self) -> tuple[int, int]:
+            return 0, 0
+
+    directory = copied(exported, tmp_path)
+    file = directory / "kernels" / index(directory)[0]["file"]
+    data = bytearray(file.read_bytes())
+    data[-100] ^= 1
+    file.write_bytes(data)
+    with pytest.raises(ArtifactError, match="is corrupt: its content differs from the SHA-256"):
+        ahead.offer(directory, CPU, Driver())  # type: ignore[arg-type]
+    with pytest.raises(ArtifactError, match="is corrupt"):
+        read_cubin(directory, read_index(directory)[0])
+
+
+# ---------------------------------------------------------------- compiling
+def test_architectures_and_errors() -> None:
+    """One small kernel for three GPUs in one process, and one that does not compile."""
+    launch = compiled.record(compiled.hot_launches()["swiglu"][0])[0]
+    variant = signature.of(launch)
+    wrong = signature.Variant(
+        variant.kernel,
+        tuple(
+            signature.Argument(a.name, a.type, "", 3) if a.name == "BLOCK" else a for a in variant.arguments
+        ),  # no power of two
+        variant.options,
+    )
+    seen = []
+    tasks = [*(Task(variant, capability) for capability in (80, 90, 100)), Task(wrong, 90)]
+    built = build(tasks, seen.append)
+    assert [one.task for one in built] == tasks
+    assert len(seen) == 4
+    assert [read(one.cubin, "").architecture for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
+    assert len({one.cubin for one in built[:3]}) == 3
+    assert all(one.spill_bytes == 0 and one.num_warps == 4 and not one.error for one in built[:3])
+    assert built[3].error
+    assert not built[3].cubin
+
+
+def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> None:
+    source = Source(tiny_artifact)
+    found = plan.launches(source, TritonOptions(), 90)
+    launches = [(v.kernel, grid, {a.name: a.value for a in v.arguments}) for v, grid in found.variants.items()]
+    for call, _ in compiled.hot_launches().values():
+        launches += [(one.kernel.name, one.grid, one.arguments) for one in compiled.record(call)]
+    checked = set()
+    for name, grid, arguments in launches:
+        rows = grid[-1] if name == "sparse24_w4.sparse24_kernel" else grid[0]
+        numbers = {key: value for key, value in arguments.items() if isinstance(value, int)}
+        known = {"cdiv": jit.cdiv, "rows": rows, "heads": source.config.num_attention_heads} | numbers
+        try:
+            expected = eval(f"({RULES[name]},)", known)
+        except NameError:  # a size that is no constant, known only where whole launches were recorded
+            continue
+        assert expected == grid, (name, arguments)
+        checked.add(name)
+    assert checked == set(RULES) == set(jit.Entry.known)
+
+
+# ---------------------------------------------------------------- requests
+@pytest.mark.parametrize(
+    ("given", "gpus"),
+    [
+        ("80,90", ["sm_80", "sm_90"]), (90, ["sm_90"]), (["sm_100", 80], ["sm_80", "sm_100"]), ("SM_90, 90", ["sm_90"]),
+        ([80], ["sm_80"]),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_gpus_are_named_in_many_ways(given: Any, gpus: list[str]) -> None:
+    assert parse_options(TritonTarget(), {"gpus": given}).gpus == gpus
+    assert TritonOptions().gpus == ["sm_80", "sm_90", "sm_100"]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"gpus": "75"}, "gpus must be among sm_80, sm_90, sm_100"), ({"gpus": []}, "must name at least one"),
+        ({"configs": "some"}, "'all' or 'default'"), ({"dtype": "float32"}, "'bfloat16' or 'float16'"),
+        ({"gpu": 80}, "has no option gpu"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_wrong_options_are_refused(options: dict[str, Any], said: str, tiny_artifact: Path, tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match=said):
+        export.export(tiny_artifact, "triton", tmp_path / "out", quiet=True, **options)
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_does_not_fit_is_said(tiny_llama: Any, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    options = TritonOptions()
+    assert plan.why_not(Source(tiny_artifact), options) is None
+    assert "not compressed" in (plan.why_not(Source(tiny_llama()), options) or "")
+    source = Source(tiny_artifact)
+    source.dtype = torch.float32
+    assert "it computes in float32" in (plan.why_not(source, options) or "")
+    assert plan.why_not(source, TritonOptions(dtype="bfloat16")) is None
+
+
+def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from runtime.quantization_config import ModuleEntry
+    from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+
+    source = Source(tiny_artifact)
+    float8 = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    first = next(iter(source.entries))
+    source.entries[first] = ModuleEntry(float8, "float-quantized", None)
+    kernels = plan.layers(source, TritonOptions(), 90)
+    assert kernels[first] == "fp8-cuda"
+    assert plan.others(kernels) == {first: "fp8-cuda"}
+    said = f"sm_90: 1 of {len(kernels)} layers stay on other kernels (1 fp8-cuda)"
+    assert plan.sentence(90, kernels) == said
+    assert plan.others(plan.layers(source, TritonOptions(), 80)) == {first: "reference"}
+    for name in source.entries:
+        source.entries[name] = ModuleEntry(float8, "float-quantized", None)
+    assert plan.why_not(source, TritonOptions()) is None, "the lean engine's own kernels are Triton's"
+    said = f"no Triton kernel computes any of its {len(kernels)} compressed layers on sm_80 ({len(kernels)} reference)"
+    assert plan.why_not(source, TritonOptions(gpus="80")) == said
+    monkeypatch.setattr(plan, "_engine", lambda source: False)
+    assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
+
+
+def test_it_is_listed(tiny_artifact: Path) -> None:
+    assert export.fitting(tiny_artifact)["triton"] is None
+
+
+@pytest.mark.slow
+def test_all_configurations_for_all_gpus(tiny_artifact: Path, tmp_path: Path) -> None:
+    found = export.export(tiny_artifact, "triton", tmp_path / "all", quiet=True)
+    assert set(found.facts["gpus"]) == {"sm_80", "sm_90", "sm_100"}
+    few = plan.launches(Source(tiny_artifact), TritonOptions(configs="default"), 90).variants
+    assert found.facts["gpus"]["sm_90"]["kernels"] > 1.5 * len(few)
+    assert all(entry["spill_bytes"] == 0 for entry in index(found.path) if entry["kernel"].startswith("matvec"))
+    assert found.verification is not None
+    assert found.verification.metrics["compiled_again"] == 9

@@ -16,7 +16,7 @@ class GgufOptions(Options):
 
     asymmetric: Literal["auto", "q4_1", "q5_0"] = "auto"
     """Asymmetric int4. q5_0 is exact, 5.5 bits a weight; q4_1 has 5 bits and rounds each group's minimum to fp16 where fp16 does
-    not hold it (by at most half a percent of a step; the loss is reported); auto: q4_1 where it is exact, else q5_0."""
+    not hold it (by less than one percent of a step; the loss is reported); auto: q4_1 where it is exact, else q5_0."""
 
     tokenizer: Literal["auto", "none"] = "auto"
     """none: write no tokenizer (`no_vocab`): prompts and answers are token ids then."""

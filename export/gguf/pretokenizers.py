@@ -40,12 +40,19 @@ DIGIT = "digit"  # step: every digit alone
 
 @dataclass(frozen=True)
 class Known:
-    """One of llama.cpp's pre-tokenizers: its name, its steps (regular expressions, `GPT2`, `DIGIT`), and whether a word that is a
-    token as it stands is not merged (`ignore_merges`)."""
+    """One of llama.cpp's pre-tokenizers.
+
+    Attributes:
+        name: `tokenizer.ggml.pre`.
+        steps: regular expressions, `GPT2`, `DIGIT`.
+        ignore_merges: a word that is a token as it stands is not merged.
+        ascii: llama.cpp's own expression does the same for ASCII only (it has no classes of case and marks for other letters).
+    """
 
     name: str
     steps: tuple[str, ...]
     ignore_merges: bool = False
+    ascii: bool = False
 
 
 KNOWN = (
@@ -55,8 +62,8 @@ KNOWN = (
     Known("smaug-bpe", (_LLAMA3,)),
     Known("qwen2", (_QWEN2,)),
     Known("qwen35", (_QWEN35,)),
-    Known("tekken", (_TEKKEN,), True),
-    Known("gpt-4o", (_GPT4O,)),
+    Known("tekken", (_TEKKEN,), True, ascii=True),
+    Known("gpt-4o", (_GPT4O,), ascii=True),
     Known("seed-coder", (_SEED,)),
     Known("deepseek-v3", _DEEPSEEK3),
     Known("deepseek-coder", _DEEPSEEK_CODER),
@@ -72,6 +79,9 @@ EVERYTHING = (
     "Ünïcödé naïve Straße ÀÉÎ ﬁ Ǆ İstanbul ß ς Привет, мир! ЁЖ Καλημέρα κόσμε 你好，世界。漢字かなカナ混じり 한국어 텍스트\n"
     "مرحبا بالعالم ۱۲۳ שלום עולם नमस्ते दुनिया สวัสดี ชาวโลก e\u0301 n\u0303 \u200d\u200b 👍🏽 👨‍👩‍👧 🇩🇪 ∑∫√≠ “quoted” ‘single’ – — …"
 )
+
+
+_ASCII = "llama.cpp's {} cuts words with marks or capitals beyond ASCII otherwise than transformers: such texts can become other tokens"
 
 
 def steps_of(pre: dict[str, Any] | None) -> tuple[str, ...]:
@@ -93,18 +103,17 @@ def steps_of(pre: dict[str, Any] | None) -> tuple[str, ...]:
 
 
 def identify(tokenizer: dict[str, Any]) -> tuple[str | None, str | None]:
-    """(name, None) of the pre-tokenizer that a byte-level tokenizer.json means; (name, how it was found) where only a comparison of
-    token ids tells; (None, why) where none of llama.cpp's gives the same ids."""
+    """(name, None) of the pre-tokenizer that a byte-level tokenizer.json means; (name, remark) where only a comparison of token ids
+    tells, or where llama.cpp does it for ASCII only; (None, why) where none of llama.cpp's gives the same ids."""
     steps, ignore = steps_of(tokenizer.get("pre_tokenizer")), bool(tokenizer["model"].get("ignore_merges"))
     for known in KNOWN:
         if known.steps == steps and known.ignore_merges == ignore:
-            return known.name, None
+            return known.name, _ASCII.format(known.name) if known.ascii else None
     from tokenizers import Tokenizer
 
     expected = _ids(Tokenizer.from_str(json.dumps(tokenizer)))
-    for known in sorted(
-        KNOWN, key=lambda k: k.steps != steps
-    ):  # the same expression first, with the other treatment of merges
+    # The same expression with another treatment of merges first, then the same treatment.
+    for known in sorted(KNOWN, key=lambda k: (k.steps != steps, k.ignore_merges != ignore)):
         if _ids(Tokenizer.from_str(json.dumps(_as(tokenizer, known)))) == expected:
             how = f"its pre-tokenizer is none of llama.cpp's by name; {known.name} gives the same ids on a text with everything in it"
             return known.name, how

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
+
 from export.gguf import check, families, metadata, plan, tokenizer, writer
 from export.gguf.options import GgufOptions
 from export.gguf.plan import Planned
 from export.gguf.tokenizer import UnsupportedError, Vocabulary
 from export.source import Source
-from export.target import Conversion, Job, Target, Verification
+from export.target import Conversion, Job, Target, Verification, missing_packages
 from runtime.errors import RequestError
 
 FILE = "model.gguf"
@@ -49,7 +51,9 @@ class GgufTarget(Target):
     def bytes_needed(self, source: Source, options: GgufOptions) -> int:
         tensors, vocabulary = self._make(source, options)
         texts = 0 if vocabulary is None else sum(len(t.encode()) + 20 for t in [*vocabulary.tokens, *vocabulary.merges])
-        return sum(tensor.bytes + 256 for tensor in tensors) + texts + (1 << 20)
+        values = sum(math.prod(tensor.shape) for tensor in tensors)
+        twin = 4 * values if values <= check.TWIN_VALUES and not missing_packages(("llama_cpp",)) else 0
+        return sum(tensor.bytes + 256 for tensor in tensors) + 2 * texts + twin + (1 << 20)
 
     def write(self, job: Job) -> None:
         tensors, vocabulary = self._make(job.source, job.options)
@@ -65,7 +69,7 @@ class GgufTarget(Target):
 
     def verify(self, job: Job) -> Verification:
         tensors, vocabulary = self._make(job.source, job.options)
-        return check.check(job.folder / FILE, job, tensors, vocabulary is not None)
+        return check.check(job.folder / FILE, job, tensors, vocabulary)
 
     def usage(self, job: Job, folder: str) -> list[str]:
         if job.facts["tokenizer"] is None:

@@ -40,6 +40,7 @@ class Vocabulary:
         space_prefix: a text gets a space in front.
         chat_template: Jinja, or None.
         remarks: what llama.cpp will do otherwise than transformers.
+        composed: transformers composes characters first (NFC), llama.cpp does not.
     """
 
     model: str
@@ -54,6 +55,7 @@ class Vocabulary:
     space_prefix: bool = False
     chat_template: str | None = None
     remarks: list[str] = field(default_factory=list)
+    composed: bool = False
 
 
 def load(source: Source) -> Any:
@@ -165,7 +167,8 @@ def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
         )
     tokens, types = _tokens(content, size)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    return Vocabulary("gpt2", name or "default", tokens, types, merges=merges, remarks=remarks)
+    composed = normalizer is not None and _name(normalizer) == "NFC"
+    return Vocabulary("gpt2", name or "default", tokens, types, merges=merges, remarks=remarks, composed=composed)
 
 
 def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:

@@ -15,6 +15,7 @@ from runtime.decoding.prompts import PromptReader, pad_right, read_ids, read_mas
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import EncoderEngine
 from runtime.errors import RequestError
+from runtime.exported import Export
 from runtime.pooling import Pooling, read_pooling
 
 _NO_LIMIT = 10**9  # tokenizers that know no limit say a number beyond this
@@ -32,7 +33,7 @@ class EncoderModel:
     """
 
     def __init__(
-        self, engine: EncoderEngine, tokenizer: Any, artifact: Artifact, pooling: Pooling | None = None
+        self, engine: EncoderEngine, tokenizer: Any, artifact: Artifact | Export, pooling: Pooling | None = None
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer

@@ -110,12 +110,18 @@ def load(
 
 def _exported(
     export: Export, device: torch.device, verify: bool | None, trust_remote_code: bool, options: dict[str, Any]
-) -> Model:
+) -> Model | EncoderModel | Seq2SeqModel:
     """What another engine runs, behind the same interface."""
     if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
         export.verify()
     engine = load_export(export, device, options)
     tokenizer = _tokenizer(export.path, trust_remote_code)
+    kind = export.facts.get("kind", "decoder")
+    if kind == "encoder":
+        return EncoderModel(engine, tokenizer, export)
+    if kind == "encoder-decoder":
+        start, forced = decoder_start(export)
+        return Seq2SeqModel(engine, tokenizer, export, _end_of_sequence(export, tokenizer), start, forced)
     return Model(engine, tokenizer, export, _end_of_sequence(export, tokenizer))
 
 
@@ -176,7 +182,7 @@ def _tokenizer(path: Path, trust_remote_code: bool) -> Any:
         raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
 
 
-def decoder_start(artifact: Artifact) -> tuple[int, int | None]:
+def decoder_start(artifact: Artifact | Export) -> tuple[int, int | None]:
     """The token that an encoder-decoder's outputs begin with, and the one that is forced after it (None: none is).
 
     Raises:

@@ -134,8 +134,8 @@ class CompressedWeight:
     dtype: torch.dtype
 
     def dequantize(self) -> torch.Tensor:
-        """`[out, in]` in `dtype`: `(values - zero_point) * scale`, computed in `scale.dtype` as compressed-tensors
-        does.
+        """`[out, in]` in `dtype`: `(values - zero_point) * scale`, computed in `scale.dtype` as compressed-tensors does, or in
+        `dtype` where that is wider.
 
         Pruned positions hold the code of zero, so they need no masking here.
         """
@@ -153,7 +153,7 @@ class CompressedWeight:
         weights, values = self.scheme.weights, self.values[part]
         assert weights is not None
         assert self.scale is not None
-        scale, zero = self.scale, self.zero_point
+        scale, zero = self.scale.to(torch.promote_types(self.scale.dtype, self.dtype)), self.zero_point
         if weights.strategy != "tensor":
             scale, zero = scale[part], None if zero is None else zero[part]
         rows, columns = values.shape

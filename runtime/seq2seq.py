@@ -20,6 +20,7 @@ from runtime.decoding.stops import StopStrings
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Seq2SeqEngine
 from runtime.errors import RequestError
+from runtime.exported import Export
 
 
 class Seq2SeqModel:
@@ -38,7 +39,7 @@ class Seq2SeqModel:
         self,
         engine: Seq2SeqEngine,
         tokenizer: Any,
-        artifact: Artifact,
+        artifact: Artifact | Export,
         eos_token_ids: frozenset[int],
         start_token_id: int,
         forced_token_id: int | None = None,

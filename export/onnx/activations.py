@@ -23,9 +23,9 @@ class Quantized:
     """An input on its grid.
 
     Attributes:
-        codes: int8 or float8 codes, or (dynamic fp8 and asymmetric grids) the codes as floats.
-        scale: one a token `[..., 1]`, or for the whole tensor.
-        dequantized: the rounded input in the dtype of the graph; None until somebody needs it (`dequantize`).
+        codes: int8 or float8_e4m3fn, shape of the input.
+        scale: one a token `[..., 1]`, or one for all.
+        zero_point: like `scale`, as a float (`dynamic`) or as a code (`static`); None when symmetric and dynamic.
     """
 
     codes: onnx_ir.Value
@@ -35,20 +35,23 @@ class Quantized:
 
 def static(
     b: Builder, x: onnx_ir.Value, module: str, scheme: ActivationScheme, source: Source, dtype: torch.dtype
-) -> onnx_ir.Value:
-    """`QuantizeLinear` and `DequantizeLinear` with the calibrated scale: the rounded input."""
+) -> Quantized:
+    """`QuantizeLinear` with the calibrated scale: codes, one scale and one zero point for all."""
     scale = source.input_scale(module)
     assert scale is not None
     code = FLOAT8 if scheme.type == "float" else torch.int8
     zero = source.input_zero_point(module)
     zero = torch.zeros(1, dtype=code) if zero is None else zero.to(code)
-    inputs = [
-        b.store.add(f"{module}.input_scale", scale.to(dtype).reshape(())),
-        b.store.add(f"{module}.input_zero_point", zero.reshape(())),
-    ]
-    codes = b.op("QuantizeLinear", [x, *inputs], "QuantizeLinear")
-    rounded: onnx_ir.Value = b.op("DequantizeLinear", [codes, *inputs], "input/DequantizeLinear", like=x)
-    return rounded
+    step = b.store.add(f"{module}.input_scale", scale.to(dtype).reshape(()))
+    point = b.store.add(f"{module}.input_zero_point", zero.reshape(()))
+    return Quantized(b.op("QuantizeLinear", [x, step, point], "QuantizeLinear"), step, point)
+
+
+def rounded(b: Builder, quantized: Quantized, like: onnx_ir.Value) -> onnx_ir.Value:
+    """`DequantizeLinear` of what `static` made: the rounded input."""
+    inputs = [quantized.codes, quantized.scale, quantized.zero_point]
+    value: onnx_ir.Value = b.op("DequantizeLinear", inputs, "input/DequantizeLinear", like=like)
+    return value
 
 
 def dynamic(b: Builder, x: onnx_ir.Value, scheme: ActivationScheme, dtype: torch.dtype) -> Quantized:

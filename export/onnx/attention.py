@@ -63,6 +63,8 @@ def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any
 
 def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
     """0 where the mask is true, else so low that it never counts; half the lowest number, so that adding a score stays finite."""
+    if mask.dtype is not None and mask.dtype != _bool():
+        return mask
     if mask not in biases:
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
         biases[mask] = b.op("Where", [mask, b.constant(0.0, dialect.dtype), low], "bias")
@@ -81,6 +83,8 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
     for mark in marks:
         if not mark.attributes.get_int("causal", 0):
             return "attention is not causal"
+        if len(mark.inputs) > 3 and mark.inputs[3] is not None and mark.inputs[3].dtype != _bool():
+            return "attention adds a bias of its own"
         if _size(mark.inputs[0], 3) % 8 or _size(mark.inputs[0], 3) != _size(mark.inputs[2], 3):
             return f"heads of {_size(mark.inputs[0], 3)} and {_size(mark.inputs[2], 3)} numbers"
         for value in _states(mark)[1:]:
@@ -150,6 +154,12 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         shared[_BIAS] = (last, total, b.op("Expand", [row, shape], "lengths/bias"))
     result: tuple[Any, Any, Any] = shared[_BIAS]
     return result
+
+
+def _bool() -> Any:
+    import onnx_ir as ir
+
+    return ir.DataType.BOOL
 
 
 def _states(mark: onnx_ir.Node) -> list[onnx_ir.Value]:

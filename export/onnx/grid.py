@@ -6,7 +6,7 @@ int4 codes), rounded anew on request, and refused otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -198,7 +198,8 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     """Nearest rounding to symmetric blocks (4 bits) or columns (8 bits) with the scale of least squared error among a few."""
     scheme = weight.scheme.weights
     assert scheme is not None
-    dense = weight.dequantize().float()
+    assert weight.scale is not None
+    dense = replace(weight, scale=weight.scale.float(), dtype=torch.float32).dequantize()
     rows, columns = dense.shape
     bits = 4 if scheme.bits <= 4 else 8
     high = float(2 ** (bits - 1) - 1)
@@ -219,7 +220,7 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     extreme = padded.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     best = torch.full(extreme.shape, float("inf"))
     scale = torch.zeros_like(extreme)
-    dtype = weight.scale.dtype if weight.scale is not None else weight.dtype
+    dtype = weight.scale.dtype
     for shrink in (1.0, 0.96, 0.92, 0.88, 0.84, 0.8):
         tried = (extreme * shrink / high).to(dtype).float().clamp(min=float(torch.finfo(dtype).tiny))
         error = ((padded / tried).round().clamp(-high - 1, high) * tried - padded).square().sum(-1, keepdim=True)

@@ -47,24 +47,34 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
     acts = scheme.activations
     if acts is None:
         return _product(b, module, x, grid, dialect)
+    columns = scheme.weights is not None and scheme.weights.strategy != "group" and scheme.weights.symmetric
+    integers = columns and acts.type == "int" and grid.bits == 8 and grid.codes.dtype == torch.int8
     if not acts.dynamic:
-        return _product(
-            b, module, activations.static(b, x, module, acts, job.source, dialect.dtype), grid, dialect, integers=True
-        )
+        quantized = activations.static(b, x, module, acts, job.source, dialect.dtype)
+        if integers and dialect.own_operators:
+            return _integer_product(b, job, module, quantized, dialect, quantized.zero_point)
+        return _product(b, module, activations.rounded(b, quantized, x), grid, dialect, integers)
     quantized = activations.dynamic(b, x, acts, dialect.dtype)
-    whole = acts.type == "int" and acts.symmetric and grid.bits == 8 and grid.codes.dtype == torch.int8
-    if whole and scheme.weights is not None and scheme.weights.strategy != "group" and scheme.weights.symmetric:
+    if integers and acts.symmetric:
         return _integer_product(b, job, module, quantized, dialect)
     return _product(b, module, activations.dequantize(b, quantized, x, dialect.dtype), grid, dialect)
 
 
-def _integer_product(b: Builder, job: Job, module: str, x: activations.Quantized, dialect: Dialect) -> onnx_ir.Value:
+def _integer_product(
+    b: Builder,
+    job: Job,
+    module: str,
+    x: activations.Quantized,
+    dialect: Dialect,
+    zero_point: onnx_ir.Value | None = None,
+) -> onnx_ir.Value:
     """int8 codes times int8 codes, summed in int32, scaled once for the token and once for the column."""
     weight = job.source.weight(module)
     assert weight.scale is not None
     codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
     scale = b.store.add(f"{module}.weight_scale", weight.scale.reshape(-1).to(dialect.dtype))
-    sums = b.cast(b.op("MatMulInteger", [x.codes, codes], "MatMulInteger"), dialect.dtype, "sums")
+    factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
+    sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), dialect.dtype, "sums")
     scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, x.scale], "by_token"), scale], "by_column")
     return scaled
 

@@ -66,21 +66,26 @@ def attention(
     dropout: float = 0.0,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """`compress::Attention(q [b, heads, s, d], k, v [b, kv_heads, t, d], mask bool [b, 1, s, t]) -> [b, heads, s, d]`.
+    """`compress::Attention(q [b, heads, s, d], k, v [b, kv_heads, t, d], mask [b, 1 or heads, s, t]) -> [b, heads, s, d]`.
 
-    Attributes: `scale`, `causal` (1: decoders), `window` (0: none), `softcap` (0: none). The mask holds causality and window too.
+    The mask is boolean (true: counts), or what is added to the scores where a model has a bias of its own; it holds causality and
+    window too. Attributes: `scale`, `causal` (1: decoders), `window` (0: none), `softcap` (0: none).
 
     Raises:
         MarkError: an argument that changes the result and that the mark has no word for.
     """
     softcap = kwargs.pop("softcap", None) or 0.0
     window = kwargs.pop("sliding_window", None) or 0
-    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
+    bias = kwargs.pop("position_bias", None)
+    unknown = sorted(name for name in ("s_aux", "head_mask") if kwargs.get(name) is not None)
     if unknown:
         raise MarkError(f"attention with {unknown[0]}")
     if attention_mask is not None and attention_mask.dtype != torch.bool:
         raise MarkError("attention with an additive mask")
     scale = scaling if scaling is not None else query.shape[-1] ** -0.5
+    if bias is not None:
+        low = torch.finfo(query.dtype).min / 2  # finite with a score added, and lower than any
+        attention_mask = bias if attention_mask is None else torch.where(attention_mask, bias, low)
     inputs = (query, key, value) if attention_mask is None else (query, key, value, attention_mask)
     causal = bool(
         kwargs.get("is_causal") if kwargs.get("is_causal") is not None else getattr(module, "is_causal", False)

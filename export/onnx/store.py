@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,12 +18,35 @@ ALIGNMENT = 64  # of the others
 INLINE = 4096  # bytes up to which a constant stays in the graph's own file
 
 
-class Store:
-    """The file of external data of one graph."""
+class DataFile:
+    """A file of large constants, for one graph or several; what two of them hold alike is written once."""
 
-    def __init__(self, model: onnx_ir.Model, folder: Path, name: str) -> None:
-        self.graph, self.folder, self.name = model.graph, folder, name
+    def __init__(self, folder: Path, name: str) -> None:
+        self.folder, self.name = folder, name
         self._stream = (folder / name).open("wb")
+        self._written: dict[bytes, int] = {}
+
+    def write(self, content: Any) -> int:
+        """Append bytes; returns where they begin."""
+        digest = hashlib.sha256(content).digest()
+        if digest not in self._written:
+            size = memoryview(content).nbytes
+            self._stream.write(b"\0" * (-self._stream.tell() % (PAGE if size >= LARGE else ALIGNMENT)))
+            self._written[digest] = self._stream.tell()
+            self._stream.write(content)
+        return self._written[digest]
+
+    def close(self) -> None:
+        self._stream.close()
+        if not (self.folder / self.name).stat().st_size:
+            (self.folder / self.name).unlink()
+
+
+class Store:
+    """The constants of one graph."""
+
+    def __init__(self, model: onnx_ir.Model, data: DataFile) -> None:
+        self.graph, self.data = model.graph, data
 
     def add(self, name: str, tensor: torch.Tensor, bits: int | None = None) -> onnx_ir.Value:
         """An initializer; `bits=4` packs int8 codes two a byte (INT4). Its value is written at once and not kept."""
@@ -37,21 +61,13 @@ class Store:
         if content.nbytes <= INLINE:
             value = _inline(content, dtype, shape, name)
         else:
-            offset = self._write(content.data)
+            offset = self.data.write(content.data)
             value = ir.ExternalTensor(
-                self.name, offset, content.nbytes, dtype, shape=shape, name=name, base_dir=str(self.folder)
+                self.data.name, offset, content.nbytes, dtype, shape=shape, name=name, base_dir=str(self.data.folder)
             )
         initializer = ir.Value(name=name, const_value=value, shape=shape, type=ir.TensorType(dtype))
         self.graph.register_initializer(initializer)
         return initializer
-
-    def _write(self, content: Any) -> int:
-        """Append bytes; returns where they begin."""
-        size = memoryview(content).nbytes
-        self._stream.write(b"\0" * (-self._stream.tell() % (PAGE if size >= LARGE else ALIGNMENT)))
-        offset = self._stream.tell()
-        self._stream.write(content)
-        return offset
 
     def move(self) -> None:
         """Large constants that tracing left in the graph go into the file too."""
@@ -61,21 +77,16 @@ class Store:
             constant = value.const_value
             if constant is None or isinstance(constant, ir.ExternalTensor) or constant.nbytes <= INLINE:
                 continue
-            offset = self._write(constant.tobytes())
+            offset = self.data.write(constant.tobytes())
             value.const_value = ir.ExternalTensor(
-                self.name,
+                self.data.name,
                 offset,
                 constant.nbytes,
                 constant.dtype,
                 shape=ir.Shape([int(n) for n in constant.numpy().shape]),
                 name=str(value.name),
-                base_dir=str(self.folder),
+                base_dir=str(self.data.folder),
             )
-
-    def close(self) -> None:
-        self._stream.close()
-        if not (self.folder / self.name).stat().st_size:
-            (self.folder / self.name).unlink()
 
 
 def _packed(codes: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -13,15 +14,10 @@ from export.onnx.dialect import Dialect, dialect
 from export.onnx.grid import ONNX, TENSORRT, conversion, why_not
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
-from export.verify import TIE, compare_logits, compare_tokens, probe
 from runtime.scheme import Scheme
 from runtime.skeleton import model_kind
 
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
-# Mean KL that is allowed. float32: only the order of sums differs; float16: every activation is rounded to 11 bits. Where
-# activations are quantized, a sum in another order may put one of them on the neighbouring code.
-KL_LIMITS = {("float32", False): 1e-5, ("float32", True): 5e-3, ("float16", False): 1e-2, ("float16", True): 2e-2}
-TIES = {("float32", False): TIE, ("float32", True): 0.5, ("float16", False): 0.5, ("float16", True): 1.0}
 
 
 class OnnxOptions(Options):
@@ -45,9 +41,6 @@ class OnnxTarget(Target):
     options: ClassVar[type[Options]] = OnnxOptions
 
     def why_not(self, source: Source, options: Any) -> str | None:
-        kind = model_kind(source.config)
-        if kind != "decoder":
-            return f"{type(source.skeleton).__name__} is an {kind}; only decoders are written"
         for name, entry in source.entries.items():
             reason = _why_not(entry.scheme, source.shapes[name], options.requantize)
             if reason is not None:
@@ -61,46 +54,32 @@ class OnnxTarget(Target):
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
 
     def write(self, job: Job) -> None:
-        from export.onnx.write import FILE, write_decoder
+        from export.onnx.write import write_decoder
+        from export.onnx.write_encoders import write_encoder, write_seq2seq
 
+        writers = {"decoder": write_decoder, "encoder": write_encoder, "encoder-decoder": write_seq2seq}
         spoken = dialect("ort" if job.options.ort else "onnx", _DTYPES[job.options.dtype])
-        job.facts |= write_decoder(job, spoken)
+        job.facts |= writers[model_kind(job.source.config)](job, spoken)
         if job.options.ort:
-            write_fast(job.folder / FILE)
+            for file in sorted(job.folder.glob("*.onnx")):
+                write_fast(file)
         write_config(job.source, job.folder)
 
     def verify(self, job: Job) -> Verification:
-        import onnxruntime
+        from export.onnx.prove import prove
 
-        import runtime
-        from export.onnx.check import check_file, check_fused
-        from export.onnx.write import FILE
-
-        job.progress.phase("loading back", 3)
-        check_file(job.folder / FILE)
-        fused = check_fused(job.folder / FILE, job.facts["compressed"])
-        job.progress.step("fused")
-        reference = probe(job)
-        job.progress.step("the artifact")
-        model = runtime.load(job.folder, device="cpu", verify=False)
-        quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())
-        key = (job.options.dtype, quantized)
-        metrics = compare_logits(reference, model.logits, KL_LIMITS[key])
-        metrics |= compare_tokens(
-            reference, lambda prompts, count: model.generate(prompts, max_new_tokens=count, ignore_eos=True), TIES[key]
-        )
-        job.progress.step("the export")
-        metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
-        return Verification(
-            f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load",
-            "valid, every compressed layer fused into its product, logits and greedy tokens those of the artifact",
-            metrics,
-        )
+        return prove(job)
 
     def usage(self, job: Job, folder: str) -> list[str]:
-        ask = 'model.generate("Once upon a time", max_new_tokens=32)'
+        kind = job.facts.get("kind")
+        ask = (
+            'model.embed(["A text.", "Another one."])'
+            if kind == "encoder"
+            else 'model.generate("Once upon a time", max_new_tokens=32)'
+        )
         if not (job.folder / "tokenizer.json").is_file():
-            ask = "model.generate([1, 2, 3], max_new_tokens=32)  # token ids: the artifact has no tokenizer"
+            ask = "model.generate([1, 2, 3], max_new_tokens=32)"  # the artifact has no tokenizer
+            ask = "model.hidden_states([[1, 2, 3]])" if kind == "encoder" else ask
         return [
             "import runtime",
             f'model = runtime.load("{folder}")  # kernels="fast" rounds activations to int8',
@@ -138,6 +117,13 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
             say(changed, name)
         if scheme.sparsity is not None:
             say(f"{scheme.sparsity} zeros are stored like other codes", name)
+        acts = scheme.activations
+        if spoken.name == "onnx" and acts is not None and acts.type == "int" and not acts.dynamic:
+            say(
+                "int8 inputs as Q/DQ: on x86 CPUs without VNNI ONNX Runtime saturates their sums unless "
+                "session.x64quantprecision is 1, which runtime.load sets (--ort needs no option)",
+                name,
+            )
         if not spoken.own_operators and spoken.name == "onnx" and why_not(scheme.weights, shape, TENSORRT) is not None:
             say("blocks or zero points that ONNX Runtime reads and TensorRT does not", name)
     if spoken.dtype == torch.float16 and source.dtype != torch.float16:
@@ -158,12 +144,16 @@ def write_fast(path: Path) -> None:
         for attribute in node.attribute:
             if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
                 attribute.i = 4
-    onnx.save(model, str(path.with_name("model_fast.onnx")))
+    onnx.save(model, str(path.with_name(f"{path.stem}_fast.onnx")))
 
 
 def write_config(source: Source, folder: Path) -> None:
-    """config.json without the artifact's quantization_config, and the tokenizer."""
+    """config.json without the artifact's quantization_config, the tokenizer, and how an encoder's states are pooled."""
     config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
     copy_tokenizer(source.path, folder)
+    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
+        if (source.path / name).is_file():
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(source.path / name, folder / name)

@@ -95,7 +95,7 @@ def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     free = Dim.DYNAMIC
     dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
     dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
-    graph, marked = _export(model, inputs, dynamic)
+    graph, marked = export_graph(model, inputs, dynamic, model)
     names = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
     flat = [name for name in inputs if name != "past_key_values"]
     _rename(graph.graph.inputs, flat + names, source)
@@ -150,17 +150,20 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     return len(shapes), example
 
 
-def _export(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any]) -> tuple[Any, bool]:
+def export_graph(
+    module: Any, inputs: dict[str, Any], dynamic: dict[str, Any], model: PreTrainedModel
+) -> tuple[Any, bool]:
+    """Trace `module`, a part of `model`; returns the onnx_ir model and whether attention is marked in it."""
     with marked_attention(model) as possible:
         if possible:
             try:
-                return _run_exporter(model, inputs, dynamic), True
+                return _run_exporter(module, inputs, dynamic), True
             except MarkError as error:
                 _log.info("attention is traced as transformers computes it: %s", error)
-    return _run_exporter(model, inputs, dynamic), False
+    return _run_exporter(module, inputs, dynamic), False
 
 
-def _run_exporter(model: PreTrainedModel, inputs: dict[str, Any], dynamic: dict[str, Any]) -> Any:
+def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -> Any:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     with torch.no_grad(), _quiet():
@@ -228,13 +231,13 @@ def _name_dimensions(model: Any, past: list[str], present: list[str]) -> None:
         if name in by_name:
             by_name[name].shape = ir.Shape(axes)
     logits = by_name["logits"]
-    logits.shape = ir.Shape(["batch", "sequence", _fixed(logits.shape[-1])])
+    logits.shape = ir.Shape(["batch", "sequence", fixed(logits.shape[-1])])
     for names, length in ((past, "past"), (present, "past + sequence")):
         for name in names:
             shape = by_name[name].shape
-            by_name[name].shape = ir.Shape(["batch", _fixed(shape[1]), length, _fixed(shape[3])])
+            by_name[name].shape = ir.Shape(["batch", fixed(shape[1]), length, fixed(shape[3])])
 
 
-def _fixed(dimension: Any) -> int:
+def fixed(dimension: Any) -> int:
     """The exporter writes some fixed dimensions as symbols ("64")."""
     return int(dimension if isinstance(dimension, int) else dimension.value)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export.onnx.attention import why_not_grouped, write_attention, write_grouped
@@ -13,7 +12,7 @@ from export.onnx.dialect import Dialect
 from export.onnx.linear import write_embedding, write_linear
 from export.onnx.marks import DOMAIN
 from export.onnx.matmul_nbits import MICROSOFT
-from export.onnx.store import Store
+from export.onnx.store import DataFile, Store
 from export.onnx.trace import Traced, strip, trace_decoder
 from export.target import Job
 from runtime.errors import CompressError
@@ -34,19 +33,31 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     job.progress.phase("tracing the model", 1)
     traced = trace_decoder(job.source, dialect.dtype)
     job.progress.step()
-    return finish(job, traced, dialect, FILE)
-
-
-def finish(job: Job, traced: Traced, dialect: Dialect, file: str) -> dict[str, Any]:
-    """Replace the marks of a traced graph and save it as `file` (its large constants as `file`.data)."""
-    model, graph = traced.model, traced.model.graph
-    store = Store(model, job.folder, f"{file}.data")
-    marks = [node for node in graph if node.domain == DOMAIN]
-    attention = [node for node in marks if node.op_type == "Attention"]
-    grouped, reason = False, "attention is as transformers traced it"
+    graph = traced.model.graph
+    attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
+    reason: str | None = "attention is as transformers traced it"
     if dialect.own_operators and attention:
-        found = why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
-        grouped, reason = found is None, found or ""
+        reason = why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
+    data = DataFile(job.folder, DATA)
+    replace_marks(job, traced, dialect, data, grouped=reason is None)
+    if reason is None:
+        _share_cache(graph)
+    data.close()
+    facts = _facts(job, traced, dialect, reason)
+    save(job, traced.model, FILE, facts)
+    return facts
+
+
+def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, grouped: bool = False) -> None:
+    """Everything that a traced graph only stands for becomes operators and constants.
+
+    Args:
+        data: where large constants go.
+        grouped: attention becomes ONNX Runtime's GroupQueryAttention.
+    """
+    model, graph = traced.model, traced.model.graph
+    store = Store(model, data)
+    marks = [node for node in graph if node.domain == DOMAIN]
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
     for mark in marks:
@@ -65,15 +76,16 @@ def finish(job: Job, traced: Traced, dialect: Dialect, file: str) -> dict[str, A
         builder.replace(mark, value)
         job.progress.step(module)
     _tidy(model, dialect)
-    if grouped:
-        _share_cache(graph)
     store.move()
-    store.close()
-    facts = _facts(job, traced, dialect, grouped, reason)
+
+
+def save(job: Job, model: onnx_ir.Model, file: str, facts: dict[str, Any]) -> None:
+    """The graph alone; its large constants are in their file already."""
+    import onnx_ir as ir
+
     model.metadata_props["compress.model"] = json.dumps(facts)
     model.metadata_props["compress.sparse"] = json.dumps(sparse_modules(job))
-    _save(model, job.folder / file)
-    return facts
+    ir.save(model, str(job.folder / file))
 
 
 def sparse_modules(job: Job) -> list[str]:
@@ -132,10 +144,10 @@ def _share_cache(graph: onnx_ir.Graph) -> None:
             value.shape = ir.Shape(["batch", "total"])
 
 
-def _facts(job: Job, traced: Traced, dialect: Dialect, grouped: bool, reason: str) -> dict[str, Any]:
+def _facts(job: Job, traced: Traced, dialect: Dialect, reason: str | None) -> dict[str, Any]:
     graph = traced.model.graph
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
-    shapes = [[_number(past[i].shape[1]), _number(past[i].shape[3])] for i in range(0, len(past), 2)]  # type: ignore[index]
+    shapes = [[number(past[i].shape[1]), number(past[i].shape[3])] for i in range(0, len(past), 2)]  # type: ignore[index]
     text = job.source.config.get_text_config()
     return {
         "kind": "decoder",
@@ -144,22 +156,26 @@ def _facts(job: Job, traced: Traced, dialect: Dialect, grouped: bool, reason: st
         "dtype": str(dialect.dtype).removeprefix("torch."),
         "layers": len(shapes),
         "cache": shapes,  # [heads, size] of each layer
-        "vocab_size": _number(next(v for v in graph.outputs if v.name == "logits").shape[-1]),  # type: ignore[index]
+        "vocab_size": number(next(v for v in graph.outputs if v.name == "logits").shape[-1]),  # type: ignore[index]
         "context_length": getattr(text, "max_position_embeddings", None),
         "inputs": [str(value.name) for value in graph.inputs],
-        "shared_cache": grouped,
-        "grouped_query_attention": grouped or reason,
+        "shared_cache": reason is None,
+        "grouped_query_attention": reason is None or reason,
         "accuracy_level": dialect.accuracy_level if dialect.own_operators else None,
-        "compressed": sum(1 for n in traced.shapes if n in job.source.entries and n not in job.source.embeddings),
+        "compressed": fusible(job, traced),
     }
 
 
-def _number(dimension: Any) -> int:
+def fusible(job: Job, traced: Traced) -> int:
+    """How many layers of a graph have integer codes, which products of the runtime read as they are."""
+    schemes = [
+        entry.scheme.weights
+        for name, entry in job.source.entries.items()
+        if name in traced.shapes and name not in job.source.embeddings
+    ]
+    return sum(1 for weights in schemes if weights is not None and weights.type == "int")
+
+
+def number(dimension: Any) -> int:
+    """A fixed dimension, which the exporter may have written as a symbol."""
     return int(dimension if isinstance(dimension, int) else dimension.value)
-
-
-def _save(model: onnx_ir.Model, path: Path) -> None:
-    """The graph alone: its large constants are in their file already."""
-    import onnx_ir as ir
-
-    ir.save(model, str(path))

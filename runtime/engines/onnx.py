@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
+from runtime.engines.onnx_encoder import OnnxEncoderEngine
+from runtime.engines.onnx_seq2seq import OnnxSeq2SeqEngine
+from runtime.engines.onnx_session import DTYPES, Session, file_bytes
 from runtime.errors import ArtifactError, RequestError
 from runtime.exported import Export
 
-if TYPE_CHECKING:
-    import onnxruntime
-
-MODEL, FAST_MODEL = "model.onnx", "model_fast.onnx"
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+MODEL = "model.onnx"
 _LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
 _ROOM = 128  # tokens that a cache in place grows by
 
@@ -45,22 +43,14 @@ class OnnxEngine:
         limit = facts.get("context_length")
         self.context_length: int | None = None if limit is None else int(limit)
         self._cache_shapes: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cache"]]
-        self._dtype = _DTYPES[facts["dtype"]]
+        self._dtype = DTYPES[facts["dtype"]]
         self._in_place = bool(facts["shared_cache"])
         self._inputs = frozenset(facts["inputs"])
         self.padding_is_exact = "position_ids" in self._inputs
-        self.weight_bytes = sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
-        file = FAST_MODEL if kernels == "fast" and (export.path / FAST_MODEL).is_file() else MODEL
-        self.session = open_session(export.path / file, device, kernels, threads)
+        self.weight_bytes = file_bytes(export)
+        self.session = Session(export.path / MODEL, device, kernels, threads)
         self._names = [f"{i}.{part}" for i in range(len(self._cache_shapes)) for part in ("key", "value")]
-        self._what = "int8 activations" if kernels == "fast" else "float32 sums"
-
-    @property
-    def description(self) -> str:
-        """What computes, in a few words."""
-        import onnxruntime
-
-        return f"ONNX Runtime {onnxruntime.__version__} ({self.session.get_providers()[0]}, {self._what})"
+        self.description = self.session.description
 
     def explain(self) -> dict[str, str]:
         """{graph: what computes it}; ONNX Runtime does not tell more."""
@@ -156,28 +146,16 @@ class OnnxEngine:
         after: list[torch.Tensor],
         past: int,
     ) -> torch.Tensor:
-        binding = self.session.io_binding()
-        held = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
-        held = {name: tensor.contiguous() for name, tensor in held.items() if name in self._inputs}
-        for name, tensor in held.items():
-            self._bind(binding.bind_input, name, tensor, tensor.shape)
         logits = torch.empty(*ids.shape, self.vocab_size, dtype=self._dtype, device=self.device)
-        self._bind(binding.bind_output, "logits", logits, logits.shape)
+        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+        outputs: dict[str, Any] = {"logits": logits}
         for name, old, new in zip(self._names, before, after, strict=True):
             # In place the tensors have room for more than they hold, and ONNX Runtime is told so by the mask's length.
             shape = old.shape if self._in_place else (old.shape[0], old.shape[1], past, old.shape[3])
-            self._bind(binding.bind_input, f"past_key_values.{name}", old, shape)
-            self._bind(binding.bind_output, f"present.{name}", new, new.shape)
-        self.session.run_with_iobinding(binding)
+            inputs[f"past_key_values.{name}"] = (old, shape)
+            outputs[f"present.{name}"] = new
+        self.session.run(inputs, outputs)
         return logits
-
-    def _bind(self, bind: Any, name: str, tensor: torch.Tensor, shape: Any) -> None:
-        kind = {torch.int64: _numpy("int64"), torch.float32: _numpy("float32"), torch.float16: _numpy("float16")}[
-            tensor.dtype
-        ]
-        # An empty tensor has no address, and ONNX Runtime wants one.
-        address = tensor.data_ptr() or _SOMEWHERE.data_ptr()
-        bind(name, self.device.type, self.device.index or 0, kind, list(shape), address)
 
     def _empty(self, batch: int, length: int) -> list[torch.Tensor]:
         length = self._rounded(length) if self._in_place else length
@@ -200,51 +178,6 @@ class OnnxEngine:
         return -(-(length + _ROOM) // _ROOM) * _ROOM
 
 
-_SOMEWHERE = torch.zeros(16)
-
-
-def _numpy(name: str) -> Any:
-    import numpy
-
-    return getattr(numpy, name)
-
-
-def open_session(file: Path, device: torch.device, kernels: str, threads: int | None) -> onnxruntime.InferenceSession:
-    """An ONNX Runtime session of one graph.
-
-    Raises:
-        RequestError: ONNX Runtime or its provider for the device is not installed, or `kernels` names none of its modes.
-        ArtifactError: the graph cannot be opened.
-    """
-    try:
-        import onnxruntime
-    except ImportError as error:
-        raise RequestError(
-            'an ONNX export needs onnxruntime, which is not installed: pip install "compress[onnx]"'
-        ) from error
-    if kernels not in ("auto", "fast", "reference"):
-        raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")
-    provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(device.type)
-    available = onnxruntime.get_available_providers()
-    if provider not in available:
-        raise RequestError(
-            f"device {device} is nothing that this onnxruntime computes on (it has {', '.join(available)}); try 'cpu'"
-        )
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = threads or torch.get_num_threads()
-    options.log_severity_level = 3
-    # What int4 products round activations to: 1 float32, 4 int8 (the default of ONNX Runtime).
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
-    if kernels == "reference":
-        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
-    chosen: Any = provider if device.type == "cpu" else (provider, {"device_id": device.index or 0})
-    try:
-        return onnxruntime.InferenceSession(str(file), options, providers=[chosen])
-    except Exception as error:  # onnxruntime raises types of its own, one for each kind of trouble
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ArtifactError(f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}") from error
-
-
 def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
     """The engine of an ONNX export; called by `runtime.exported.load_export`.
 
@@ -256,13 +189,20 @@ def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> 
             f"max_memory: ONNX Runtime holds all weights of {export.path} in memory; load the artifact to stream them"
         )
     dtype = options.get("dtype")
-    if dtype is not None and dtype != _DTYPES.get(export.facts.get("dtype", "")):
+    if dtype is not None and dtype != DTYPES.get(export.facts.get("dtype", "")):
         raise RequestError(
             f"dtype: {export.path} was exported to compute in {export.facts.get('dtype')}; export it again with --set dtype=..."
         )
-    kind = export.facts.get("kind")
-    if kind != "decoder":
+    kind = str(export.facts.get("kind"))
+    if kind not in _ENGINES:
         raise ArtifactError(
             f"{export.path}: export.json describes a graph of kind {kind!r}, which this runtime does not know"
         )
-    return OnnxEngine(export, device, options.get("kernels", "auto"), options.get("threads"))
+    return _ENGINES[kind](export, device, options.get("kernels", "auto"), options.get("threads"))
+
+
+_ENGINES: dict[str, Any] = {
+    "decoder": OnnxEngine,
+    "encoder": OnnxEncoderEngine,
+    "encoder-decoder": OnnxSeq2SeqEngine,
+}

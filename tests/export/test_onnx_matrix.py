@@ -25,7 +25,10 @@ def test_every_kind_is_verified(made: Callable[..., Path], tmp_path: Path, kind:
     assert result.verification is not None
     metrics = result.verification.metrics
     assert metrics["tokens"] == 128
-    exact = not any(("quantize" in stage and "8A8" in str(stage)) or "FP8" in str(stage) or "A8" in str(stage) for stage in STAGES[kind])
+    exact = not any(
+        ("quantize" in stage and "8A8" in str(stage)) or "FP8" in str(stage) or "A8" in str(stage)
+        for stage in STAGES[kind]
+    )
     if exact:
         assert metrics["same_tokens"] == metrics["tokens"]
         assert metrics["kl"] < 1e-6

@@ -1,0 +1,138 @@
+"""The proof of an ONNX export: valid, fused, loaded back with `runtime.load`, and compared with the artifact in float32."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import torch
+
+from export.onnx.check import check_file, check_fused
+from export.target import Job, Verification
+from export.verify import TIE, compare_logits, compare_tokens, probe
+from runtime.errors import CompressError
+
+# Mean KL that is allowed. float32: only the order of sums differs; float16: every activation is rounded to 11 bits. Where
+# activations are quantized, a sum in another order may put one of them on the neighbouring code.
+KL_LIMITS = {("float32", False): 1e-5, ("float32", True): 5e-3, ("float16", False): 1e-2, ("float16", True): 2e-2}
+TIES = {("float32", False): TIE, ("float32", True): 0.5, ("float16", False): 0.5, ("float16", True): 1.0}
+# Cosine distance of hidden states that is allowed, the worst of all tokens.
+COSINE_LIMITS = {("float32", False): 1e-5, ("float32", True): 2e-2, ("float16", False): 1e-3, ("float16", True): 2e-2}
+
+
+def prove(job: Job) -> Verification:
+    """Load `job.folder` back and compare.
+
+    Raises:
+        CompressError: a graph is invalid, a compressed layer is not fused, or the numbers are not the artifact's.
+    """
+    import onnxruntime
+
+    import runtime
+
+    counts = job.facts["compressed"]
+    files = counts if isinstance(counts, dict) else {"model.onnx": counts}
+    job.progress.phase("loading back", 2 + len(files))
+    fused: dict[str, int] = {}
+    for file, compressed in files.items():
+        check_file(job.folder / file)
+        for name, count in check_fused(job.folder / file, compressed).items():
+            fused[name] = fused.get(name, 0) + count
+        job.progress.step(file)
+    quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())
+    key = (job.options.dtype, quantized)
+    compare = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _seq2seq}[job.facts["kind"]]
+    checked, metrics = compare(job, lambda: runtime.load(job.folder, device="cpu", verify=False), key)
+    metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
+    return Verification(
+        f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load",
+        f"valid, every compressed layer fused into its product, {checked}",
+        metrics,
+    )
+
+
+def _decoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
+    reference = probe(job)
+    job.progress.step("the artifact")
+    model = load()
+    metrics = compare_logits(reference, model.logits, KL_LIMITS[key])
+    metrics |= compare_tokens(
+        reference, lambda prompts, count: model.generate(prompts, max_new_tokens=count, ignore_eos=True), TIES[key]
+    )
+    job.progress.step("the export")
+    return "logits and greedy tokens those of the artifact", metrics
+
+
+def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
+    ids, mask = _sources(job)
+    reference = _artifact(job)
+    wanted = reference.hidden_states(ids, mask)[mask.bool()]
+    del reference
+    gc.collect()
+    job.progress.step("the artifact")
+    found = load().hidden_states(ids, mask)[mask.bool()]
+    job.progress.step("the export")
+    cosine = torch.nn.functional.cosine_similarity(wanted, found, dim=-1)
+    metrics = {
+        "cosine_mean": float(cosine.mean()),
+        "cosine_worst": float(cosine.min()),
+        "difference": float((wanted - found).abs().max()),
+        "tokens": int(mask.sum()),
+    }
+    if not metrics["cosine_worst"] >= 1 - COSINE_LIMITS[key]:
+        raise CompressError(
+            f"the export does not compute what the artifact does: cosine similarity of hidden states "
+            f"{metrics['cosine_worst']:.6f}, allowed {1 - COSINE_LIMITS[key]:g}"
+        )
+    return "hidden states those of the artifact, alone and padded", metrics
+
+
+def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
+    ids, mask = _sources(job)
+    sources = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    reference, length = _artifact(job), 16
+    written = reference.generate(sources, max_new_tokens=length, ignore_eos=True)
+    targets = torch.tensor([[reference.start_token_id, *row[:-1]] for row in written])
+    wanted = [reference.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
+    del reference
+    gc.collect()
+    job.progress.step("the artifact")
+    model = load()
+    found = [model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
+    ours, theirs = torch.cat(wanted).log_softmax(-1), torch.cat(found).log_softmax(-1)
+    kl = float((ours.exp() * (ours - theirs)).sum(-1).clamp(min=0).mean())
+    if not kl <= KL_LIMITS[key]:
+        raise CompressError(
+            f"the export does not compute what the artifact does: KL {kl:.3g} nats a token, allowed {KL_LIMITS[key]:g}"
+        )
+    answers = model.generate(sources, max_new_tokens=length, ignore_eos=True)
+    same = ties = 0
+    for row, (expected, got) in enumerate(zip(written, answers, strict=True)):
+        first = next((i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b), None)
+        same += length if first is None else first
+        if first is not None:
+            gap = float(wanted[row][0, first, expected[first]] - wanted[row][0, first, got[first]])
+            ties += 1
+            if gap > TIES[key]:
+                raise CompressError(f"the export continues source {row} differently, and not by a near tie ({gap:.3g})")
+    job.progress.step("the export")
+    metrics = {"kl": kl, "tokens": length * len(sources), "same_tokens": same, "near_ties": ties}
+    return "teacher-forced logits and greedy tokens those of the artifact", metrics
+
+
+def _artifact(job: Job) -> Any:
+    import runtime
+
+    return runtime.load(
+        job.source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
+    )
+
+
+def _sources(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
+    """Token ids and mask `[8, 16]` of different lengths; ids at random, since encoders write no texts of their own."""
+    generator = torch.Generator().manual_seed(0)
+    limit = min(16, int(job.facts.get("context_length") or 16))
+    ids = torch.randint(2, int(job.facts["vocab_size"]), (8, limit), generator=generator)
+    lengths = torch.tensor([max(1, limit - i) for i in range(8)])
+    mask = (torch.arange(limit)[None] < lengths[:, None]).long()
+    return ids * mask, mask

@@ -1,0 +1,216 @@
+"""Graphs of encoders and encoder-decoders.
+
+An encoder-decoder becomes three graphs: `encoder`, run once for a source; `cross`, the keys and values that every decoder layer makes
+of the encoder's states, computed once too; `decoder`, run for every token.
+"""
+
+from __future__ import annotations
+
+import inspect
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from export.onnx import remembered
+from export.onnx.trace import BATCH, MARKED, OPSET, PAST, SEQUENCE, Traced, export_graph, fixed, prepared, strip
+from export.source import Source
+from runtime.errors import CompressError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+STATES = "last_hidden_state"
+SOURCE = 7  # tokens of the example's source
+
+
+def trace_encoder(source: Source, dtype: torch.dtype) -> Traced:
+    """`input_ids`, `attention_mask` (and `token_type_ids`) in, `last_hidden_state` `[batch, sequence, hidden]` out."""
+    model, shapes = prepared(source, dtype)
+    return _encoder(source, model.base_model, model, shapes, dtype)
+
+
+def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, Traced]:
+    """The three graphs by name.
+
+    `encoder` as for encoders. `cross`: `encoder_hidden_states` in, `cross.{i}.key/value` `[batch, heads, source, size]` out.
+    `decoder`: `decoder_input_ids`, `encoder_attention_mask`, `past_key_values.{i}.key/value`, `cross.{i}.key/value` in; `logits`,
+    `present.{i}.key/value` out.
+    """
+    model, shapes = prepared(source, dtype)
+    encoder = _encoder(source, model.get_encoder(), model, shapes, dtype)
+    caches = _example_caches(source, dtype)
+    cross = _kept(source, model, shapes, dtype, "cross", lambda: _cross(model, len(caches[1]) // 2, dtype))
+    decoder = _kept(source, model, shapes, dtype, "decoder", lambda: _decoder(model, caches, dtype))
+    return {"encoder": encoder, "cross": cross, "decoder": decoder}
+
+
+def _kept(source: Source, model: nn.Module, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Traced:
+    name = remembered.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part, code=_own_code())
+    graph = remembered.recall(name)
+    if graph is None:
+        graph, marked = trace()
+        strip(graph)
+        graph.metadata_props[MARKED] = "yes" if marked else "no"
+        remembered.remember(name, graph)
+    used = {node.attributes.get_string("module", "") for node in graph.graph if node.op_type in ("Linear", "Embedding")}
+    return Traced(graph, {n: s for n, s in shapes.items() if n in used}, graph.metadata_props.get(MARKED) == "yes")
+
+
+def _own_code() -> str:
+    import hashlib
+    from pathlib import Path
+
+    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
+
+
+def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, dtype: torch.dtype) -> Traced:
+    accepted = inspect.signature(encoder.forward).parameters
+    wanted = ["input_ids", "attention_mask", *(["token_type_ids"] if "token_type_ids" in accepted else [])]
+
+    def trace() -> tuple[Any, bool]:
+        free = torch.export.Dim.DYNAMIC
+        inputs: dict[str, Any] = {name: torch.ones(BATCH, SOURCE, dtype=torch.int64) for name in wanted}
+        if "token_type_ids" in inputs:
+            inputs["token_type_ids"] = torch.zeros(BATCH, SOURCE, dtype=torch.int64)
+        graph, marked = export_graph(encoder, inputs, {name: {0: free, 1: free} for name in inputs}, model)
+        _name(graph.graph.inputs, {name: ["batch", "sequence"] for name in wanted})
+        _keep_outputs(graph, {STATES: ["batch", "sequence", None]})
+        return graph, marked
+
+    return _kept(source, model, shapes, dtype, "encoder", trace)
+
+
+class _Cross(nn.Module):
+    """Keys and values that the decoder's layers make of the encoder's states."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.decoder = model.get_decoder()
+        self.config = model.config
+
+    def forward(self, encoder_hidden_states: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        from transformers import DynamicCache, EncoderDecoderCache
+
+        caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+        batch, length = encoder_hidden_states.shape[:2]
+        start = torch.zeros(batch, 1, dtype=torch.int64)
+        mask = torch.ones(batch, length, dtype=torch.int64)
+        self.decoder(
+            input_ids=start,
+            encoder_hidden_states=encoder_hidden_states,
+            encoder_attention_mask=mask,
+            past_key_values=caches,
+            use_cache=True,
+        )
+        layers: list[Any] = list(caches.cross_attention_cache.layers)
+        return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
+
+
+def _cross(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> tuple[Any, bool]:
+    free = torch.export.Dim.DYNAMIC
+    width = int(model.config.get_text_config().hidden_size)
+    inputs = {"encoder_hidden_states": torch.randn(BATCH, SOURCE, width).to(dtype)}
+    graph, marked = export_graph(_Cross(model).eval(), inputs, {"encoder_hidden_states": {0: free, 1: free}}, model)
+    _name(graph.graph.inputs, {"encoder_hidden_states": ["batch", "source", width]})
+    names = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    _keep_outputs(graph, {name: ["batch", None, "source", None] for name in names})
+    return graph, marked
+
+
+def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
+    """Keys and values of the decoder's own past and of the source, of the shapes that the model makes (run on meta)."""
+    from transformers import DynamicCache, EncoderDecoderCache
+    from transformers.modeling_outputs import BaseModelOutput
+
+    probe: Any = source.build(dtype)
+    probe.to("meta")
+    caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    width = int(probe.config.get_text_config().hidden_size)
+    with torch.no_grad():
+        probe(
+            decoder_input_ids=torch.ones(BATCH, PAST, dtype=torch.int64, device="meta"),
+            encoder_outputs=BaseModelOutput(
+                last_hidden_state=torch.zeros(BATCH, SOURCE, width, dtype=dtype, device="meta")
+            ),  # type: ignore[arg-type]
+            past_key_values=caches,
+            use_cache=True,
+        )
+    found = []
+    for cache in (caches.self_attention_cache, caches.cross_attention_cache):
+        layers: list[Any] = list(cache.layers)
+        found.append(
+            [torch.zeros(tensor.shape, dtype=dtype) for layer in layers for tensor in (layer.keys, layer.values)]
+        )
+    return found[0], found[1]
+
+
+def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype: torch.dtype) -> tuple[Any, bool]:
+    from transformers import DynamicCache, EncoderDecoderCache
+    from transformers.modeling_outputs import BaseModelOutput
+
+    free = torch.export.Dim.DYNAMIC
+    own, cross = caches
+    example = EncoderDecoderCache(DynamicCache(), DynamicCache())
+    for i in range(len(own) // 2):
+        example.self_attention_cache.update(own[2 * i], own[2 * i + 1], i)
+        example.cross_attention_cache.update(cross[2 * i], cross[2 * i + 1], i)
+        example.is_updated[i] = True
+    width = int(model.config.get_text_config().hidden_size)
+    inputs = {
+        "decoder_input_ids": torch.ones(BATCH, SEQUENCE, dtype=torch.int64),
+        "encoder_outputs": BaseModelOutput(last_hidden_state=torch.zeros(BATCH, SOURCE, width, dtype=dtype)),  # type: ignore[arg-type]
+        "attention_mask": torch.ones(BATCH, SOURCE, dtype=torch.int64),
+        "past_key_values": example,
+    }
+    count = len(own) + len(cross)
+    dynamic = {
+        "decoder_input_ids": {0: free, 1: free},
+        "encoder_outputs": [{0: free, 1: free}],
+        "attention_mask": {0: free, 1: free},
+        "past_key_values": [{0: free, 2: free}] * count,
+    }
+    graph, marked = export_graph(model, inputs, dynamic, model)
+    layers = len(own) // 2
+    past = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    kept = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
+    shaped: Any = (
+        {"decoder_input_ids": ["batch", "sequence"], "encoder_hidden_states": ["batch", "source", width]}
+        | {"encoder_attention_mask": ["batch", "source"]}
+        | {name: ["batch", None, "past", None] for name in past}
+        | {name: ["batch", None, "source", None] for name in kept}
+    )
+    _name(graph.graph.inputs, shaped)
+    present = [name.replace("past_key_values", "present") for name in past]
+    shapes: dict[str, list[Any]] = {"logits": ["batch", "sequence", None]}
+    _keep_outputs(graph, shapes | {name: ["batch", None, "past + sequence", None] for name in present})
+    _drop_unused_inputs(graph)
+    return graph, marked
+
+
+def _name(values: Any, names: dict[str, list[Any]]) -> None:
+    """Names and shapes of graph inputs or outputs; None in a shape keeps the number that was traced."""
+    import onnx_ir as ir
+
+    if len(values) != len(names):
+        found = ", ".join(str(value.name) for value in values)
+        raise CompressError(f"the traced graph has {len(values)} inputs or outputs ({found}), expected {len(names)}")
+    for value, (name, axes) in zip(values, names.items(), strict=True):
+        value.name = name
+        value.shape = ir.Shape([fixed(value.shape[i]) if axis is None else axis for i, axis in enumerate(axes)])
+
+
+def _keep_outputs(graph: Any, names: dict[str, list[Any]]) -> None:
+    """The first outputs stay, under these names."""
+    from onnx_ir.passes import common
+
+    while len(graph.graph.outputs) > len(names):
+        graph.graph.outputs.pop()
+    _name(graph.graph.outputs, names)
+    common.RemoveUnusedNodesPass()(graph)
+
+
+def _drop_unused_inputs(graph: Any) -> None:
+    for value in list(graph.graph.inputs):
+        if not value.uses() and not value.is_graph_output():
+            graph.graph.inputs.remove(value)

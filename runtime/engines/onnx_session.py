@@ -1,0 +1,100 @@
+"""One ONNX graph in ONNX Runtime, reading and writing torch tensors where they lie."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.errors import ArtifactError, RequestError
+from runtime.exported import Export
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16}
+Bound = torch.Tensor | tuple[torch.Tensor, Sequence[int]]  # a tensor, or one of which only a part is shown
+
+
+class Session:
+    """A graph.
+
+    Args:
+        file: the `.onnx` file. Beside one of ONNX Runtime's own operators lies another for "fast", which is taken then.
+        device: the CPU, or a GPU that ONNX Runtime has a provider for.
+        kernels: "auto" sums products with compressed weights in float32; "fast" rounds activations to int8 first; "reference" leaves
+            the graph as it is written.
+        threads: of ONNX Runtime; None: as many as torch has.
+
+    Raises:
+        RequestError: ONNX Runtime or its provider for the device is not installed, or `kernels` is none of these.
+        ArtifactError: the graph cannot be opened.
+    """
+
+    def __init__(self, file: Path, device: torch.device, kernels: str, threads: int | None) -> None:
+        try:
+            import onnxruntime
+        except ImportError as error:
+            raise RequestError(
+                'an ONNX export needs onnxruntime, which is not installed: pip install "compress[onnx]"'
+            ) from error
+        if kernels not in ("auto", "fast", "reference"):
+            raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")
+        provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(device.type)
+        available = onnxruntime.get_available_providers()
+        if provider not in available:
+            raise RequestError(
+                f"device {device} is nothing that this onnxruntime computes on (it has {', '.join(available)}); try 'cpu'"
+            )
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = threads or torch.get_num_threads()
+        options.log_severity_level = 3
+        # What int4 products round activations to: 1 float32, 4 int8 (what ONNX Runtime does when it is not told).
+        options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
+        # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
+        options.add_session_config_entry("session.x64quantprecision", "1")
+        if kernels == "reference":
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        fast = file.with_name(f"{file.stem}_fast.onnx")
+        if kernels == "fast" and fast.is_file():
+            file = fast
+        chosen: Any = provider if device.type == "cpu" else (provider, {"device_id": device.index or 0})
+        try:
+            self._session = onnxruntime.InferenceSession(str(file), options, providers=[chosen])
+        except Exception as error:  # onnxruntime raises types of its own, one for each kind of trouble
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise ArtifactError(
+                f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}"
+            ) from error
+        self.device = device
+        self.inputs = frozenset(value.name for value in self._session.get_inputs())
+        rounding = {"fast": "int8 activations", "auto": "float32 sums", "reference": "not optimized"}[kernels]
+        self.description = f"ONNX Runtime {onnxruntime.__version__} ({self._session.get_providers()[0]}, {rounding})"
+        # An empty tensor has no address, and ONNX Runtime wants one.
+        self._somewhere = torch.zeros(16, device=device)
+
+    def run(self, inputs: Mapping[str, Bound], outputs: Mapping[str, Bound]) -> None:
+        """Fill `outputs` (contiguous, of the right shape) from `inputs`; those that the graph does not have are left out."""
+        binding = self._session.io_binding()
+        held = []  # the binding keeps no reference to what it reads
+        for name, value in inputs.items():
+            if name not in self.inputs:
+                continue
+            tensor, shape = value if isinstance(value, tuple) else (value.contiguous(), value.shape)
+            held.append(tensor)
+            self._bind(binding.bind_input, name, tensor, shape)
+        for name, value in outputs.items():
+            tensor, shape = value if isinstance(value, tuple) else (value, value.shape)
+            self._bind(binding.bind_output, name, tensor, shape)
+        self._session.run_with_iobinding(binding)
+
+    def _bind(self, bind: Any, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:
+        import numpy
+
+        kinds = {torch.int64: numpy.int64, torch.float32: numpy.float32, torch.float16: numpy.float16}
+        address = tensor.data_ptr() or self._somewhere.data_ptr()
+        bind(name, self.device.type, self.device.index or 0, kinds[tensor.dtype], list(shape), address)
+
+
+def file_bytes(export: Export) -> int:
+    """Bytes of the graphs and their weights."""
+    return sum(file.stat().st_size for file in export.path.glob("*.onnx*"))

@@ -84,7 +84,8 @@ def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:
 def cast(value: torch.Tensor, tensor: Planned) -> torch.Tensor:
     """A float tensor as bytes of `tensor.type`: uint8 `[rows, bytes of a row]`, one row for a vector's every value."""
     result = value.to(DTYPES[tensor.type])
-    if bool(value.isfinite().all()) and not bool(result.isfinite().all()):
+    # only a narrower type can lose a value; looking for one takes memory, so it is not done otherwise
+    if not _holds(value.dtype, tensor.type) and bool(value.isfinite().all()) and not bool(result.isfinite().all()):
         raise RequestError(
             f"{tensor.parameter} has values that {tensor.type} does not hold; choose dense=f32 or dense=bf16"
         )

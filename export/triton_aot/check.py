@@ -27,14 +27,17 @@ def verify(job: Job) -> Verification:
     for cubin in cubins:
         check(cubin, read_cubin(job.folder, cubin))
     metrics: dict[str, Any] = {"kernels": len(cubins), "compiled_again": _compile_again(job, cubins)}
-    checked = (
-        "every cubin has its kernel, architecture and arguments, some were compiled a second time to the same bytes, and the "
-        "artifact's files give the artifact's logits on a CPU"
-    )
     if job.source.artifact.manifest is not None:
         _intact(job.folder)
     notes = _files(job, metrics)
     notes += _gpu(job, cubins, metrics)
+    checked = (
+        "every cubin has its kernel, architecture and arguments, some were compiled a second time to the same bytes"
+    )
+    if "logit_difference" in metrics:
+        checked += ", and the artifact's files give the artifact's logits on a CPU"
+    if "gpu_kl" in metrics:
+        checked += "; on a GPU the kernels give the logits of kernels compiled there"
     return Verification(f"compress runtime, triton {triton.__version__}", checked, metrics, notes)
 
 

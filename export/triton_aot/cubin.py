@@ -56,13 +56,14 @@ def _read(data: bytes) -> Image:
     if machine != MACHINE:
         raise ValueError(f"it is for machine {machine}, not for a GPU of NVIDIA")
     sections = _sections(data)
-    names = _functions(data, sections)
     kernels = {}
-    for name in names:
-        if f".text.{name}" not in sections:
-            raise ValueError(f"it has no code for {name}")
+    for name in _functions(data, sections):
         info = sections.get(f".nv.info.{name}")
-        kernels[name] = _parameters(data[info[0] : info[0] + info[1]]) if info else ()
+        # Other functions, which the compiler adds for the tensor memory of sm_100, lie in the section of the kernel.
+        if info is not None and f".text.{name}" in sections:
+            kernels[name] = _parameters(data[info[0] : info[0] + info[1]])
+    if not kernels:
+        raise ValueError("it has no kernel")
     return Image(_architecture(version, flags), kernels)
 
 

@@ -194,6 +194,31 @@ def test_damage_is_refused(exported: Exported, tmp_path: Path) -> None:
         read_cubin(directory, read_index(directory)[0])
 
 
+def test_what_was_not_run_on_a_gpu_is_said(
+    exported: Exported, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from export.target import Job
+    from export.verify import Probe
+
+    cubins = read_index(exported.path)
+    job = Job(Source(tiny_artifact), TritonOptions(gpus="80,90"), exported.path, progress=None)  # type: ignore[arg-type]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
+    assert check._gpu(job, cubins, {}) == ["the GPU here is sm_75: no kernel was run"]
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    logits = torch.randn(1, 4, 9)
+    reference = Probe([[1]], torch.zeros(1, 4, dtype=torch.long), logits, [[1]])
+    monkeypatch.setattr(check, "_on_gpu", lambda job: (reference, logits, 2))
+    metrics: dict[str, Any] = {}
+    notes = check._gpu(job, cubins, metrics)
+    assert notes[0] == "kernels for sm_80 were not run: the GPU here is sm_90"
+    assert notes[1].startswith("2 launches found no kernel compiled ahead")
+    assert metrics["gpu_kl"] == 0.0
+    monkeypatch.setattr(check, "_on_gpu", lambda job: (reference, logits.flip(-1), 0))
+    with pytest.raises(CompressError, match="does not compute what the artifact does"):
+        check._gpu(job, cubins, metrics)
+
+
 # ---------------------------------------------------------------- compiling
 def test_architectures_and_errors() -> None:
     """One small kernel for three GPUs in one process, and one that does not compile."""
@@ -207,15 +232,19 @@ def test_architectures_and_errors() -> None:
         variant.options,
     )
     seen = []
-    tasks = [*(Task(variant, capability) for capability in (80, 90, 100)), Task(wrong, 90)]
+    matrix = signature.of(compiled.record(compiled.hot_launches()["w4a16 512"][0], 100)[0])
+    tasks = [*(Task(variant, capability) for capability in (80, 90, 100)), Task(wrong, 90), Task(matrix, 100)]
     built = build(tasks, seen.append)
     assert [one.task for one in built] == tasks
-    assert len(seen) == 4
+    assert len(seen) == 5
     assert [read(one.cubin, "").architecture for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
     assert len({one.cubin for one in built[:3]}) == 3
     assert all(one.spill_bytes == 0 and one.num_warps == 4 and not one.error for one in built[:3])
     assert built[3].error
     assert not built[3].cubin
+    kernels = read(built[4].cubin, "").kernels  # tensor memory brings functions of the compiler's along
+    assert list(kernels) == [built[4].symbol] == ["many_rows_kernel"]
+    assert len(kernels["many_rows_kernel"]) == len(matrix.passed) + 2
 
 
 def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> None:

@@ -6,6 +6,7 @@ import sys
 from abc import abstractmethod
 from functools import cache, partial
 from importlib.util import find_spec
+from itertools import product
 
 import torch
 
@@ -43,17 +44,19 @@ class TritonKernel(Kernel):
     def _why_not_ahead(self, layer: Layer) -> str | None:
         from runtime.kernels.triton import ahead
 
-        def every_launch(scale: torch.dtype) -> None:
+        def every_launch(scale: torch.dtype, biased: bool) -> None:
             tensors = self.blank(layer, scale)
+            bias = torch.empty(layer.shape[0], dtype=layer.dtype, device="meta") if biased else None
             major, minor = gpu.capability(layer.device)
             with gpu.assuming(10 * major + minor):
                 for rows in ROWS:
                     x = torch.empty(rows, layer.shape[1], dtype=layer.dtype, device="meta")
-                    self.compute(x, tensors, layer, None)
+                    self.compute(x, tensors, layer, bias)
 
         reasons = []
-        for scale in dict.fromkeys((layer.dtype, *SCALE_DTYPES)):  # a layer does not say what its scales are stored in
-            missing = ahead.missing(partial(every_launch, scale), layer.device, remember=(self.name, layer, scale))
+        # `Layer` does not say what scales are stored in, nor whether there is a bias.
+        for kind in product(dict.fromkeys((layer.dtype, *SCALE_DTYPES)), (False, True)):
+            missing = ahead.missing(partial(every_launch, *kind), layer.device, remember=(self.name, layer, kind))
             if missing is None:
                 return None
             reasons.append(missing)

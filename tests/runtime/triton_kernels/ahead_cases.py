@@ -90,11 +90,12 @@ def w4_tensors(layer: Layer) -> tuple[W4A16Triton, dict[str, torch.Tensor]]:
     return kernel, kernel.prepare(formats.get("pack-quantized").pack(weight), layer)
 
 
-def w4_variants(layer: Layer, scale: torch.dtype | None = None) -> list[Variant]:
+def w4_variants(layer: Layer, scale: torch.dtype | None = None, bias: bool = False) -> list[Variant]:
     """The default launches of the layer, with scales stored in `scale`."""
     kernel = W4A16Triton("cpu")
     with jit.recording() as launches:
         for rows in ROWS:
             x = torch.empty(rows, layer.shape[1], dtype=layer.dtype, device="meta")
-            kernel.compute(x, kernel.blank(layer, scale), layer, None)
+            added = torch.empty(layer.shape[0], dtype=layer.dtype, device="meta") if bias else None
+            kernel.compute(x, kernel.blank(layer, scale), layer, added)
     return list(dict.fromkeys(of(launch) for launch in launches))

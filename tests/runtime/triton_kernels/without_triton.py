@@ -69,6 +69,11 @@ def main(folder: Path) -> None:
     assert ahead.offer(write_kernels(folder / "half", w4_variants(half, torch.bfloat16)), CPU, driver)
     assert kernel.why_not(half) is None, "scales may be stored in another dtype than is computed in"
 
+    wide = w4_layer(group=128)
+    assert kernel.why_not(wide) is not None
+    assert ahead.offer(write_kernels(folder / "bias", w4_variants(wide, bias=True)), CPU, driver)
+    assert kernel.why_not(wide) is None, "a model whose layers all have a bias brings no other kernels"
+
     log.lines.clear()
     for rows in (1, 2, 5, 16, 64, 70, 300):
         driver.launches.clear()

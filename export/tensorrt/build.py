@@ -33,7 +33,7 @@ class Request:
     Attributes:
         onnx: the model in TensorRT's dialect. folder: where the plan goes.
         model, size: what is built, and for which limits.
-        dtype: `DataType` member of floats. sparse: modules that are 2:4.
+        dtype: `DataType` member of floats. sparse: modules that are 2:4. aliases: of `OnnxWeights`.
         options: of the target.
     """
 
@@ -43,7 +43,11 @@ class Request:
     size: Limits
     dtype: str
     sparse: tuple[str, ...]
+    aliases: dict[str, str]
     options: TensorrtOptions
+
+    def weights(self) -> OnnxWeights:
+        return OnnxWeights(self.onnx, self.aliases)
 
 
 def build_engine(trt: Any, request: Request, progress: Progress) -> dict[str, Any]:
@@ -103,7 +107,7 @@ def choose_route(network: Any, request: Request, progress: Progress) -> str:
     if wanted == "onnx":
         return "onnx"
     lacking = [name for name in _NEEDED if not hasattr(network, name)]
-    reason = f"this TensorRT has no {lacking[0]}" if lacking else why_not(request.model, OnnxWeights(request.onnx))
+    reason = f"this TensorRT has no {lacking[0]}" if lacking else why_not(request.model, request.weights())
     if reason is None:
         return "native"
     if wanted == "native":
@@ -115,8 +119,7 @@ def choose_route(network: Any, request: Request, progress: Progress) -> str:
 def _fill(trt: Any, network: Any, logger: Any, route: str, request: Request) -> tuple[Any, list[dict[str, Range]]]:
     """The network's layers, and its profiles. What is returned first must live until the network is built."""
     if route == "native":
-        weights = OnnxWeights(request.onnx)
-        layers = build_native(trt, network, weights, request.model, request.size, request.dtype)
+        layers = build_native(trt, network, request.weights(), request.model, request.size, request.dtype)
         return layers, native_profiles(request.model, request.size)
     parser = build_parsed(trt, network, logger, request.onnx)
     named = {network.get_input(i).name for i in range(network.num_inputs)}

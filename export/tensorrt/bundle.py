@@ -21,11 +21,20 @@ PROBE = "probe.safetensors"
 SCHEMA_VERSION = 1
 #: Versions that the builder was written against; the first is the oldest with the layers of the native network.
 VERSIONS = {"onnx": ">=10.13", "native": ">=11.0", "api_checked": "11.4.0.106"}
-_KEYS = {"model": dict, "limits": dict, "options": dict, "files": dict, "dtype": str, "sparse": list, "artifact": dict}
+_KEYS = {
+    "model": dict,
+    "limits": dict,
+    "options": dict,
+    "files": dict,
+    "dtype": str,
+    "sparse": list,
+    "aliases": dict,
+    "artifact": dict,
+}
 
 
 def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
-    """`build.json`; `content` has options, dtype, sparse, artifact, conversions and losses. Hashes are those of the files now there."""
+    """`build.json`; `content` has options, dtype, sparse, aliases, artifact, conversions and losses. Hashes are those of the files now there."""
     names = [name for name in (ONNX, DATA, PROBE) if (folder / name).is_file()]
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
     value = {

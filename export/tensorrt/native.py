@@ -27,9 +27,19 @@ def why_not(model: DecoderModel, weights: OnnxWeights | None = None) -> str | No
     """Why this network cannot be made of TensorRT's own layers; None when it can. `weights` are looked at where they are there."""
     if model.unknown is not None:
         return model.unknown
-    if weights is not None and f"{EMBEDDING}.weight" not in weights:
-        return "its embedding is compressed"
-    return None
+    if weights is None:
+        return None
+    lacking = [name for name in (f"{EMBEDDING}.weight", *norm_names(model)) if name not in weights]
+    return f"{weights.path.name} has no {lacking[0]}" if lacking else None
+
+
+def norm_names(model: DecoderModel) -> list[str]:
+    """Weights of all norms."""
+    parts = ["input_layernorm", "post_attention_layernorm"]
+    if model.norms:
+        parts += ["self_attn.q_norm", "self_attn.k_norm"]
+    names = [f"model.layers.{layer}.{part}.weight" for layer in range(model.layers) for part in parts]
+    return [*names, "model.norm.weight"]
 
 
 def build_native(trt: Any, network: Any, weights: OnnxWeights, model: DecoderModel, size: Limits, dtype: str) -> Layers:

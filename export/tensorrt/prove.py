@@ -129,6 +129,8 @@ class OnnxRuntime:
         self.version = str(onnxruntime.__version__)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
+        # The graph as it is written: fused, 4-bit products would round their inputs to int8, and fp8 ones are refused.
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         try:
             self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
         except Exception as error:  # it raises its own, unexported classes

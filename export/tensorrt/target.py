@@ -16,9 +16,11 @@ from export.tensorrt.build import PLAN, Request, build_engine
 from export.tensorrt.bundle import BUILD, DATA, ONNX, Bundle, is_bundle, write_build
 from export.tensorrt.fits import conversions, drops_activations, expressible, reason_against
 from export.tensorrt.model import DecoderModel, read_model
+from export.tensorrt.native import norm_names
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, limits
 from export.tensorrt.prove import NoKernelError, OnnxRuntime, check_model, compare, load_probe, save_probe
+from export.tensorrt.weights import OnnxWeights
 from export.verify import Probe, probe
 from runtime.errors import CompressError, RequestError
 
@@ -110,6 +112,7 @@ class TensorrtTarget(Target):
             "options": job.options.model_dump(mode="json", exclude_unset=True),
             "dtype": TYPES[name],
             "sparse": json.loads(sparse),
+            "aliases": _aliases(job, folder / ONNX, getattr(torch, name)),
             "artifact": job.source.describe(),
             "conversions": [asdict(c) for c in conversions(job.source, job.options)],
             "losses": job.losses,
@@ -133,7 +136,14 @@ class TensorrtTarget(Target):
         gpu = machine.gpu()
         assert gpu is not None
         request = Request(
-            source / ONNX, job.folder, model, size, content["dtype"], tuple(content["sparse"]), job.options
+            source / ONNX,
+            job.folder,
+            model,
+            size,
+            content["dtype"],
+            tuple(content["sparse"]),
+            content["aliases"],
+            job.options,
         )
         found = build_engine(machine.api(), request, job.progress)
         if found["constants"] == ONNX:  # a stripped plan from the parser takes its weights from the ONNX file again
@@ -201,7 +211,7 @@ class TensorrtTarget(Target):
             loader, checked = f"ONNX Runtime {session.version}", f"{checked}; {_compared(content['changed'])}"
         except NoKernelError as error:
             notes.append(f"tokens were not compared: ONNX Runtime has no kernel here ({error})")
-        keys = ("options", "dtype", "sparse", "artifact", "conversions", "losses", "changed")
+        keys = ("options", "dtype", "sparse", "aliases", "artifact", "conversions", "losses", "changed")
         write_build(job.folder, {key: content[key] for key in keys}, model, limits(job.options, model))
         return Verification(loader, checked, metrics, notes)
 
@@ -231,6 +241,18 @@ def _compared(changed: bool) -> str:
     if changed:
         return "logits of texts that the artifact wrote (weights or activations are not the artifact's own, so tokens may differ)"
     return "logits and greedy tokens of texts that the artifact wrote"
+
+
+def _aliases(job: Job, path: Path, dtype: Any) -> dict[str, str]:
+    """Which initializers stand for the norms whose weights tracing merged with equal ones."""
+    import torch
+
+    model = read_model(job.source)
+    if model.unknown is not None:
+        return {}
+    values = {name: job.source.dense(name).to(dtype).contiguous() for name in norm_names(model)}
+    wanted = {name: value.view(torch.uint8).numpy().tobytes() for name, value in values.items()}
+    return OnnxWeights(path).add_aliases(wanted)
 
 
 def _copy_texts(job: Job) -> None:

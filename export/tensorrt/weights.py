@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,14 +43,27 @@ class OnnxWeights:
 
     Args:
         path: the .onnx file; external data lies beside it.
+        aliases: {name: initializer}; tracing keeps one of several equal constants.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, aliases: Mapping[str, str] | None = None) -> None:
         import onnx_ir
 
         self.path = path
         self.model = onnx_ir.load(path)
         self._values = {name: value.const_value for name, value in self.model.graph.initializers.items()}
+        for name, stored in (aliases or {}).items():
+            self._values.setdefault(name, self._find(stored))
+
+    def add_aliases(self, wanted: Mapping[str, bytes]) -> dict[str, str]:
+        """Find constants by their bytes: {name: initializer} of those that are not there under their own names, and are under
+        another. They can be read under both from now on."""
+        missing = {name: content for name, content in wanted.items() if name not in self}
+        sizes = {len(content) for content in missing.values()}
+        stored = {t.tobytes(): name for name, t in self._values.items() if t is not None and t.nbytes in sizes}
+        found = {name: stored[content] for name, content in missing.items() if content in stored}
+        self._values |= {name: self._values[other] for name, other in found.items()}
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._values

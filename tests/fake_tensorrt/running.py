@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,20 +26,12 @@ class Runtime(Listed):
         made._plan = PLANS[int(content[5:])]
         made._stripped = "STRIP_PLAN" in made._plan["config"]._flags
         made._weights = {} if made._stripped else dict(made._plan["weights"])
-        made._session = None
-        if made._plan["network"]._onnx is not None and not made._stripped:
-            made._open(made._plan["network"]._onnx[1])
+        made._session = None if made._stripped else made._plan["network"]._onnx
         return made
 
 
 class ICudaEngine(Listed):
     _name = "ICudaEngine"
-
-    def _open(self, path: Path) -> None:
-        """What the parser parsed, in ONNX Runtime."""
-        import onnxruntime
-
-        self._session = onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"])
 
     def do_create_execution_context(self, strategy: Any = None) -> Any:
         made = IExecutionContext._make()

@@ -1,4 +1,6 @@
-"""Loads a GPTQ folder with GPTQModel and writes what it computes: `python load_gptqmodel.py FOLDER ASKED.npz ANSWERED.npz`.
+"""Loads a GPTQ folder with GPTQModel and writes what it computes: `python load_gptqmodel.py FOLDER ASKED.npz ANSWERED.npz [LOADER]`.
+
+LOADER is "gptqmodel" (GPTQModel.load) or "transformers" (AutoModelForCausalLM, which needs optimum beside gptqmodel).
 
 A process of its own, since importing gptqmodel changes transformers; run by file name, so that it needs an interpreter with
 gptqmodel, torch and numpy, and nothing else of this project. ASKED has `rows` int64 `[n, seq]`, `lengths` `[n]` (of the prompts that
@@ -12,30 +14,56 @@ import sys
 from typing import Any
 
 
-def main(folder: str, asked: str, answered: str) -> None:
+def main(folder: str, asked: str, answered: str, loader: str = "gptqmodel") -> None:
+    import os
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # GPTQModel compiles its unpacking, for minutes; the numbers are the same
     import numpy as np
     import torch
 
     torch.set_num_threads(max(2, torch.get_num_threads()))  # with one thread GPTQModel does not load
-    from gptqmodel import BACKEND, GPTQModel
     from gptqmodel.nn_modules.qlinear import BaseQuantLinear
 
     with np.load(asked) as content:
         rows, lengths = torch.from_numpy(content["rows"]), content["lengths"].tolist()
         new_tokens = int(content["new_tokens"])
-    loaded = GPTQModel.load(folder, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16)
-    model = loaded.model
+    model = _by_transformers(folder) if loader == "transformers" else _by_gptqmodel(folder)
     with torch.inference_mode():
         half = model(input_ids=rows, use_cache=False).logits.float()
     layers = {name: module for name, module in model.named_modules() if isinstance(module, BaseQuantLinear)}
     for name, module in layers.items():
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, dense(module))
-    model.float()
+    torch.nn.Module.float(model)  # transformers forbids the method on models that it has loaded quantized
     with torch.inference_mode():
         logits = model(input_ids=rows, use_cache=False).logits.float()
-    tokens = [_greedy(model, row[:length].tolist(), new_tokens) for row, length in zip(rows, lengths, strict=True)]
-    np.savez(answered, half_logits=half.numpy(), logits=logits.numpy(), tokens=tokens, layers=len(layers))
+    tokens = torch.empty(len(rows), new_tokens, dtype=torch.int64)
+    for length in sorted(set(lengths)):  # batches of one length need no padding
+        chosen = [i for i, other in enumerate(lengths) if other == length]
+        tokens[chosen] = _greedy(model, rows[chosen, :length], new_tokens)
+    np.savez(answered, half_logits=half.numpy(), logits=logits.numpy(), tokens=tokens.numpy(), layers=len(layers))
+
+
+def _by_gptqmodel(folder: str) -> Any:
+    import torch
+    from gptqmodel import BACKEND, GPTQModel
+
+    return GPTQModel.load(folder, device="cpu", backend=BACKEND.GPTQ_TORCH, dtype=torch.float16).model
+
+
+def _by_transformers(folder: str) -> Any:
+    import json
+    from pathlib import Path
+
+    import torch
+    from transformers import AutoModelForCausalLM, GPTQConfig
+
+    # The kernel whose matrices can be read back; everything else is as config.json says.
+    stored = json.loads((Path(folder) / "config.json").read_text())["quantization_config"]
+    config = GPTQConfig(bits=stored["bits"], backend="gptq_torch")
+    return AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float16, device_map="cpu", quantization_config=config
+    )
 
 
 def dense(module: Any) -> Any:
@@ -52,17 +80,18 @@ def dense(module: Any) -> Any:
     return layer
 
 
-def _greedy(model: Any, prompt: list[int], count: int) -> list[int]:
+def _greedy(model: Any, ids: Any, count: int) -> Any:
+    """int64 `[n, count]` after prompts `[n, length]`."""
     import torch
 
-    ids, cache, written = torch.tensor([prompt]), None, []
+    cache, written = None, []
     with torch.inference_mode():
         for _ in range(count):
             out = model(input_ids=ids, past_key_values=cache, use_cache=True)
             ids, cache = out.logits[:, -1].argmax(-1, keepdim=True), out.past_key_values
-            written.append(int(ids))
-    return written
+            written.append(ids)
+    return torch.cat(written, 1)
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:4])
+    main(*sys.argv[1:5])

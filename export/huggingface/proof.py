@@ -35,7 +35,7 @@ def verify_compressed(job: Job, plan: Plan) -> Verification:
     """The folder through `AutoModelForCausalLM.from_pretrained`, in float32."""
     model = load_transformers(job.folder, job.source.trust_remote_code)
     exact = not job.losses and all(entry.scheme.activations is None for entry in plan.entries.values())
-    metrics = _compare(probe(job), model, exact)
+    metrics = compare_model(probe(job), model, exact)
     metrics = _check_unpacked(job, plan, model) | metrics  # compressed-tensors unpacks at the first forward
     loader = f"transformers {version('transformers')}"
     if plan.entries:
@@ -55,7 +55,7 @@ def verify_gptq(job: Job, plan: Plan) -> Verification:
         _check_matrix(job, name, matrix)
     model = _fill(job, tensors)
     reference = probe(job)
-    metrics = {"matrices": len(folder.modules)} | _compare(reference, model, not job.losses)
+    metrics = {"matrices": len(folder.modules)} | compare_model(reference, model, not job.losses)
     del model, tensors
     checked = (
         "every matrix (an independent reader), logits and greedy tokens of the model they make, float32 on the CPU"
@@ -70,11 +70,15 @@ def verify_gptq(job: Job, plan: Plan) -> Verification:
     return Verification(loader, checked, metrics, notes)
 
 
-def verify_with_gptqmodel(folder: Path, reference: Probe, python: str) -> dict[str, Any]:
-    """`gptqmodel_*` metrics of the folder loaded by GPTQModel in a process of its own (`load_gptqmodel`).
+def verify_with_gptqmodel(
+    folder: Path, reference: Probe, python: str, loader: str = "gptqmodel", environment: dict[str, str] | None = None
+) -> dict[str, Any]:
+    """`LOADER_*` metrics of the folder loaded by GPTQModel in a process of its own (`load_gptqmodel`).
 
     Args:
         python: the interpreter to use; gptqmodel must be installed there, this package need not.
+        loader: "gptqmodel", or "transformers" for its GPTQ loader, which needs optimum there.
+        environment: of the process; None is this one's.
 
     Raises:
         CompressError: it does not load, or does not compute what the artifact does.
@@ -86,8 +90,8 @@ def verify_with_gptqmodel(folder: Path, reference: Probe, python: str) -> dict[s
         asked, answered = Path(temporary) / "asked.npz", Path(temporary) / "answered.npz"
         lengths = [len(prompt) for prompt in reference.prompts]
         np.savez(asked, rows=reference.rows.numpy(), lengths=lengths, new_tokens=len(reference.continuations[0]))
-        command = [python, str(script), str(folder), str(asked), str(answered)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+        command = [python, str(script), str(folder), str(asked), str(answered), loader]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment)
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise CompressError(f"GPTQModel does not load the export: {last}")
@@ -97,11 +101,11 @@ def verify_with_gptqmodel(folder: Path, reference: Probe, python: str) -> dict[s
             tokens = content["tokens"].tolist()
     found = compare_logits(reference, lambda rows: logits, ROUNDED_KL)
     found |= compare_tokens(reference, lambda prompts, count: tokens, _tie(found))
-    result = {f"gptqmodel_{name}": value for name, value in found.items()}
+    result = {f"{loader}_{name}": value for name, value in found.items()}
     served = compare_logits(
         reference, lambda rows: half, ROUNDED_KL
     )  # as it computes by itself: float16 weights and activations
-    return result | {"gptqmodel_float16_kl": served["kl"], "gptqmodel_float16_top1": served["top1_agreement"]}
+    return result | {f"{loader}_float16_kl": served["kl"], f"{loader}_float16_top1": served["top1_agreement"]}
 
 
 def load_transformers(
@@ -174,10 +178,13 @@ def in_float32(weight: CompressedWeight) -> torch.Tensor:
     return replace(weight, scale=scale, dtype=torch.float32).dequantize()
 
 
-def _compare(reference: Probe, model: Any, exact: bool) -> dict[str, Any]:
+def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str, Any]:
+    """Logits and greedy tokens of a transformers model; CompressError where they are not the reference's."""
+
     @torch.no_grad()
     def logits(rows: torch.Tensor) -> torch.Tensor:
-        return model(input_ids=rows, use_cache=False).logits
+        with contextlib.redirect_stderr(io.StringIO()):  # compressed-tensors unpacks now, with a bar
+            return model(input_ids=rows, use_cache=False).logits
 
     metrics = compare_logits(reference, logits, SAME_KL if exact else ROUNDED_KL)
     return metrics | compare_tokens(reference, lambda prompts, count: greedy(model, prompts, count), _tie(metrics))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -129,6 +130,19 @@ def test_mixed_shards_are_refused_by_name_and_unified_on_request(mixed: Make, tm
         assert dynamic["+:^model\\.layers\\.0\\.self_attn\\.qkv_proj$"] == {"bits": 8, "group_size": 32, "sym": False}
 
 
+def test_transformers_needs_one_scheme_where_one_is_asymmetric(mixed: Make, tmp_path: Path) -> None:
+    path = mixed({"self_attn.o_proj": None, "mlp.gate_proj": int_scheme(4, False, 64), "mlp.up_proj": int_scheme(4, False, 64),
+                  "mlp.down_proj": int_scheme(4, True, 128)})  # fmt: skip
+    with pytest.raises(
+        RequestError, match="transformers unpacks asymmetric weights with the scheme of the first group"
+    ):
+        _export(path, tmp_path)
+    result = _export(path, tmp_path, unify=True)
+    assert result.verification.metrics["kl"] < 1e-3
+    groups = _config(result.path)["quantization_config"]["config_groups"]
+    assert [group["weights"]["group_size"] for group in groups.values()] == [64]
+
+
 def test_a_dense_shard_is_refused_even_with_unify(mixed: Make, tmp_path: Path) -> None:
     path = mixed({"up_proj": None, "_proj": int_scheme(4, True, 64)})
     with pytest.raises(RequestError, match=r"gate_proj is int4 .* and up_proj is dense"):
@@ -213,3 +227,39 @@ def test_a_wrong_matrix_is_noticed(made: Make, tmp_path: Path, monkeypatch: pyte
     with pytest.raises(CompressError, match="is not the artifact's matrix"):
         _export(made("w4_g128"), tmp_path, layout="gptq")
     assert not (tmp_path / "out").exists()
+
+
+def test_gptqmodel_itself_where_it_is_installed(made: Make, tmp_path: Path) -> None:
+    if importlib.util.find_spec("gptqmodel") is None:
+        result = _export(made("w4_g128"), tmp_path, layout="gptq")
+        assert any("GPTQModel is not installed here" in note for note in result.verification.notes)
+        pytest.skip("gptqmodel is not installed: benchmarks/huggingface_check.py runs it in an environment of its own")
+    metrics = _export(made("w4_g32_asymmetric"), tmp_path, layout="gptq").verification.metrics
+    assert metrics["gptqmodel_kl"] < 1e-3
+    assert metrics["gptqmodel_tokens"] == 128
+
+
+@pytest.mark.parametrize("family", ["Qwen2", "Mixtral", "Phi3"])
+@pytest.mark.parametrize("layout", ["compressed-tensors", "gptq"])
+def test_biases_experts_and_fused_layers(tmp_path: Path, family: str, layout: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{family}Config")(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+        max_position_embeddings=64, bos_token_id=None, eos_token_id=98, pad_token_id=0, tie_word_embeddings=False,
+    )  # fmt: skip
+    model = getattr(transformers, f"{family}ForCausalLM")(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    chosen = {
+        n: int_scheme(4, True, 32) for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and "_proj" in n
+    }
+    artifact = tmp_path / "artifact"
+    artifact.mkdir()
+    write_checkpoint(artifact, model.to(torch.bfloat16), chosen, torch.bfloat16)
+    result = _export(artifact, tmp_path, layout=layout)
+    assert result.verification.metrics["matrices"] == len(chosen)
+    if family == "Mixtral" and layout == "gptq":
+        assert "-:.*\\.experts(\\..*)?$" in _config(result.path)["quantization_config"]["dynamic"]

@@ -47,15 +47,16 @@ def check_file(path: Path) -> None:
             checked.unlink()
 
 
-def optimized(path: Path, kernels: str = "auto") -> Any:
-    """The graph that ONNX Runtime runs on a CPU, as an onnx `ModelProto` without its weights."""
+def optimized(path: Path, kernels: str = "auto", entries: dict[str, str] | None = None) -> Any:
+    """The graph that ONNX Runtime runs on a CPU, as an onnx `ModelProto` without its weights; `entries` as in `check_fused`."""
     import onnx
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
-    options.add_session_config_entry("session.x64quantprecision", "1")  # as runtime.load asks for
+    for name, value in (entries or {}).items():
+        options.add_session_config_entry(name, value)
     # Extended, not all: layouts of one machine's vector units would hide what is looked for.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED
     with tempfile.TemporaryDirectory() as folder:
@@ -82,16 +83,17 @@ def unfused(model: Any) -> list[str]:
     return found
 
 
-def check_fused(path: Path, compressed: int) -> dict[str, int]:
+def check_fused(path: Path, compressed: int, entries: dict[str, str] | None = None) -> dict[str, int]:
     """{operator: how often} of the products that read compressed weights, in ONNX Runtime's optimized graph.
 
     Args:
         compressed: how many there must be.
+        entries: settings of the session that the export asks for.
 
     Raises:
         CompressError: one was not fused, or something is computed from constants at every call.
     """
-    model = optimized(path)
+    model = optimized(path, entries=entries)
     late = unfused(model)
     if late:
         raise CompressError(

@@ -36,7 +36,7 @@ def prove(job: Job) -> Verification:
     fused: dict[str, int] = {}
     for file, compressed in files.items():
         check_file(job.folder / file)
-        for name, count in check_fused(job.folder / file, compressed).items():
+        for name, count in check_fused(job.folder / file, compressed, job.facts.get("session")).items():
             fused[name] = fused.get(name, 0) + count
         job.progress.step(file)
     quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())

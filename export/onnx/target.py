@@ -17,6 +17,8 @@ from export.target import Conversion, Job, Options, Target, Verification
 from runtime.scheme import Scheme
 from runtime.skeleton import model_kind
 
+# sentence-transformers' files, which say how an encoder's states become an embedding.
+_POOLING_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")
 _DTYPES = {"float32": torch.float32, "float16": torch.float16}
 
 
@@ -60,6 +62,9 @@ class OnnxTarget(Target):
         writers = {"decoder": write_decoder, "encoder": write_encoder, "encoder-decoder": write_seq2seq}
         spoken = dialect("ort" if job.options.ort else "onnx", _DTYPES[job.options.dtype])
         job.facts |= writers[model_kind(job.source.config)](job, spoken)
+        if spoken.name == "onnx" and any(_static_int8(entry.scheme) for entry in job.source.entries.values()):
+            # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
+            job.facts["session"] = {"session.x64quantprecision": "1"}
         if job.options.ort:
             for file in sorted(job.folder.glob("*.onnx")):
                 write_fast(file)
@@ -85,6 +90,12 @@ class OnnxTarget(Target):
             f'model = runtime.load("{folder}")  # kernels="fast" rounds activations to int8',
             f"print({ask})",
         ]
+
+
+def _static_int8(scheme: Scheme) -> bool:
+    """Inputs are rounded to int8 with a calibrated scale, which the standard dialect says with Q/DQ."""
+    acts = scheme.activations
+    return acts is not None and acts.type == "int" and not acts.dynamic
 
 
 def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | None:
@@ -117,8 +128,7 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
             say(changed, name)
         if scheme.sparsity is not None:
             say(f"{scheme.sparsity} zeros are stored like other codes", name)
-        acts = scheme.activations
-        if spoken.name == "onnx" and acts is not None and acts.type == "int" and not acts.dynamic:
+        if spoken.name == "onnx" and _static_int8(scheme):
             say(
                 "int8 inputs as Q/DQ: on x86 CPUs without VNNI ONNX Runtime saturates their sums unless "
                 "session.x64quantprecision is 1, which runtime.load sets (--ort needs no option)",
@@ -153,7 +163,8 @@ def write_config(source: Source, folder: Path) -> None:
     config.pop("quantization_config", None)
     write_json(folder / "config.json", config)
     copy_tokenizer(source.path, folder)
-    for name in ("modules.json", "sentence_bert_config.json", "1_Pooling/config.json"):
-        if (source.path / name).is_file():
-            (folder / name).parent.mkdir(exist_ok=True)
-            shutil.copyfile(source.path / name, folder / name)
+    for pattern in _POOLING_FILES:
+        for file in source.path.glob(pattern):
+            place = folder / file.relative_to(source.path)
+            place.parent.mkdir(exist_ok=True)
+            shutil.copyfile(file, place)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export.onnx.attention import why_not_grouped, write_attention, write_grouped
@@ -86,6 +87,17 @@ def save(job: Job, model: onnx_ir.Model, file: str, facts: dict[str, Any]) -> No
     model.metadata_props["compress.model"] = json.dumps(facts)
     model.metadata_props["compress.sparse"] = json.dumps(sparse_modules(job))
     ir.save(model, str(job.folder / file))
+    if MICROSOFT in model.opset_imports:
+        _forget_shapes(job.folder / file)
+
+
+def _forget_shapes(path: Path) -> None:
+    """Some of the shapes that fusions leave are those of what they replaced; they are inferred anew by whoever wants them."""
+    import onnx
+
+    model = onnx.load(str(path), load_external_data=False)
+    del model.graph.value_info[:]
+    onnx.save(model, str(path))
 
 
 def sparse_modules(job: Job) -> list[str]:
@@ -103,8 +115,12 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     """Drop what nothing reads any more, merge what is computed twice, and declare the operators used."""
     from onnx_ir.passes import common
 
+    if any(node.domain == MICROSOFT for node in model.graph.all_nodes()):
+        model.opset_imports[MICROSOFT] = 1
     if dialect.own_operators:
         _fuse(model)
+    if dialect.name == "onnx":
+        _without_relu(model)
     common.CommonSubexpressionEliminationPass()(model)
     common.RemoveUnusedNodesPass()(model)
     model.opset_imports.pop(DOMAIN, None)
@@ -120,6 +136,31 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     strip(model)
     model.ir_version = IR_VERSION
     model.producer_name = "compress"
+
+
+def _without_relu(model: onnx_ir.Model) -> None:
+    """max(x, 0) after a product with a compressed weight: ONNX Runtime 1.31 does not fuse the weight into a product that Relu follows."""
+    import numpy
+    import onnx_ir as ir
+
+    graph = model.graph
+    for node in [node for node in graph if node.op_type == "Relu" and node.domain == ""]:
+        value = node.inputs[0]
+        producer = None if value is None else value.producer()
+        if producer is None or producer.op_type not in ("MatMul", "Add") or value is None or value.dtype is None:
+            continue
+        name = f"zero.{value.dtype.name}"
+        if name not in graph.initializers:
+            zero = ir.tensor(numpy.zeros((), dtype=value.dtype.numpy()), name=name)
+            graph.register_initializer(
+                ir.Value(name=name, const_value=zero, shape=ir.Shape([]), type=ir.TensorType(value.dtype))
+            )
+        most = ir.node("Max", [value, graph.initializers[name]])
+        most.name, output, old = node.name, most.outputs[0], node.outputs[0]
+        output.name, output.shape, output.type = f"{old.name}.max", old.shape, old.type
+        graph.insert_before(node, most)
+        old.replace_all_uses_with(output, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
 
 
 def _fuse(model: onnx_ir.Model) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from runtime.engines.onnx_encoder import OnnxEncoderEngine
 from runtime.engines.onnx_seq2seq import OnnxSeq2SeqEngine
-from runtime.engines.onnx_session import DTYPES, Session, file_bytes
+from runtime.engines.onnx_session import DTYPES, Session, file_bytes, session_entries
 from runtime.errors import ArtifactError, RequestError
 from runtime.exported import Export
 
@@ -48,7 +48,7 @@ class OnnxEngine:
         self._inputs = frozenset(facts["inputs"])
         self.padding_is_exact = "position_ids" in self._inputs
         self.weight_bytes = file_bytes(export)
-        self.session = Session(export.path / MODEL, device, kernels, threads)
+        self.session = Session(export.path / MODEL, device, kernels, threads, session_entries(facts))
         self._names = [f"{i}.{part}" for i in range(len(self._cache_shapes)) for part in ("key", "value")]
         self.description = self.session.description
 

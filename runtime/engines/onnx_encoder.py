@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.engines.onnx_session import DTYPES, Session, file_bytes
+from runtime.engines.onnx_session import DTYPES, Session, file_bytes, session_entries
 from runtime.exported import Export
 
 
@@ -20,7 +20,7 @@ class OnnxEncoderEngine:
         self.context_length: int | None = None if limit is None else int(limit)
         self._dtype = DTYPES[facts["dtype"]]
         self.weight_bytes = file_bytes(export)
-        self._session = Session(export.path / "model.onnx", device, kernels, threads)
+        self._session = Session(export.path / "model.onnx", device, kernels, threads, session_entries(facts))
         self.description = self._session.description
 
     @torch.inference_mode()

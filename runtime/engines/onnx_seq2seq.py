@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from runtime.engines.onnx_session import DTYPES, Session, file_bytes
+from runtime.engines.onnx_session import DTYPES, Session, file_bytes, session_entries
 from runtime.exported import Export
 
 
@@ -35,7 +35,8 @@ class OnnxSeq2SeqEngine:
         self._cross: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cross"]]
         self.weight_bytes = file_bytes(export)
         self._encoder, self._keys, self._decoder = (
-            Session(export.path / f"{name}.onnx", device, kernels, threads) for name in ("encoder", "cross", "decoder")
+            Session(export.path / f"{name}.onnx", device, kernels, threads, session_entries(facts))
+            for name in ("encoder", "cross", "decoder")
         )
         self.description = self._decoder.description
 

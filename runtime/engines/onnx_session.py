@@ -24,13 +24,16 @@ class Session:
         kernels: "auto" sums products with compressed weights in float32; "fast" rounds activations to int8 first; "reference" leaves
             the graph as it is written.
         threads: of ONNX Runtime; None: as many as torch has.
+        entries: settings of the session that the export asks for.
 
     Raises:
         RequestError: ONNX Runtime or its provider for the device is not installed, or `kernels` is none of these.
         ArtifactError: the graph cannot be opened.
     """
 
-    def __init__(self, file: Path, device: torch.device, kernels: str, threads: int | None) -> None:
+    def __init__(
+        self, file: Path, device: torch.device, kernels: str, threads: int | None, entries: Mapping[str, str]
+    ) -> None:
         try:
             import onnxruntime
         except ImportError as error:
@@ -50,8 +53,8 @@ class Session:
         options.log_severity_level = 3
         # What int4 products round activations to: 1 float32, 4 int8 (what ONNX Runtime does when it is not told).
         options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
-        # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
-        options.add_session_config_entry("session.x64quantprecision", "1")
+        for name, value in entries.items():
+            options.add_session_config_entry(name, value)
         if kernels == "reference":
             options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
         fast = file.with_name(f"{file.stem}_fast.onnx")
@@ -98,3 +101,11 @@ class Session:
 def file_bytes(export: Export) -> int:
     """Bytes of the graphs and their weights."""
     return sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
+
+
+def session_entries(facts: Mapping[str, Any]) -> dict[str, str]:
+    """Settings of ONNX Runtime's session that an export asks for, as strings."""
+    entries = facts.get("session", {})
+    if not isinstance(entries, Mapping) or not all(isinstance(v, str) for v in entries.values()):
+        raise ArtifactError("export.json: session must hold strings")
+    return dict(entries)

@@ -1,0 +1,72 @@
+"""Encoders and encoder-decoders as ONNX: compressed, loaded back, equal to the artifact, alone and padded."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import export
+import runtime
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
+from encoder_models import bert, byte_tokenizer, t5
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxruntime")
+TEXTS = ["one", "two words", "a much longer line of words that needs more room", "x"]
+
+
+@pytest.fixture(scope="module")
+def encoder(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
+    import compress
+
+    source = tmp_path_factory.mktemp("bert")
+    bert().save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    recipe = {
+        "name": "bert", "model": str(source), "stages": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8"}}],
+        "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
+        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2},
+    }  # fmt: skip
+    return compress.apply(recipe, output=source.parent / "bert-w8a8", quiet=True).path
+
+
+@pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
+def test_an_encoder_embeds_as_the_artifact_does(encoder: Path, tmp_path: Path, ort: bool) -> None:
+    result = export.export(encoder, "onnx", tmp_path / "out", ort=ort, quiet=True)
+    assert result.verification is not None
+    assert result.verification.metrics["fused"] == "12 MatMulInteger"
+    model, artifact = runtime.load(tmp_path / "out"), runtime.load(encoder, dtype="float32")
+    together = model.embed(TEXTS)
+    assert torch.nn.functional.cosine_similarity(together, artifact.embed(TEXTS)).min() > 0.999
+    for row, text in enumerate(TEXTS):
+        assert torch.allclose(model.embed(text), together[row], atol=2e-2)
+    assert model.stats["engine"].startswith("ONNX Runtime")
+
+
+@pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
+def test_an_encoder_decoder_writes_what_the_artifact_writes(tmp_path: Path, tiny_text: Path, ort: bool) -> None:
+    import compress
+
+    t5().save_pretrained(tmp_path / "t5")
+    byte_tokenizer(False).save_pretrained(tmp_path / "t5")
+    recipe = {
+        "name": "t5", "model": str(tmp_path / "t5"),
+        "stages": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}],
+        "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
+        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "100000%"},
+    }  # fmt: skip
+    artifact = compress.apply(recipe, output=tmp_path / "t5-w4", quiet=True).path
+    result = export.export(artifact, "onnx", tmp_path / "out", ort=ort, quiet=True)
+    assert result.verification is not None
+    metrics = result.verification.metrics
+    assert metrics["same_tokens"] == metrics["tokens"] == 128
+    assert metrics["fused"].endswith("MatMulNBits")
+    model, own = runtime.load(tmp_path / "out"), runtime.load(artifact, dtype="float32")
+    sources = ["translate this", "and", "that, which is longer than the others"]
+    assert model.generate(sources, max_new_tokens=12) == own.generate(sources, max_new_tokens=12)
+    # The file of weights holds the shared table once.
+    assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 1.3 * own.artifact.checkpoint.total_bytes

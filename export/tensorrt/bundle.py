@@ -34,7 +34,11 @@ _KEYS = {
 
 
 def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
-    """`build.json`; `content` has options, dtype, sparse, aliases, artifact, conversions and losses. Hashes are those of the files now there."""
+    """`build.json`, with the hashes of the files that are there now.
+
+    Args:
+        content: options, dtype, sparse, aliases, artifact, conversions, losses, changed.
+    """
     names = [name for name in (ONNX, DATA, PROBE) if (folder / name).is_file()]
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
     value = {

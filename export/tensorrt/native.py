@@ -5,7 +5,9 @@ Rows of a batch are padded on the right; each says where its tokens go (`write_i
 the cache up to `write_indices + i`. What padding wrote is overwritten by the next step before anything can see it.
 
 Semantics of the layers: documentation of TensorRT 11 (operators KVCacheUpdate, Attention, RotaryEmbedding) and the docstrings of
-the Python bindings.
+the Python bindings. One thing they leave open: that the lower right corner is the one of `key_value_lengths`, not of the whole
+cache. It is taken so here; where it were not so, the tokens of the verification would differ, and the network of the ONNX parser
+(option network) depends on nothing of this.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ from export.tensorrt.layers import Layers
 from export.tensorrt.model import DecoderModel
 from export.tensorrt.profiles import Limits
 from export.tensorrt.weights import OnnxWeights
+from runtime.errors import CompressError
 
 EMBEDDING = "model.embed_tokens"
 HEAD = "lm_head"
@@ -95,6 +98,8 @@ class _Builder:
         """A network input; dimensions that have a name are free, and equal where the name is."""
         shape = tuple(d if isinstance(d, int) else -1 for d in dimensions)
         tensor = self.network.add_input(name, self.layers.type(dtype), shape)
+        if tensor is None:
+            raise CompressError(f"TensorRT refused input {name} of shape {list(shape)}")
         for index, dimension in enumerate(dimensions):
             if isinstance(dimension, str):
                 tensor.set_dimension_name(index, dimension)

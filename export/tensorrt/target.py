@@ -45,9 +45,13 @@ class TensorrtTarget(Target):
             source.check_options(options)
             return None
         reason = reason_against(source, options)
-        if reason is None:
+        if reason is not None:
+            return reason
+        try:
             limits(options, read_model(source))
-        return reason
+        except AttributeError as error:
+            return f"its configuration has no {error.name}, which the profiles of an engine need"
+        return None
 
     def conversions(self, source: Source | Bundle, options: Any) -> list[Conversion]:
         return source.conversions if isinstance(source, Bundle) else conversions(source, options)
@@ -103,7 +107,13 @@ class TensorrtTarget(Target):
                 f"the artifact computes in {name}, and TensorRT in {', '.join(TYPES)}; choose one with option dtype"
             )
         written = replace(job, source=expressible(job.source), folder=folder)
-        write_decoder(written, dialect("tensorrt", getattr(torch, name)))
+        facts = write_decoder(written, dialect("tensorrt", getattr(torch, name)))
+        model = read_model(job.source)
+        odd = next((c for c in facts["cache"] if c != [model.kv_heads, model.head_dim]), None)
+        if odd is not None or facts["layers"] != model.layers:
+            raise RequestError(
+                f"{job.source.path} has layers with caches of different shapes ({odd}), which no profile is made for"
+            )
         import onnx
 
         properties = onnx.load(str(folder / ONNX), load_external_data=False).metadata_props

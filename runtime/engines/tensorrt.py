@@ -148,9 +148,7 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
         put_weights(trt, logger, engine, export.path / str(facts["constants"]))
     if facts["weight_streaming"]:
         engine.weight_streaming_budget_v2 = _budget(engine, bound)
-    loaded = TensorrtEngine(Session(trt, engine, gpu), facts)
-    loaded.keep = (runtime, logger)  # type: ignore[attr-defined]  # the engine lives no longer than they do
-    return loaded
+    return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
 
 
 def make_gpu(device: torch.device) -> Gpu:

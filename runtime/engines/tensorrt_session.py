@@ -65,11 +65,11 @@ class Session:
 
     Args:
         trt: the tensorrt module. engine: its `ICudaEngine`. gpu: where it runs.
-        graphs: whether decode steps may become CUDA graphs.
+        owners: what must live as long as the engine (TensorRT's runtime and logger).
     """
 
-    def __init__(self, trt: Any, engine: Any, gpu: Gpu, graphs: bool = True) -> None:
-        self.trt, self.engine, self.gpu, self.graphs = trt, engine, gpu, graphs
+    def __init__(self, trt: Any, engine: Any, gpu: Gpu, owners: tuple[Any, ...]) -> None:
+        self.trt, self.engine, self.gpu, self._owners = trt, engine, gpu, owners
         self._scratch = torch.empty(max(1, int(engine.device_memory_size_v2)), dtype=torch.uint8, device=gpu.device)
         self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
         self._bound: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}, {}]
@@ -99,7 +99,7 @@ class Session:
             if moved:
                 self._replay = None
         with self.gpu.work():
-            if profile == DECODE and self._replay is None and self.graphs and self._steady >= STEADY:
+            if profile == DECODE and self._replay is None and self._steady >= STEADY:
                 self._replay = self.gpu.capture(lambda: self._enqueue(profile))
                 self.captured += 1
             if profile == DECODE and self._replay is not None:
@@ -108,7 +108,8 @@ class Session:
                 self._enqueue(profile)
 
     def _enqueue(self, profile: int) -> None:
-        if not self._contexts[profile].execute_async_v3(self.gpu.handle):
+        context = self._contexts[profile]
+        if not context.execute_async_v3(self.gpu.handle):
             raise CompressError("TensorRT failed to run the engine; its log says why")
 
     def _bind(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> bool:
@@ -133,10 +134,6 @@ class Session:
             if vague:
                 raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
         return moved
-
-    def output_shape(self, profile: int, name: str) -> tuple[int, ...]:
-        """What TensorRT says the shape of an output is, for the shapes last bound."""
-        return tuple(self._contexts[profile].get_tensor_shape(name))
 
 
 def make_logger(trt: Any) -> Any:

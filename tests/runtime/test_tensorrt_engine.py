@@ -1,0 +1,255 @@
+"""The TensorRT engine on the stand-in: buffers, profiles, the aliased cache, ping-pong, graphs; tokens are those of the torch engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from fake_tensorrt.install import HostGpu, install
+
+import runtime
+import runtime.engines.tensorrt as engines
+from runtime.engines.tensorrt import load_tensorrt
+from runtime.errors import ArtifactError, CompressError, RequestError
+
+pytest.importorskip("onnx")
+pytest.importorskip("onnxscript")
+
+BATCH, LENGTH, PROMPT = 3, 48, 7
+PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20], [30, 31, 32], [40, 41], list(range(50, 70))]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tiny_llama: Callable[..., Path]) -> Path:
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def exports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """`exports("native")`, `exports("onnx")`: directories of engines in float32."""
+    import export
+
+    made: dict[str, Path] = {}
+
+    def make(network: str, **options: Any) -> Path:
+        key = repr((network, options))
+        if key not in made:
+            out = tmp_path_factory.mktemp("engine") / network
+            with pytest.MonkeyPatch.context() as patch:
+                install(patch)
+                export.export(
+                    checkpoint, "tensorrt", out, quiet=True, verify=False, network=network, dtype="float32",
+                    max_batch=BATCH, max_length=LENGTH, max_prompt=PROMPT, optimum_prompt=4, **options,
+                )  # fmt: skip
+            made[key] = out
+        return made[key]
+
+    return make
+
+
+@pytest.fixture(params=["native", "onnx"])
+def model(request: pytest.FixtureRequest, exports: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    install(monkeypatch)
+    return runtime.load(exports(request.param), device="cpu")
+
+
+@pytest.fixture(scope="module")
+def truth(checkpoint: Path) -> Any:
+    return runtime.load(checkpoint, device="cpu", dtype="float32")
+
+
+# ---------------------------------------------------------------- the same tokens
+def test_generates_the_same_tokens_as_torch(model: Any, truth: Any) -> None:
+    """Five ragged prompts, two parts of at most three rows, one prompt longer than a prefill step; rows end at different times."""
+    expected = truth.generate(PROMPTS, max_new_tokens=12)
+    assert model.generate(PROMPTS, max_new_tokens=12) == expected
+    assert model.stats["cache_bytes"] > 0
+
+
+def test_streams_and_scores_like_torch(model: Any, truth: Any) -> None:
+    assert list(model.stream(PROMPTS[0], max_new_tokens=9)) == truth.generate(PROMPTS[0], max_new_tokens=9)
+    text = list(range(3, 40))
+    assert model.score(text).log_likelihood == pytest.approx(truth.score(text).log_likelihood, abs=1e-3)
+
+
+def test_logits_of_every_position(model: Any, truth: Any) -> None:
+    ids = torch.arange(4 * 19).view(4, 19) % 257
+    found = model.logits(ids)
+    assert found.dtype == torch.float32
+    assert torch.allclose(found, truth.logits(ids), atol=2e-4)
+
+
+def test_a_padded_batch_goes_on_where_it_was(exports: Any, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Native rows of different lengths, several tokens after a past: every row as it would be alone."""
+    install(monkeypatch)
+    engine = runtime.load(exports("native"), device="cpu").engine
+    first = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 0, 0, 0, 9]])
+    mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
+    second = torch.tensor([[0, 8, 9], [6, 7, 8], [0, 0, 10]])
+    later = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
+    cache = engine.new_cache()
+    engine.forward(first, cache, mask, None)
+    found = engine.forward(second, cache, torch.cat([mask, later], 1), None)
+    assert cache.parts[0].lengths == [5, 8, 2]
+    for row, ids in enumerate([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], [9, 10]]):
+        alone = truth.logits([ids])[0]
+        own = int(later[row].sum())
+        assert torch.allclose(found[row, 3 - own :], alone[-own:], atol=2e-4)
+        assert bool((found[row, : 3 - own] == 0).all())
+
+
+def test_a_full_row_is_not_overwritten(exports: Any, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One row fills the cache to its end while another still reads its prompt: padding has no room there."""
+    install(monkeypatch)
+    engine = runtime.load(exports("native"), device="cpu").engine
+    cache = engine.new_cache()
+    long = torch.arange(LENGTH - 2) + 3
+    both = torch.stack([long, long + 50])
+    mask = torch.ones_like(both)
+    mask[1, :-4] = 0
+    engine.forward(both, cache, mask, None)
+    step = torch.tensor([[0] * 18 + [4, 5], list(range(20))])
+    later = torch.ones(2, 20, dtype=torch.int64)
+    later[0, :18] = 0
+    found = engine.forward(step, cache, torch.cat([mask, later], 1), None, last_only=True)
+    assert cache.parts[0].lengths == [LENGTH, 24]
+    for row, ids in enumerate([[*long.tolist(), 4, 5], [*both[1, -4:].tolist(), *range(20)]]):
+        assert torch.allclose(found[row, 0], truth.logits([ids])[0, -1], atol=2e-4)
+
+
+# ---------------------------------------------------------------- cache
+def test_rows_are_kept_in_any_order(model: Any, truth: Any) -> None:
+    engine = model.engine
+    cache = engine.new_cache()
+    ids = torch.arange(5 * 6).view(5, 6) + 3
+    engine.forward(ids, cache, None, None)
+    before = engine.cache_bytes(cache)
+    engine.keep_rows(cache, torch.tensor([4, 0, 3]))
+    assert engine.cache_bytes(cache) < before
+    assert [part.rows for part in cache.parts] == [3]
+    found = engine.forward(torch.tensor([[7], [8], [9]]), cache, None, torch.full((3, 1), 6), True)
+    for row, (old, new) in enumerate([(4, 7), (0, 8), (3, 9)]):
+        alone = truth.logits([[*ids[old].tolist(), new]])[0, -1]
+        assert torch.allclose(found[row, 0], alone, atol=2e-4)
+
+
+def test_two_caches_do_not_disturb_each_other(model: Any, truth: Any) -> None:
+    engine = model.engine
+    texts = [[5, 6, 7], [90, 91, 92, 93]]
+    caches = [engine.new_cache() for _ in texts]
+    logits = [engine.forward(torch.tensor([t]), c, None, None, True) for t, c in zip(texts, caches, strict=True)]
+    for _ in range(8):
+        for i, cache in enumerate(caches):
+            token = int(logits[i][0, -1].argmax())
+            texts[i].append(token)
+            logits[i] = engine.forward(torch.tensor([[token]]), cache, None, None, True)
+    for text, start in zip(texts, (3, 4), strict=True):
+        assert text[start:] == truth.generate(text[:start], max_new_tokens=8, ignore_eos=True)
+
+
+# ---------------------------------------------------------------- graphs
+def test_a_repeated_decode_step_becomes_a_graph(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    engine = runtime.load(exports("native"), device="cpu").engine
+    cache = engine.new_cache()
+    engine.forward(torch.tensor([[5, 6], [7, 8]]), cache, None, None)
+    step = torch.tensor([[1], [2]])
+    for _ in range(2):
+        engine.forward(step, cache, None, None, True)
+    assert engine.session.captured == 0  # TensorRT runs a shape before it is captured
+    for _ in range(4):
+        engine.forward(step, cache, None, None, True)
+    assert engine.session.captured == 1
+    engine.keep_rows(cache, torch.tensor([1]))  # other addresses: the graph would write into memory that is gone
+    for _ in range(2):
+        engine.forward(step[:1], cache, None, None, True)
+    assert engine.session.captured == 1
+    for _ in range(2):
+        engine.forward(step[:1], cache, None, None, True)
+    assert engine.session.captured == 2
+
+
+def test_the_parsers_engine_has_no_graph_because_its_shapes_grow(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    model = runtime.load(exports("onnx"), device="cpu")
+    model.generate([5, 6], max_new_tokens=8, ignore_eos=True)
+    assert model.engine.session.captured == 0
+    assert model.engine.padding_is_exact is False
+
+
+# ---------------------------------------------------------------- limits and refusals
+def test_more_than_the_engine_was_built_for_is_refused(model: Any) -> None:
+    with pytest.raises(RequestError, match=f"context holds {LENGTH}"):
+        model.generate(list(range(3, 3 + LENGTH + 1)), max_new_tokens=1)
+    engine, cache = model.engine, model.engine.new_cache()
+    engine.forward(torch.arange(LENGTH)[None], cache, None, None, True)
+    with pytest.raises(RequestError, match=f"built for {LENGTH}"):
+        engine.forward(torch.tensor([[1]]), cache, None, None, True)
+
+
+def test_a_shape_outside_the_profile_is_said(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    session = runtime.load(exports("native"), device="cpu").engine.session
+    with pytest.raises(CompressError, match=r"input_ids of shape \[1, 8\] lies outside the engine's profile 0"):
+        session.run(0, {"input_ids": torch.zeros(1, PROMPT + 1, dtype=torch.int64)}, {})
+
+
+def test_options_that_are_fixed_are_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    with pytest.raises(RequestError, match="built without weight streaming"):
+        runtime.load(exports("native"), device="cpu", max_memory="1GB")
+    with pytest.raises(RequestError, match="dtype is fixed when a TensorRT engine is built"):
+        runtime.load(exports("native"), device="cpu", dtype="float16")
+    with pytest.raises(RequestError, match="kernels is fixed"):
+        runtime.load(exports("native"), device="cpu", kernels="reference")
+
+
+def test_weight_streaming_takes_a_budget(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    path = exports("native", weight_streaming=True)
+    assert runtime.load(path, device="cpu").engine.session.engine.weight_streaming_budget_v2 == 4321
+    bounded = runtime.load(path, device="cpu", max_memory=(64 << 20) + 4096 + 1000)
+    assert bounded.engine.session.engine.weight_streaming_budget_v2 == 1000
+    with pytest.raises(RequestError, match="max_memory of 1000000 bytes is too little"):
+        runtime.load(path, device="cpu", max_memory=1000000)
+
+
+def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    trt: Any = install(monkeypatch)
+    path = exports("native")
+    trt.__version__ = "11.9.0"
+    with pytest.raises(ArtifactError, match=r"was built with TensorRT 11\.4\.\S+, and 11\.9\.0 is installed"):
+        runtime.load(path, device="cpu")
+    install(monkeypatch)
+    monkeypatch.setattr(HostGpu, "capability", (8, 6))
+    with pytest.raises(
+        ArtifactError, match=r"was built for Stand-in \(compute capability 9\.0\), and this GPU has 8\.6"
+    ):
+        runtime.load(path, device="cpu")
+
+
+def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    facts = runtime.load(exports("native"), device="cpu").artifact.facts
+    (tmp_path / "engine.plan").write_bytes(b"nonsense")
+    with pytest.raises(ArtifactError, match="TensorRT cannot use"):
+        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
+    (tmp_path / "engine.plan").unlink()
+    with pytest.raises(ArtifactError, match="cannot be read"):
+        load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
+
+
+def test_without_a_gpu_it_says_so(exports: Any) -> None:
+    with pytest.raises(RequestError, match="runs on an NVIDIA GPU, not on cpu"):
+        runtime.load(exports("native"), device="cpu")
+
+
+def test_without_tensorrt_it_says_what_to_install(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "make_gpu", lambda device: HostGpu())
+    monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(RequestError, match="needs tensorrt, which is not installed: pip install"):
+        runtime.load(exports("native"), device="cpu")

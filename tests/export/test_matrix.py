@@ -1,0 +1,91 @@
+"""Every kind of artifact to every target: works and is verified, or is refused with the reason. There is no third outcome."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from artifact_kinds import MATRIX
+
+import export
+from export import targets
+from export.target import missing_packages
+from runtime.errors import RequestError
+
+TARGETS = {
+    "onnx": {},
+    "onnx --ort": {"ort": True},
+    "tensorrt bundle": {"bundle": True},
+    "huggingface": {},
+    "gguf": {},
+}
+# What is refused, and the word that says why. Everything else must be written and verified.
+REFUSED = {
+    ("w4_g32_asymmetric", "tensorrt bundle"): "zero points",
+}
+
+
+@pytest.mark.parametrize("kind", MATRIX)
+@pytest.mark.parametrize("target", list(TARGETS))
+def test_works_and_is_verified_or_is_refused(made: Callable[..., Path], tmp_path: Path, target: str, kind: str) -> None:
+    name = target.split()[0]
+    missing = missing_packages(targets.get(name).packages)
+    if missing:
+        pytest.skip(f"{missing[0]} is not installed")
+    output = tmp_path / "out"
+    reason = REFUSED.get((kind, target))
+    if reason is not None:
+        with pytest.raises(RequestError, match=reason):
+            export.export(made(kind), name, output, quiet=True, **TARGETS[target])
+        assert list(tmp_path.iterdir()) == []
+        return
+    result = export.export(made(kind), name, output, quiet=True, **TARGETS[target])
+    assert result.verification is not None
+    assert result.verification.checked
+    assert result.verification.metrics
+    manifest = json.loads((output / "export.json").read_text())
+    assert manifest["artifact"]["sha256"]
+    assert manifest["verification"]["loader"] == result.verification.loader
+    assert manifest["tools"]["torch"]
+    listed = {str(path.relative_to(output)) for path in output.rglob("*") if path.is_file()} - {"export.json"}
+    assert set(manifest["files"]) == listed
+    readme = (output / "README.md").read_text()
+    assert "```python" in readme
+    assert all(conversion.what in readme for conversion in result.conversions)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing half-written beside it
+
+
+def test_a_changed_artifact_is_not_exported(made: Callable[..., Path], tmp_path: Path) -> None:
+    damaged = shutil.copytree(made("w4_g128"), tmp_path / "artifact")
+    file = next(damaged.glob("*.safetensors"))
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(RequestError, match="corrupt"):
+        export.export(damaged, "huggingface", tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_export_that_computes_something_else_is_not_kept(
+    made: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One scale of one layer doubled on the way: the proof must notice, and nothing may be left."""
+    pytest.importorskip("onnxruntime")
+    from export.onnx import linear
+    from runtime.errors import CompressError
+
+    original = linear.to_grid
+
+    def wrong(weight, rules, requantize, where):  # type: ignore[no-untyped-def]
+        grid = original(weight, rules, requantize, where)
+        if where.endswith("layers.1.mlp.down_proj"):
+            grid.scale[0, :8] *= 2
+        return grid
+
+    monkeypatch.setattr(linear, "to_grid", wrong)
+    with pytest.raises(CompressError, match="does not compute what the artifact does"):
+        export.export(made("w4_g128"), "onnx", tmp_path / "out", quiet=True)
+    assert list(tmp_path.iterdir()) == []

@@ -140,13 +140,13 @@ def changes(
             text = f"{words(before)} ({before.format}{_pattern(before)}) becomes {words(entry)} ({entry.format}{_zeros(before)})"
             found.setdefault((text, True), []).append(name)
     for name in plan.dense:
-        before = source.entries[name]
-        text, exact = f"{words(before)} ({before.format}{_pattern(before)}) becomes dense", True
-        if before.scheme.weights is not None:
-            text += (
-                f", rounded to {_short(source.dtype)} as the artifact does when it computes in {_short(source.dtype)}"
-            )
-            exact = False
+        before, exact = source.entries[name], source.entries[name].scheme.weights is None
+        if exact:
+            text = f"{before.scheme.sparsity} sparse floats ({before.format}) become dense, zeros stored"
+        else:
+            dtype = _short(source.dtype)
+            text = f"{words(before)} ({before.format}{_pattern(before)}) becomes dense, rounded to {dtype} as the artifact does when "
+            text += f"it computes in {dtype}"
         found.setdefault((text, exact), []).append(name)
     result = []
     for (text, exact), names in found.items():

@@ -44,11 +44,13 @@ class Built:
 
     Attributes:
         error: why there is no kernel; "" when there is one.
+        ptx_sha256: of the assembly that the cubin was made of.
         symbol, num_warps, shared, registers, spill_bytes: of the kernel.
     """
 
     task: Task
     cubin: bytes
+    ptx_sha256: str = ""
     symbol: str = ""
     num_warps: int = 0
     shared: int = 0

@@ -114,6 +114,7 @@ def _store(folder: Path, one: Built) -> dict[str, object]:
     (folder / name).write_bytes(one.cubin)
     return {
         "file": name, "sha256": hashlib.sha256(one.cubin).hexdigest(), "bytes": len(one.cubin),
+        "ptx_sha256": one.ptx_sha256,
         "architecture": image.architecture, "kernel": variant.kernel, "source": entry.source, "symbol": one.symbol,
         "arguments": [argument.as_dict() for argument in variant.arguments], "options": dict(variant.options),
         "num_warps": one.num_warps, "shared": one.shared, "scratch_pointers": extra,

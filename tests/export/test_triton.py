@@ -79,7 +79,7 @@ def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_art
     found = exported.verification
     assert found is not None
     assert found.metrics["kernels"] == len(kernels)
-    assert found.metrics["compiled_again"] == 3
+    assert found.metrics["compiled_again"] == found.metrics["same_bytes"] == 3
     assert found.metrics["logit_difference"] == 0.0
     if not torch.cuda.is_available():
         assert found.notes == ["there is no GPU here: the kernels were compiled and read back, and none was run"]
@@ -247,6 +247,30 @@ def test_architectures_and_errors() -> None:
     assert len(kernels["many_rows_kernel"]) == len(matrix.passed) + 2
 
 
+def test_a_kernel_that_compiles_to_something_else_is_refused(
+    exported: Exported, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from export.progress import Reporter
+    from export.target import Job
+    from export.triton_aot.build import Built
+
+    cubins = read_index(exported.path)
+    listed = {entry["kernel"]: entry["ptx_sha256"] for entry in reversed(index(exported.path))}
+    job = Job(Source(tiny_artifact), TritonOptions(gpus="90"), exported.path, Reporter(quiet=True))
+
+    def again(ptx: dict[str, str]) -> Any:
+        return lambda tasks, done: [Built(task, b"other", ptx[task.variant.kernel]) for task in tasks]
+
+    metrics: dict[str, Any] = {}
+    monkeypatch.setattr(check, "build", again(listed))
+    (note,) = check._compile_again(job, cubins, metrics)
+    assert note.startswith("NVIDIA's assembler made other binaries of the same PTX for 3 kernels")
+    assert metrics == {"compiled_again": 3, "same_bytes": 0}
+    monkeypatch.setattr(check, "build", again(dict.fromkeys(listed, "0")))
+    with pytest.raises(CompressError, match="compiles to something else a second time"):
+        check._compile_again(job, cubins, metrics)
+
+
 def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> None:
     source = Source(tiny_artifact)
     found = plan.launches(source, TritonOptions(), 90)
@@ -334,6 +358,7 @@ def test_it_is_listed(tiny_artifact: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1200)
 def test_all_configurations_for_all_gpus(tiny_artifact: Path, tmp_path: Path) -> None:
     found = export.export(tiny_artifact, "triton", tmp_path / "all", quiet=True)
     assert set(found.facts["gpus"]) == {"sm_80", "sm_90", "sm_100"}

@@ -3,7 +3,7 @@
 The index is `{"schema_version": 1, "triton": version, "kernels": [...]}`; an entry has `file` and its `sha256`, `architecture`
 ("sm_90a"), `kernel` (`jit.Entry.name`), `source` (`jit.Entry.source`), `symbol` in the cubin, `arguments` (`signature.Argument`),
 `options`, `num_warps`, `shared` (bytes of dynamic shared memory), `scratch_pointers` (that follow the arguments), and, for people,
-`registers`, `spill_bytes` and `grid`.
+`registers`, `spill_bytes`, `grid`, `bytes` and `ptx_sha256`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from export.onnx.grid import TENSORRT, conversion, why_not
+from export.onnx.grid import NEGATIVE, TENSORRT, conversion, turns_positive, why_not
 from export.target import Conversion
 from export.tensorrt.options import TensorrtOptions
 from runtime.quantization_config import ModuleEntry
@@ -31,6 +31,20 @@ def reason_against(source: Source, options: TensorrtOptions) -> str | None:
         reason = why_not(entry.scheme.weights, source.shapes[name], TENSORRT)
         if reason is not None:
             return f"{name} has {reason} (--requantize rounds them anew)"
+    return None if options.requantize else _negative(source)
+
+
+def _negative(source: Source) -> str | None:
+    """The first layer whose scales cannot be made positive. Scales are read first: most weights need no look at their codes."""
+    checkpoint = source.artifact.checkpoint
+    for name, _ in _linear(source):
+        scale = f"{name}.weight_scale"
+        if (
+            checkpoint.has(scale)
+            and bool((checkpoint.get(scale).float() < 0).any())
+            and not turns_positive(source.weight(name))
+        ):
+            return f"{name} has {NEGATIVE} (--requantize rounds such layers anew)"
     return None
 
 

@@ -21,7 +21,7 @@ def parameter_count(artifact: Artifact | Export, trust_remote_code: bool = False
 
 
 def sizes(model: Model, trust_remote_code: bool = False) -> dict[str, Any]:
-    """`bytes` (all tensors on disk; of an export, its weight files), `bits_per_weight` (these over all weights, embeddings included), `weight_bytes` in memory."""
+    """`bytes` (all tensors on disk; of an export, its files), `bits_per_weight` (these over all weights), `weight_bytes` in memory."""
     from runtime.artifact import Artifact
 
     directory = model.artifact

@@ -15,6 +15,10 @@ from runtime.float8 import widen
 from runtime.scheme import CompressedWeight, WeightScheme
 
 FLOAT8 = torch.float8_e4m3fn
+NEGATIVE = (
+    "negative scales with the code that has no opposite, and scales must be positive (`scales: minmax` in a quantize stage of the "
+    "recipe makes them so)"
+)
 
 
 @dataclass(frozen=True)
@@ -142,7 +146,7 @@ def to_grid(weight: CompressedWeight, rules: Rules, requantize: bool, where: str
         flipped = grid if rules.negative_scales else _positive(grid)
         if flipped is not None:
             return flipped
-        reason = "negative scales with the code that has no opposite, and scales must be positive"
+        reason = NEGATIVE
     if not requantize:
         raise RequestError(f"{where} has {reason}; --requantize rounds it anew and reports the loss")
     return _round_anew(weight, rules, where)
@@ -231,3 +235,20 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     codes = codes.reshape(rows, -1)[:, :columns].to(torch.int8).t().contiguous()
     grid = scale.squeeze(-1).to(dtype)
     return Grid(codes, bits, grid.reshape(rows) if block is None else grid.t().contiguous(), None, block, loss)
+
+
+def turns_positive(weight: CompressedWeight) -> bool:
+    """Whether the weight can be said with positive scales, exactly."""
+    scheme, scale = weight.scheme.weights, weight.scale
+    if scheme is None or scheme.type == "float" or scale is None or weight.zero_point is not None:
+        return True
+    negative = scale < 0
+    if not bool(negative.any()):
+        return True
+    rows, columns = weight.values.shape
+    lowest = weight.values == -(1 << ((4 if scheme.bits <= 4 else 8) - 1))
+    size = scheme.group_size if scheme.strategy == "group" else columns
+    assert size is not None
+    groups = torch.arange(columns) // size
+    spread = negative.reshape(1, 1).expand(rows, 1) if scheme.strategy == "tensor" else negative
+    return not bool((lowest & spread[:, groups]).any())

@@ -17,6 +17,13 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"prune": {"method": "magnitude", "pattern": "2:4"}},
         {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}},
     ],
+    # what TensorRT can say of them: positive scales
+    "w4_g128_minmax": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "minmax"}}],
+    "w8a8_minmax": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "scales": "minmax"}}],
+    "sparse_w4_minmax": [
+        {"prune": {"method": "magnitude", "pattern": "2:4"}},
+        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "minmax"}},
+    ],
     # beyond the matrix
     "w4_channel": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": "channel"}}],
     "w3_g64": [{"quantize": {"method": "rtn", "scheme": "W3A16", "group_size": 64}}],

@@ -10,7 +10,9 @@ from artifact_kinds import SIZES, STAGES
 
 
 @pytest.fixture(scope="session")
-def made(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+def made(
+    tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., Path]:
     """`made("w4_g128")`: directory of that artifact (`dense`: the checkpoint itself). Shared: copy it before you change it."""
     import compress
 
@@ -29,7 +31,12 @@ def made(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_factory: pyt
             "model": str(model),
             "stages": STAGES[kind],
             "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
-            "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "100000%"},
+            "evaluate": {
+                "data": str(tiny_text),
+                "sequence_length": 32,
+                "samples": 2,
+                "max_perplexity_increase": "100000%",
+            },
         }
         done[key] = compress.apply(recipe, output=tmp_path_factory.mktemp(kind) / kind, quiet=True).path
         return done[key]

@@ -25,11 +25,15 @@ TARGETS = {
 # What is refused, and the word that says why. Everything else must be written and verified.
 REFUSED = {
     ("w4_g32_asymmetric", "tensorrt bundle"): "zero points",
+    ("w4_g128", "tensorrt bundle"): "scales must be positive",
+    ("w8a8", "tensorrt bundle"): "scales must be positive",
+    ("sparse_w4", "tensorrt bundle"): "scales must be positive",
 }
+CELLS = [(kind, target) for kind in MATRIX for target in TARGETS]
+CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_minmax", "w8a8_minmax", "sparse_w4_minmax")]
 
 
-@pytest.mark.parametrize("kind", MATRIX)
-@pytest.mark.parametrize("target", list(TARGETS))
+@pytest.mark.parametrize(("kind", "target"), CELLS)
 def test_works_and_is_verified_or_is_refused(made: Callable[..., Path], tmp_path: Path, target: str, kind: str) -> None:
     name = target.split()[0]
     missing = missing_packages(targets.get(name).packages)

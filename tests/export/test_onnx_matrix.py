@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from artifact_kinds import STAGES
+from artifact_kinds import MATRIX, STAGES
 
 import export
 
@@ -18,8 +18,14 @@ def exported(made: Callable[..., Path], tmp_path: Path, kind: str, **options: ob
     return export.export(made(kind), "onnx", tmp_path / "out", quiet=True, **options)
 
 
-@pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
-@pytest.mark.parametrize("kind", list(STAGES))
+BEYOND = [
+    kind for kind in STAGES if kind not in MATRIX and not kind.endswith("minmax")
+]  # test_matrix.py has the others
+
+
+@pytest.mark.parametrize(
+    ("kind", "ort"), [*((kind, False) for kind in BEYOND), ("w8a8_static", True), ("fp8_static", True), ("w4a8", True)]
+)
 def test_every_kind_is_verified(made: Callable[..., Path], tmp_path: Path, kind: str, ort: bool) -> None:
     result = exported(made, tmp_path, kind, ort=ort)
     assert result.verification is not None

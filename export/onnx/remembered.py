@@ -29,7 +29,8 @@ def key(model: nn.Module, config: Any, **details: Any) -> str:
     """Name of the graph that tracing this model (weights marked) would give."""
     digest = hashlib.sha256()
     described = {
-        "config": config.to_dict(),
+        # How the artifact's weights lie has no part in a graph that holds marks in their place.
+        "config": {name: value for name, value in config.to_dict().items() if name != "quantization_config"},
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "details": {name: str(value) for name, value in sorted(details.items())},
         "versions": {name: version(name) for name in _TRACERS},

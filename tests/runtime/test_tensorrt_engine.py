@@ -25,7 +25,8 @@ PROMPTS = [[5, 6, 7, 8, 9, 10, 11, 12, 13], [20], [30, 31, 32], [40, 41], list(r
 
 @pytest.fixture(scope="module")
 def checkpoint(tiny_llama: Callable[..., Path]) -> Path:
-    return tiny_llama()
+    # Of the size that the tests of exports use, so that tracing it is remembered.
+    return tiny_llama(hidden_size=128, intermediate_size=256, num_hidden_layers=2)
 
 
 @pytest.fixture(scope="module")

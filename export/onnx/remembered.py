@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("compress.export")
 MOST_FILES = 32  # graphs kept; the oldest go first
+# Where an artifact lies, and how its weights do, has no part in a graph that holds marks in their place.
+_NO_PART = ("quantization_config", "_name_or_path")
 _TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
 
 
@@ -29,8 +31,7 @@ def key(model: nn.Module, config: Any, **details: Any) -> str:
     """Name of the graph that tracing this model (weights marked) would give."""
     digest = hashlib.sha256()
     described = {
-        # How the artifact's weights lie has no part in a graph that holds marks in their place.
-        "config": {name: value for name, value in config.to_dict().items() if name != "quantization_config"},
+        "config": {name: value for name, value in config.to_dict().items() if name not in _NO_PART},
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "details": {name: str(value) for name, value in sorted(details.items())},
         "versions": {name: version(name) for name in _TRACERS},

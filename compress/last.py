@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from pathlib import Path
 
 from runtime.cache_directory import cache_directory
@@ -17,7 +18,9 @@ def remember_artifact(artifact: Path) -> None:
     record = _record()
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
-        record.write_text(str(artifact.absolute()), encoding="utf-8")
+        temporary = record.with_name(f".{record.name}.{os.getpid()}.tmp")
+        temporary.write_text(str(artifact.absolute()), encoding="utf-8")
+        os.replace(temporary, record)
     except OSError as error:
         _log.warning("%s cannot be written (%s): `compress export` will need the artifact's name", record, error)
 
@@ -30,11 +33,11 @@ def last_artifact() -> str:
     """
     try:
         known = Path(_record().read_text(encoding="utf-8"))
-    except OSError as error:
+    except (OSError, ValueError) as error:
         raise RequestError(
             f"which artifact? `compress apply` has written none from {Path.cwd()}; give its directory"
         ) from error
-    if not known.is_dir():
+    if not known.is_absolute() or not known.is_dir():
         raise RequestError(
             f"{known}, which `compress apply` wrote last from here, is gone; give an artifact's directory"
         )

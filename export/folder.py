@@ -26,6 +26,8 @@ def check_output(output: Path, artifact: Path, overwrite: bool) -> None:
         raise RequestError(f"output {output} is a file; name a directory that is new or empty")
     if output.resolve() == artifact.resolve():
         raise RequestError(f"output {output} is the artifact itself; name another directory")
+    if artifact.resolve().is_relative_to(output.resolve()):
+        raise RequestError(f"output {output} holds the artifact itself; name another directory")
     if output.is_dir() and any(output.iterdir()):
         ours = (output / MANIFEST).is_file()
         if not ours:
@@ -36,6 +38,9 @@ def check_output(output: Path, artifact: Path, overwrite: bool) -> None:
             raise RequestError(
                 f"output {output} already holds an export; name another directory with --output, or add --overwrite"
             )
+        foreign = _foreign(output)
+        if foreign is not None:
+            raise RequestError(f"output {output} holds {foreign}, which no export wrote; name another directory")
     parent = _existing(output.absolute().parent)
     if not os.access(parent, os.W_OK):
         raise RequestError(f"output {output} cannot be written: no permission in {parent}")
@@ -92,6 +97,17 @@ def listing(folder: Path) -> dict[str, dict[str, Any]]:
 
 def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
+
+
+def _foreign(output: Path) -> str | None:
+    """A file below `output` that its export.json does not list; None when all are the export's own."""
+    try:
+        listed = json.loads((output / MANIFEST).read_text(encoding="utf-8")).get("files", {})
+    except (OSError, ValueError, AttributeError):
+        listed = {}
+    own = {*listed, MANIFEST}
+    found = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir())
+    return next((name for name in found if name not in own), None)
 
 
 def _existing(path: Path) -> Path:

@@ -49,8 +49,13 @@ class Export:
                 "install a newer version of compress"
             )
         self.target = self.manifest.get("target")
-        if not isinstance(self.target, str) or not isinstance(self.manifest.get("files"), dict):
+        files = self.manifest.get("files")
+        if not isinstance(self.target, str) or not isinstance(files, dict):
             raise ArtifactError(f"{path / MANIFEST} has no target and files")
+        for name, entry in files.items():
+            sizes = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+            if not sizes:
+                raise ArtifactError(f"{path / MANIFEST}: file {name} needs its size in bytes and its SHA-256")
         self.config: dict[str, Any] = read_json(path / "config.json") if (path / "config.json").is_file() else {}
 
     @property
@@ -103,7 +108,13 @@ def load_export(export: Export, device: torch.device, options: dict[str, Any]) -
         )
     module, _, name = _ENGINES[export.target].partition(":")
     load: Callable[..., Any] = getattr(import_module(module), name)
-    return load(export, device, options)
+    try:
+        return load(export, device, options)
+    except (KeyError, TypeError) as error:
+        # Engines read their facts as they need them; what is missing there is the manifest's fault.
+        if isinstance(error, KeyError) or "facts" in str(error):
+            raise ArtifactError(f"{export.path / MANIFEST} does not say {error}, which its engine needs") from error
+        raise
 
 
 def _is(file: Path, expected: dict[str, Any]) -> bool:

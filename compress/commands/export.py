@@ -83,7 +83,7 @@ def export(
             trust_remote_code=trust_remote_code, **options,
         )  # fmt: skip
     if as_json:
-        print_json(_result(result))
+        print_json({"artifact": str(artifact), **_result(result)})
     else:
         _show(result)
 

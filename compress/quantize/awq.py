@@ -22,8 +22,9 @@ class AWQConfig(QuantizeConfig):
     """
 
     method: Literal["awq"] = Field("awq", description="Name of the method.")
-    scales: Literal["hessian", "mse", "minmax"] = Field(
-        "hessian", description="Clipping by least output error of the group, by least weighted squared error, or none."
+    scales: Literal["hessian", "mse", "minmax", "positive"] = Field(
+        "hessian",
+        description="Clipping by least output error of the group, by least weighted squared error, none, or mse without negative scales.",
     )
     grid_points: int = Field(20, ge=1, le=200, description="Exponents tried for the channel scales.")
     duo_scaling: bool = Field(True, description="Also try scales that count the size of the weights.")

@@ -31,9 +31,10 @@ class QuantizeConfig(BaseModel):
         None,
         description="Input scales: one a token at run time (dynamic, the default), or one in all from calibration (static).",
     )
-    scales: Literal["hessian", "mse", "minmax"] = Field(
+    scales: Literal["hessian", "mse", "minmax", "positive"] = Field(
         "mse",
-        description="How scales are found: least output error of a group, least weighted squared error, or covering the range.",
+        description="How scales are found: least output error of a group, least weighted squared error, covering the range, or mse "
+        "without negative scales, which TensorRT does not take.",
     )
     targets: list[str] = Field(
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."

@@ -18,7 +18,7 @@ from runtime.scheme import WeightScheme
 FP8_MAX = 448.0
 #: Elements that are searched at a time: small enough to stay in the cache in torch; C takes care of that by itself.
 CHUNK, NATIVE_CHUNK = 1 << 17, 1 << 21
-Search = Literal["mse", "minmax", "hessian"]
+Search = Literal["mse", "minmax", "hessian", "positive"]
 
 
 @dataclass
@@ -87,7 +87,8 @@ def make_grid(
         scheme: the grid wanted.
         dtype: dtype the scale is stored in.
         search: `minmax` covers the range of every group; `mse` tries narrower and wider ranges, of both signs when symmetric,
-            and keeps the one with the smallest weighted squared error; `hessian` weights by the output error of the group.
+            and keeps the one with the smallest weighted squared error; `hessian` weights by the output error of the group;
+            `positive` is `mse` among positive scales.
         importance: `[in]` weights of the squared error, e.g. the mean square of the inputs; None = 1.
         mask: bool `[out, in]`, True = kept; removed weights have no say.
         hessian: `[in, in]`, for `hessian`.
@@ -179,6 +180,8 @@ def candidate_grids(
         # The larger extreme is represented by the longer side (sign) and may be clipped (shrink).
         sign = torch.where(most > -least, -1.0, 1.0)
         longer, shorter = (sign * extreme) * (tried / -low), (-sign * extreme) * (tried / high)
+        if search == "positive":
+            longer, shorter = longer.abs(), shorter.abs()
         both = torch.stack([longer, shorter], dim=1).flatten(0, 1)
         return storable(torch.cat([extreme[None] / ((levels - 1) / 2), both]), dtype), None
     tried = torch.cat([torch.ones(1, 1, device=groups.device), tried])

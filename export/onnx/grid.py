@@ -16,7 +16,7 @@ from runtime.scheme import CompressedWeight, WeightScheme
 
 FLOAT8 = torch.float8_e4m3fn
 NEGATIVE = (
-    "negative scales with the code that has no opposite, and scales must be positive (`scales: minmax` in a quantize stage of the "
+    "negative scales with the code that has no opposite, and scales must be positive (`scales: positive` in a quantize stage of the "
     "recipe makes them so)"
 )
 

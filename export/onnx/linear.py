@@ -72,7 +72,8 @@ def _integer_product(
     weight = job.source.weight(module)
     assert weight.scale is not None
     codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
-    scale = b.store.add(f"{module}.weight_scale", weight.scale.reshape(-1).to(dialect.dtype))
+    name = f"{module}.weight_scale"
+    scale = b.store.add(name, _rounded(weight.scale.reshape(-1), dialect.dtype, name))
     factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
     sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), dialect.dtype, "sums")
     scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, x.scale], "by_token"), scale], "by_column")
@@ -110,7 +111,8 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
         weight = b.op("DequantizeLinear", [codes, _scale(b, module, grid.scale, dialect)], "DequantizeLinear", axis=1)
     else:
         # ONNX Runtime has no fp8 product on CPUs and would dequantize at every call; Cast and Mul it computes once, at load.
-        scale = b.store.add(f"{module}.weight_scale", grid.scale.to(dialect.dtype))
+        name = f"{module}.weight_scale"
+        scale = b.store.add(name, _rounded(grid.scale, dialect.dtype, name))
         weight = b.op("Mul", [b.cast(codes, dialect.dtype, "values"), scale], "weight")
     product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
     return product

@@ -128,6 +128,8 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
             say(changed, name)
         if scheme.sparsity is not None:
             say(f"{scheme.sparsity} zeros are stored like other codes", name)
+        if scheme.weights.type == "float" and spoken.name != "tensorrt":
+            say("fp8 weights stay fp8 in the file and are held as floats when the session has started", name)
         if spoken.name == "onnx" and _static_int8(scheme):
             say(
                 "int8 inputs as Q/DQ: on x86 CPUs without VNNI ONNX Runtime saturates their sums unless "

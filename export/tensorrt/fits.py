@@ -78,7 +78,7 @@ def _changes(source: Source, name: str, entry: ModuleEntry, options: TensorrtOpt
         if options.requantize:
             yield "negative scales become positive; where a code has no opposite the layer is rounded anew", False
     if scheme.activations is not None and scheme.activations.dynamic:
-        yield "inputs are no longer rounded (TensorRT has no dynamic int8 or fp8 grid a token)", True
+        yield "inputs are no longer rounded (TensorRT has no dynamic int8 or fp8 grid a token)", False
 
 
 def _linear(source: Source) -> list[tuple[str, ModuleEntry]]:

@@ -68,6 +68,10 @@ class Session:
             raise ArtifactError(
                 f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}"
             ) from error
+        if self._session.get_providers()[0] != provider:
+            raise RequestError(
+                f"device {device}: ONNX Runtime could not start its {provider} (its libraries are not found); try 'cpu'"
+            )
         self.device = device
         self.inputs = frozenset(value.name for value in self._session.get_inputs())
         rounding = {"fast": "int8 activations", "auto": "float32 sums", "reference": "not optimized"}[kernels]
@@ -88,6 +92,8 @@ class Session:
         for name, value in outputs.items():
             tensor, shape = value if isinstance(value, tuple) else (value, value.shape)
             self._bind(binding.bind_output, name, tensor, shape)
+        if self.device.type == "cuda":  # what torch has queued is not ordered with what ONNX Runtime starts
+            torch.cuda.synchronize(self.device)
         self._session.run_with_iobinding(binding)
 
     def _bind(self, bind: Any, name: str, tensor: torch.Tensor, shape: Sequence[int]) -> None:

@@ -97,3 +97,19 @@ def test_fp8_saturates_and_empty_groups_have_a_usable_scale() -> None:
     tiny = storable(torch.tensor([1e-12]), torch.float16)
     assert tiny[0] > 0
     assert tiny[0] == tiny[0].half().float()
+
+
+def test_positive_scales_are_positive_and_cost_little():
+    """Between covering the range and searching both signs, and never negative."""
+    torch.manual_seed(0)
+    weight = torch.randn(64, 256)
+    scheme = WeightScheme(4, "int", True, "group", 64)
+    errors = {}
+    for search in ("minmax", "positive", "mse"):
+        grid = make_grid(weight, scheme, torch.bfloat16, search)
+        errors[search] = float((grid.values(grid.codes(weight)) - weight).square().sum())
+        if search != "mse":
+            assert bool((grid.scale > 0).all())
+    assert bool((make_grid(weight, scheme, torch.bfloat16, "mse").scale < 0).any())
+    assert errors["mse"] < errors["positive"] < errors["minmax"]
+    assert errors["positive"] < 1.2 * errors["mse"]

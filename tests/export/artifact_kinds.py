@@ -18,11 +18,11 @@ STAGES: dict[str, list[dict[str, Any]]] = {
         {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}},
     ],
     # what TensorRT can say of them: positive scales
-    "w4_g128_minmax": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "minmax"}}],
-    "w8a8_minmax": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "scales": "minmax"}}],
-    "sparse_w4_minmax": [
+    "w4_g128_positive": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "positive"}}],
+    "w8a8_positive": [{"quantize": {"method": "rtn", "scheme": "W8A8-INT8", "scales": "positive"}}],
+    "sparse_w4_positive": [
         {"prune": {"method": "magnitude", "pattern": "2:4"}},
-        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "minmax"}},
+        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128, "scales": "positive"}},
     ],
     # beyond the matrix
     "w4_channel": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": "channel"}}],

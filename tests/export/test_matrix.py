@@ -30,7 +30,7 @@ REFUSED = {
     ("sparse_w4", "tensorrt bundle"): "scales must be positive",
 }
 CELLS = [(kind, target) for kind in MATRIX for target in TARGETS]
-CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_minmax", "w8a8_minmax", "sparse_w4_minmax")]
+CELLS += [(kind, "tensorrt bundle") for kind in ("w4_g128_positive", "w8a8_positive", "sparse_w4_positive")]
 
 
 @pytest.mark.parametrize(("kind", "target"), CELLS)

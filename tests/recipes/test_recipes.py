@@ -21,7 +21,14 @@ RECIPES = {name: path for name, path in bundled_recipes().items() if name not in
 QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.samples=16"]
 
 # Bits a weight of the compressed matrices, scales included: what the recipe promises, with little room above it.
-BITS = {"llama_w4_sparse": 3.2, "llama_w4": 4.2, "llama_w8a8": 8.2, "llama_fp8": 8.2, "llama_sparse50": 9.3}
+BITS = {
+    "llama_w4_sparse": 3.2,
+    "llama_w4": 4.2,
+    "llama_w4_tensorrt": 4.2,
+    "llama_w8a8": 8.2,
+    "llama_fp8": 8.2,
+    "llama_sparse50": 9.3,
+}
 
 
 @pytest.fixture(scope="module", params=sorted(RECIPES))

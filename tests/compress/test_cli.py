@@ -101,7 +101,7 @@ def test_shell_completion_is_there():
         [sys.executable, "-m", "compress.cli"], capture_output=True, text=True, timeout=60,
         env={"_COMPRESS_COMPLETE": "complete_bash", "COMP_WORDS": "compress apply llama_w4", "COMP_CWORD": "2", "PATH": "/usr/bin"},
     )  # fmt: skip
-    assert done.stdout.split() == ["llama_w4", "llama_w4_sparse"], done.stderr
+    assert done.stdout.split() == ["llama_w4", "llama_w4_sparse", "llama_w4_tensorrt"], done.stderr
 
 
 # ------------------------------------------------------------------ wrong requests

@@ -1,4 +1,4 @@
-"""The command line. Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted.
+"""The command line. Exit codes: 0 done, 1 failed, 2 the request was wrong, 130 interrupted, 143 or 129 stopped (SIGTERM, SIGHUP).
 
 Every command is a module of `compress.commands` with `register(app)`. Only the module of the command that was typed is
 imported; `--help` and completion import all of them, which stays cheap because they import torch inside their functions.
@@ -12,11 +12,13 @@ import json
 import sys
 import traceback
 from collections.abc import Iterable
+from contextlib import suppress
 
 import typer
 
 from compress import __version__
 from compress.nearest import did_you_mean
+from compress.stopping import Stopped, stoppable
 from runtime.errors import CompressError
 
 INTERRUPTED = 130
@@ -62,15 +64,20 @@ def main(arguments: list[str] | None = None) -> int:
     debug = "--debug" in options
     if debug:
         given.remove("--debug")
+    hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
     try:
-        code = _run(given)
+        with stoppable():
+            code = _run(given)
         sys.stdout.flush()
         if code != INTERRUPTED:
             return code
         raise KeyboardInterrupt  # some versions of typer turn it into this exit code, others into Abort
     except (KeyboardInterrupt, typer.Abort):
-        hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
         return _fail(f"interrupted{hint}", INTERRUPTED, options, debug)
+    except Stopped as stop:
+        with suppress(OSError):  # after SIGHUP the terminal is gone
+            _fail(f"stopped by {stop.signal}{hint}", stop.code, options, debug)
+        return stop.code
     except BrokenPipeError:
         # The reader of stdout (`head`, say) has seen enough. Python would complain once more when it flushes at exit.
         sys.stdout = None  # type: ignore[assignment]

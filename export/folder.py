@@ -5,50 +5,94 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from export.source import TOKENIZER_FILES
 from runtime.artifact import sha256
-from runtime.errors import CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.exported import MANIFEST, read_manifest
 
-MANIFEST = "export.json"
-README = "README.md"
-SCHEMA_VERSION = 1
+_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ONLY_WRITING = (errno.EFBIG, errno.EROFS)  # reading never fails so
+_SHOWN = 200  # characters of a path that a sentence repeats
 
 
 def check_output(output: Path, artifact: Path, overwrite: bool) -> None:
-    """Raise RequestError unless `output` is new, empty, or (with `overwrite`) an earlier export."""
-    if output.exists() and not output.is_dir():
+    """Raise RequestError unless `output` can be written: new, empty, or (with `overwrite`) an earlier export."""
+    try:
+        _check_output(output, artifact, overwrite)
+    except OSError as error:  # names that are too long, directories that cannot be read
+        raise RequestError(f"output {_short(output)} cannot be written: {error.strerror or error}") from error
+
+
+def _check_output(output: Path, artifact: Path, overwrite: bool) -> None:
+    place = _place(output)
+    _check_names(place)
+    if place.is_symlink():
+        raise RequestError(f"output {output} is a symbolic link that leads to itself; name another directory")
+    if place.exists() and not place.is_dir():
         raise RequestError(f"output {output} is a file; name a directory that is new or empty")
-    if output.resolve() == artifact.resolve():
+    if place == artifact.resolve():
         raise RequestError(f"output {output} is the artifact itself; name another directory")
-    if artifact.resolve().is_relative_to(output.resolve()):
+    if artifact.resolve().is_relative_to(place):
         raise RequestError(f"output {output} holds the artifact itself; name another directory")
-    if output.is_dir() and any(output.iterdir()):
-        ours = (output / MANIFEST).is_file()
-        if not ours:
-            raise RequestError(
-                f"output {output} is not empty and holds no export of this tool; name a new or empty directory"
-            )
-        if not overwrite:
-            raise RequestError(
-                f"output {output} already holds an export; name another directory with --output, or add --overwrite"
-            )
-        foreign = _foreign(output)
-        if foreign is not None:
-            raise RequestError(f"output {output} holds {foreign}, which no export wrote; name another directory")
-    parent = _existing(output.absolute().parent)
+    if os.path.ismount(place):
+        raise RequestError(
+            f"output {output} is where a disk is mounted, which no finished export can be renamed to; name a directory in it"
+        )
+    if place.is_dir() and any(place.iterdir()):
+        _check_earlier(output, place, overwrite)
+    parent = _existing(place.parent)
+    if not parent.is_dir():
+        raise RequestError(
+            f"output {output} cannot be written: {parent} is a file, and no directory can be made below it"
+        )
     if not os.access(parent, os.W_OK):
         raise RequestError(f"output {output} cannot be written: no permission in {parent}")
 
 
+def _check_earlier(output: Path, place: Path, overwrite: bool) -> None:
+    """Raise RequestError unless everything in `place` was written by an earlier export, and may be replaced."""
+    try:
+        manifest = read_manifest(place)
+    except ArtifactError as error:
+        raise RequestError(f"output {output} holds an export that cannot be replaced: {error}") from error
+    if manifest is None:
+        raise RequestError(
+            f"output {output} is not empty and holds no export of this tool; name a new or empty directory"
+        )
+    if not overwrite:
+        raise RequestError(
+            f"output {output} already holds an export; name another directory with --output, or add --overwrite"
+        )
+    files = manifest.get("files")
+    own = {*(files if isinstance(files, dict) else ()), MANIFEST}
+    found = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir())
+    foreign = next((name for name in found if name not in own), None)
+    if foreign is not None:
+        raise RequestError(f"output {output} holds {foreign}, which no export wrote; name another directory")
+
+
+def _check_names(place: Path) -> None:
+    """Raise OSError where a name is longer than the disk allows: one that is to be made, or that of the temporary directory."""
+    there, temporary = _existing(place), _temporary(place)
+    for name in (temporary.name, *place.relative_to(there).parts):
+        with suppress(FileNotFoundError, NotADirectoryError):
+            os.lstat(there / name)  # below a directory that is not there yet nothing would be noticed
+    with suppress(FileNotFoundError, NotADirectoryError):
+        os.lstat(temporary)
+
+
 def check_space(output: Path, needed: int) -> None:
     """Raise CompressError when the disk cannot hold `needed` bytes."""
-    free = shutil.disk_usage(_existing(output.absolute().parent)).free
+    free = shutil.disk_usage(_existing(_place(output).parent)).free
     if free < needed:
         raise CompressError(
             f"the disk of {output} has {free / 1e9:.2f} GB free and the export needs about {needed / 1e9:.2f} GB; "
@@ -58,25 +102,37 @@ def check_space(output: Path, needed: int) -> None:
 
 @contextmanager
 def beside(output: Path) -> Iterator[Path]:
-    """Yield an empty directory beside `output`; on success it takes the place of `output`, on failure it is removed."""
-    output.absolute().parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.absolute().with_name(f".{output.name}.{os.getpid()}.tmp")
-    shutil.rmtree(temporary, ignore_errors=True)
-    temporary.mkdir()
+    """Yield an empty directory beside `output`; on success it takes the place of `output`.
+
+    On failure it is removed, and so are the directories above it that were made for it. What exports to the same output left
+    when they were killed is removed too.
+
+    Raises:
+        CompressError: the output cannot be written. Errors about other files (of the artifact, say) pass as they are.
+    """
+    place = _place(output)
+    temporary = _temporary(place)
+    made = [folder for folder in place.parents if not folder.exists()]
+    inside = True  # whether all that can fail is the output
     try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        _clear_leftovers(place, r"tmp(\.\w+)?")
+        temporary.mkdir()
+        inside = False
         yield temporary
+        inside = True
         _sync(temporary)
-        _replace(temporary, output.absolute())
-    except OSError as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise _disk_error(error, output) from error
+        _replace(temporary, place)
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
-        if "No space left on device" in str(error) or "Disk quota exceeded" in str(
-            error
-        ):  # libraries wrap the number away
-            raise CompressError(f"the disk is full while {output} was written; nothing was left there") from error
+        for folder in made:
+            with suppress(OSError):  # not there, or another has put something into it
+                folder.rmdir()
+        sentence = _sentence(error, output, temporary, inside)
+        if sentence is not None:
+            raise CompressError(sentence) from error
         raise
+    _clear_leftovers(place, "old")  # only now: until here it may have been the only whole export
 
 
 def copy_tokenizer(source: Path, folder: Path) -> list[str]:
@@ -99,15 +155,27 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False, default=str) + "\n", encoding="utf-8")
 
 
-def _foreign(output: Path) -> str | None:
-    """A file below `output` that its export.json does not list; None when all are the export's own."""
-    try:
-        listed = json.loads((output / MANIFEST).read_text(encoding="utf-8")).get("files", {})
-    except (OSError, ValueError, AttributeError):
-        listed = {}
-    own = {*listed, MANIFEST}
-    found = sorted(path.relative_to(output).as_posix() for path in output.rglob("*") if not path.is_dir())
-    return next((name for name in found if name not in own), None)
+def _place(output: Path) -> Path:
+    """Where the export really goes: a symbolic link stays, and what it leads to is replaced."""
+    return Path(os.path.realpath(output))
+
+
+def _temporary(place: Path) -> Path:
+    return place.with_name(f".{place.name}.{os.getpid()}.tmp")
+
+
+def _short(output: Path) -> str:
+    text = str(output)
+    return text if len(text) <= _SHOWN else f"{text[: _SHOWN // 2]}...{text[-_SHOWN // 2 :]} ({len(text)} characters)"
+
+
+def _clear_leftovers(place: Path, ending: str) -> None:
+    """Remove `.NAME.PID.ending` beside `place` where the process is no more. Our own number means one that had it before us."""
+    pattern = re.compile(rf"\.{re.escape(place.name)}\.([0-9]{{1,9}})\.{ending}")
+    for path in list(place.parent.iterdir()):
+        match = pattern.fullmatch(path.name)
+        if match is not None and (int(match[1]) == os.getpid() or not psutil.pid_exists(int(match[1]))):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _existing(path: Path) -> Path:
@@ -133,6 +201,7 @@ def _replace(temporary: Path, output: Path) -> None:
         os.rename(temporary, output)
         return
     old = output.with_name(f".{output.name}.{os.getpid()}.old")
+    shutil.rmtree(old, ignore_errors=True)  # of a process that had our number; `output` is there, so it is not needed
     os.rename(output, old)
     try:
         os.rename(temporary, output)
@@ -142,7 +211,22 @@ def _replace(temporary: Path, output: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _disk_error(error: OSError, output: Path) -> CompressError:
-    if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return CompressError(f"the disk is full while {output} was written; nothing was left there")
-    return CompressError(f"{output} cannot be written: {error.strerror or error}")
+def _sentence(error: BaseException, output: Path, temporary: Path, inside: bool) -> str | None:
+    """What to say of an error that concerns the output; None of any other.
+
+    Args:
+        inside: whether every error is the output's; else the file that it names must lie in `temporary`, or beside it for it.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    given = (error.filename, error.filename2) if isinstance(error, OSError) else ()
+    names = [os.fsdecode(name) for name in given if isinstance(name, str | bytes | os.PathLike)]
+    inside = inside or any(os.path.abspath(name).startswith(str(temporary)) for name in names)
+    # Libraries wrap the number away and keep the text.
+    full = number in _FULL or any(text in str(error) for text in ("No space left on device", "Disk quota exceeded"))
+    if full:
+        where = f" ({names[0]})" if names and not inside else ""
+        return f"the disk is full{where} while {output} was written; nothing was left there"
+    if isinstance(error, OSError) and (inside or (not names and number in _ONLY_WRITING)):
+        file = f" ({Path(names[0]).name})" if names else ""
+        return f"{output} cannot be written: {error.strerror or error}{file}"
+    return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from dataclasses import asdict, dataclass
@@ -12,11 +13,12 @@ from typing import Any
 from pydantic import ValidationError
 
 from export import targets
-from export.folder import MANIFEST, README, SCHEMA_VERSION, beside, check_output, check_space, listing, write_json
+from export.folder import beside, check_output, check_space, listing, write_json
 from export.progress import Reporter
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification
 from runtime.errors import RequestError
+from runtime.exported import FORMAT, MANIFEST, README, SCHEMA_VERSION
 
 # Packages whose version an export may depend on; only those that are installed are recorded.
 _TOOLS = (
@@ -66,9 +68,9 @@ def run(
     chosen = targets.get(target)
     source = chosen.open(artifact, trust_remote_code)
     settings = parse_options(chosen, {**source.defaults, **options})
-    source.verify()  # an export of a damaged artifact would pass every later check
     place = Path(output) if output is not None else default_output(source.path, target)
     check_output(place, source.path, overwrite)
+    source.verify()  # an export of a damaged artifact would pass every later check
     reason = chosen.why_not(source, settings)
     if reason is not None:
         raise RequestError(f"target {target} cannot hold {source.path}: {reason}")
@@ -86,6 +88,7 @@ def run(
                 f"{len(job.losses)} layers were rounded anew; the largest relative error is {job.losses[worst]:.4f} ({worst})"
             )
         manifest = {
+            "format": FORMAT,  # first, where a reader finds it even if the rest is damaged
             "schema_version": SCHEMA_VERSION,
             "target": target,
             "options": settings.model_dump(mode="json"),
@@ -132,7 +135,7 @@ def parse_options(target: Target, given: dict[str, Any]) -> Any:
 
 def default_output(artifact: Path, target: str) -> Path:
     """`<artifact>-<target>`, beside the artifact."""
-    path = artifact.absolute()
+    path = Path(os.path.abspath(artifact))  # a link keeps its name, ".." does not
     return path.with_name(f"{path.name}-{target}")
 
 

@@ -1,20 +1,27 @@
-"""An export as `runtime.load` sees it: a directory with `export.json` that another engine runs. One engine a target."""
+"""An export as `runtime.load` sees it: a directory with an `export.json` of ours. An engine a target runs it, or it is a checkpoint."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runtime.artifact import sha256
+from runtime.artifact import Artifact, sha256
 from runtime.checkpoint import read_json
 from runtime.errors import ArtifactError, RequestError
 
 MANIFEST = "export.json"
+README = "README.md"
+FORMAT = "compress-export"  # what `format` in the manifest says; others call files export.json too
 SCHEMA_VERSION = 1
+# What manifests were known by before they had a `format`.
+_KEYS = {"schema_version", "target", "artifact", "tools", "conversions"}
+_BEGINNING = 4096  # bytes of a damaged manifest in which its `format`, the first key, is looked for
 # Targets that this runtime runs itself: `load(export, device, options)` gives the engine.
 _ENGINES = {
     "onnx": "runtime.engines.onnx:load_onnx",
@@ -29,7 +36,7 @@ class Export:
 
     Attributes:
         path: the directory.
-        manifest: export.json.
+        manifest: export.json, see `read_manifest`.
         target: what it was exported to.
         config: config.json, empty where there is none.
 
@@ -37,9 +44,9 @@ class Export:
         ArtifactError: export.json is damaged or was written by a newer version.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
         self.path = path
-        self.manifest = read_json(path / MANIFEST)
+        self.manifest = manifest
         version = self.manifest.get("schema_version")
         if not isinstance(version, int) or isinstance(version, bool) or version < 1:
             raise ArtifactError(f"{path / MANIFEST}: schema_version must be an integer >= 1, not {version!r}")
@@ -59,6 +66,11 @@ class Export:
         self.config: dict[str, Any] = read_json(path / "config.json") if (path / "config.json").is_file() else {}
 
     @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is loaded as a checkpoint or an artifact is."""
+        return self.target in _CHECKPOINTS
+
+    @property
     def facts(self) -> dict[str, Any]:
         """What the target wrote down for its engine; ArtifactError when it is missing."""
         facts = self.manifest.get(str(self.target))
@@ -71,25 +83,77 @@ class Export:
         """Bytes of all files listed."""
         return sum(int(entry["bytes"]) for entry in self.manifest["files"].values())
 
-    def verify(self) -> int:
-        """Compare every file with the manifest; returns how many there are. ArtifactError names those that differ."""
+    def verify(self, readme: bool = True, skip: Collection[str] = (), used: Iterable[str] = ()) -> int:
+        """Compare files with the manifest; returns how many were compared.
+
+        Args:
+            readme: README.md too, which people edit and nothing reads.
+            skip: files that need not be compared, since something else has their hashes.
+            used: files that loading reads, each of which must be listed.
+
+        Raises:
+            ArtifactError: files that are missing, differ, or are used and not listed; all are named.
+        """
         listed: dict[str, dict[str, Any]] = self.manifest["files"]
         for name in listed:
             if name.startswith("/") or ".." in Path(name).parts or "\\" in name or ":" in name:
                 raise ArtifactError(f"{self.path / MANIFEST} lists {name!r}: files must lie inside the directory")
-        wrong = [name for name, entry in sorted(listed.items()) if not _is(self.path / name, entry)]
-        if wrong:
-            raise ArtifactError(f"{self.path} is corrupt: missing or different: {', '.join(wrong)}")
-        return len(listed)
+        names = sorted(name for name in listed if name not in skip and (readme or name != README))
+        missing = [name for name in names if not (self.path / name).is_file()]
+        there = [name for name in names if name not in missing]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
+            same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
+        problems = {
+            "missing": missing,
+            "content differs from its SHA-256": [name for name, right in zip(there, same, strict=True) if not right],
+            f"not in {MANIFEST}": [name for name in used if name not in listed],
+        }
+        said = [f"{what}: {', '.join(found)}" for what, found in problems.items() if found]
+        if said:
+            raise ArtifactError(f"{self.path} is corrupt: {'; '.join(said)}; verify=False loads it as it is")
+        return len(names)
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """export.json of a directory; None where there is none of ours: an unrelated file of that name says nothing.
+
+    Raises:
+        ArtifactError: it is ours (its `format` can be read, or there are no weights that could be loaded without it) and damaged.
+    """
+    file = directory / MANIFEST
+    if not file.is_file():
+        return None
+    try:
+        manifest = read_json(file)
+    except ArtifactError:
+        if _begins_as_ours(file) or not any(directory.glob("*.safetensors")):
+            raise
+        return None
+    return manifest if manifest.get("format") == FORMAT or manifest.keys() >= _KEYS else None
 
 
 def find_export(path: str | Path) -> Export | None:
-    """The export in a directory, None where it holds a checkpoint or an artifact (or nothing, or is a hub id)."""
+    """The export in a directory, None where it holds something else (or nothing, or is a hub id).
+
+    Raises:
+        ArtifactError: its export.json is ours and damaged, or of a newer version.
+    """
     directory = Path(path).expanduser()
-    if not (directory / MANIFEST).is_file():
-        return None
-    export = Export(directory)
-    return None if export.target in _CHECKPOINTS else export
+    manifest = read_manifest(directory)
+    return None if manifest is None else Export(directory, manifest)
+
+
+def verify_files(artifact: Artifact, export: Export | None, readme: bool = True) -> int:
+    """Compare the files of a checkpoint with whatever has their hashes: compress.json, export.json or both; returns how many.
+
+    Raises:
+        ArtifactError: files that are missing or differ; or nothing has their hashes.
+    """
+    if export is None:
+        return artifact.verify()
+    hashed = {} if artifact.manifest is None else artifact.manifest["files"]
+    count = artifact.verify() if hashed else 0
+    return count + export.verify(readme, skip=hashed, used=artifact.checkpoint.headers)
 
 
 def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
@@ -117,5 +181,13 @@ def load_export(export: Export, device: torch.device, options: dict[str, Any]) -
         raise
 
 
+def _begins_as_ours(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return f'"format": "{FORMAT}"'.encode() in stream.read(_BEGINNING)
+    except OSError:
+        return False
+
+
 def _is(file: Path, expected: dict[str, Any]) -> bool:
-    return file.is_file() and file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]
+    return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]

@@ -17,7 +17,7 @@ from runtime.engines.torch import Blueprint
 from runtime.engines.torch_encoder import TorchEncoderEngine
 from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
-from runtime.exported import Export, find_export, load_export
+from runtime.exported import Export, find_export, load_export, verify_files
 from runtime.model import Model
 from runtime.seq2seq import Seq2SeqModel
 from runtime.sizes import byte_count
@@ -61,8 +61,8 @@ def load(
             is plain torch).
         threads: CPU threads of torch, for the whole process; None leaves them.
         dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
-        verify: compare every file with the SHA-256 in the artifact's manifest first, and weights kept by earlier loads
-            (`runtime.streaming`) with theirs; None does so for artifacts up to 1 GiB.
+        verify: compare every file with the SHA-256 in the artifact's or export's manifest first, and weights kept by earlier
+            loads (`runtime.streaming`) with theirs; None does so up to 1 GiB, and leaves out the README.md of exports.
         max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
             (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
             weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
@@ -83,7 +83,7 @@ def load(
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
         torch.set_num_threads(threads)
     export = find_export(path)
-    if export is not None:
+    if export is not None and not export.is_checkpoint:
         return _exported(
             export,
             target,
@@ -94,10 +94,11 @@ def load(
     artifact = Artifact(path, trust_remote_code)
     if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
         raise ArtifactError(f"{artifact.path} is an unfinished run of `compress apply`; finish it with --resume")
-    small = artifact.manifest is not None and artifact.checkpoint.total_bytes <= VERIFY_BYTES
+    known = artifact.manifest is not None or export is not None
+    small = known and artifact.checkpoint.total_bytes <= VERIFY_BYTES
     checked = bool(verify) or (verify is None and small)
     if checked:
-        artifact.verify()
+        verify_files(artifact, export, readme=bool(verify))
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
@@ -113,7 +114,7 @@ def _exported(
 ) -> Model | EncoderModel | Seq2SeqModel:
     """What another engine runs, behind the same interface."""
     if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
-        export.verify()
+        export.verify(readme=bool(verify))
     engine = load_export(export, device, options)
     tokenizer = _tokenizer(export.path, trust_remote_code)
     kind = export.facts.get("kind", "decoder")

@@ -36,13 +36,16 @@ def inspect(
     """
     with stdout_reserved(as_json):
         from runtime.artifact import MANIFEST, Artifact
+        from runtime.exported import find_export, verify_files
 
         # An artifact that fails its check is a failure (exit 1) of something that was asked for rightly, however the damage
         # shows itself: a truncated file cannot even be opened.
         damaged = verify and (Path(artifact) / MANIFEST).is_file()
         try:
+            export = find_export(artifact) if verify else None
+            damaged = damaged or export is not None
             opened = Artifact(artifact)
-            checked = opened.verify() if verify else None
+            checked = verify_files(opened, export) if verify else None
         except ArtifactError as error:
             raise CompressError(str(error)) if damaged else error from None
         result = describe(opened)

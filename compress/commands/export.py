@@ -85,7 +85,7 @@ def export(
     if as_json:
         print_json({"artifact": str(artifact), **_result(result)})
     else:
-        _show(result)
+        _show(artifact, result)
 
 
 def _assignments(given: list[str]) -> dict[str, Any]:
@@ -145,7 +145,7 @@ def _result(result: Exported) -> dict[str, Any]:
     }
 
 
-def _show(result: Exported) -> None:
+def _show(artifact: str, result: Exported) -> None:
     found = result.verification
     if found is None:
         print("Not verified (--no-verify).")
@@ -156,6 +156,8 @@ def _show(result: Exported) -> None:
         )
     for line in result.facts.get("say", []):
         print(line)
+    # The artifact is named here too: with --quiet and none on the command line, nothing else would say which one it was.
     print(
-        f"Written to {result.path}: {size(result.bytes)} in {duration(result.seconds)}. README.md there shows how to run it."
+        f"{artifact} written to {result.path}: {size(result.bytes)} in {duration(result.seconds)}. "
+        "README.md there shows how to run it."
     )

@@ -25,6 +25,11 @@ def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: D
         result = _dense(b, job, module, x, dialect)
     else:
         result = _compressed(b, job, module, x, dialect)
+    return add_bias(b, job, module, result, dialect)
+
+
+def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    """`result [..., N]` plus the layer's bias, if it has one."""
     bias = job.source.bias(module)
     if bias is not None:
         value = b.store.add(f"{module}.bias", _rounded(bias, dialect.dtype, f"{module}.bias"))

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from export.onnx import shared_input
 from export.onnx.attention import why_not_grouped, write_attention, write_grouped
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
@@ -40,17 +41,17 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     if dialect.own_operators and attention:
         reason = why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
     data = DataFile(job.folder, DATA)
-    replace_marks(job, traced, dialect, data, grouped=reason is None)
+    products = replace_marks(job, traced, dialect, data, grouped=reason is None)
     if reason is None:
         _share_cache(graph)
     data.close()
-    facts = _facts(job, traced, dialect, reason)
+    facts = _facts(job, traced, dialect, reason) | {"compressed": products}
     save(job, traced.model, FILE, facts)
     return facts
 
 
-def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, grouped: bool = False) -> None:
-    """Everything that a traced graph only stands for becomes operators and constants.
+def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, grouped: bool = False) -> int:
+    """Everything that a traced graph only stands for becomes operators and constants; returns how many products read integer codes.
 
     Args:
         data: where large constants go.
@@ -61,11 +62,27 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
     marks = [node for node in graph if node.domain == DOMAIN]
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
+    products = fusible(job, traced)
+    together = shared_input.groups(job, marks) if dialect.own_operators else {}
+    done: set[onnx_ir.Node] = set()
     for mark in marks:
         module = mark.attributes.get_string("module", "")
+        if mark in done:
+            continue
         builder = Builder(store, mark, module or str(mark.name))
         first = mark.inputs[0]
         assert first is not None
+        if mark in together:
+            group = together[mark]
+            modules = [other.attributes.get_string("module", "") for other in group]
+            values = shared_input.write_together(builder, job, modules, first, dialect)
+            for other, value in zip(group, values, strict=True):
+                builder.replace(other, value)
+            done.update(group)
+            products -= len(group) - 1
+            for name in modules:
+                job.progress.step(name)
+            continue
         if mark.op_type == "Linear":
             value = write_linear(builder, job, module, first, dialect)
         elif mark.op_type == "Embedding":
@@ -78,6 +95,7 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
         job.progress.step(module)
     _tidy(model, dialect)
     store.move()
+    return products
 
 
 def save(job: Job, model: onnx_ir.Model, file: str, facts: dict[str, Any]) -> None:
@@ -203,7 +221,6 @@ def _facts(job: Job, traced: Traced, dialect: Dialect, reason: str | None) -> di
         "shared_cache": reason is None,
         "grouped_query_attention": reason is None or reason,
         "accuracy_level": dialect.accuracy_level if dialect.own_operators else None,
-        "compressed": fusible(job, traced),
     }
 
 

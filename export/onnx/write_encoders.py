@@ -7,7 +7,7 @@ from typing import Any
 from export.onnx.dialect import Dialect
 from export.onnx.store import DataFile
 from export.onnx.trace_encoders import STATES, trace_encoder, trace_seq2seq
-from export.onnx.write import DATA, FILE, fusible, number, replace_marks, save
+from export.onnx.write import DATA, FILE, number, replace_marks, save
 from export.target import Job
 
 ENCODER, CROSS, DECODER = "encoder.onnx", "cross.onnx", "decoder.onnx"
@@ -19,12 +19,12 @@ def write_encoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     traced = trace_encoder(job.source, dialect.dtype)
     job.progress.step()
     data = DataFile(job.folder, DATA)
-    replace_marks(job, traced, dialect, data)
+    products = replace_marks(job, traced, dialect, data)
     data.close()
     facts = _common(job, dialect, "encoder") | {
         "inputs": [str(value.name) for value in traced.model.graph.inputs],
         "hidden_size": _width(traced, STATES),
-        "compressed": {FILE: fusible(job, traced)},
+        "compressed": {FILE: products},
     }
     save(job, traced.model, FILE, facts)
     return facts
@@ -36,8 +36,7 @@ def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
     traced = trace_seq2seq(job.source, dialect.dtype)
     job.progress.step()
     data = DataFile(job.folder, DATA)
-    for part in traced.values():
-        replace_marks(job, part, dialect, data)
+    products = {name: replace_marks(job, part, dialect, data) for name, part in traced.items()}
     data.close()
     graph = traced["decoder"].model.graph
     values: dict[str, Any] = {str(value.name): value for value in graph.outputs}
@@ -49,8 +48,7 @@ def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
         "cache": _shapes(values, "present"),
         "cross": _shapes(cross, "cross"),
         "compressed": {
-            file: fusible(job, traced[name])
-            for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER))
+            file: products[name] for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER))
         },
     }
     for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER)):

@@ -89,17 +89,19 @@ class OnnxEngine:
         if self._in_place:
             self._reserve(cache, past + count)
         grown = [] if self._in_place else self._empty(batch, past + count)
-        logits = []
-        for start, end in self._parts(batch, count, past):
-            part = slice(start, end)
-            after = [tensor[part] for tensor in (cache.tensors if self._in_place else grown)]
-            before = [tensor[part] for tensor in cache.tensors]
-            inputs = (input_ids[part], attention_mask[part], position_ids[part])
-            logits.append(self._rows(*inputs, before, after, past, last_only))
-        if not self._in_place:
-            cache.tensors = grown
-        cache.length = past + count
-        return torch.cat(logits)
+        before, after = cache.tensors, cache.tensors if self._in_place else grown
+        parts = self._parts(batch, count, past)
+        if len(parts) == 1:  # slices of every layer's cache cost more than a small model's step
+            result = self._rows(input_ids, attention_mask, position_ids, before, after, past, last_only)
+        else:
+            rows = []
+            for part in (slice(start, end) for start, end in parts):
+                inputs = (input_ids[part], attention_mask[part], position_ids[part])
+                states = [[tensor[part] for tensor in tensors] for tensors in (before, after)]
+                rows.append(self._rows(*inputs, *states, past, last_only))
+            result = torch.cat(rows)
+        cache.tensors, cache.length = after, past + count
+        return result
 
     def _parts(self, batch: int, count: int, past: int) -> list[tuple[int, int]]:
         """Rows that go through together. ONNX Runtime's attention in place takes several tokens after a past for one row only."""
@@ -135,7 +137,7 @@ class OnnxEngine:
                 pieces = [piece[:, -1:]]
             else:
                 pieces.append(piece)
-        return torch.cat(pieces, dim=1).float()
+        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).float()
 
     def _run(
         self,

@@ -41,7 +41,10 @@ def _from_constants(trt: Any, logger: Any, engine: Any, path: Path) -> None:
     try:
         with safe_open(path, "np") as file:
             kinds = json.loads((file.metadata() or {})["constants"])
-            for name in refitter.get_missing_weights():
+            # All: before any is set, TensorRT calls none missing (only partners of those that were set).
+            for name in refitter.get_all_weights():
+                if name not in kinds:
+                    raise CompressError(f"{path.name} lacks {name}, which the plan needs")
                 data = np.ascontiguousarray(file.get_tensor(name))
                 keep.append(data)
                 kind = getattr(trt.DataType, kinds[name]["dtype"])

@@ -123,12 +123,14 @@ class Refitter(Listed):
     def _start(self, engine: Any, logger: Any) -> None:
         self._engine, self._given = engine, {}
 
+    def do_get_all_weights(self) -> list[str]:
+        return list(self._engine._plan["weights"])
+
     def do_get_missing_weights(self) -> list[str]:
-        return [
-            name
-            for name in self._engine._plan["weights"]
-            if name not in self._engine._weights and name not in self._given
-        ]
+        """As documented: what those that were given need beside them; nothing before one is given."""
+        if not self._given:
+            return []
+        return [name for name in self.do_get_all_weights() if name not in self._given]
 
     def do_set_named_weights(self, name: str, weights: Any) -> bool:
         kind, data = self._engine._plan["weights"][name]

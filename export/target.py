@@ -130,7 +130,8 @@ class Target(ABC):
     def why_not(self, source: Source, options: Any) -> str | None:
         """Why this artifact cannot be written with these options, in a clause that names module and property; None when it can.
 
-        Looks at config and schemes only, so that `--list` is quick. What only the weights tell is a RequestError in `write`.
+        Looks at config, schemes and, where they decide, small tensors such as scales, so that `--list` is quick. What only all
+        weights tell is a RequestError in `write`.
         """
 
     def conversions(self, source: Source, options: Any) -> list[Conversion]:

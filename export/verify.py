@@ -55,6 +55,14 @@ def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Pro
     model = runtime.load(
         job.source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
     )
+    found = probe_model(model, prompts, new_tokens)
+    del model
+    gc.collect()
+    return found
+
+
+def probe_model(model: Any, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
+    """What a `runtime.Model` says; see `Probe`."""
     generator = torch.Generator().manual_seed(0)
     limit = model.engine.context_length or 1 << 30
     length = max(1, min(PROMPT_TOKENS, limit // 2))
@@ -70,10 +78,7 @@ def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Pro
     written = [model.generate([a], max_new_tokens=longest - len(a), ignore_eos=True)[0] for a in asked]
     rows = torch.tensor([a + c for a, c in zip(asked, written, strict=True)])
     continuations = [c[:new_tokens] for c in written]
-    logits = model.logits(rows)
-    del model
-    gc.collect()
-    return Probe(asked, rows, logits, continuations)
+    return Probe(asked, rows, model.logits(rows), continuations)
 
 
 def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[str, Any]:
@@ -125,7 +130,7 @@ def compare_tokens(reference: Probe, generate: Generate, tie: float = TIE) -> di
             continue
         ties += 1
         gap = _gap(reference, row, first, expected[first], found[first])
-        if gap > tie:
+        if not gap <= tie:
             raise CompressError(
                 f"the export continues prompt {row} with token {found[first]} where the artifact says {expected[first]} "
                 f"(token {first + 1} of {len(expected)}; the artifact's logits are {gap:.3g} apart, ties are up to {tie:g})"

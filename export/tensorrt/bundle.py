@@ -9,6 +9,7 @@ from typing import Any
 
 from export.folder import write_json
 from export.target import Conversion
+from export.tensorrt.build_file import read_entries
 from export.tensorrt.model import DecoderModel
 from export.tensorrt.options import FIXED_BY_BUNDLE, TensorrtOptions
 from export.tensorrt.profiles import Limits, native_profiles, parsed_profiles
@@ -18,26 +19,20 @@ from runtime.errors import ArtifactError, RequestError
 BUILD = "build.json"
 ONNX, DATA = "model.onnx", "model.onnx.data"
 PROBE = "probe.safetensors"
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
 #: Versions that the builder was written against; the first is the oldest with the layers of the native network.
 VERSIONS = {"onnx": ">=10.13", "native": ">=11.0", "api_checked": "11.4.0.106"}
-_KEYS = {
-    "model": dict,
-    "limits": dict,
-    "options": dict,
-    "files": dict,
-    "dtype": str,
-    "sparse": list,
-    "aliases": dict,
-    "artifact": dict,
-}
+#: Entries that the writer of the ONNX file fills in.
+CONTENT = (
+    "options", "dtype", "sparse", "aliases", "artifact", "conversions", "losses", "changed", "rounds_inputs", "rules",
+)  # fmt: skip
 
 
 def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
     """`build.json`, with the hashes of the files that are there now.
 
     Args:
-        content: options, dtype, sparse, aliases, artifact, conversions, losses, changed.
+        content: the entries `CONTENT`.
     """
     names = [name for name in (ONNX, DATA, PROBE) if (folder / name).is_file()]
     files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
@@ -62,44 +57,42 @@ class Bundle:
     """A bundle as `export.run` reads it in the place of an artifact (`export.source.Source`).
 
     Attributes:
-        path: the directory. build: `build.json`.
+        path: the directory. build: `build.json`. entries: those that an engine is built from, checked. model: what is built.
         defaults: options that it was written with.
 
     Raises:
-        ArtifactError: the directory is no bundle, or a newer one.
+        ArtifactError: the directory is no bundle, or a newer one, or an entry is missing or of the wrong type.
     """
 
     trust_remote_code = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        file = path / BUILD
         try:
-            self.build: dict[str, Any] = json.loads((path / BUILD).read_text(encoding="utf-8"))
+            text = file.read_text(encoding="utf-8")
+            self.build: dict[str, Any] = json.loads(text)
         except (OSError, ValueError) as error:
-            raise ArtifactError(f"{path / BUILD} cannot be read: {error}") from error
+            raise ArtifactError(f"{file} cannot be read: {error}") from error
         if not isinstance(self.build, dict) or self.build.get("kind") != "tensorrt-bundle":
-            raise ArtifactError(f"{path / BUILD} is not the description of a TensorRT bundle")
+            raise ArtifactError(f"{file} is not the description of a TensorRT bundle")
         version = self.build.get("schema_version")
         if version != SCHEMA_VERSION:
-            raise ArtifactError(f"{path / BUILD} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
-        wrong = next((key for key, kind in _KEYS.items() if not isinstance(self.build.get(key), kind)), None)
-        if wrong is not None:
-            raise ArtifactError(f"{path / BUILD} has no usable {wrong}")
+            raise ArtifactError(f"{file} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
+        self.entries = read_entries(file, text)
+        if ONNX not in self.entries.files:
+            raise ArtifactError(f"{file} has no entry files.{ONNX}, which an engine is built from")
         self.defaults: dict[str, Any] = {**self.build["options"], "bundle": False}
-        try:
-            self.model = DecoderModel.from_dict(self.build["model"])
-            self.limits = Limits(**self.build["limits"])
-        except TypeError as error:
-            raise ArtifactError(f"{path / BUILD} has no usable model or limits: {error}") from error
+        self.model: DecoderModel = self.entries.model
 
     @property
     def bytes(self) -> int:
-        return sum(int(entry["bytes"]) for entry in self.build["files"].values())
+        return sum(entry.bytes for entry in self.entries.files.values())
 
     @property
     def conversions(self) -> list[Conversion]:
         """What was converted when the bundle was written."""
-        return [Conversion(**{**c, "modules": tuple(c["modules"])}) for c in self.build.get("conversions", [])]
+        return [Conversion(**dict(conversion)) for conversion in self.entries.conversions]
 
     def describe(self) -> dict[str, Any]:
         """The artifact that the bundle was made of."""
@@ -107,16 +100,18 @@ class Bundle:
 
     def verify(self) -> None:
         """Raise ArtifactError unless every file has the hash that `build.json` says."""
-        for name, entry in self.build["files"].items():
+        for name, entry in self.entries.files.items():
             file = self.path / name
             if Path(name).name != name or not file.is_file():
                 raise ArtifactError(f"{self.path} lacks {name}, which {BUILD} names")
-            if sha256(file) != entry.get("sha256"):
+            if sha256(file) != entry.sha256:
                 raise ArtifactError(f"{file} is damaged: its SHA-256 is not the one in {BUILD}")
 
     def check_options(self, options: TensorrtOptions) -> None:
-        """Raise RequestError where an option asks for another ONNX file than the one that is here."""
-        written = TensorrtOptions(**self.build["options"])
+        """Raise RequestError where an option asks for another ONNX file than the one that is here, or for no engine."""
+        if options.bundle:
+            raise RequestError(f"{self.path} is a bundle already; leave out option bundle to finish it")
+        written = self.entries.options
         for name in FIXED_BY_BUNDLE:
             asked, fixed = getattr(options, name), getattr(written, name)
             if asked != fixed:

@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 from export.onnx.grid import NEGATIVE, TENSORRT, conversion, turns_positive, why_not
 from export.target import Conversion
 from export.tensorrt.options import TensorrtOptions
+from export.tensorrt.rules.attention import HEAD
 from runtime.quantization_config import ModuleEntry
 from runtime.skeleton import model_kind
 
 if TYPE_CHECKING:
     from export.source import Source
+
+#: What transformers' attention modules call the width of a head; latent attention has one for queries and one for values.
+_HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
 
 
 def reason_against(source: Source, options: TensorrtOptions) -> str | None:
@@ -22,6 +26,9 @@ def reason_against(source: Source, options: TensorrtOptions) -> str | None:
     kind = model_kind(source.config)
     if kind != "decoder":
         return f"it is an {kind}, and engines are built for decoders"
+    reason = _attention(source)
+    if reason is not None:
+        return reason
     for name, entry in _linear(source):
         activations = entry.scheme.activations
         if activations is not None and not activations.dynamic and not activations.symmetric:
@@ -32,6 +39,22 @@ def reason_against(source: Source, options: TensorrtOptions) -> str | None:
         if reason is not None:
             return f"{name} has {reason} (--requantize rounds them anew)"
     return None if options.requantize else _negative(source)
+
+
+def _attention(source: Source) -> str | None:
+    """What TensorRT's Attention cannot say. Where a model does not go through transformers' attention interface, its attention is
+    written as products and a softmax, and there is no such operator."""
+    model = source.skeleton
+    if not model._can_set_attn_implementation():
+        return None
+    for name, module in model.named_modules():
+        cap = getattr(module, "attn_logit_softcapping", None)
+        if cap:
+            return f"{name} caps its attention scores at {cap:g} (attn_logit_softcapping), which TensorRT's Attention cannot"
+        size = max((n for n in (getattr(module, a, None) for a in _HEAD_SIZES) if isinstance(n, int)), default=0)
+        if size > HEAD:
+            return f"{name} has heads of {size}, and TensorRT's Attention takes at most {HEAD}"
+    return None
 
 
 def _negative(source: Source) -> str | None:
@@ -85,9 +108,9 @@ def _linear(source: Source) -> list[tuple[str, ModuleEntry]]:
     return [(name, entry) for name, entry in source.entries.items() if name not in source.embeddings]
 
 
-def drops_activations(source: Source) -> bool:
-    """Whether a layer's inputs are rounded in the artifact and will not be in the engine."""
-    return any(e.scheme.activations is not None and e.scheme.activations.dynamic for _, e in _linear(source))
+def dropped_activations(source: Source) -> list[str]:
+    """Layers whose inputs are rounded in the artifact and will not be in the engine."""
+    return [n for n, e in _linear(source) if e.scheme.activations is not None and e.scheme.activations.dynamic]
 
 
 def expressible(source: Source) -> Source:

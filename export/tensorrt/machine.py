@@ -28,6 +28,11 @@ def missing() -> str | None:
     """Why no engine can be built here, in a clause; None when one can."""
     if importlib.util.find_spec(MODULE) is None:
         return "TensorRT is not installed (pip install tensorrt)"
+    try:
+        api()
+    except (ImportError, OSError, RuntimeError) as error:  # what its loader raises where a CUDA library is not there
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        return f"TensorRT is installed and cannot be imported ({first})"
     if gpu() is None:
         return "there is no NVIDIA GPU that torch can use"
     return None

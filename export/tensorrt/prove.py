@@ -1,181 +1,128 @@
-"""How an engine or a bundle is proven: rules, ONNX's own checker, tokens in ONNX Runtime; tokens on the GPU.
+"""How a bundle or an engine is proven: logits and tokens beside those that the artifact (changed alike) gives.
 
-A bundle takes along what the artifact said of a few texts, so that the machine that finishes it, which has no artifact, can compare.
+A bundle's graph runs in ONNX Runtime, in float32 where that has no kernels for its type; an engine runs on the GPU itself.
 """
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from export.tensorrt.bundle import PROBE
-from export.tensorrt.rules import check
-from export.verify import Probe, compare_logits, compare_tokens
-from runtime.decoding.loop import pad_left
-from runtime.errors import CompressError
+from export.source import Source
+from export.target import missing_packages, needs
+from export.tensorrt.bundle import ONNX
+from export.tensorrt.host import HostSession, NoKernelError
+from export.tensorrt.kept import KeptProbe, compare_kept
+from export.tensorrt.reference import Expected
+from export.tensorrt.twin import write_twin
+from export.verify import Logits, compare_logits, compare_tokens
+from runtime.errors import RequestError
 
-BEST = 16  # logits kept of a position; the others count as impossible
-#: Distance of two logits that arithmetic of this precision may swap; see `export.verify.TIE` for float32.
-TIES = {"FLOAT": 0.02, "HALF": 0.1, "BF16": 0.5}
-KL_LIMITS = {"FLOAT": 1e-3, "HALF": 0.01, "BF16": 0.05}
-KL_CHANGED = 2.0  # where weights were rounded anew or activations are no longer rounded; the figure is reported
-
-
-def save_probe(probe: Probe, folder: Path) -> None:
-    """Write the probe with the best logits of each position."""
-    from safetensors.torch import save_file
-
-    best = probe.logits.topk(min(BEST, probe.logits.shape[-1]), dim=-1)
-    tensors = {
-        "rows": probe.rows.contiguous(),
-        "logits": best.values.contiguous(),
-        "ids": best.indices.contiguous(),
-        "prompt_lengths": torch.tensor([len(p) for p in probe.prompts]),
-    }
-    facts = {"vocabulary": str(probe.logits.shape[-1]), "new_tokens": str(len(probe.continuations[0]))}
-    save_file(tensors, folder / PROBE, metadata=facts)
+#: Mean KL and distance of two logits that arithmetic may swap, by `DataType` member and whether inputs are rounded to int8 or fp8.
+#: float32: only the order of sums differs. 16 bits: every activation is rounded. Rounded inputs: a sum in another order may put one
+#: of them on the neighbouring code.
+LIMITS = {
+    ("FLOAT", False): (1e-5, 0.02), ("FLOAT", True): (5e-3, 0.5),
+    ("HALF", False): (0.01, 0.1), ("HALF", True): (0.02, 0.5),
+    ("BF16", False): (0.05, 0.5), ("BF16", True): (0.1, 1.0),
+}  # fmt: skip
+_NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 
-def load_probe(folder: Path) -> Probe | None:
-    """The probe of a bundle; logits that were not kept are minus infinity. None where the bundle has none.
+@dataclass(frozen=True)
+class Precision:
+    """How exactly something computes.
 
-    Raises:
-        CompressError: the file is damaged.
+    Attributes:
+        dtype: `DataType` member of its floats.
+        rounds_inputs: a layer's inputs are rounded to int8 or fp8 (with a calibrated scale).
+        widens: every float of the artifact is one of `dtype` too, so that constants hold the artifact's own numbers.
     """
-    from safetensors import SafetensorError, safe_open
 
-    if not (folder / PROBE).is_file():
-        return None
-    try:
-        with safe_open(folder / PROBE, "pt") as file:
-            facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        rows, lengths, count = tensors["rows"], tensors["prompt_lengths"].tolist(), int(facts["new_tokens"])
-        logits = torch.full((*rows.shape, int(facts["vocabulary"])), float("-inf"))
-        logits.scatter_(-1, tensors["ids"], tensors["logits"])
-    except (SafetensorError, KeyError, ValueError, RuntimeError, TypeError) as error:
-        raise CompressError(f"{folder / PROBE} is damaged: {error}") from error
-    prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
-    continuations = [row[length : length + count].tolist() for row, length in zip(rows, lengths, strict=True)]
-    return Probe(prompts, rows, logits, continuations)
+    dtype: str
+    rounds_inputs: bool
+    widens: bool
+
+    @property
+    def limits(self) -> tuple[float, float]:
+        return LIMITS[self.dtype, self.rounds_inputs]
+
+    def of_twin(self) -> Precision:
+        """Of the float32 twin: float32, unless the constants themselves were rounded to fewer bits."""
+        return Precision("FLOAT", self.rounds_inputs, True) if self.widens else self
+
+
+@dataclass(frozen=True)
+class Proof:
+    """Loader, metrics, and what was not proven."""
+
+    loader: str
+    metrics: dict[str, Any]
+    notes: list[str]
+
+
+def precision(source: Source, dtype: str) -> Precision:
+    """Of an export of `source` in `dtype`, a `DataType` member."""
+    compute = getattr(torch, _NAMES[dtype])
+    checkpoint = source.artifact.checkpoint
+    stored = {checkpoint.dtype(name) for name in source.dense_names()} | {source.dtype}
+    widens = all(torch.promote_types(kind, compute) == compute for kind in stored if kind.is_floating_point)
+    schemes = [entry.scheme for name, entry in source.entries.items() if name not in source.embeddings]
+    rounds = any(s.activations is not None and not s.activations.dynamic for s in schemes)
+    return Precision(dtype, rounds, widens)
 
 
 def compare(
-    probe: Probe,
-    logits: Callable[[torch.Tensor], torch.Tensor],
+    expected: Expected,
+    logits: Logits,
     generate: Callable[[list[list[int]], int], list[list[int]]],
-    dtype: str,
-    changed: bool,
+    limits: tuple[float, float],
 ) -> dict[str, Any]:
-    """Tokens and logits of an engine beside the artifact's.
-
-    Args:
-        dtype: `DataType` member that it computes in; says how far rounding may go.
-        changed: it has not the artifact's own numbers (rounded anew, activations not rounded); tokens may then differ.
+    """Logits and tokens of an engine beside the expected ones, and what the change costs, if there is one.
 
     Raises:
-        CompressError: it does not compute what the artifact computes.
+        CompressError: it does not compute what the artifact, changed alike, computes.
     """
-    if bool(probe.logits.isinf().any()):  # a probe of a bundle: the best logits only
-        metrics = _compare_best(probe, logits(probe.rows))
-    else:
-        metrics = compare_logits(probe, logits, KL_CHANGED if changed else KL_LIMITS[dtype])
-    return metrics if changed else metrics | compare_tokens(probe, generate, TIES[dtype])
+    probe, (kl_limit, tie) = expected.probe, limits
+    kept = isinstance(probe, KeptProbe)
+    metrics = compare_kept(probe, logits, kl_limit) if kept else compare_logits(probe, logits, kl_limit)  # type: ignore[arg-type]
+    return metrics | compare_tokens(probe, generate, tie) | expected.change
 
 
-def _compare_best(probe: Probe, logits: torch.Tensor) -> dict[str, Any]:
-    """`top1_agreement` and the largest difference among the logits that were kept."""
-    other = logits.float().cpu()
-    if other.shape != probe.logits.shape or not bool(other.isfinite().all()):
-        raise CompressError("the engine gives logits of another shape than the artifact, or some that are not finite")
-    kept = probe.logits.isfinite()
-    return {
-        "top1_agreement": float((other.argmax(-1) == probe.logits.argmax(-1)).float().mean()),
-        "logit_difference": float((other - probe.logits)[kept].abs().max()),
-    }
-
-
-def check_model(path: Path) -> int:
-    """The rules and ONNX's checker over a bundle's ONNX file; returns how many rules held.
+def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
+    """The bundle's graph in ONNX Runtime.
 
     Raises:
-        CompressError: a rule is broken, or the file is no valid ONNX.
+        RequestError: ONNX Runtime is not installed.
+        CompressError: ONNX Runtime refuses the graph, or the numbers are not the expected ones.
     """
-    import onnx
-
-    broken, count = check(path)
-    if broken:
-        more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""
-        raise CompressError(f"TensorRT would refuse {path.name}: {broken[0].sentence()}{more}")
-    try:
-        onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        raise CompressError(f"{path.name} is not valid ONNX: {str(error).splitlines()[0]}") from error
-    return count
-
-
-class OnnxRuntime:
-    """The bundle's graph in ONNX Runtime on the CPU. The graph is the contract of `export.tensorrt.profiles.parsed_profiles`.
-
-    Raises:
-        NoKernelError: ONNX Runtime has no kernel for one of its operators or types.
-    """
-
-    def __init__(self, path: Path) -> None:
-        import onnxruntime
-
-        self.version = str(onnxruntime.__version__)
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 4
-        # The graph as it is written: fused, 4-bit products would round their inputs to int8, and fp8 ones are refused.
-        options.add_session_config_entry("session.disable_quant_qdq", "1")
+    packages = missing_packages(["onnxruntime"])
+    if packages:
+        raise RequestError(f"the proof of a bundle {needs(packages, 'onnx')}, or leave the proof out with --no-verify")
+    missing = "it has no bfloat16 kernels on CPUs"
+    if found.dtype != "BF16":
         try:
-            self._session = onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
-        except Exception as error:  # it raises its own, unexported classes
-            raise NoKernelError(str(error).splitlines()[0]) from error
-        self._past = {i.name: i for i in self._session.get_inputs() if i.name.startswith("past_key_values.")}
-        self._takes = {i.name for i in self._session.get_inputs()}
-
-    def run(
-        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, past: dict[str, Any] | None
-    ) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Logits float32 `[batch, sequence, vocabulary]`, and what is `past` for the next step."""
-        import numpy as np
-
-        feed = {"input_ids": ids.numpy(), "attention_mask": mask.numpy(), "position_ids": positions.numpy()}
-        feed = {name: value for name, value in feed.items() if name in self._takes}
-        for name, value in self._past.items():
-            kind = np.float16 if "float16" in value.type else np.float32
-            feed[name] = past[name] if past else np.zeros((ids.shape[0], value.shape[1], 0, value.shape[3]), kind)
-        names = ["logits", *(name.replace("past_key_values.", "present.") for name in self._past)]
+            return _run(folder / ONNX, expected, found.limits, "", [])
+        except NoKernelError as error:
+            missing = str(error)
+    if found.dtype == "FLOAT":
+        return Proof("", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({missing})"])
+    kind = _NAMES[found.dtype]
+    note = f"ONNX Runtime ran the graph and its {kind} constants in float32, not in {kind}: {missing}"
+    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.twin") as beside:
+        twin = write_twin(folder / ONNX, Path(beside))
         try:
-            logits, *present = self._session.run(names, feed)
-        except Exception as error:
-            raise NoKernelError(str(error).splitlines()[0]) from error
-        return torch.from_numpy(logits).float(), dict(zip(self._past, present, strict=True))
-
-    def logits(self, rows: torch.Tensor) -> torch.Tensor:
-        """Of every position, `[batch, sequence, vocabulary]`."""
-        positions = torch.arange(rows.shape[1]).expand_as(rows)
-        return self.run(rows, torch.ones_like(rows), positions, None)[0]
-
-    def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
-        """Greedy continuations of prompts of any lengths, as one batch padded on the left, through the cache."""
-        ids, found, positions = pad_left(prompts, torch.device("cpu"))
-        mask = torch.ones_like(ids) if found is None else found
-        past: dict[str, Any] | None = None
-        written: list[torch.Tensor] = []
-        for _ in range(count):
-            logits, past = self.run(ids, mask, positions, past)
-            ids = logits[:, -1].argmax(-1, keepdim=True)
-            written.append(ids)
-            mask = torch.cat([mask, mask.new_ones(len(prompts), 1)], 1)
-            positions = positions[:, -1:] + 1
-        rows: list[list[int]] = torch.cat(written, 1).tolist()
-        return rows
+            return _run(twin, expected, found.of_twin().limits, " (the float32 twin of the graph)", [note])
+        except NoKernelError as error:
+            return Proof("", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({error})"])
 
 
-class NoKernelError(Exception):
-    """ONNX Runtime cannot run the graph; the message is its own."""
+def _run(path: Path, expected: Expected, limits: tuple[float, float], what: str, notes: list[str]) -> Proof:
+    session = HostSession(path)
+    metrics = compare(expected, session.logits, session.generate, limits)
+    return Proof(f"ONNX Runtime {session.version}{what}", metrics, notes)

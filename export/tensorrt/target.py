@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -13,19 +13,18 @@ from export.source import TOKENIZER_FILES, Source
 from export.target import Conversion, Job, Target, Verification
 from export.tensorrt import machine
 from export.tensorrt.build import PLAN, Request, build_engine
-from export.tensorrt.bundle import BUILD, DATA, ONNX, Bundle, is_bundle, write_build
-from export.tensorrt.fits import conversions, drops_activations, expressible, reason_against
+from export.tensorrt.bundle import BUILD, CONTENT, DATA, ONNX, Bundle, is_bundle, write_build
+from export.tensorrt.fits import conversions, reason_against
+from export.tensorrt.kept import load_expected, save_expected
 from export.tensorrt.model import DecoderModel, read_model
-from export.tensorrt.native import norm_names
+from export.tensorrt.onnx_file import bytes_needed, write_onnx
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, limits
-from export.tensorrt.prove import NoKernelError, OnnxRuntime, check_model, compare, load_probe, save_probe
-from export.tensorrt.weights import OnnxWeights
-from export.verify import Probe, probe
+from export.tensorrt.prove import LIMITS, compare, precision, prove_bundle
+from export.tensorrt.reference import Expected, expect
+from runtime.engines.tensorrt import finishing
 from runtime.errors import CompressError, RequestError
 
-#: torch name -> TensorRT's `DataType` member.
-TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 _KEPT = (*TOKENIZER_FILES, "generation_config.json", "config.json")
 
 
@@ -57,11 +56,10 @@ class TensorrtTarget(Target):
         return source.conversions if isinstance(source, Bundle) else conversions(source, options)
 
     def bytes_needed(self, source: Source | Bundle, options: Any) -> int:
-        # ONNX file and plan lie there at the same time; in the plan, and in what is dense here, every layer may be 16 bits wide.
+        # ONNX file and plan lie there at the same time.
         if isinstance(source, Bundle):
             return source.bytes * 2 + (64 << 20)
-        dense = sum(rows * columns for rows, columns in source.shapes.values()) * 2
-        return int(max(source.bytes, dense) * 2.2) + (64 << 20)
+        return bytes_needed(source, options.dtype)
 
     # ---------------------------------------------------------------- writing
     def write(self, job: Job) -> None:
@@ -75,7 +73,7 @@ class TensorrtTarget(Target):
         if options.bundle and options.require_engine:
             raise RequestError("options bundle and require_engine exclude each other")
         if isinstance(job.source, Bundle):
-            job.losses.update(job.source.build.get("losses", {}))
+            job.losses.update(job.source.entries.losses)
             self._engine(job, job.source.path, job.source.model, limits(options, job.source.model), job.source.build)
             for name in _KEPT:
                 if (job.source.path / name).is_file():
@@ -85,52 +83,17 @@ class TensorrtTarget(Target):
         size = limits(options, model)
         _copy_texts(job)
         if reason is not None or options.bundle:
-            content = self._onnx(job, job.folder)
+            content = write_onnx(job, job.folder)
             write_build(job.folder, content, model, size)
             self._say_bundle(job, reason or "option bundle asks for the bundle only")
             return
         # The plan goes where the export goes; the ONNX file lies beside it only while it is needed.
         with tempfile.TemporaryDirectory(dir=job.folder.parent, prefix=f"{job.folder.name}.onnx") as beside:
-            content = self._onnx(job, Path(beside))
+            content = write_onnx(job, Path(beside))
             self._engine(job, Path(beside), model, size, content)
 
-    def _onnx(self, job: Job, folder: Path) -> dict[str, Any]:
-        """Write the ONNX file into `folder`; what `build.json` says besides model, limits and hashes."""
-        import torch
-
-        from export.onnx.dialect import dialect
-        from export.onnx.write import write_decoder
-
-        name = job.options.dtype or str(job.source.dtype).removeprefix("torch.")
-        if name not in TYPES:
-            raise RequestError(
-                f"the artifact computes in {name}, and TensorRT in {', '.join(TYPES)}; choose one with option dtype"
-            )
-        written = replace(job, source=expressible(job.source), folder=folder)
-        facts = write_decoder(written, dialect("tensorrt", getattr(torch, name)))
-        model = read_model(job.source)
-        odd = next((c for c in facts["cache"] if c != [model.kv_heads, model.head_dim]), None)
-        if odd is not None or facts["layers"] != model.layers:
-            raise RequestError(
-                f"{job.source.path} has layers with caches of different shapes ({odd}), which no profile is made for"
-            )
-        import onnx
-
-        properties = onnx.load(str(folder / ONNX), load_external_data=False).metadata_props
-        sparse = next((p.value for p in properties if p.key == "compress.sparse"), "[]")
-        return {
-            "options": job.options.model_dump(mode="json", exclude_unset=True),
-            "dtype": TYPES[name],
-            "sparse": json.loads(sparse),
-            "aliases": _aliases(job, folder / ONNX, getattr(torch, name)),
-            "artifact": job.source.describe(),
-            "conversions": [asdict(c) for c in conversions(job.source, job.options)],
-            "losses": job.losses,
-            "changed": bool(job.losses) or drops_activations(job.source),
-        }
-
     def _say_bundle(self, job: Job, reason: str) -> None:
-        command = f"compress export {job.output} --target tensorrt --output {job.output}-engine"
+        command = finishing(str(job.output))
         job.facts |= {
             "engine": False,
             "reason": reason,
@@ -165,6 +128,7 @@ class TensorrtTarget(Target):
             "engine": True,
             "dtype": content["dtype"],
             "changed": content["changed"],
+            "rounds_inputs": content["rounds_inputs"],
             "gpu": gpu.as_dict(),
             "limits": asdict(size),
             "layers": model.layers,
@@ -182,14 +146,14 @@ class TensorrtTarget(Target):
     def verify(self, job: Job) -> Verification:
         if not job.facts["engine"]:
             return self._verify_bundle(job)
-        kept = load_probe(job.source.path) if isinstance(job.source, Bundle) else probe(job)
-        if kept is None:
+        expected = load_expected(job.source.path) if isinstance(job.source, Bundle) else expect(job)
+        if expected is None:
             raise CompressError(
                 f"{job.source.path} was written with --no-verify and has nothing to compare with; add --no-verify here too"
             )
-        return self._verify_engine(job, kept)
+        return self._verify_engine(job, expected)
 
-    def _verify_engine(self, job: Job, expected: Probe) -> Verification:
+    def _verify_engine(self, job: Job, expected: Expected) -> Verification:
         import torch
 
         from runtime.engines.tensorrt import load_tensorrt
@@ -201,40 +165,37 @@ class TensorrtTarget(Target):
         def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
             return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
 
-        metrics = compare(expected, model.logits, generate, job.facts["dtype"], job.facts["changed"])
+        limits = LIMITS[job.facts["dtype"], job.facts["rounds_inputs"]]
+        metrics = compare(expected, model.logits, generate, limits)
         return Verification(
             f"TensorRT {job.facts['tensorrt']} on {job.facts['gpu']['name']}", _compared(job.facts["changed"]), metrics
         )
 
     def _verify_bundle(self, job: Job) -> Verification:
-        rules = check_model(job.folder / ONNX)
+        expected = expect(job)
+        save_expected(expected, job.folder)
         content = json.loads((job.folder / BUILD).read_text(encoding="utf-8"))
-        expected = probe(job)
-        save_probe(expected, job.folder)
+        proof = prove_bundle(job.folder, expected, precision(job.source, content["dtype"]))
+        # Once more, with the hash of what the machine that finishes it compares with.
         model = read_model(job.source)
-        notes = ["no engine was built, so nothing ran on TensorRT"]
-        metrics: dict[str, Any] = {"rules": rules}
-        loader, checked = "the rule checker and ONNX's checker", f"{rules} rules of TensorRT's documentation hold"
-        try:
-            session = OnnxRuntime(job.folder / ONNX)
-            metrics |= compare(expected, session.logits, session.generate, content["dtype"], content["changed"])
-            loader, checked = f"ONNX Runtime {session.version}", f"{checked}; {_compared(content['changed'])}"
-        except NoKernelError as error:
-            notes.append(f"tokens were not compared: ONNX Runtime has no kernel here ({error})")
-        keys = ("options", "dtype", "sparse", "aliases", "artifact", "conversions", "losses", "changed")
-        write_build(job.folder, {key: content[key] for key in keys}, model, limits(job.options, model))
-        return Verification(loader, checked, metrics, notes)
+        write_build(job.folder, {key: content[key] for key in CONTENT}, model, limits(job.options, model))
+        checked = f"{content['rules']} rules of TensorRT's documentation hold"
+        notes = ["no engine was built, so nothing ran on TensorRT", *proof.notes]
+        metrics = {"rules": content["rules"], **proof.metrics}
+        if not proof.metrics:
+            return Verification("the rule checker and ONNX's checker", checked, metrics, notes)
+        return Verification(proof.loader, f"{checked}; {_compared(content['changed'])}", metrics, notes)
 
     def usage(self, job: Job, folder: str) -> list[str]:
         if not job.facts["engine"]:
             return [
                 "# No engine was built here. On the machine that is to run it:",
-                f"#   compress export {folder} --target tensorrt --output {folder}-engine",
-                f'import runtime; model = runtime.load("{folder}-engine")',
+                f"#   {finishing(folder)}",
+                f"import runtime; model = runtime.load({json.dumps(f'{folder}-engine')})",
             ]
         return [
             "import runtime",
-            f'model = runtime.load("{folder}")',
+            f"model = runtime.load({json.dumps(folder)})",
             'print(model.generate("Once", max_new_tokens=32))',
         ]
 
@@ -249,20 +210,11 @@ class _Written:
 
 def _compared(changed: bool) -> str:
     if changed:
-        return "logits of texts that the artifact wrote (weights or activations are not the artifact's own, so tokens may differ)"
+        return (
+            "logits and greedy tokens of texts that the artifact writes with the same weights rounded anew and the same inputs left "
+            "unrounded (how far that is from the artifact: `kl_of_change`)"
+        )
     return "logits and greedy tokens of texts that the artifact wrote"
-
-
-def _aliases(job: Job, path: Path, dtype: Any) -> dict[str, str]:
-    """Which initializers stand for the norms whose weights tracing merged with equal ones."""
-    import torch
-
-    model = read_model(job.source)
-    if model.unknown is not None:
-        return {}
-    values = {name: job.source.dense(name).to(dtype).contiguous() for name in norm_names(model)}
-    wanted = {name: value.view(torch.uint8).numpy().tobytes() for name, value in values.items()}
-    return OnnxWeights(path).add_aliases(wanted)
 
 
 def _copy_texts(job: Job) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -136,7 +137,7 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
     if not facts.get("engine"):
         raise RequestError(
             f"no engine was built in {export.path}; finish it, on a machine with TensorRT and the GPU that is to run it, with "
-            f"compress export {export.path} --target tensorrt --output {export.path}-engine"
+            f"{finishing(str(export.path))}"
         )
     bound = _check_options(options, facts)
     gpu = make_gpu(device)
@@ -149,6 +150,11 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
     if facts["weight_streaming"]:
         engine.weight_streaming_budget_v2 = _budget(engine, bound)
     return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
+
+
+def finishing(bundle: str) -> str:
+    """The command that makes an engine of a bundle, as a shell reads it."""
+    return f"compress export {shlex.quote(bundle)} --target tensorrt --output {shlex.quote(f'{bundle}-engine')}"
 
 
 def make_gpu(device: torch.device) -> Gpu:
@@ -190,10 +196,21 @@ def _api(facts: dict[str, Any]) -> Any:
     names = (
         ["tensorrt", "tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else ["tensorrt"]
     )
-    found = next((name for name in names if importlib.util.find_spec(name) is not None), None)
-    if found is None:
-        raise RequestError('a TensorRT engine needs tensorrt, which is not installed: pip install "compress[tensorrt]"')
-    return importlib.import_module(found)
+    broken = None
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            return importlib.import_module(name)
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # what its loader raises where a CUDA library is not there
+            broken = broken or f"{name} is installed and cannot be imported: {' '.join(str(error).split())}"
+    if broken is not None:
+        raise RequestError(f"a TensorRT engine needs tensorrt; {broken}")
+    raise RequestError('a TensorRT engine needs tensorrt, which is not installed: pip install "compress[tensorrt]"')
 
 
 def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:

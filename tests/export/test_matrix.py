@@ -12,7 +12,7 @@ from artifact_kinds import MATRIX
 
 import export
 from export import targets
-from export.target import missing_packages
+from export.target import Verification, missing_packages
 from runtime.errors import RequestError
 
 TARGETS = {
@@ -50,6 +50,8 @@ def test_works_and_is_verified_or_is_refused(made: Callable[..., Path], tmp_path
     assert result.verification is not None
     assert result.verification.checked
     assert result.verification.metrics
+    if target == "tensorrt bundle":
+        _check_bundle(kind, result.verification)
     manifest = json.loads((output / "export.json").read_text())
     assert manifest["artifact"]["sha256"]
     assert manifest["verification"]["loader"] == result.verification.loader
@@ -60,6 +62,18 @@ def test_works_and_is_verified_or_is_refused(made: Callable[..., Path], tmp_path
     assert "```python" in readme
     assert all(conversion.what in readme for conversion in result.conversions)
     assert [path.name for path in tmp_path.iterdir()] == ["out"]  # nothing half-written beside it
+
+
+def _check_bundle(kind: str, found: Verification) -> None:
+    """Artifacts are bfloat16 here; the bundle is held against the artifact, its inputs unrounded where TensorRT cannot round them."""
+    assert "float32 twin" in found.loader
+    assert found.metrics["kl"] < 1e-6
+    assert found.metrics["same_tokens"] == found.metrics["tokens"] == 128
+    assert found.metrics["top1_agreement"] == 1.0
+    dropped = kind in ("fp8", "w8a8_positive")
+    assert ("kl_of_change" in found.metrics) == dropped
+    if dropped:
+        assert 1e-4 < found.metrics["kl_of_change"] < 0.1
 
 
 def test_a_changed_artifact_is_not_exported(made: Callable[..., Path], tmp_path: Path) -> None:

@@ -1,0 +1,117 @@
+"""What a bundle takes along of what the artifact said, so that the machine that finishes it, which has no artifact, can compare.
+
+All logits of a large vocabulary would weigh more than many a model. Kept are the best of each position and the mass of all others,
+so that KL divergence can still be computed, over the best and "any other".
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from export.tensorrt.bundle import PROBE
+from export.tensorrt.reference import Expected
+from export.verify import Logits, Probe
+from runtime.errors import ArtifactError, CompressError
+
+BEST = 256  # logits kept of a position
+
+
+@dataclass(frozen=True)
+class KeptProbe(Probe):
+    """A probe with the best logits only; the others are minus infinity in `logits`.
+
+    Attributes:
+        ids: int64 `[prompts, seq, best]`, the tokens whose logits were kept.
+        rest: float32 `[prompts, seq]`, log of the summed exponentials of the others; minus infinity where there are none.
+    """
+
+    ids: torch.Tensor
+    rest: torch.Tensor
+
+
+def save_expected(expected: Expected, folder: Path) -> None:
+    """Write `probe.safetensors`."""
+    from safetensors.torch import save_file
+
+    probe = expected.probe
+    best = probe.logits.topk(min(BEST, probe.logits.shape[-1]), dim=-1)
+    tensors = {
+        "rows": probe.rows.contiguous(),
+        "logits": best.values.contiguous(),
+        "ids": best.indices.to(torch.int32).contiguous(),
+        "rest": _rest(probe.logits, best.indices).contiguous(),
+        "prompt_lengths": torch.tensor([len(p) for p in probe.prompts]),
+    }
+    facts = {
+        "vocabulary": str(probe.logits.shape[-1]),
+        "new_tokens": str(len(probe.continuations[0])),
+        "change": json.dumps(expected.change),
+    }
+    save_file(tensors, folder / PROBE, metadata=facts)
+
+
+def load_expected(folder: Path) -> Expected | None:
+    """What `save_expected` wrote; None where the bundle has none.
+
+    Raises:
+        ArtifactError: the file is damaged.
+    """
+    from safetensors import SafetensorError, safe_open
+
+    if not (folder / PROBE).is_file():
+        return None
+    try:
+        with safe_open(folder / PROBE, "pt") as file:
+            facts, tensors = file.metadata(), {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        rows, lengths, count = tensors["rows"], tensors["prompt_lengths"].tolist(), int(facts["new_tokens"])
+        ids, rest = tensors["ids"].long(), tensors["rest"]
+        logits = torch.full((*rows.shape, int(facts["vocabulary"])), float("-inf"))
+        logits.scatter_(-1, ids, tensors["logits"])
+        change = {str(name): float(value) for name, value in json.loads(facts["change"]).items()}
+    except (SafetensorError, AttributeError, KeyError, ValueError, RuntimeError, TypeError) as error:
+        raise ArtifactError(f"{folder / PROBE} is damaged: {error}") from error
+    prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
+    continuations = [row[length : length + count].tolist() for row, length in zip(rows, lengths, strict=True)]
+    return Expected(KeptProbe(prompts, rows, logits, continuations, ids, rest), change)
+
+
+def compare_kept(probe: KeptProbe, logits: Logits, kl_limit: float) -> dict[str, Any]:
+    """`kl`, `kl_worst` (of the best tokens and "any other": never above the whole one), `top1_agreement` and `logit_difference`
+    (of the best).
+
+    Raises:
+        CompressError: not finite, the wrong shape, or a mean KL above `kl_limit`.
+    """
+    other = logits(probe.rows).float().cpu()
+    if other.shape != probe.logits.shape or not bool(other.isfinite().all()):
+        raise CompressError("the engine gives logits of another shape than the artifact, or some that are not finite")
+    best, found = probe.logits.gather(-1, probe.ids), other.gather(-1, probe.ids)
+    ours, theirs = _shares(best, probe.rest), _shares(found, _rest(other, probe.ids))
+    kl = (ours.exp() * (ours - theirs)).sum(-1).clamp(min=0)
+    metrics = {
+        "kl": float(kl.mean()),
+        "kl_worst": float(kl.max()),
+        "top1_agreement": float((other.argmax(-1) == probe.logits.argmax(-1)).float().mean()),
+        "logit_difference": float((found - best).abs().max()),
+    }
+    if not metrics["kl"] <= kl_limit:
+        raise CompressError(
+            f"the engine does not compute what the artifact does: KL {metrics['kl']:.3g} nats a token, allowed {kl_limit:g}"
+        )
+    return metrics
+
+
+def _rest(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Log of the summed exponentials of all logits but those of `ids`, `[prompts, seq]`."""
+    return logits.float().scatter(-1, ids, float("-inf")).logsumexp(-1)
+
+
+def _shares(best: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
+    """Log probabilities of the best tokens and, last, of any other, where there are others."""
+    parts = [best] if bool(rest.isinf().all()) else [best, rest.unsqueeze(-1)]
+    return torch.cat(parts, -1).log_softmax(-1)

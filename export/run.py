@@ -19,6 +19,7 @@ from export.source import Source
 from export.target import Conversion, Job, Target, Verification
 from runtime.errors import RequestError
 from runtime.exported import FORMAT, MANIFEST, README, SCHEMA_VERSION
+from runtime.locate import resolve
 
 # Packages whose version an export may depend on; only those that are installed are recorded.
 _TOOLS = (
@@ -66,6 +67,7 @@ def run(
     """See `export.export`."""
     start = time.monotonic()
     chosen = targets.get(target)
+    resolve(artifact, trust_remote_code)  # says what is wrong with the path before targets look into it
     source = chosen.open(artifact, trust_remote_code)
     settings = parse_options(chosen, {**source.defaults, **options})
     place = Path(output) if output is not None else default_output(source.path, target)

@@ -121,7 +121,10 @@ def read_manifest(directory: Path) -> dict[str, Any] | None:
         ArtifactError: it is ours (its `format` can be read, or there are no weights that could be loaded without it) and damaged.
     """
     file = directory / MANIFEST
-    if not file.is_file():
+    try:
+        if not file.is_file():
+            return None
+    except OSError:  # no path can be so, which is said where the directory is looked for
         return None
     try:
         manifest = read_json(file)

@@ -11,6 +11,7 @@ from runtime.errors import ArtifactError
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml", "report.html"]
+_SHOWN = 200  # characters of a path that a sentence repeats
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -18,15 +19,20 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     """The directory of a checkpoint or artifact; a hub id ("org/name") is downloaded into the Hugging Face cache.
 
     Raises:
-        ArtifactError: nothing is there; the message names the nearest directory.
+        ArtifactError: nothing is there, and the message names the nearest directory; or no path can be so.
     """
     if not isinstance(source, (str, os.PathLike)) or not str(source):
         raise ArtifactError(f"{source!r} is no path; give the directory of a checkpoint or artifact, or a hub id")
     text = os.fspath(source)
     path = Path(text).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
+    try:
+        if path.is_dir():
+            return path
+        there = path.exists()
+    except OSError as error:  # a name that is too long, a directory that may not be entered
+        shown = text if len(text) <= _SHOWN else f"{text[:_SHOWN]}... ({len(text)} characters)"
+        raise ArtifactError(f"{shown} cannot be read: {error.strerror or error}") from error
+    if there:
         raise ArtifactError(f"{text} is a file; give the directory of the checkpoint (the one with config.json)")
     # "models/llama" is a local path when ./models exists, whatever else it may look like.
     if isinstance(source, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():

@@ -117,6 +117,15 @@ def test_nothing_is_there(run: Run, tmp_path: Path) -> None:
     assert "does not exist" in sentence(err)
 
 
+@pytest.mark.parametrize("name", targets.names())
+@pytest.mark.parametrize("path", ["x" * 300, "y/" * 3000])
+def test_an_artifact_that_cannot_be(run: Run, name: str, path: str) -> None:
+    code, _, err = run("export", path, "-t", name)
+    assert code == 2
+    assert sentence(err).endswith("cannot be read: File name too long")
+    assert len(err) < 400
+
+
 # Started in a process of its own, in which no target's packages are installed: nothing finds them.
 WITHOUT = """
 import sys

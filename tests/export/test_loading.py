@@ -183,6 +183,11 @@ def test_without_weights_to_load_a_damaged_one_is_said_whatever_it_begins_with(
         runtime.load(folder)
 
 
+def test_a_path_that_cannot_be(tmp_path: Path) -> None:
+    with pytest.raises(ArtifactError, match="File name too long"):
+        runtime.load(tmp_path / ("x" * 300))
+
+
 def test_only_our_own_exports_are_replaced(made: Make, tmp_path: Path) -> None:
     output = tmp_path / "out"
     output.mkdir()

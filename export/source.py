@@ -139,6 +139,12 @@ class Source:
         """Bytes of all stored tensors."""
         return self.artifact.checkpoint.total_bytes
 
+    def module_bytes(self, module: str) -> int:
+        """Bytes of all stored tensors of one module but its bias."""
+        checkpoint = self.artifact.checkpoint
+        names = [name for name in checkpoint.names() if name.rpartition(".")[0] == module]
+        return sum(checkpoint.nbytes(name) for name in names if not name.endswith(".bias"))
+
     def sha256(self) -> str:
         """Hash of the artifact: of the manifest, which has the hash of every file; a fingerprint for plain checkpoints."""
         if self.artifact.manifest is None:

@@ -14,6 +14,8 @@ from pydantic import BaseModel, ConfigDict
 from export.source import Source
 from runtime.errors import RequestError
 
+_WORTH_SAYING = 100_000  # bytes
+
 
 class Options(BaseModel):
     """Options that every target takes; a target's own are the fields of a subclass. The names are the command line's flags."""
@@ -43,7 +45,10 @@ class Conversion:
     def sentence(self) -> str:
         """One line for people."""
         where = self.modules[0] if len(self.modules) == 1 else f"{len(self.modules)} layers"
-        return f"{self.what} ({where}; {'exact' if self.exact else 'changes weights'})"
+        parts = [where, "exact" if self.exact else "changes weights"]
+        if self.bytes is not None and abs(self.bytes) >= _WORTH_SAYING:
+            parts.append(f"{abs(self.bytes) / 1e6:.1f} MB {'more' if self.bytes > 0 else 'less'}")
+        return f"{self.what} ({'; '.join(parts)})"
 
 
 @dataclass

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from export.onnx.builder import Builder
+from export.onnx.rounding import in_dtype
 from export.source import Source
 from runtime.kernels.activations import code_limits
 from runtime.scheme import ActivationScheme
@@ -42,7 +43,8 @@ def static(
     code = FLOAT8 if scheme.type == "float" else torch.int8
     zero = source.input_zero_point(module)
     zero = torch.zeros(1, dtype=code) if zero is None else zero.to(code)
-    step = b.store.add(f"{module}.input_scale", scale.to(dtype).reshape(()))
+    name = f"{module}.input_scale"
+    step = b.store.add(name, in_dtype(scale, dtype, name).reshape(()))
     point = b.store.add(f"{module}.input_zero_point", zero.reshape(()))
     return Quantized(b.op("QuantizeLinear", [x, step, point], "QuantizeLinear"), step, point)
 

@@ -122,6 +122,19 @@ def conversion(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> s
     return ", ".join(parts) or None
 
 
+def grid_bytes(weights: WeightScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
+    """Bytes of a matrix `(out, in)` in the words of `rules`: codes, scales of `scale_bytes` each, zero points."""
+    rows, columns = shape
+    bits = 8 if weights.type == "float" or weights.bits > 4 else 4
+    block = None
+    if weights.type == "int" and (bits == 4 or rules.blocked_int8):
+        block = _block(weights.group_size if weights.strategy == "group" else None, columns, rules)
+    count = 1 if block is None else -(-columns // block)
+    codes = rows * (columns if block is None else count * block) * bits // 8
+    zeros = 0 if weights.symmetric else rows * -(-count * bits // 8)
+    return codes + rows * count * scale_bytes + zeros
+
+
 def to_grid(weight: CompressedWeight, rules: Rules, requantize: bool, where: str) -> Grid:
     """The weight in the words of `rules`.
 

@@ -11,8 +11,8 @@ from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid, to_grid
 from export.onnx.matmul_nbits import matmul_nbits
+from export.onnx.rounding import in_dtype
 from export.target import Job
-from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -32,8 +32,8 @@ def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: 
     """`result [..., N]` plus the layer's bias, if it has one."""
     bias = job.source.bias(module)
     if bias is not None:
-        value = b.store.add(f"{module}.bias", _rounded(bias, dialect.dtype, f"{module}.bias"))
-        result = b.op("Add", [result, value], "Add")
+        value = b.store.add(f"{module}.bias", in_dtype(bias, dialect.dtype, f"{module}.bias"))
+        result = b.op("Add", [result, value], f"{module.rpartition('.')[2]}/Add")
     return result
 
 
@@ -78,7 +78,7 @@ def _integer_product(
     assert weight.scale is not None
     codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
     name = f"{module}.weight_scale"
-    scale = b.store.add(name, _rounded(weight.scale.reshape(-1), dialect.dtype, name))
+    scale = b.store.add(name, in_dtype(weight.scale.reshape(-1), dialect.dtype, name))
     factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
     sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), dialect.dtype, "sums")
     scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, x.scale], "by_token"), scale], "by_column")
@@ -117,7 +117,7 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
     else:
         # ONNX Runtime has no fp8 product on CPUs and would dequantize at every call; Cast and Mul it computes once, at load.
         name = f"{module}.weight_scale"
-        scale = b.store.add(name, _rounded(grid.scale, dialect.dtype, name))
+        scale = b.store.add(name, in_dtype(grid.scale, dialect.dtype, name))
         weight = b.op("Mul", [b.cast(codes, dialect.dtype, "values"), scale], "weight")
     product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
     return product
@@ -127,12 +127,12 @@ def _scale(b: Builder, module: str, scale: torch.Tensor, dialect: Dialect) -> on
     """The scales, stored in 16 bits where that is exact; in the dtype of the graph when they are read."""
     name = f"{module}.weight_scale"
     if dialect.name == "tensorrt":
-        return b.store.add(name, _rounded(scale, dialect.dtype, name))
+        return b.store.add(name, in_dtype(scale, dialect.dtype, name))
     half = scale.to(torch.float16)
     if dialect.dtype == torch.float16 or torch.equal(half.float(), scale.float()):
-        stored = b.store.add(name, _rounded(scale, torch.float16, name))
+        stored = b.store.add(name, in_dtype(scale, torch.float16, name))
         return stored if dialect.dtype == torch.float16 else b.cast(stored, dialect.dtype, "scale")
-    return b.store.add(name, scale.to(dialect.dtype))
+    return b.store.add(name, in_dtype(scale, dialect.dtype, name))
 
 
 def _dense(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
@@ -183,27 +183,12 @@ def _table(b: Builder, job: Job, module: str, dialect: Dialect) -> onnx_ir.Value
 def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:
     """As it is kept in the file: 16-bit floats stay as they are and are widened when they are read."""
     if dialect.name == "tensorrt" or dialect.dtype == torch.float16:
-        return _rounded(dense, dialect.dtype, name)
+        return in_dtype(dense, dialect.dtype, name)
     return dense
 
 
 def _read(b: Builder, stored: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     return stored if stored.dtype == _type(dialect.dtype) else b.cast(stored, dialect.dtype, "weight")
-
-
-def _rounded(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """`values` in `dtype`; RequestError where one overflows."""
-    result = values.to(dtype)
-    if not bool(result.isfinite().all()) and bool(values.isfinite().all()):
-        largest = float(values.float().abs().max())
-        raise RequestError(
-            f"{name} holds {largest:.3g}, beyond the range of {str(dtype).removeprefix('torch.')}; choose another dtype"
-        )
-    if values.numel() and bool(((result == 0) & (values != 0)).any()) and name.endswith("weight_scale"):
-        raise RequestError(
-            f"{name} holds scales too small for {str(dtype).removeprefix('torch.')}; choose another dtype"
-        )
-    return result
 
 
 def _type(dtype: torch.dtype) -> object:

@@ -9,11 +9,15 @@ import torch
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid
+from export.onnx.marks import DOMAIN
+from export.onnx.rounding import in_dtype
+from export.onnx.store import onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir
 
 MICROSOFT = "com.microsoft"
+WIDEN = "Widen"
 
 
 def matmul_nbits(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
@@ -22,8 +26,9 @@ def matmul_nbits(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect:
     (rows, columns), bits = grid.codes.shape, grid.bits
     scale = grid.scale.t().contiguous()  # [N, blocks]
     exact = torch.equal(scale.to(torch.float16).float(), scale.float())
-    stored = b.store.add(f"{module}.weight_scale", scale.to(torch.float16) if exact else scale.to(dialect.dtype))
-    scales = b.cast(stored, dialect.dtype, "scale") if exact and dialect.dtype != torch.float16 else stored
+    name = f"{module}.weight_scale"
+    stored = b.store.add(name, scale.to(torch.float16) if exact else in_dtype(scale, dialect.dtype, name))
+    scales = widened(b, stored, dialect.dtype) if exact and dialect.dtype != torch.float16 else stored
     inputs = [x, b.store.add(f"{module}.weight_codes", packed(grid.codes, grid.block, bits)), scales]
     if grid.zero_point is not None:
         inputs.append(b.store.add(f"{module}.weight_zero_point", packed_zero_points(grid.zero_point, bits)))
@@ -32,6 +37,22 @@ def matmul_nbits(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect:
         accuracy_level=dialect.accuracy_level,
     )  # fmt: skip
     return product
+
+
+def widened(b: Builder, stored: onnx_ir.Value, dtype: torch.dtype) -> onnx_ir.Value:
+    """A mark for the cast of float16 scales: a Cast would be folded by the fusions, and the scales stored twice as wide."""
+    import onnx_ir as ir
+
+    value: onnx_ir.Value = b.op(WIDEN, [stored], "scale", DOMAIN, to=int(onnx_type(dtype)))
+    value.shape, value.type = stored.shape, ir.TensorType(onnx_type(dtype))
+    return value
+
+
+def unmark(model: onnx_ir.Model) -> None:
+    """The marks of `widened` become Casts."""
+    for node in model.graph:
+        if (node.domain, node.op_type) == (DOMAIN, WIDEN):
+            node.domain, node.op_type = "", "Cast"
 
 
 def packed(codes: torch.Tensor, block: int, bits: int) -> torch.Tensor:

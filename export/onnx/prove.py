@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from export.onnx.check import check_file, check_fused
+from export.onnx.target import conversions, dialect_of, fast_name
 from export.target import Job, Verification
 from export.verify import TIE, compare_logits, compare_tokens, probe
 from runtime.errors import CompressError
@@ -16,6 +17,10 @@ from runtime.errors import CompressError
 # activations are quantized, a sum in another order may put one of them on the neighbouring code.
 KL_LIMITS = {("float32", False): 1e-5, ("float32", True): 5e-3, ("float16", False): 1e-2, ("float16", True): 2e-2}
 TIES = {("float32", False): TIE, ("float32", True): 0.5, ("float16", False): 0.5, ("float16", True): 1.0}
+# Of the second graph, whose products round their inputs to int8 in blocks, for kernels="fast": KL and cosine distance.
+FAST_LIMIT = 5e-2
+# Bytes of weights over those expected, and the difference that is nothing to speak of.
+SIZE_LIMIT, SMALL = 1.05, 64 << 10
 # Cosine distance of hidden states that is allowed, the worst of all tokens.
 COSINE_LIMITS = {("float32", False): 1e-5, ("float32", True): 2e-2, ("float16", False): 1e-3, ("float16", True): 2e-2}
 
@@ -30,19 +35,25 @@ def prove(job: Job) -> Verification:
 
     import runtime
 
-    counts = job.facts["compressed"]
-    files = counts if isinstance(counts, dict) else {"model.onnx": counts}
+    products = job.facts["compressed"]
+    files = products if isinstance(products, dict) else {"model.onnx": products}
     job.progress.phase("loading back", 2 + len(files))
     fused: dict[str, int] = {}
     for file, compressed in files.items():
-        check_file(job.folder / file)
-        for name, count in check_fused(job.folder / file, compressed, job.facts.get("session")).items():
+        second = job.folder / fast_name(file)
+        for path in [job.folder / file] + ([second] if second.is_file() else []):
+            check_file(path)
+            counts = check_fused(path, compressed, job.facts.get("session"))
+        for name, count in counts.items():
             fused[name] = fused.get(name, 0) + count
         job.progress.step(file)
     quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())
     key = (job.options.dtype, quantized)
     compare = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _seq2seq}[job.facts["kind"]]
-    checked, metrics = compare(job, lambda: runtime.load(job.folder, device="cpu", verify=False), key)
+    checked, metrics = compare(
+        job, lambda **options: runtime.load(job.folder, device="cpu", verify=False, **options), key
+    )
+    metrics["size"] = size_ratio(job)
     metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
     return Verification(
         f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load",
@@ -59,6 +70,10 @@ def _decoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
     metrics |= compare_tokens(
         reference, lambda prompts, count: model.generate(prompts, max_new_tokens=count, ignore_eos=True), TIES[key]
     )
+    if (job.folder / fast_name("model.onnx")).is_file():
+        del model
+        gc.collect()
+        metrics["kl_fast"] = compare_logits(reference, load(kernels="fast").logits, FAST_LIMIT)["kl"]
     job.progress.step("the export")
     return "logits and greedy tokens those of the artifact", metrics
 
@@ -84,6 +99,13 @@ def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
             f"the export does not compute what the artifact does: cosine similarity of hidden states "
             f"{metrics['cosine_worst']:.6f}, allowed {1 - COSINE_LIMITS[key]:g}"
         )
+    if (job.folder / fast_name("model.onnx")).is_file():
+        fast = load(kernels="fast").hidden_states(ids, mask)[mask.bool()]
+        metrics["cosine_fast"] = float(torch.nn.functional.cosine_similarity(wanted, fast, dim=-1).min())
+        if not metrics["cosine_fast"] >= 1 - FAST_LIMIT:
+            raise CompressError(
+                f"the export's graph for kernels='fast' computes something else: cosine similarity {metrics['cosine_fast']:.6f}"
+            )
     return "hidden states those of the artifact, alone and padded", metrics
 
 
@@ -99,12 +121,7 @@ def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
     job.progress.step("the artifact")
     model = load()
     found = [model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
-    ours, theirs = torch.cat(wanted).log_softmax(-1), torch.cat(found).log_softmax(-1)
-    kl = float((ours.exp() * (ours - theirs)).sum(-1).clamp(min=0).mean())
-    if not kl <= KL_LIMITS[key]:
-        raise CompressError(
-            f"the export does not compute what the artifact does: KL {kl:.3g} nats a token, allowed {KL_LIMITS[key]:g}"
-        )
+    kl = _kl(wanted, found, KL_LIMITS[key])
     answers = model.generate(sources, max_new_tokens=length, ignore_eos=True)
     same = ties = 0
     for row, (expected, got) in enumerate(zip(written, answers, strict=True)):
@@ -115,9 +132,25 @@ def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
             ties += 1
             if gap > TIES[key]:
                 raise CompressError(f"the export continues source {row} differently, and not by a near tie ({gap:.3g})")
-    job.progress.step("the export")
     metrics = {"kl": kl, "tokens": length * len(sources), "same_tokens": same, "near_ties": ties}
+    if (job.folder / fast_name("decoder.onnx")).is_file():
+        del model
+        model = load(kernels="fast")
+        found = [model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
+        metrics["kl_fast"] = _kl(wanted, found, FAST_LIMIT)
+    job.progress.step("the export")
     return "teacher-forced logits and greedy tokens those of the artifact", metrics
+
+
+def _kl(wanted: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> float:
+    """Mean, nats a token, of logits `[1, t, vocab]`; CompressError above `limit`."""
+    ours, theirs = torch.cat(wanted).log_softmax(-1), torch.cat(found).log_softmax(-1)
+    kl = float((ours.exp() * (ours - theirs)).sum(-1).clamp(min=0).mean())
+    if not kl <= limit:
+        raise CompressError(
+            f"the export does not compute what the artifact does: KL {kl:.3g} nats a token, allowed {limit:g}"
+        )
+    return kl
 
 
 def _artifact(job: Job) -> Any:
@@ -136,3 +169,18 @@ def _sources(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
     lengths = torch.tensor([max(1, limit - i) for i in range(8)])
     mask = (torch.arange(limit)[None] < lengths[:, None]).long()
     return ids * mask, mask
+
+
+def size_ratio(job: Job) -> float:
+    """Bytes of the weights' files over those of the artifact's tensors and what conversions were said to add; warns beyond 5 %."""
+    stored = sum(file.stat().st_size for file in job.folder.glob("*.data"))
+    if not stored:  # a small model's constants are in the graph
+        stored = sum(file.stat().st_size for file in job.folder.glob("*.onnx"))
+    said = conversions(job.source, dialect_of(job.options))
+    expected = job.source.bytes + sum(conversion.bytes or 0 for conversion in said)
+    ratio = stored / expected
+    if ratio > SIZE_LIMIT and stored - expected > SMALL:
+        job.progress.warn(
+            f"the weights take {ratio:.2f} times the bytes that the artifact and the conversions said account for"
+        )
+    return round(ratio, 4)

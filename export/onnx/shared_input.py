@@ -50,7 +50,7 @@ def write_together(b: Builder, job: Job, modules: list[str], x: onnx_ir.Value, d
         if grid.loss:
             job.losses[module] = grid.loss
         grids.append(grid)
-    product = matmul_nbits(b, _name(modules), x, _beside(grids), dialect)
+    product = matmul_nbits(b, joined(modules), x, _beside(grids), dialect)
     sizes = b.constant([grid.codes.shape[1] for grid in grids])
     parts = b.op("Split", [product, sizes], "Split", outputs=len(modules), axis=-1)
     return [add_bias(b, job, module, part, dialect) for module, part in zip(modules, parts, strict=True)]
@@ -72,6 +72,6 @@ def _beside(grids: list[Grid]) -> Grid:
     )
 
 
-def _name(modules: list[str]) -> str:
+def joined(modules: list[str]) -> str:
     """`model.layers.0.self_attn.q_proj+k_proj+v_proj`."""
     return "+".join([modules[0], *(module.rpartition(".")[2] for module in modules[1:])])

@@ -11,7 +11,7 @@ import torch
 
 from export.folder import copy_tokenizer, write_json
 from export.onnx.dialect import Dialect, dialect
-from export.onnx.grid import ONNX, TENSORRT, conversion, why_not
+from export.onnx.grid import ONNX, TENSORRT, conversion, grid_bytes, why_not
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.scheme import Scheme
@@ -50,7 +50,7 @@ class OnnxTarget(Target):
         return None
 
     def conversions(self, source: Source, options: Any) -> list[Conversion]:
-        return conversions(source, dialect("ort" if options.ort else "onnx", _DTYPES[options.dtype]))
+        return conversions(source, dialect_of(options))
 
     def bytes_needed(self, source: Source, options: Any) -> int:
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
@@ -60,7 +60,7 @@ class OnnxTarget(Target):
         from export.onnx.write_encoders import write_encoder, write_seq2seq
 
         writers = {"decoder": write_decoder, "encoder": write_encoder, "encoder-decoder": write_seq2seq}
-        spoken = dialect("ort" if job.options.ort else "onnx", _DTYPES[job.options.dtype])
+        spoken = dialect_of(job.options)
         job.facts |= writers[model_kind(job.source.config)](job, spoken)
         if spoken.name == "onnx" and any(_static_int8(entry.scheme) for entry in job.source.entries.values()):
             # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
@@ -85,11 +85,24 @@ class OnnxTarget(Target):
         if not (job.folder / "tokenizer.json").is_file():
             ask = "model.generate([1, 2, 3], max_new_tokens=32)"  # the artifact has no tokenizer
             ask = "model.hidden_states([[1, 2, 3]])" if kind == "encoder" else ask
+        products = job.facts.get("compressed")
+        integers = sum(products.values()) if isinstance(products, dict) else products
+        hint = '  # kernels="fast" rounds activations to int8' if integers else ""
         return [
             "import runtime",
-            f'model = runtime.load("{folder}")  # kernels="fast" rounds activations to int8',
+            f'model = runtime.load("{folder}"){hint}',
             f"print({ask})",
         ]
+
+
+def dialect_of(options: OnnxOptions) -> Dialect:
+    """What the options ask for."""
+    return dialect("ort" if options.ort else "onnx", _DTYPES[options.dtype])
+
+
+def fast_name(file: str) -> str:
+    """Where the second graph beside `file` is, see `write_fast`."""
+    return f"{file.removesuffix('.onnx')}_fast.onnx"
 
 
 def _static_int8(scheme: Scheme) -> bool:
@@ -110,9 +123,14 @@ def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | 
 def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
     """What the graph says in other words than the artifact."""
     found: dict[tuple[str, bool], list[str]] = {}
+    grown: dict[tuple[str, bool], int] = {}
+    counted: set[str] = set()
 
     def say(what: str, module: str, exact: bool = True) -> None:
         found.setdefault((what, exact), []).append(module)
+        if module in source.entries and module not in counted:  # of several reasons the first has the bytes
+            counted.add(module)
+            grown[what, exact] = grown.get((what, exact), 0) + growth(source, module, spoken)
 
     for name, entry in source.entries.items():
         scheme, shape = entry.scheme, source.shapes[name]
@@ -144,7 +162,19 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
             "all dense tensors",
             False,
         )
-    return [Conversion(what, tuple(modules), exact) for (what, exact), modules in found.items()]
+    return [
+        Conversion(what, tuple(modules), exact, grown.get((what, exact))) for (what, exact), modules in found.items()
+    ]
+
+
+def growth(source: Source, module: str, spoken: Dialect) -> int:
+    """Bytes that a compressed module takes more in the graph than in the artifact."""
+    weights, shape = source.entries[module].scheme.weights, source.shapes[module]
+    if weights is None or module in source.embeddings:
+        stored = shape[0] * shape[1] * source.dtype.itemsize
+    else:
+        stored = grid_bytes(weights, shape, spoken.rules, source.dtype.itemsize)
+    return stored - source.module_bytes(module)
 
 
 def write_fast(path: Path) -> None:
@@ -156,7 +186,7 @@ def write_fast(path: Path) -> None:
         for attribute in node.attribute:
             if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
                 attribute.i = 4
-    onnx.save(model, str(path.with_name(f"{path.stem}_fast.onnx")))
+    onnx.save(model, str(path.with_name(fast_name(path.name))))
 
 
 def write_config(source: Source, folder: Path) -> None:

@@ -13,7 +13,7 @@ from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.linear import write_embedding, write_linear
 from export.onnx.marks import DOMAIN
-from export.onnx.matmul_nbits import MICROSOFT
+from export.onnx.matmul_nbits import MICROSOFT, unmark
 from export.onnx.store import DataFile, Store
 from export.onnx.trace import Traced, strip, trace_decoder
 from export.target import Job
@@ -75,6 +75,7 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
         if mark in together:
             group = together[mark]
             modules = [other.attributes.get_string("module", "") for other in group]
+            builder = Builder(store, mark, shared_input.joined(modules))
             values = shared_input.write_together(builder, job, modules, first, dialect)
             for other, value in zip(group, values, strict=True):
                 builder.replace(other, value)
@@ -137,6 +138,7 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
         model.opset_imports[MICROSOFT] = 1
     if dialect.own_operators:
         _fuse(model)
+        unmark(model)
     if dialect.name == "onnx":
         _without_relu(model)
     common.CommonSubexpressionEliminationPass()(model)

@@ -97,8 +97,8 @@ class OnnxEngine:
             rows = []
             for part in (slice(start, end) for start, end in parts):
                 inputs = (input_ids[part], attention_mask[part], position_ids[part])
-                states = [[tensor[part] for tensor in tensors] for tensors in (before, after)]
-                rows.append(self._rows(*inputs, *states, past, last_only))
+                old, new = ([tensor[part] for tensor in tensors] for tensors in (before, after))
+                rows.append(self._rows(*inputs, old, new, past, last_only))
             result = torch.cat(rows)
         cache.tensors, cache.length = after, past + count
         return result

@@ -76,7 +76,9 @@ class Session:
             )
         self.device = device
         self.inputs = frozenset(value.name for value in self._session.get_inputs())
-        rounding = {"fast": "int8 activations", "auto": "float32 sums", "reference": "not optimized"}[kernels]
+        rounding = {"fast": "int8 activations where weights are integers", "auto": "float32 sums"}.get(
+            kernels, "not optimized"
+        )
         self.description = f"ONNX Runtime {onnxruntime.__version__} ({self._session.get_providers()[0]}, {rounding})"
         # An empty tensor has no address, and ONNX Runtime wants one.
         self._somewhere = torch.zeros(16, device=device)

@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Iterator
 
 import pytest
 import typer
@@ -15,6 +16,15 @@ from compress import cli
 from compress.stopping import Stopped, stoppable
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+
+
+@pytest.fixture(autouse=True)
+def as_a_shell_leaves_them() -> Iterator[None]:
+    """Also where the tests run under `nohup`, which ignores SIGHUP."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGHUP)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
 
 
 def kill(number: int) -> None:

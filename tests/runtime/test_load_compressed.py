@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +89,11 @@ def compress(model: Any, path: Path, choose: Any) -> dict[str, CompressedWeight]
     return weights
 
 
-def dense_twin(model: Any, weights: dict[str, CompressedWeight]) -> Any:
-    """`model` with its weights replaced by what the compressed ones stand for."""
+def dense_twin(model: Any, weights: dict[str, CompressedWeight], dtype: torch.dtype | None = None) -> Any:
+    """`model` with its weights replaced by what the compressed ones stand for, in `dtype`."""
     for name, weight in weights.items():
         module = model.get_submodule(name)
-        dense = weight.dequantize()
+        dense = replace(weight, dtype=dtype or weight.dtype).dequantize()
         module.weight = torch.nn.Parameter(dense.T.contiguous() if type(module).__name__ == "Conv1D" else dense)
     return model
 
@@ -176,7 +177,7 @@ def test_another_compute_dtype_keeps_the_stored_weights(tmp_path: Path) -> None:
         assert {p.dtype for p in model.engine.module.parameters()} == {torch.float32}
         twin = llama()  # not made by .float(): a bfloat16 module has rounded rotary frequencies
         twin.load_state_dict(llama().bfloat16().state_dict())
-        twin = dense_twin(twin, weights).float()
+        twin = dense_twin(twin, weights, torch.float32).float()
         assert close(model.logits(BATCH), twin(BATCH).logits, 1e-5)
 
 

@@ -43,7 +43,7 @@ def prove(job: Job) -> Verification:
         second = job.folder / fast_name(file)
         for path in [job.folder / file] + ([second] if second.is_file() else []):
             check_file(path)
-            counts = check_fused(path, compressed, job.facts.get("session"))
+            counts = check_fused(path, compressed, job.facts.get("session"), half=job.options.dtype == "float16")
         for name, count in counts.items():
             fused[name] = fused.get(name, 0) + count
         job.progress.step(file)

@@ -73,16 +73,21 @@ def _integer_product(
     dialect: Dialect,
     zero_point: onnx_ir.Value | None = None,
 ) -> onnx_ir.Value:
-    """int8 codes times int8 codes, summed in int32, scaled once for the token and once for the column."""
+    """int8 codes times int8 codes, summed in int32, scaled once for the token and once for the column.
+
+    Scaled in float32 whatever the dtype of the graph: sums pass float16's 65504 with as few as five inputs.
+    """
     weight = job.source.weight(module)
     assert weight.scale is not None
     codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
     name = f"{module}.weight_scale"
-    scale = b.store.add(name, in_dtype(weight.scale.reshape(-1), dialect.dtype, name))
+    scale = b.store.add(name, in_dtype(weight.scale.reshape(-1), torch.float32, name))
     factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
-    sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), dialect.dtype, "sums")
-    scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, x.scale], "by_token"), scale], "by_column")
-    return scaled
+    sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), torch.float32, "sums")
+    wide = dialect.dtype == torch.float32
+    token = x.scale if wide else b.cast(x.scale, torch.float32, "by_token/scale")
+    scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, token], "by_token"), scale], "by_column")
+    return scaled if wide else b.cast(scaled, dialect.dtype, "narrowed")
 
 
 def _product(

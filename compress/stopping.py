@@ -45,4 +45,9 @@ def stoppable() -> Iterator[None]:
 
 
 def _stop(number: int, frame: FrameType | None) -> None:
+    # A terminal that closes sends both, and the second must not cut the cleaning up short. Only while they are ours to set.
+    for name in ("SIGTERM", "SIGHUP"):
+        other = getattr(signal, name, None)
+        if other is not None and signal.getsignal(other) is _stop:
+            signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)

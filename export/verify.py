@@ -102,7 +102,7 @@ def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[st
         "top1_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
         "logit_difference": float((reference.logits - other).abs().max()),
     }
-    if metrics["kl"] > kl_limit:
+    if not metrics["kl"] <= kl_limit:  # NaN too
         raise CompressError(
             f"the export does not compute what the artifact does: KL {metrics['kl']:.3g} nats a token, allowed {kl_limit:g}"
         )

@@ -19,7 +19,7 @@ from export.huggingface import load_gptqmodel
 from export.huggingface.gptq_reader import Folder
 from export.huggingface.plan import Plan
 from export.target import Job, Verification
-from export.verify import TIE, Probe, compare_logits, compare_tokens, probe
+from export.verify import Probe, compare_logits, compare_tokens, probe
 from runtime.errors import CompressError
 from runtime.scheme import CompressedWeight
 
@@ -27,8 +27,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 # Nats a token. Matrices are compared number by number; one side may round them to the model's dtype before it multiplies (1e-5).
-SAME_KL = 1e-3
+SAME_KL = 1e-4
+SAME_TIE = 0.1  # logits, likewise
 ROUNDED_KL = 1e-2  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
+ROUNDED_TIE = 0.5
 
 
 def verify_compressed(job: Job, plan: Plan) -> Verification:
@@ -100,7 +102,7 @@ def verify_with_gptqmodel(
             half = torch.from_numpy(content["half_logits"])
             tokens = content["tokens"].tolist()
     found = compare_logits(reference, lambda rows: logits, ROUNDED_KL)
-    found |= compare_tokens(reference, lambda prompts, count: tokens, _tie(found))
+    found |= compare_tokens(reference, lambda prompts, count: tokens, ROUNDED_TIE)
     result = {f"{loader}_{name}": value for name, value in found.items()}
     served = compare_logits(
         reference, lambda rows: half, ROUNDED_KL
@@ -187,12 +189,8 @@ def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str
             return model(input_ids=rows, use_cache=False).logits
 
     metrics = compare_logits(reference, logits, SAME_KL if exact else ROUNDED_KL)
-    return metrics | compare_tokens(reference, lambda prompts, count: greedy(model, prompts, count), _tie(metrics))
-
-
-def _tie(metrics: dict[str, Any]) -> float:
-    """Two tokens whose logits are apart by less than what rounding moved them may swap."""
-    return max(TIE, 2 * float(metrics["logit_difference"]))
+    tie = SAME_TIE if exact else ROUNDED_TIE
+    return metrics | compare_tokens(reference, lambda prompts, count: greedy(model, prompts, count), tie)
 
 
 def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, Any]:

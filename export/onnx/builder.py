@@ -33,7 +33,7 @@ class Builder:
         import onnx_ir as ir
 
         node = ir.node(kind, list(inputs), attributes=attributes, domain=domain, num_outputs=outputs)
-        node.name = f"{self._name}/{part or kind}"
+        node.name = self.store.unique(f"{self._name}/{part or kind}")
         for index, output in enumerate(node.outputs):
             output.name = node.name if outputs == 1 else f"{node.name}.{index}"
         if like is not None:

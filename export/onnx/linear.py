@@ -10,7 +10,7 @@ from export.onnx import activations
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid, to_grid
-from export.onnx.matmul_nbits import matmul_nbits
+from export.onnx.matmul_nbits import matmul_nbits, widened
 from export.onnx.rounding import in_dtype
 from export.target import Job
 
@@ -193,6 +193,8 @@ def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:
 
 
 def _read(b: Builder, stored: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    if dialect.own_operators:  # the fusions join dense matrices into new ones, wide and beside the old ones in the file
+        return widened(b, stored, dialect.dtype, "weight")
     return stored if stored.dtype == _type(dialect.dtype) else b.cast(stored, dialect.dtype, "weight")
 
 

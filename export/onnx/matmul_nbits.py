@@ -39,11 +39,11 @@ def matmul_nbits(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect:
     return product
 
 
-def widened(b: Builder, stored: onnx_ir.Value, dtype: torch.dtype) -> onnx_ir.Value:
-    """A mark for the cast of float16 scales: a Cast would be folded by the fusions, and the scales stored twice as wide."""
+def widened(b: Builder, stored: onnx_ir.Value, dtype: torch.dtype, part: str = "scale") -> onnx_ir.Value:
+    """A mark for the cast of a constant to `dtype`: what ONNX Runtime's fusions see as a constant they fold or join, and store anew."""
     import onnx_ir as ir
 
-    value: onnx_ir.Value = b.op(WIDEN, [stored], "scale", DOMAIN, to=int(onnx_type(dtype)))
+    value: onnx_ir.Value = b.op(WIDEN, [stored], part, DOMAIN, to=int(onnx_type(dtype)))
     value.shape, value.type = stored.shape, ir.TensorType(onnx_type(dtype))
     return value
 

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 from importlib.metadata import version
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
     from torch import nn
 
 _log = logging.getLogger("compress.export")
-MOST_FILES = 32  # graphs kept; the oldest go first
+MOST_FILES, MOST_BYTES = 32, 1 << 30  # graphs kept; the oldest go first
 # Where an artifact lies, and how its weights do, has no part in a graph that holds marks in their place.
 _NO_PART = ("quantization_config", "_name_or_path")
 _TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
@@ -74,9 +75,11 @@ def remember(name: str, model: onnx_ir.Model) -> None:
         ir.save(model, str(temporary))
         os.replace(temporary, folder / f"{name}.onnx")
         kept = sorted(folder.glob("*.onnx"), key=lambda file: file.stat().st_mtime)
-        for file in kept[:-MOST_FILES]:
-            file.unlink(missing_ok=True)
-    except (OSError, ValueError) as error:
+        sizes = list(accumulate(file.stat().st_size for file in reversed(kept)))
+        for file, size in zip(reversed(kept), sizes, strict=True):
+            if size > MOST_BYTES or file in kept[:-MOST_FILES]:
+                file.unlink(missing_ok=True)
+    except Exception as error:  # a graph above 2 GB is one that protobuf refuses in its own way
         _log.warning("the traced graph is not kept: %s", error)
         temporary.unlink(missing_ok=True)
 

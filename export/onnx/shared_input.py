@@ -6,6 +6,7 @@ threads, which at one token is as long as a small matrix takes.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
@@ -37,7 +38,7 @@ def groups(job: Job, marks: Iterable[onnx_ir.Node]) -> dict[onnx_ir.Node, list[o
         if entry.scheme.activations is None:
             found.setdefault((mark.inputs[0], module.rpartition(".")[0], entry.scheme.weights), []).append(mark)
     # A layer that is called twice keeps a matrix of its own, which both calls share.
-    once = {module for module in modules if modules.count(module) == 1}
+    once = {module for module, count in Counter(modules).items() if count == 1}
     kept = [[m for m in group if m.attributes.get_string("module", "") in once] for group in found.values()]
     return {group[0]: group for group in kept if len(group) > 1}
 

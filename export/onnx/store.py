@@ -47,11 +47,28 @@ class Store:
 
     def __init__(self, model: onnx_ir.Model, data: DataFile) -> None:
         self.graph, self.data = model.graph, data
+        self._taken: set[str] = set()
+        self._added: dict[str, onnx_ir.Value] = {}
+
+    def unique(self, name: str) -> str:
+        """`name`, with a number where a node has it already: a layer may be called twice."""
+        number, wanted = 1, name
+        while name in self._taken:
+            number += 1
+            name = f"{wanted}.{number}"
+        self._taken.add(name)
+        return name
 
     def add(self, name: str, tensor: torch.Tensor, bits: int | None = None) -> onnx_ir.Value:
-        """An initializer; `bits=4` packs int8 codes two a byte (INT4). Its value is written at once and not kept."""
+        """An initializer; `bits=4` packs int8 codes two a byte (INT4). Its value is written at once and not kept.
+
+        One that is there already under the name is given back: it belongs to a layer that is called twice.
+        """
         import onnx_ir as ir
 
+        found = self._added.get(name)
+        if found is not None:
+            return found
         dtype = ir.DataType.INT4 if bits == 4 else onnx_type(tensor.dtype)
         shape = ir.Shape(tensor.shape)
         flat = tensor.detach().contiguous()
@@ -67,6 +84,7 @@ class Store:
             )
         initializer = ir.Value(name=name, const_value=value, shape=shape, type=ir.TensorType(dtype))
         self.graph.register_initializer(initializer)
+        self._added[name] = initializer
         return initializer
 
     def move(self) -> None:

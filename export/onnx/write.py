@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -62,7 +63,7 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
     marks = [node for node in graph if node.domain == DOMAIN]
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
-    products = fusible(job, traced)
+    products = fusible(job, marks)
     together = shared_input.groups(job, marks) if dialect.own_operators else {}
     done: set[onnx_ir.Node] = set()
     for mark in marks:
@@ -226,14 +227,13 @@ def _facts(job: Job, traced: Traced, dialect: Dialect, reason: str | None) -> di
     }
 
 
-def fusible(job: Job, traced: Traced) -> int:
-    """How many layers of a graph have integer codes, which products of the runtime read as they are."""
-    schemes = [
-        entry.scheme.weights
-        for name, entry in job.source.entries.items()
-        if name in traced.shapes and name not in job.source.embeddings
-    ]
-    return sum(1 for weights in schemes if weights is not None and weights.type == "int")
+def fusible(job: Job, marks: Iterable[onnx_ir.Node]) -> int:
+    """How many products of a graph have integer codes, which the runtime reads as they are."""
+    count = 0
+    for mark in marks:
+        entry = job.source.entries.get(mark.attributes.get_string("module", "")) if mark.op_type == "Linear" else None
+        count += entry is not None and entry.scheme.weights is not None and entry.scheme.weights.type == "int"
+    return count
 
 
 def number(dimension: Any) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -32,7 +33,7 @@ class TensorrtTarget(Target):
     name: ClassVar[str] = "tensorrt"
     summary: ClassVar[str] = "A TensorRT engine; without TensorRT or a GPU the bundle that it is built from."
     extra: ClassVar[str | None] = "tensorrt"
-    packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript")
+    packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx_ir")
     options = TensorrtOptions
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
@@ -77,7 +78,7 @@ class TensorrtTarget(Target):
             self._engine(job, job.source.path, job.source.model, limits(options, job.source.model), job.source.build)
             for name in _KEPT:
                 if (job.source.path / name).is_file():
-                    (job.folder / name).write_bytes((job.source.path / name).read_bytes())
+                    shutil.copyfile(job.source.path / name, job.folder / name)
             return
         model = read_model(job.source)
         size = limits(options, model)
@@ -122,7 +123,7 @@ class TensorrtTarget(Target):
         if found["constants"] == ONNX:  # a stripped plan from the parser takes its weights from the ONNX file again
             for name in (ONNX, DATA):
                 if (source / name).is_file():
-                    (job.folder / name).write_bytes((source / name).read_bytes())
+                    shutil.copyfile(source / name, job.folder / name)
         job.facts |= {
             **found,
             "engine": True,

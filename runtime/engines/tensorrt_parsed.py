@@ -112,8 +112,8 @@ class ParsedRows:
         if length <= self._room:
             return
         engine = self._engine
-        self._room = min(engine.max_length, max(length, self._room + GROWTH, self._room * 3 // 2))
-        numbers = self.rows * engine.kv_heads * self._room * engine.head_dim
+        room = min(engine.max_length, max(length, self._room + GROWTH, self._room * 3 // 2))
+        numbers = self.rows * engine.kv_heads * room * engine.head_dim
 
         def empty() -> torch.Tensor:
             return torch.empty(numbers, dtype=engine.dtype, device=engine.device)
@@ -122,6 +122,7 @@ class ParsedRows:
         for old, new in zip(self._buffers[0], fresh, strict=False):
             self._view(new, self.length).copy_(self._view(old, self.length))
         self._buffers = [fresh, [empty() for _ in engine.names]]
+        self._room = room  # only now: memory may have run out
 
     @classmethod
     def join(cls, engine: ParsedEngine, parts: list[ParsedRows], keep: list[tuple[int, int]]) -> ParsedRows:

@@ -101,6 +101,26 @@ def test_handlers_are_taken_back() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
 
 
+def test_a_second_signal_does_not_cut_the_cleaning_short() -> None:
+    """A terminal that closes may send both."""
+    cleaned = []
+
+    def work() -> None:
+        try:
+            kill(signal.SIGTERM)
+        finally:
+            os.kill(os.getpid(), signal.SIGHUP)
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+            cleaned.append("cleaned")
+
+    with pytest.raises(Stopped) as stopped, stoppable():
+        work()
+    assert stopped.value.code == 143
+    assert cleaned == ["cleaned"]
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
 def test_other_threads_set_no_handlers() -> None:
     errors: list[BaseException] = []
 

@@ -70,3 +70,20 @@ def test_an_encoder_decoder_writes_what_the_artifact_writes(tmp_path: Path, tiny
     assert model.generate(sources, max_new_tokens=12) == own.generate(sources, max_new_tokens=12)
     # The file of weights holds the shared table once.
     assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 1.3 * own.artifact.checkpoint.total_bytes
+
+
+@pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
+def test_a_layer_that_is_called_again_is_stored_once(tmp_path: Path, ort: bool) -> None:
+    """ALBERT: every block is the same one."""
+    from transformers import AlbertConfig, AlbertModel
+
+    torch.manual_seed(0)
+    config = AlbertConfig(
+        vocab_size=260, embedding_size=32, hidden_size=64, num_hidden_layers=3, num_attention_heads=4,
+        intermediate_size=128, max_position_embeddings=64,
+    )  # fmt: skip
+    AlbertModel(config).save_pretrained(tmp_path / "albert")
+    result = export.export(tmp_path / "albert", "onnx", tmp_path / "out", ort=ort, quiet=True)
+    assert result.verification is not None
+    assert result.verification.metrics["cosine_worst"] > 1 - 1e-6
+    assert result.verification.metrics["size"] < 1.05

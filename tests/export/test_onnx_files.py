@@ -152,3 +152,14 @@ def test_a_file_that_is_too_large_is_warned_of(made: Make, tmp_path: Path) -> No
     )
     assert size_ratio(job) == pytest.approx(2.0)
     assert "2.00 times" in told[0]
+
+
+def test_dense_layers_are_stored_once_with_ort(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
+    """ONNX Runtime's fusions would join keys and values into matrices of their own, in float32 and beside the others."""
+    model = tiny_llama(hidden_size=128, intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=False)
+    result = export.export(model, "onnx", tmp_path / "out", quiet=True, ort=True)
+    assert result.verification is not None
+    assert result.verification.metrics["size"] < 1.02
+    graph = onnx.load(str(result.path / "model.onnx"), load_external_data=False).graph
+    wide = [t.name for t in graph.initializer if t.data_type == onnx.TensorProto.FLOAT and len(t.dims) == 2]
+    assert wide == []

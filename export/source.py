@@ -15,7 +15,8 @@ from torch import nn
 
 from runtime import formats
 from runtime.artifact import Artifact
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, RequestError
+from runtime.exported import find_export
 from runtime.quantization_config import ModuleEntry, parse
 from runtime.scheme import CompressedWeight
 from runtime.skeleton import build_skeleton, linear_shapes, read_config, tied_names
@@ -44,12 +45,19 @@ class Source:
 
     Raises:
         ArtifactError: the directory cannot be used.
+        RequestError: it is an export that holds no artifact any more.
     """
 
     #: Options that what is exported brings along; see `export.target.Target.open`.
     defaults: Mapping[str, Any] = MappingProxyType({})
 
     def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
+        exported = find_export(path)
+        if exported is not None and not exported.is_checkpoint:
+            again = f"; only target {exported.target} takes it" if exported.target == "tensorrt" else ""
+            raise RequestError(
+                f"{path} is an export to {exported.target} already{again}; name the artifact that it was made from"
+            )
         self.artifact = Artifact(path, trust_remote_code)
         self.trust_remote_code = trust_remote_code
         if not isinstance(self.artifact.config.get("quantization_config", {}), dict):

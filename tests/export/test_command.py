@@ -323,3 +323,15 @@ def test_the_last_artifact_is_found(
     assert code == 0
     assert err == ""
     assert json.loads(out)["artifact"] == "out/r"
+
+
+@pytest.mark.parametrize("more", [["--list"], ["--target", "huggingface"]])
+def test_an_export_is_not_exported_again(
+    made: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+) -> None:
+    pytest.importorskip("onnxruntime")
+    import export
+
+    export.export(made("w4_g128"), "onnx", tmp_path / "out", quiet=True, verify=False)
+    assert main(["export", str(tmp_path / "out"), *more]) == 2
+    assert "is an export to onnx already" in capsys.readouterr().err

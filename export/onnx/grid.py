@@ -125,14 +125,46 @@ def conversion(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> s
 def grid_bytes(weights: WeightScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
     """Bytes of a matrix `(out, in)` in the words of `rules`: codes, scales of `scale_bytes` each, zero points."""
     rows, columns = shape
+    anew = why_not(weights, shape, rules) is not None
     bits = 8 if weights.type == "float" or weights.bits > 4 else 4
     block = None
-    if weights.type == "int" and (bits == 4 or rules.blocked_int8):
+    if anew:
+        block = block_anew(weights, columns, rules)
+    elif weights.type == "int" and (bits == 4 or rules.blocked_int8):
         block = _block(weights.group_size if weights.strategy == "group" else None, columns, rules)
     count = 1 if block is None else -(-columns // block)
     codes = rows * (columns if block is None else count * block) * bits // 8
-    zeros = 0 if weights.symmetric else rows * -(-count * bits // 8)
+    zeros = 0 if weights.symmetric or anew else rows * -(-count * bits // 8)
     return codes + rows * count * scale_bytes + zeros
+
+
+def anew(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
+    """What a weight that cannot be said exactly is rounded to, and why, as far as the scheme tells; None where it can be said.
+
+    Raises:
+        RequestError: no block fits.
+    """
+    reason = why_not(weights, shape, rules)
+    if reason is None:
+        return None
+    block = block_anew(weights, shape[1], rules)
+    width = "one scale a channel" if block is None else f"blocks of {block}"
+    return f"{reason}: rounded anew to int{4 if weights.bits <= 4 else 8} codes with {width}"
+
+
+def block_anew(weights: WeightScheme, columns: int, rules: Rules) -> int | None:
+    """The block that weights are rounded anew in, the nearest to their groups; None: one scale a column.
+
+    Raises:
+        RequestError: no block fits.
+    """
+    if weights.bits > 4 and not rules.blocked_int8:
+        return None
+    fitting = [b for b in rules.blocks if columns % b == 0 or rules.ragged]
+    if not fitting:
+        raise RequestError(f"{columns} inputs, which no block of {', '.join(map(str, rules.blocks))} divides")
+    wanted = (weights.group_size if weights.strategy == "group" else None) or 128
+    return min(fitting, key=lambda b: abs(b - wanted))
 
 
 def to_grid(weight: CompressedWeight, rules: Rules, requantize: bool, where: str) -> Grid:
@@ -220,15 +252,10 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     rows, columns = dense.shape
     bits = 4 if scheme.bits <= 4 else 8
     high = float(2 ** (bits - 1) - 1)
-    block: int | None = None
-    if bits == 4 or rules.blocked_int8:
-        wanted = scheme.group_size if scheme.strategy == "group" else None
-        smaller = [b for b in rules.blocks if columns % b == 0 or rules.ragged]
-        if not smaller:
-            raise RequestError(
-                f"{where} has {columns} inputs, which no block of {', '.join(map(str, rules.blocks))} divides"
-            )
-        block = min(smaller, key=lambda b: abs(b - (wanted or 128)))
+    try:
+        block = block_anew(scheme, columns, rules)
+    except RequestError as error:
+        raise RequestError(f"{where} has {error}") from error
     padded = dense
     if block is not None:
         padded = torch.nn.functional.pad(dense, (0, -columns % block)).view(rows, -1, block)

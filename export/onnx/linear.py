@@ -10,6 +10,7 @@ from export.onnx import activations
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid, to_grid
+from export.onnx.layer_rules import layer_rules, multiplies_integers
 from export.onnx.matmul_nbits import matmul_nbits, widened
 from export.onnx.rounding import in_dtype
 from export.target import Job
@@ -46,30 +47,29 @@ def write_embedding(b: Builder, job: Job, module: str, ids: onnx_ir.Value, diale
 
 def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     scheme = job.source.entries[module].scheme
-    grid = to_grid(job.source.weight(module), dialect.rules, job.options.requantize, module)
+    grid = to_grid(job.source.weight(module), layer_rules(scheme, dialect), job.options.requantize, module)
     if grid.loss:
         job.losses[module] = grid.loss
     acts = scheme.activations
     if acts is None:
         return _product(b, module, x, grid, dialect)
-    columns = scheme.weights is not None and scheme.weights.strategy != "group" and scheme.weights.symmetric
-    integers = columns and acts.type == "int" and grid.bits == 8 and grid.codes.dtype == torch.int8
+    integers = multiplies_integers(scheme)
     if not acts.dynamic:
         quantized = activations.static(b, x, module, acts, job.source, dialect.dtype)
         if integers and dialect.own_operators:
-            return _integer_product(b, job, module, quantized, dialect, quantized.zero_point)
-        return _product(b, module, activations.rounded(b, quantized, x), grid, dialect, integers)
+            return _integer_product(b, module, quantized, grid, dialect, quantized.zero_point)
+        return _product(b, module, activations.rounded(b, quantized, x), grid, dialect)
     quantized = activations.dynamic(b, x, acts, dialect.dtype)
-    if integers and acts.symmetric:
-        return _integer_product(b, job, module, quantized, dialect)
+    if integers:
+        return _integer_product(b, module, quantized, grid, dialect)
     return _product(b, module, activations.dequantize(b, quantized, x, dialect.dtype), grid, dialect)
 
 
 def _integer_product(
     b: Builder,
-    job: Job,
     module: str,
     x: activations.Quantized,
+    grid: Grid,
     dialect: Dialect,
     zero_point: onnx_ir.Value | None = None,
 ) -> onnx_ir.Value:
@@ -77,11 +77,10 @@ def _integer_product(
 
     Scaled in float32 whatever the dtype of the graph: sums pass float16's 65504 with as few as five inputs.
     """
-    weight = job.source.weight(module)
-    assert weight.scale is not None
-    codes = b.store.add(f"{module}.weight_codes", weight.values.t().contiguous())
+    assert grid.block is None
+    codes = b.store.add(f"{module}.weight_codes", grid.codes)
     name = f"{module}.weight_scale"
-    scale = b.store.add(name, in_dtype(weight.scale.reshape(-1), torch.float32, name))
+    scale = b.store.add(name, in_dtype(grid.scale.reshape(-1), torch.float32, name))
     factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
     sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), torch.float32, "sums")
     wide = dialect.dtype == torch.float32
@@ -90,16 +89,11 @@ def _integer_product(
     return scaled if wide else b.cast(scaled, dialect.dtype, "narrowed")
 
 
-def _product(
-    b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect, integers: bool = False
-) -> onnx_ir.Value:
+def _product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
     """MatMul with a weight that is dequantized inside it: fused by the runtime, never by itself."""
     if grid.codes.dtype == torch.float8_e4m3fn:
         return _float8_product(b, module, x, grid, dialect)
-    if integers and grid.bits == 8 and grid.block is not None and _one_block(grid):
-        # One scale a column lets ONNX Runtime multiply integers (QDQ MatMul).
-        grid = Grid(grid.codes, 8, grid.scale[0].contiguous(), None, None)
-    elif dialect.own_operators and grid.block is not None:
+    if dialect.own_operators and grid.block is not None:
         return matmul_nbits(b, module, x, grid, dialect)
     codes = b.store.add(f"{module}.weight_codes", grid.codes, 4 if grid.bits == 4 else None)
     inputs = [codes, _scale(b, module, grid.scale, dialect)]
@@ -109,10 +103,6 @@ def _product(
     weight = b.op("DequantizeLinear", inputs, "DequantizeLinear", **attributes)
     product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
     return product
-
-
-def _one_block(grid: Grid) -> bool:
-    return bool((grid.scale == grid.scale[:1]).all()) and grid.zero_point is None
 
 
 def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect) -> onnx_ir.Value:

@@ -11,7 +11,8 @@ import torch
 
 from export.folder import copy_tokenizer, write_json
 from export.onnx.dialect import Dialect, dialect
-from export.onnx.grid import ONNX, TENSORRT, conversion, grid_bytes, why_not
+from export.onnx.grid import ONNX, TENSORRT, anew, conversion, grid_bytes, why_not
+from export.onnx.layer_rules import layer_rules, multiplies_integers
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.scheme import Scheme
@@ -141,9 +142,14 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
         if scheme.weights is None:
             say(f"{scheme.sparsity} zeros are stored like other values ({width})", name)
             continue
-        changed = conversion(scheme.weights, shape, spoken.rules)
-        if changed is not None:
-            say(changed, name)
+        rules = layer_rules(scheme, spoken)
+        rounded = anew(scheme.weights, shape, rules)
+        if rounded is not None:
+            say(rounded, name, False)
+        else:
+            changed = conversion(scheme.weights, shape, rules)
+            if changed is not None:
+                say(changed, name)
         if scheme.sparsity is not None:
             say(f"{scheme.sparsity} zeros are stored like other codes", name)
         if scheme.weights.type == "float" and spoken.name != "tensorrt":
@@ -169,11 +175,14 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
 
 def growth(source: Source, module: str, spoken: Dialect) -> int:
     """Bytes that a compressed module takes more in the graph than in the artifact."""
-    weights, shape = source.entries[module].scheme.weights, source.shapes[module]
+    scheme, shape = source.entries[module].scheme, source.shapes[module]
+    weights = scheme.weights
     if weights is None or module in source.embeddings:
         stored = shape[0] * shape[1] * source.dtype.itemsize
     else:
-        stored = grid_bytes(weights, shape, spoken.rules, source.dtype.itemsize)
+        # Products of integers are scaled in float32 with ONNX Runtime's operators as with standard ones.
+        width = 4 if multiplies_integers(scheme) else source.dtype.itemsize
+        stored = grid_bytes(weights, shape, layer_rules(scheme, spoken), width)
     return stored - source.module_bytes(module)
 
 

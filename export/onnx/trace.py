@@ -122,11 +122,9 @@ def strip(model: onnx_ir.Model) -> None:
 
 def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> tuple[int, Any]:
     """A cache with a past of `PAST` tokens, of the shapes the model makes: learned by running it on meta."""
-    from transformers import DynamicCache
-
     probe: Any = source.build(dtype)
     probe.to("meta")
-    cache = DynamicCache(config=probe.config.get_text_config())
+    cache = _plain_cache(probe)
     ids = torch.ones(BATCH, PAST, dtype=torch.int64, device="meta")
     try:
         with torch.no_grad():
@@ -137,7 +135,7 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
         raise RequestError(
             f"{type(model).__name__} keeps no cache of keys and values for each layer, which an ONNX decoder needs"
         ) from error
-    example = DynamicCache(config=model.config.get_text_config())
+    example = _plain_cache(model)
     generator = torch.Generator().manual_seed(0)
     for i, (keys, values) in enumerate(shapes):
         if len(keys) != 4 or keys[0] != BATCH or keys[2] != PAST:
@@ -148,6 +146,21 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
             torch.randn(keys, generator=generator).to(dtype), torch.randn(values, generator=generator).to(dtype), i
         )
     return len(shapes), example
+
+
+def _plain_cache(model: PreTrainedModel) -> Any:
+    """An empty cache that keeps all tokens in every layer.
+
+    Layers with a sliding window would keep only its tokens, and numbers beside their keys and values. Whoever runs the graph
+    appends to all layers alike; the window is in the mask, which transformers makes for the tokens that the cache says it has.
+    """
+    from transformers import DynamicCache
+    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
+
+    cache = DynamicCache(config=model.config.get_text_config())
+    # exactly this class: what is derived from it keeps more than keys and values, which the graph has no place for
+    cache.layers = [DynamicLayer() if type(layer) is DynamicSlidingWindowLayer else layer for layer in cache.layers]
+    return cache
 
 
 def export_graph(

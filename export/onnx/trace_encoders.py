@@ -15,7 +15,7 @@ from torch import nn
 from export.onnx import remembered
 from export.onnx.trace import BATCH, MARKED, OPSET, PAST, SEQUENCE, Traced, export_graph, fixed, prepared, strip
 from export.source import Source
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,17 +125,25 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
 
     probe: Any = source.build(dtype)
     probe.to("meta")
+    if probe._can_set_attn_implementation():
+        probe.set_attn_implementation("eager")  # the others look into a mask's values, to do without it; meta has none
     caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
     width = int(probe.config.get_text_config().hidden_size)
-    with torch.no_grad():
-        probe(
-            decoder_input_ids=torch.ones(BATCH, PAST, dtype=torch.int64, device="meta"),
-            encoder_outputs=BaseModelOutput(
-                last_hidden_state=torch.zeros(BATCH, SOURCE, width, dtype=dtype, device="meta")
-            ),  # type: ignore[arg-type]
-            past_key_values=caches,
-            use_cache=True,
-        )
+    states = torch.zeros(BATCH, SOURCE, width, dtype=dtype, device="meta")
+    try:
+        with torch.no_grad():
+            probe(
+                decoder_input_ids=torch.ones(BATCH, PAST, dtype=torch.int64, device="meta"),
+                encoder_outputs=BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
+                past_key_values=caches,
+                use_cache=True,
+            )
+    except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
+        first = (str(error).strip().splitlines() or [""])[0]
+        raise RequestError(
+            f"{type(probe).__name__} cannot be run without values, which shows what its decoder keeps: "
+            f"{type(error).__name__}: {first}"
+        ) from error
     found = []
     for cache in (caches.self_attention_cache, caches.cross_attention_cache):
         layers: list[Any] = list(cache.layers)

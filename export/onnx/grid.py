@@ -125,20 +125,20 @@ def conversion(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> s
 def grid_bytes(weights: WeightScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
     """Bytes of a matrix `(out, in)` in the words of `rules`: codes, scales of `scale_bytes` each, zero points."""
     rows, columns = shape
-    anew = why_not(weights, shape, rules) is not None
+    changed = why_not(weights, shape, rules) is not None
     bits = 8 if weights.type == "float" or weights.bits > 4 else 4
     block = None
-    if anew:
+    if changed:
         block = block_anew(weights, columns, rules)
     elif weights.type == "int" and (bits == 4 or rules.blocked_int8):
         block = _block(weights.group_size if weights.strategy == "group" else None, columns, rules)
     count = 1 if block is None else -(-columns // block)
     codes = rows * (columns if block is None else count * block) * bits // 8
-    zeros = 0 if weights.symmetric or anew else rows * -(-count * bits // 8)
+    zeros = 0 if weights.symmetric or changed else rows * -(-count * bits // 8)
     return codes + rows * count * scale_bytes + zeros
 
 
-def anew(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
+def rounded_anew(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
     """What a weight that cannot be said exactly is rounded to, and why, as far as the scheme tells; None where it can be said.
 
     Raises:
@@ -254,8 +254,8 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     high = float(2 ** (bits - 1) - 1)
     try:
         block = block_anew(scheme, columns, rules)
-    except RequestError as error:
-        raise RequestError(f"{where} has {error}") from error
+    except RequestError as unfit:
+        raise RequestError(f"{where} has {unfit}") from unfit
     padded = dense
     if block is not None:
         padded = torch.nn.functional.pad(dense, (0, -columns % block)).view(rows, -1, block)

@@ -1,4 +1,5 @@
-"""The proof of an ONNX export: valid, fused, loaded back with `runtime.load`, and compared with the artifact in float32."""
+"""The proof of an ONNX export: valid, fused, loaded back with `runtime.load`, and compared in float32 with the artifact, changed alike
+where layers were rounded anew."""
 
 from __future__ import annotations
 
@@ -7,7 +8,9 @@ from typing import Any
 
 import torch
 
+from export.changed import Change, Expected, expect_changed, load_artifact, load_changed
 from export.onnx.check import check_file, check_fused
+from export.onnx.grid import ONNX
 from export.onnx.target import conversions, dialect_of, fast_name
 from export.target import Job, Verification
 from export.verify import TIE, compare_logits, compare_tokens, probe
@@ -63,10 +66,11 @@ def prove(job: Job) -> Verification:
 
 
 def _decoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
-    reference = probe(job)
+    expected = expect_changed(job.source, _change(job)) if job.losses else Expected(probe(job))
+    reference = expected.probe
     job.progress.step("the artifact")
     model = load()
-    metrics = compare_logits(reference, model.logits, KL_LIMITS[key])
+    metrics = compare_logits(reference, model.logits, KL_LIMITS[key]) | expected.change
     metrics |= compare_tokens(
         reference, lambda prompts, count: model.generate(prompts, max_new_tokens=count, ignore_eos=True), TIES[key]
     )
@@ -80,9 +84,14 @@ def _decoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
 
 def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
     ids, mask = _sources(job)
-    reference = _artifact(job)
+    reference = _reference(job)
     wanted = reference.hidden_states(ids, mask)[mask.bool()]
     del reference
+    change = {}
+    if job.losses:
+        original = load_artifact(job.source).hidden_states(ids, mask)[mask.bool()]
+        change["cosine_of_change"] = float(torch.nn.functional.cosine_similarity(original, wanted, dim=-1).min())
+        del original
     gc.collect()
     job.progress.step("the artifact")
     found = load().hidden_states(ids, mask)[mask.bool()]
@@ -93,6 +102,7 @@ def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
         "cosine_worst": float(cosine.min()),
         "difference": float((wanted - found).abs().max()),
         "tokens": int(mask.sum()),
+        **change,
     }
     if not metrics["cosine_worst"] >= 1 - COSINE_LIMITS[key]:
         raise CompressError(
@@ -112,11 +122,17 @@ def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
 def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
     ids, mask = _sources(job)
     sources = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-    reference, length = _artifact(job), 16
+    reference, length = _reference(job), 16
     written = reference.generate(sources, max_new_tokens=length, ignore_eos=True)
     targets = torch.tensor([[reference.start_token_id, *row[:-1]] for row in written])
     wanted = [reference.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
     del reference
+    change = {}
+    if job.losses:
+        artifact = load_artifact(job.source)
+        original = [artifact.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
+        change["kl_of_change"] = _kl(original, wanted, float("inf"))
+        del artifact, original
     gc.collect()
     job.progress.step("the artifact")
     model = load()
@@ -132,7 +148,7 @@ def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
             ties += 1
             if gap > TIES[key]:
                 raise CompressError(f"the export continues source {row} differently, and not by a near tie ({gap:.3g})")
-    metrics = {"kl": kl, "tokens": length * len(sources), "same_tokens": same, "near_ties": ties}
+    metrics = {"kl": kl, "tokens": length * len(sources), "same_tokens": same, "near_ties": ties, **change}
     if (job.folder / fast_name("decoder.onnx")).is_file():
         del model
         model = load(kernels="fast")
@@ -153,12 +169,14 @@ def _kl(wanted: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> 
     return kl
 
 
-def _artifact(job: Job) -> Any:
-    import runtime
+def _change(job: Job) -> Change:
+    """Layers that the writer rounded anew; every dialect of this target rounds by the same rules."""
+    return Change(ONNX, frozenset(job.losses))
 
-    return runtime.load(
-        job.source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
-    )
+
+def _reference(job: Job) -> Any:
+    """The model that the export must compute what it does: the artifact's, or that with the same layers rounded anew."""
+    return load_changed(job.source, _change(job)) if job.losses else load_artifact(job.source)
 
 
 def _sources(job: Job) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,0 +1,142 @@
+"""The artifact with the same change made as an export has: what such an export is compared with.
+
+A change (weights rounded anew, activations that are no longer rounded) moves tokens by more than any error of the export would, so
+that a comparison with the artifact would prove nothing. The change is therefore made in the artifact's own model too, export and
+model must agree as closely as ever, and how far the change moves the model from the artifact is a figure beside that.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Collection
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from export.onnx.grid import Grid, Rules, to_grid
+from export.source import Source
+from export.verify import Probe, compare_logits, probe_model
+from runtime import formats
+from runtime.quantization_config import ModuleEntry
+from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.skeleton import model_kind
+
+if TYPE_CHECKING:
+    from runtime.linear import CompressedLinear
+
+
+@dataclass(frozen=True)
+class Change:
+    """What an export computes in another way than the artifact.
+
+    Attributes:
+        rules: that weights are rounded anew by.
+        anew: layers whose weights are rounded anew.
+        float_inputs: layers whose inputs are no longer rounded.
+    """
+
+    rules: Rules
+    anew: Collection[str]
+    float_inputs: Collection[str] = ()
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What an export of a decoder must say.
+
+    Attributes:
+        probe: of the artifact, or of the artifact with the change made.
+        change: `kl_of_change` (nats a token) and `top1_agreement_of_change` between the artifact and the artifact with the change
+            made; empty where nothing is changed.
+    """
+
+    probe: Probe
+    change: dict[str, float] = field(default_factory=dict)
+
+
+def expect_changed(source: Source, change: Change) -> Expected:
+    """Run a decoder with the change and without it on the CPU in float32. One model is in memory at a time."""
+    model = load_changed(source, change)
+    found = probe_model(model)
+    del model
+    gc.collect()
+    original = replace(found, logits=load_artifact(source).logits(found.rows))
+    loss = compare_logits(original, lambda _: found.logits, float("inf"))
+    return Expected(found, {f"{name}_of_change": loss[name] for name in ("kl", "top1_agreement")})
+
+
+def load_artifact(source: Source) -> Any:
+    """The artifact's own model in float32 on the CPU."""
+    import runtime
+
+    trust = source.trust_remote_code
+    return runtime.load(source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
+
+
+def load_changed(source: Source, change: Change) -> Any:
+    """The artifact's model in float32 on the CPU, of its kind, with the change made."""
+    from runtime.engines.torch import Blueprint, TorchEngine
+    from runtime.model import Model
+
+    cpu = torch.device("cpu")
+    if (
+        model_kind(source.config) == "decoder"
+    ):  # loaded the usual way its layers may be fused, and none could be replaced
+        module: Any = Blueprint(source.artifact, cpu, "auto", torch.float32, source.trust_remote_code).build_module()
+        _replace_layers(module, source, change)
+        return Model(TorchEngine(module, cpu), None, source.artifact, frozenset())
+    model = load_artifact(source)
+    _replace_layers(model.engine.module, source, change)
+    return model
+
+
+def _replace_layers(module: Any, source: Source, change: Change) -> None:
+    for name in source.entries:
+        if name not in change.anew and name not in change.float_inputs:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        owner = module.get_submodule(parent)
+        layer = _layer(source, name, change)
+        layer.bias = getattr(owner, leaf).bias
+        setattr(owner, leaf, layer)
+
+
+def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
+    """One layer in float32, rounded anew if the writer did so, without the grid of its inputs if the writer had no word for it."""
+    from runtime.linear import CompressedLinear
+
+    scheme = source.entries[name].scheme
+    acts = None if name in change.float_inputs else scheme.activations
+    weight = source.weight(name)
+    if name in change.anew:
+        weight = _regridded(weight, to_grid(weight, change.rules, True, name), acts)
+    else:
+        weight = replace(weight, scheme=replace(scheme, activations=acts))
+    storage = formats.choose(weight.scheme, source.shapes[name])
+    tensors = storage.pack(weight)
+    entry = ModuleEntry(weight.scheme, storage.name, formats.value_count(storage, tensors))
+    scale, zero = source.input_scale(name), source.input_zero_point(name)
+    if acts is not None:
+        tensors |= {"input_scale": scale} if scale is not None else {}
+        tensors |= {"input_zero_point": zero} if zero is not None else {}
+    layer = CompressedLinear.from_tensors(entry, source.shapes[name], tensors, None, source.dtype)
+    layer.to(torch.float32)
+    layer.prepare()
+    return layer
+
+
+def _regridded(weight: CompressedWeight, grid: Grid, acts: ActivationScheme | None) -> CompressedWeight:
+    """A weight on the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`."""
+    rows = grid.codes.shape[1]
+    strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
+    scale = grid.scale.t() if grid.block is not None else grid.scale.reshape(rows if grid.scale.dim() else 1, -1)
+    scheme = Scheme(WeightScheme(grid.bits, "int", True, strategy, grid.block), acts)
+    return replace(
+        weight,
+        values=grid.codes.t().contiguous(),
+        scale=(scale if strategy != "tensor" else scale.reshape(1)).contiguous(),
+        zero_point=None,
+        mask=None,
+        scheme=scheme,
+    )

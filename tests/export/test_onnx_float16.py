@@ -10,9 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from onnx_layer import write_layer
 
 import export
 import runtime
+from export.onnx.dialect import dialect
 from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
 
 onnx = pytest.importorskip("onnx")
@@ -59,32 +61,6 @@ def test_only_the_casts_of_the_runtime_are_passed_over() -> None:
     assert unfused(_optimized(disguised), half=True) == ["InsertedPrecisionFreeCast_w"]
 
 
-def _linear(folder: Path, weight: CompressedWeight, dtype: torch.dtype) -> Path:
-    """A file `folder`/linear.onnx of one compressed layer, `x [rows, K]` to `y`, as the exporter writes it with --ort."""
-    import onnx_ir as ir
-
-    from export.onnx.builder import Builder
-    from export.onnx.dialect import dialect
-    from export.onnx.linear import write_linear
-    from export.onnx.store import DataFile, Store, onnx_type
-
-    kind = ir.TensorType(onnx_type(dtype))
-    x = ir.Value(name="x", shape=ir.Shape(["rows", weight.values.shape[1]]), type=kind)
-    mark = ir.node("Linear", [x], domain="mark")
-    graph = ir.Graph([x], [mark.outputs[0]], nodes=[mark], opset_imports={"": 21}, name="linear")
-    mark.outputs[0].name, mark.outputs[0].type, mark.outputs[0].shape = "y", kind, ir.Shape(["rows", None])
-    model, data = ir.Model(graph, ir_version=10), DataFile(folder, "linear.data")
-    builder = Builder(Store(model, data), mark, "layer")
-    source = SimpleNamespace(
-        entries={"layer": SimpleNamespace(scheme=weight.scheme)}, weight=lambda _: weight, bias=lambda _: None
-    )
-    job: Any = SimpleNamespace(source=source, options=SimpleNamespace(requantize=False), losses={})
-    builder.replace(mark, write_linear(builder, job, "layer", x, dialect("ort", dtype)))
-    data.close()
-    ir.save(model, folder / "linear.onnx")
-    return folder / "linear.onnx"
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
 def test_sums_of_integers_beyond_float16_are_right(tmp_path: Path, dtype: torch.dtype) -> None:
     import onnxruntime
@@ -101,7 +77,7 @@ def test_sums_of_integers_beyond_float16_are_right(tmp_path: Path, dtype: torch.
     x[1] = torch.randint(-20, 21, (1024,), generator=generator)
     assert 200 * torch.finfo(torch.float16).max < 127 * 127 * 1024  # the first column's sums
 
-    path = _linear(tmp_path, weight, dtype)
+    path = write_layer(tmp_path, weight, dialect("ort", dtype))
     wanted = x @ (values.float() * scale.float()).t()
     # ONNX's own evaluator rounds wherever the graph says so; the runtime leaves float16 out between two casts on a CPU.
     engines = (

@@ -41,6 +41,8 @@ def _check_output(output: Path, artifact: Path, overwrite: bool) -> None:
         raise RequestError(f"output {output} is a file; name a directory that is new or empty")
     if place == artifact.resolve():
         raise RequestError(f"output {output} is the artifact itself; name another directory")
+    if place.is_relative_to(artifact.resolve()):
+        raise RequestError(f"output {output} lies inside the artifact; name a directory outside it")
     if artifact.resolve().is_relative_to(place):
         raise RequestError(f"output {output} holds the artifact itself; name another directory")
     if os.path.ismount(place):
@@ -121,6 +123,7 @@ def beside(output: Path) -> Iterator[Path]:
         inside = False
         yield temporary
         inside = True
+        _let_others_read(temporary)
         _sync(temporary)
         _replace(temporary, place)
     except BaseException as error:
@@ -182,6 +185,15 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
+
+
+def _let_others_read(folder: Path) -> None:
+    """Files that were made for their owner only (safetensors does) get the rights that new files have here."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    for path in folder.rglob("*"):
+        if path.is_file() and not path.stat().st_mode & 0o077:
+            path.chmod(0o666 & ~mask)
 
 
 def _sync(folder: Path) -> None:

@@ -20,6 +20,7 @@ def written_beside(target: Path) -> Iterator[Path]:
     temporary = target.with_name(f".{target.name}.tmp")
     try:
         yield temporary
+        let_others_read(temporary)
         _sync(temporary)
         os.replace(temporary, target)
         sync_directory(target.parent)
@@ -27,6 +28,14 @@ def written_beside(target: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
+
+
+def let_others_read(path: Path) -> None:
+    """A file that was made for its owner only (safetensors does) gets the rights that new files have here."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    if not path.stat().st_mode & 0o077:
+        path.chmod(0o666 & ~mask)
 
 
 def write_text(target: Path, text: str) -> None:

@@ -224,8 +224,7 @@ def conversions(source: Source, tensors: list[Planned]) -> list[Conversion]:
 def _conversion(what: str, exact: bool, members: list[Planned]) -> Conversion:
     names = tuple(t.module or t.parameter for t in members)
     grown = sum(t.bytes - t.before for t in members)
-    size = f" ({grown / 1e6:+.1f} MB)" if abs(grown) >= 50_000 else ""
-    return Conversion(what + size, names, exact, grown)
+    return Conversion(what, names, exact, grown)
 
 
 def _describe(scheme: Scheme) -> str:

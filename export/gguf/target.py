@@ -74,12 +74,12 @@ class GgufTarget(Target):
     def usage(self, job: Job, folder: str) -> list[str]:
         if job.facts["tokenizer"] is None:
             return [
-                "from llama_cpp import Llama",
+                "from llama_cpp import Llama  # pip install llama-cpp-python",
                 f'model = Llama("{folder}/{FILE}", n_ctx={min(2048, metadata.context_length(job.source))})',
                 "model.eval([1, 2, 3])  # token ids: the file has no tokenizer",
             ]
         return [
-            "from llama_cpp import Llama",
+            "from llama_cpp import Llama  # pip install llama-cpp-python",
             f'model = Llama("{folder}/{FILE}", n_ctx={min(2048, metadata.context_length(job.source))})',
             'print(model("Once upon a time", max_tokens=32, temperature=0)["choices"][0]["text"])',
         ]

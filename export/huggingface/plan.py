@@ -151,7 +151,7 @@ def changes(
     result = []
     for (text, exact), names in found.items():
         grown = sum(bytes_after(layout, source, plan, name) - bytes_before(source, name) for name in names)
-        result.append(Conversion(f"{text}, {_signed(grown)}", tuple(names), exact, grown))
+        result.append(Conversion(text, tuple(names), exact, grown))
     return result
 
 
@@ -190,10 +190,6 @@ def _pattern(entry: ModuleEntry) -> str:
 
 def _zeros(entry: ModuleEntry) -> str:
     return ", zeros stored" if entry.scheme.sparsity else ""
-
-
-def _signed(count: int) -> str:
-    return f"{abs(count) / 1e6:.3g} MB {'more' if count >= 0 else 'less'}"
 
 
 def _short(dtype: torch.dtype) -> str:

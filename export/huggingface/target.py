@@ -110,7 +110,9 @@ class HuggingFaceTarget(Target):
         return proof.verify_compressed(job, plan)
 
     def usage(self, job: Job, folder: str) -> list[str]:
+        needed = "gptqmodel optimum" if job.options.layout == "gptq" else "compressed-tensors"
         return [
+            f"# pip install transformers {needed}",
             "from transformers import AutoModelForCausalLM, AutoTokenizer",
             f'model, tokenizer = AutoModelForCausalLM.from_pretrained("{folder}"), AutoTokenizer.from_pretrained("{folder}")',
             'print(tokenizer.decode(model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=32)[0]))',

@@ -65,14 +65,14 @@ class TensorrtTarget(Target):
     # ---------------------------------------------------------------- writing
     def write(self, job: Job) -> None:
         options: TensorrtOptions = job.options
+        if options.bundle and options.require_engine:
+            raise RequestError("options bundle and require_engine exclude each other")
         reason = machine.missing()
         finishing = isinstance(job.source, Bundle)
         if reason is not None and (options.require_engine or finishing):
             raise RequestError(
                 f"no engine can be built here: {reason}; run this on a machine with TensorRT and the GPU that is to run it"
             )
-        if options.bundle and options.require_engine:
-            raise RequestError("options bundle and require_engine exclude each other")
         if isinstance(job.source, Bundle):
             job.losses.update(job.source.entries.losses)
             self._engine(job, job.source.path, job.source.model, limits(options, job.source.model), job.source.build)

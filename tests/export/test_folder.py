@@ -176,3 +176,21 @@ def test_a_disk_that_is_full_elsewhere_is_named(tmp_path: Path, number: int) -> 
         write(output, lambda temporary: fail(OSError(number, text, str(temporary / "model")))(temporary))
     assert str(caught.value).startswith(f"the disk is full while {output} was written")
     assert names(tmp_path) == []
+
+
+def test_an_output_inside_the_artifact_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "artifact").mkdir()
+    with pytest.raises(RequestError, match="lies inside the artifact"):
+        check_output(tmp_path / "artifact" / "inner" / "out", tmp_path / "artifact", overwrite=False)
+
+
+def test_what_is_written_can_be_read_by_others(tmp_path: Path) -> None:
+    """safetensors writes for the owner only; an export is carried to other machines and users."""
+    before = os.umask(0o022)
+    try:
+        with beside(tmp_path / "out") as folder:
+            (folder / "a").write_text("x")
+            (folder / "a").chmod(0o600)
+    finally:
+        os.umask(before)
+    assert (tmp_path / "out" / "a").stat().st_mode & 0o777 == 0o644

@@ -113,7 +113,9 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
         # ONNX Runtime has no fp8 product on CPUs and would dequantize at every call; Cast and Mul it computes once, at load.
         name = f"{module}.weight_scale"
         scale = b.store.add(name, in_dtype(grid.scale, dialect.dtype, name))
-        weight = b.op("Mul", [b.cast(codes, dialect.dtype, "values"), scale], "weight")
+        # As a mark where there are fusions, which would compute it while writing and store what they join wide.
+        values = (widened if dialect.own_operators else Builder.cast)(b, codes, dialect.dtype, "values")
+        weight = b.op("Mul", [values, scale], "weight")
     product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
     return product
 

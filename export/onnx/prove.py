@@ -11,6 +11,7 @@ import torch
 from export.changed import Change, Expected, expect_changed, load_artifact, load_changed
 from export.onnx.check import check_file, check_fused
 from export.onnx.grid import ONNX
+from export.onnx.readback import read_back
 from export.onnx.target import conversions, dialect_of, fast_name
 from export.target import Job, Verification
 from export.verify import TIE, compare_logits, compare_tokens, probe
@@ -40,7 +41,7 @@ def prove(job: Job) -> Verification:
 
     products = job.facts["compressed"]
     files = products if isinstance(products, dict) else {"model.onnx": products}
-    job.progress.phase("loading back", 2 + len(files))
+    job.progress.phase("loading back", 3 + len(files))
     fused: dict[str, int] = {}
     for file, compressed in files.items():
         second = job.folder / fast_name(file)
@@ -50,6 +51,8 @@ def prove(job: Job) -> Verification:
         for name, count in counts.items():
             fused[name] = fused.get(name, 0) + count
         job.progress.step(file)
+    same = read_back(job, list(files))
+    job.progress.step("codes and scales")
     quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())
     key = (job.options.dtype, quantized)
     compare = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _seq2seq}[job.facts["kind"]]
@@ -60,7 +63,7 @@ def prove(job: Job) -> Verification:
     metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
     return Verification(
         f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load",
-        f"valid, every compressed layer fused into its product, {checked}",
+        f"valid, every compressed layer fused into its product, codes and scales of {same} layers bit for bit, {checked}",
         metrics,
     )
 

@@ -76,10 +76,13 @@ def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, A
 def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value]) -> str | None:
     """Why `GroupQueryAttention` cannot take the place of these marks; None when it can.
 
-    It masks causally by itself, so that of the traced mask only padding is left, which the input `attention_mask` says.
+    It masks causally and by a window itself, so that of the traced mask only padding is left, which the input `attention_mask` says.
     """
+    from export.onnx.mask import holds_window
+
     if "position_ids" not in inputs:
         return "the model takes no position_ids, so positions are counted from the length of the cache"
+    asked: dict[tuple[Any, int], bool] = {}
     for mark in marks:
         if not mark.attributes.get_int("causal", 0):
             return "attention is not causal"
@@ -93,6 +96,13 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
                 return "keys or values are not the cache and what is appended to it"
             if any(user is not mark for user, _ in value.uses()):
                 return "layers share a cache"
+        mask, window = mark.inputs[3] if len(mark.inputs) > 3 else None, mark.attributes.get_int("window", 0)
+        if mask is None:
+            return "attention has no mask"
+        if (mask, window) not in asked:  # of all layers alike once
+            asked[mask, window] = holds_window(mask, window)
+        if not asked[mask, window]:
+            return f"the mask is not that of a window of {window} tokens" if window else "the mask is not causal alone"
     return None
 
 

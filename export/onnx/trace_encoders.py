@@ -138,18 +138,18 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
                 past_key_values=caches,
                 use_cache=True,
             )
+        found = []
+        for cache in (caches.self_attention_cache, caches.cross_attention_cache):
+            layers: list[Any] = list(cache.layers)
+            found.append(
+                [torch.zeros(tensor.shape, dtype=dtype) for layer in layers for tensor in (layer.keys, layer.values)]
+            )
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         first = (str(error).strip().splitlines() or [""])[0]
         raise RequestError(
             f"{type(probe).__name__} cannot be run without values, which shows what its decoder keeps: "
             f"{type(error).__name__}: {first}"
         ) from error
-    found = []
-    for cache in (caches.self_attention_cache, caches.cross_attention_cache):
-        layers: list[Any] = list(cache.layers)
-        found.append(
-            [torch.zeros(tensor.shape, dtype=dtype) for layer in layers for tensor in (layer.keys, layer.values)]
-        )
     return found[0], found[1]
 
 

@@ -1,0 +1,34 @@
+"""AdaKV: the heads of a layer share one budget, and the best tokens of all of them are kept."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+
+@dataclass(frozen=True)
+class AdaptiveHeads:
+    """Tokens of all heads compete by score; a head keeps at least a share of the mean (AdaKV, arXiv 2407.11550).
+
+    Attributes:
+        safeguard: share of the mean that each head keeps at least.
+    """
+
+    name: ClassVar[str] = "adaptive"
+    safeguard: float = 0.2
+
+    def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
+        batch, heads, count = score.shape
+        there = score > float("-inf")
+        safe = torch.minimum((mean * self.safeguard).long().clamp(min=least)[:, None], there.sum(-1))
+        rank = score.argsort(-1, descending=True).argsort(-1)
+        # Each head's safe tokens come before anything else; the total is then what the best of all heads make of it.
+        ranked = score.masked_fill(rank < safe.unsqueeze(-1), float("inf")).masked_fill(~there, float("-inf"))
+        total = torch.minimum(mean.clamp(min=least) * heads, there.sum((1, 2))).clamp(min=0)
+        order = ranked.reshape(batch, -1).argsort(-1, descending=True)
+        taken = torch.zeros(batch, heads * count, dtype=torch.bool, device=score.device)
+        best = torch.arange(heads * count, device=score.device)[None] < total[:, None]
+        taken.scatter_(1, order, best)
+        return taken.view(batch, heads, count).sum(-1)

@@ -1,0 +1,56 @@
+"""How many tokens each head keeps: shares of layers times shares of heads within a layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar, Protocol
+
+import torch
+
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer share may look at, of one layer.
+
+    Attributes:
+        score: float32 `[batch, kv_heads, n]`, of all tokens that were there before any was evicted.
+        preference: float32 `[batch]`, of the share's own making.
+    """
+
+    score: torch.Tensor
+    preference: torch.Tensor
+
+
+class LayerShare(Protocol):
+    """How the budget is spread over layers.
+
+    Attributes:
+        name: in recipes.
+        cascades: what layers get depends on later layers, so that earlier ones are cut again while the prompt goes through.
+    """
+
+    name: ClassVar[str]
+    cascades: ClassVar[bool]
+
+    def prefer(self, seen: Observation) -> torch.Tensor:
+        """A layer's claim, float32 `[batch]`."""
+
+    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
+        """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less)."""
+
+
+class HeadShare(Protocol):
+    """How a layer's budget is spread over its key heads."""
+
+    name: ClassVar[str]
+
+    def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
+        """Tokens that each head keeps, int64 `[batch, kv_heads]`.
+
+        Args:
+            score: float32 `[batch, kv_heads, n]`, minus infinity where there is no token.
+            mean: int64 `[batch]`, tokens of a head on average.
+            least: that every head gets if it has them.
+        """

@@ -1,0 +1,48 @@
+"""CAKE: each layer's slice by how spread out and how changeable its attention is, cut again as later layers are seen."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.budgets.base import LayerFacts
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class Cake:
+    """Preference = entropy^(1/tau1) * variance^(1/tau2) of the window's attention; budgets cascade (CAKE, arXiv 2503.12491).
+
+    Attributes:
+        observe: queries of the window.
+        entropy_temperature: tau1; larger flattens the effect of how attention is spread over tokens.
+        variance_temperature: tau2; larger flattens the effect of how it changes from query to query.
+    """
+
+    name: ClassVar[str] = "cake"
+    cascades: ClassVar[bool] = True
+    observe: int = 32
+    entropy_temperature: float = 1.0
+    variance_temperature: float = 1.0
+
+    def prefer(self, seen: Observation) -> torch.Tensor:
+        newest = seen.newest(self.observe)
+        width = newest.queries.shape[2]
+        past = (seen.ages >= width).unsqueeze(2)
+        mean: torch.Tensor | float = 0.0
+        square: torch.Tensor | float = 0.0
+        for _, weights in newest.weights():
+            mean = mean + weights.sum(3) / width
+            square = square + weights.square().sum(3) / width
+        assert isinstance(mean, torch.Tensor)
+        spread = mean.masked_fill(~past, 0.0)
+        entropy = -(spread * spread.clamp(min=1e-12).log()).sum(-1).mean((1, 2))
+        change = (square - mean.square()).clamp(min=0).masked_fill(~past, 0.0).sum(-1).mean((1, 2))
+        preferred: torch.Tensor = entropy.clamp(min=1e-6) ** (1 / self.entropy_temperature)
+        return preferred * change.clamp(min=1e-9) ** (1 / self.variance_temperature)
+
+    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
+        total = torch.stack([fact.preference for fact in facts]).sum(0)
+        return [layers * fact.preference / total for fact in facts]

@@ -1,0 +1,36 @@
+"""The same for every layer, the same for every head."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.budgets.base import LayerFacts
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class UniformLayers:
+    """Every layer keeps as much."""
+
+    name: ClassVar[str] = "uniform"
+    cascades: ClassVar[bool] = False
+
+    def prefer(self, seen: Observation) -> torch.Tensor:
+        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
+
+    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
+        return [fact.preference for fact in facts]
+
+
+@dataclass(frozen=True)
+class EqualHeads:
+    """Every head of a layer keeps as much."""
+
+    name: ClassVar[str] = "equal"
+
+    def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
+        there = (score > float("-inf")).sum(-1)
+        return torch.minimum(mean.clamp(min=least)[:, None].expand_as(there), there)

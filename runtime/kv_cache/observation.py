@@ -1,0 +1,74 @@
+"""What a score sees of a layer: its newest queries, the tokens it holds, and attention between them in slices."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import torch
+
+CHUNK_BYTES = 32 << 20  # of one slice of attention weights
+
+
+@dataclass(frozen=True)
+class Observation:
+    """One layer after some tokens were added.
+
+    Attributes:
+        queries: `[batch, heads, w, size]`, of the newest w tokens, rotary embedding applied; whatever at padding.
+        keys: `[batch, kv_heads, n, size]`, whatever where `ages` is negative.
+        values: `[batch, kv_heads, n, size]`, likewise.
+        ages: int64 `[batch, kv_heads, n]`: how many tokens came after each one, 0 for the newest; negative where there is none.
+        scale: of the scores, usually size ** -0.5.
+        softcap: 0: none; else scores become softcap * tanh(scores / softcap).
+    """
+
+    queries: torch.Tensor
+    keys: torch.Tensor
+    values: torch.Tensor
+    ages: torch.Tensor
+    scale: float
+    softcap: float = 0.0
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.queries.shape[1] // self.keys.shape[1]
+
+    @property
+    def held(self) -> torch.Tensor:
+        """bool `[batch, kv_heads, n]`: there is a token."""
+        return self.ages >= 0
+
+    def newest(self, count: int) -> Observation:
+        """The same with at most the newest `count` queries."""
+        return replace(self, queries=self.queries[:, :, -count:])
+
+    def logits(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Slices of queries with their scores, float32 `[batch, kv_heads, groups, slice, n]`; minus infinity where a query may not look.
+
+        Never more than about 32 MB at a time, however long the prompt is (or one query's worth).
+        """
+        batch, heads, width, size = self.queries.shape
+        kv_heads, count = self.keys.shape[1:3]
+        keys = self.keys.float().transpose(-1, -2).unsqueeze(2)
+        step = max(1, CHUNK_BYTES // max(1, 4 * batch * heads * count))
+        for start in range(0, width, step):
+            part = slice(start, min(start + step, width))
+            queries = self.queries[:, :, part].float().reshape(batch, kv_heads, self.groups, -1, size)
+            scores = queries @ keys * self.scale
+            if self.softcap:
+                scores = self.softcap * torch.tanh(scores / self.softcap)
+            own = torch.arange(width - 1 - part.start, width - 1 - part.stop, -1, device=self.ages.device)
+            seen = self.ages.unsqueeze(2) >= own[:, None]  # the query's own token and all before it
+            yield part, scores.masked_fill(~(seen & self.held.unsqueeze(2)).unsqueeze(2), float("-inf"))
+
+    def weights(self) -> Iterator[tuple[slice, torch.Tensor]]:
+        """Slices of queries with their attention weights, as `logits`; 0 for queries that see nothing (padding)."""
+        for part, scores in self.logits():
+            yield part, scores.softmax(-1).nan_to_num(0.0)
+
+    def finish(self, score: torch.Tensor, newest: int) -> torch.Tensor:
+        """A score with the newest tokens always kept, and minus infinity where there is no token."""
+        score = score.masked_fill(self.ages < newest, float("inf"))
+        return score.masked_fill(~self.held, float("-inf"))

@@ -1,0 +1,40 @@
+"""Attention over stored tokens of ragged lengths and new ones, in plain torch: the truth that kernels are tested against."""
+
+from __future__ import annotations
+
+import torch
+
+
+def ragged_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    used: torch.Tensor,
+    scale: float,
+    softcap: float = 0.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output and weights of queries that see `used` tokens.
+
+    Args:
+        query: `[batch, heads, q, size]`.
+        key: `[batch, kv_heads, n, size]`, whatever past the tokens in use.
+        value: `[batch, kv_heads, n, size]`.
+        used: bool, broadcast to `[batch, kv_heads, q, n]`: which tokens a query sees.
+        scale: of the scores.
+        softcap: 0: none.
+
+    Returns:
+        `[batch, heads, q, size]` in the query's dtype; float32 `[batch, heads, q, n]`. A query that sees nothing gives zeros.
+    """
+    batch, heads, count, size = query.shape
+    kv_heads = key.shape[1]
+    grouped = query.float().view(batch, kv_heads, heads // kv_heads, count, size)
+    scores = grouped @ key.float().unsqueeze(2).transpose(-1, -2) * scale
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    scores = scores.masked_fill(~used.unsqueeze(2), float("-inf"))
+    weights = scores.softmax(-1).nan_to_num(0.0)
+    values = value.float().unsqueeze(2)
+    seen = used.any(2).unsqueeze(2).unsqueeze(-1)
+    output = weights @ values.masked_fill(~seen, 0.0)  # what lies in unused slots may be anything, NaN too
+    return output.view(batch, heads, count, size).to(query.dtype), weights.view(batch, heads, count, -1)

@@ -1,0 +1,38 @@
+"""H2O: heavy hitters, the tokens that have gathered most attention over all queries."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class H2O:
+    """Attention summed over all queries that were observed (H2O, arXiv 2306.14048).
+
+    Attributes:
+        recent: newest tokens that are always kept.
+        normalize: divide by how many of the queries could look at a token; the paper's sum favours early ones.
+    """
+
+    name: ClassVar[str] = "h2o"
+    recent: int = 32
+    normalize: bool = False
+
+    def window(self, count: int) -> int:
+        return count
+
+    def kept(self) -> int:
+        return self.recent
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+        for _, weights in seen.weights():
+            score += weights.sum(3).mean(2)
+        if self.normalize:
+            score = score / (seen.ages + 1).clamp(1, seen.queries.shape[2])
+        return seen.finish(score, self.recent)

@@ -1,0 +1,42 @@
+"""SnapKV: what the last queries of the prompt look at, smoothed over neighbours."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class SnapKV:
+    """Attention of an observation window, averaged over its queries and the heads of a group, then pooled (SnapKV, arXiv 2404.14469).
+
+    Attributes:
+        observe: queries of the window, which is always kept.
+        kernel: neighbours that are averaged, odd.
+    """
+
+    name: ClassVar[str] = "snapkv"
+    observe: int = 32
+    kernel: int = 5
+
+    def window(self, count: int) -> int:
+        return min(self.observe, count)
+
+    def kept(self) -> int:
+        return self.observe
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        newest = seen.newest(self.observe)
+        width = newest.queries.shape[2]
+        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+        for _, weights in newest.weights():
+            score += weights.sum(3).mean(2) / width
+        # The window is kept anyway, and what it gives itself must not leak into its neighbours' average.
+        score = score.masked_fill(seen.ages < width, 0.0)
+        score = functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+        return seen.finish(score, width)

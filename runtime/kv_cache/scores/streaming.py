@@ -1,0 +1,35 @@
+"""StreamingLLM: the first tokens, which attention sinks into, and the most recent ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class Streaming:
+    """Sinks and recent tokens (StreamingLLM, arXiv 2309.17453).
+
+    Attributes:
+        sinks: first tokens of a sequence that are always kept.
+    """
+
+    name: ClassVar[str] = "streaming"
+    sinks: int = 4
+
+    def window(self, count: int) -> int:
+        return 1
+
+    def kept(self) -> int:
+        return self.sinks
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        # The oldest that are held are the first ever: they were always kept.
+        oldest = seen.ages.amax(-1, keepdim=True)
+        order = seen.ages.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+        score = (oldest - seen.ages).float().masked_fill(order < self.sinks, float("inf"))
+        return seen.finish(score, 1)

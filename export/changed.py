@@ -16,7 +16,7 @@ import torch
 
 from export.onnx.grid import Grid, Rules, to_grid
 from export.source import Source
-from export.verify import Probe, compare_logits, probe_model
+from export.verify import Probe, compare_logits, load_artifact, probe_model
 from runtime import formats
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
@@ -66,23 +66,14 @@ def expect_changed(source: Source, change: Change) -> Expected:
     return Expected(found, {f"{name}_of_change": loss[name] for name in ("kl", "top1_agreement")})
 
 
-def load_artifact(source: Source) -> Any:
-    """The artifact's own model in float32 on the CPU."""
-    import runtime
-
-    trust = source.trust_remote_code
-    return runtime.load(source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
-
-
 def load_changed(source: Source, change: Change) -> Any:
     """The artifact's model in float32 on the CPU, of its kind, with the change made."""
     from runtime.engines.torch import Blueprint, TorchEngine
     from runtime.model import Model
 
     cpu = torch.device("cpu")
-    if (
-        model_kind(source.config) == "decoder"
-    ):  # loaded the usual way its layers may be fused, and none could be replaced
+    if model_kind(source.config) == "decoder":
+        # Loaded the usual way its layers may be fused, and none could be replaced.
         module: Any = Blueprint(source.artifact, cpu, "auto", torch.float32, source.trust_remote_code).build_module()
         _replace_layers(module, source, change)
         return Model(TorchEngine(module, cpu), None, source.artifact, frozenset())

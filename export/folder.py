@@ -18,6 +18,7 @@ from export.source import TOKENIZER_FILES
 from runtime.artifact import sha256
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.exported import MANIFEST, read_manifest
+from runtime.file_rights import let_others_read
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ONLY_WRITING = (errno.EFBIG, errno.EROFS)  # reading never fails so
@@ -123,7 +124,9 @@ def beside(output: Path) -> Iterator[Path]:
         inside = False
         yield temporary
         inside = True
-        _let_others_read(temporary)
+        for file in temporary.rglob("*"):
+            if file.is_file():
+                let_others_read(file)
         _sync(temporary)
         _replace(temporary, place)
     except BaseException as error:
@@ -185,15 +188,6 @@ def _existing(path: Path) -> Path:
     while not path.exists():
         path = path.parent
     return path
-
-
-def _let_others_read(folder: Path) -> None:
-    """Files that were made for their owner only (safetensors does) get the rights that new files have here."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    for path in folder.rglob("*"):
-        if path.is_file() and not path.stat().st_mode & 0o077:
-            path.chmod(0o666 & ~mask)
 
 
 def _sync(folder: Path) -> None:

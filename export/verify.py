@@ -17,6 +17,7 @@ import torch
 from runtime.errors import CompressError
 
 if TYPE_CHECKING:
+    from export.source import Source
     from export.target import Job
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # ids int64 [batch, seq] -> [batch, seq, vocab]
@@ -48,13 +49,17 @@ class Probe:
     continuations: list[list[int]]
 
 
-def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
-    """Run the artifact (a decoder) through `runtime.load` and let it go again."""
+def load_artifact(source: Source) -> Any:
+    """The artifact's own model in float32 on the CPU."""
     import runtime
 
-    model = runtime.load(
-        job.source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
-    )
+    trust = source.trust_remote_code
+    return runtime.load(source.path, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
+
+
+def probe(job: Job, prompts: int = PROMPTS, new_tokens: int = NEW_TOKENS) -> Probe:
+    """Run the artifact (a decoder) through `runtime.load` and let it go again."""
+    model = load_artifact(job.source)
     found = probe_model(model, prompts, new_tokens)
     del model
     gc.collect()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import CompressError
+from runtime.file_rights import let_others_read
 
 
 @contextmanager
@@ -28,14 +29,6 @@ def written_beside(target: Path) -> Iterator[Path]:
         with suppress(OSError):
             temporary.unlink()
         raise
-
-
-def let_others_read(path: Path) -> None:
-    """A file that was made for its owner only (safetensors does) gets the rights that new files have here."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    if not path.stat().st_mode & 0o077:
-        path.chmod(0o666 & ~mask)
 
 
 def write_text(target: Path, text: str) -> None:

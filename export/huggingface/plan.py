@@ -150,16 +150,9 @@ def changes(
         found.setdefault((text, exact), []).append(name)
     result = []
     for (text, exact), names in found.items():
-        grown = sum(bytes_after(layout, source, plan, name) - bytes_before(source, name) for name in names)
+        grown = sum(bytes_after(layout, source, plan, name) - source.module_bytes(name) for name in names)
         result.append(Conversion(text, tuple(names), exact, grown))
     return result
-
-
-def bytes_before(source: Source, module: str) -> int:
-    """Bytes of one compressed module in the artifact, its bias apart."""
-    checkpoint, bias = source.artifact.checkpoint, f"{module}.bias"
-    names = [name for name in module_tensors(source, module) if name != bias]
-    return sum(checkpoint.nbytes(name) for name in names)
 
 
 def bytes_after(layout: Layout, source: Source, plan: Plan, module: str) -> int:
@@ -168,15 +161,6 @@ def bytes_after(layout: Layout, source: Source, plan: Plan, module: str) -> int:
         rows, columns = source.shapes[module]
         return rows * columns * source.dtype.itemsize
     return sum(spec.bytes for spec in layout.specs(source, module, plan.entries[module]).values())
-
-
-def module_tensors(source: Source, module: str) -> list[str]:
-    """Full names of the stored tensors of one module."""
-    leaves = (
-        "weight", "weight_packed", "weight_values", "weight_metadata", "weight_bitmap", "weight_row_offsets", "weight_shape",
-        "weight_scale", "weight_zero_point", "input_scale", "input_zero_point", "bias",
-    )  # fmt: skip
-    return [f"{module}.{leaf}" for leaf in leaves if source.artifact.checkpoint.has(f"{module}.{leaf}")]
 
 
 def remark(text: str, modules: list[str]) -> Conversion:

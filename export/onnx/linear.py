@@ -45,11 +45,17 @@ def write_embedding(b: Builder, job: Job, module: str, ids: onnx_ir.Value, diale
     return b.cast(rows, dialect.dtype) if table.dtype != _type(dialect.dtype) else rows
 
 
-def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
-    scheme = job.source.entries[module].scheme
-    grid = to_grid(job.source.weight(module), layer_rules(scheme, dialect), job.options.requantize, module)
+def written_grid(job: Job, module: str, dialect: Dialect) -> Grid:
+    """The layer's weight as it is written; what rounding it anew costs is put down in `job.losses`."""
+    rules = layer_rules(job.source.entries[module].scheme, dialect)
+    grid = to_grid(job.source.weight(module), rules, job.options.requantize, module)
     if grid.loss:
         job.losses[module] = grid.loss
+    return grid
+
+
+def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
+    scheme, grid = job.source.entries[module].scheme, written_grid(job, module, dialect)
     acts = scheme.activations
     if acts is None:
         return _product(b, module, x, grid, dialect)

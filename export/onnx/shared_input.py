@@ -14,8 +14,8 @@ import torch
 
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
-from export.onnx.grid import Grid, to_grid
-from export.onnx.linear import add_bias
+from export.onnx.grid import Grid
+from export.onnx.linear import add_bias, written_grid
 from export.onnx.matmul_nbits import matmul_nbits
 from export.target import Job
 
@@ -45,12 +45,7 @@ def groups(job: Job, marks: Iterable[onnx_ir.Node]) -> dict[onnx_ir.Node, list[o
 
 def write_together(b: Builder, job: Job, modules: list[str], x: onnx_ir.Value, dialect: Dialect) -> list[onnx_ir.Value]:
     """`x [..., K]` times the matrices of `modules`, plus their biases: one `[..., N]` each."""
-    grids = []
-    for module in modules:
-        grid = to_grid(job.source.weight(module), dialect.rules, job.options.requantize, module)
-        if grid.loss:
-            job.losses[module] = grid.loss
-        grids.append(grid)
+    grids = [written_grid(job, module, dialect) for module in modules]
     product = matmul_nbits(b, joined(modules), x, _beside(grids), dialect)
     sizes = b.constant([grid.codes.shape[1] for grid in grids])
     parts = b.op("Split", [product, sizes], "Split", outputs=len(modules), axis=-1)

@@ -187,14 +187,24 @@ def growth(source: Source, module: str, spoken: Dialect) -> int:
 
 
 def write_fast(path: Path) -> None:
-    """A second, small graph over the same data file: products may round activations to int8 (`kernels="fast"`)."""
+    """A second, small graph over the same data file: products may round activations to int8 (`kernels="fast"`).
+
+    None is written where it would be the same graph.
+    """
     import onnx
 
     model = onnx.load(str(path), load_external_data=False)
-    for node in model.graph.node:
-        for attribute in node.attribute:
-            if node.op_type == "MatMulNBits" and attribute.name == "accuracy_level":
-                attribute.i = 4
+    levels = [
+        a
+        for node in model.graph.node
+        if node.op_type == "MatMulNBits"
+        for a in node.attribute
+        if a.name == "accuracy_level"
+    ]
+    if not levels:
+        return
+    for level in levels:
+        level.i = 4
     onnx.save(model, str(path.with_name(fast_name(path.name))))
 
 

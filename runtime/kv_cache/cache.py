@@ -42,15 +42,10 @@ class CompressedCache(Cache):
             raise ValueError(
                 f"{type(model).__name__} has no layer with full attention, so there is no cache to compress"
             )
-        self.eviction = None if plan is None else Eviction(plan, len(compressed))
+        eviction = None if plan is None else Eviction(plan, len(compressed))
         for number, index in enumerate(compressed):
-            layers[index] = CompressedLayer(number, self.eviction)
+            layers[index] = CompressedLayer(number, eviction)
         super().__init__(layers=layers)
-
-    def batch_select_indices(self, indices: torch.Tensor) -> None:
-        super().batch_select_indices(indices)
-        if self.eviction is not None:
-            self.eviction.select_rows(indices)
 
     @property
     def nbytes(self) -> int:

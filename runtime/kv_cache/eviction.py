@@ -51,7 +51,6 @@ class Eviction:
     def __init__(self, plan: EvictionPlan, layers: int) -> None:
         self.plan, self.layers = plan, layers
         self._prompt: dict[int, tuple[CompressedLayer, LayerFacts]] = {}  # of layers that this prompt has gone through
-        self._shares: dict[int, torch.Tensor] = {}
         self._steps: dict[int, int] = {}
 
     def window(self, count: int) -> int:
@@ -65,7 +64,8 @@ class Eviction:
         self._prompt[layer.index] = layer, LayerFacts(plan.score(seen), plan.layer_share.prefer(seen))
         order = sorted(self._prompt)
         shares = plan.layer_share.shares([self._prompt[index][1] for index in order], self.layers)
-        self._shares |= dict(zip(order, shares, strict=True))
+        for index, share in zip(order, shares, strict=True):
+            self._prompt[index][0].share = share
         for index in order if plan.layer_share.cascades else [layer.index]:
             other, facts = self._prompt[index]
             kept = self._cut(other, facts.score)
@@ -89,10 +89,6 @@ class Eviction:
         self._cut(layer, self.plan.score(seen))
         self._forget(layer)
 
-    def select_rows(self, rows: torch.Tensor) -> None:
-        """Only these sequences, in that order."""
-        self._shares = {index: share[rows.to(share.device)] for index, share in self._shares.items()}
-
     def _cut(self, layer: CompressedLayer, score: torch.Tensor) -> torch.Tensor:
         """Evict; returns the scores of what is left, in its order."""
         plan = self.plan
@@ -101,9 +97,8 @@ class Eviction:
             mean = torch.full_like(arrived, plan.tokens).double()
         else:
             mean = arrived.double() * (1.0 if plan.ratio is None else plan.ratio)
-        share = self._shares.get(layer.index)
-        if share is not None:
-            mean = mean * share.double()
+        if layer.share is not None:
+            mean = mean * layer.share.double()
         counts = plan.head_share.counts(score, mean.round().long(), plan.least)
         return layer.keep(score, counts)
 

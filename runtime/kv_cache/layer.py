@@ -25,6 +25,7 @@ class CompressedLayer(CacheLayerMixin):
     Attributes:
         seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
         tokens: what is held; None before the first token.
+        share: of the mean budget of a layer, `[batch]`, as the last prompt left it; None: the mean.
         arrived: int64 `[batch]`, tokens that each sequence has had, evicted ones too and padding not.
     """
 
@@ -36,6 +37,7 @@ class CompressedLayer(CacheLayerMixin):
         super().__init__()
         self.index, self.eviction, self.seen = index, eviction, 0
         self.tokens: PagedTokens | None = None
+        self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
         self._shape = (0, 0)
         self._recent: list[torch.Tensor] = []  # queries since the last eviction, newest last
@@ -68,7 +70,7 @@ class CompressedLayer(CacheLayerMixin):
         return -1
 
     def reset(self) -> None:
-        self.tokens, self.is_initialized, self.seen = None, False, 0
+        self.tokens, self.is_initialized, self.seen, self.share = None, False, 0, None
         self._recent = []
 
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
@@ -83,6 +85,8 @@ class CompressedLayer(CacheLayerMixin):
         self.tokens.select_rows(rows)
         self._shape = (len(indices), heads)
         self.arrived = self.arrived[indices.to(self.device)]
+        if self.share is not None:
+            self.share = self.share[indices.to(self.device)]
         self._recent = [queries[indices.to(queries.device)] for queries in self._recent]
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -168,7 +172,7 @@ class CompressedLayer(CacheLayerMixin):
             own = place[None, None] - (count - new)[..., None]
             last = torch.where(own >= 0, before[..., None] + own, -1)
             seen = columns <= last.unsqueeze(-1)
-            pieces.append(ragged_attention(part, keys, values, seen, scale, softcap)[0])
+            pieces.append(ragged_attention(part, keys, values, seen, scale, softcap))
         return torch.cat(pieces, 2)
 
     # ---------------------------------------------------------------- eviction

@@ -1,7 +1,7 @@
 """Keys and values of one layer in pages, every head of every row as long as it is: what is evicted is free for others at once.
 
 A head's tokens lie in its pages in any order (their positions are rotated into the keys already), full pages first, so that a
-length says which slots are in use. Tensors grow by an eighth when no page is free, and shrink when most of them are.
+length says which slots are in use. Tensors grow by an eighth at least when no page is free, and are made anew when tokens are evicted.
 """
 
 from __future__ import annotations
@@ -62,14 +62,6 @@ class PagedTokens:
             pool.view(-1, pool.shape[-1])[slots] = values[rows, columns].to(pool.dtype)
         self.lengths = self.lengths + counts
 
-    def replace(self, places: torch.Tensor, tensors: dict[str, torch.Tensor]) -> None:
-        """Overwrite slot `places[row]` of each row by `tensors[name][row]` (`[rows, width]`)."""
-        rows = torch.arange(len(self.lengths), device=places.device)
-        slots = self._slots(rows, places)
-        for name, values in tensors.items():
-            pool = self.pools[name]
-            pool.view(-1, pool.shape[-1])[slots] = values.to(pool.dtype)
-
     def keep(self, places: torch.Tensor, counts: torch.Tensor) -> None:
         """Keep the slots `places[row, :counts[row]]` of each row, in that order, and free the rest, pages and all.
 
@@ -86,15 +78,6 @@ class PagedTokens:
         width = int(counts.max()) if len(counts) else 0
         places = torch.arange(max(1, width), device=rows.device).expand(len(rows), -1)
         self._rebuild(rows, places, counts)
-
-    def crop(self, counts: torch.Tensor) -> None:
-        """Forget the last `counts[row]` tokens of each row. Only right where slots are in the order of arrival."""
-        self.lengths = (self.lengths - counts).clamp(min=0)
-        needed = -(-self.lengths // PAGE)
-        columns = torch.arange(self.table.shape[1], device=self.table.device)
-        surplus = (columns[None] >= needed[:, None]) & (self.table != _NONE)
-        self._free.extend(self.table[surplus].tolist())
-        self.table = self.table.masked_fill(surplus, _NONE)
 
     # ---------------------------------------------------------------- reading
     def dense(self, names: Sequence[str]) -> tuple[list[torch.Tensor], torch.Tensor]:

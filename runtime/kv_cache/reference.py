@@ -12,8 +12,8 @@ def ragged_attention(
     used: torch.Tensor,
     scale: float,
     softcap: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output and weights of queries that see `used` tokens.
+) -> torch.Tensor:
+    """Output of queries that see `used` tokens.
 
     Args:
         query: `[batch, heads, q, size]`.
@@ -24,7 +24,7 @@ def ragged_attention(
         softcap: 0: none.
 
     Returns:
-        `[batch, heads, q, size]` in the query's dtype; float32 `[batch, heads, q, n]`. A query that sees nothing gives zeros.
+        `[batch, heads, q, size]` in the query's dtype. A query that sees nothing gives zeros.
     """
     batch, heads, count, size = query.shape
     kv_heads = key.shape[1]
@@ -37,4 +37,4 @@ def ragged_attention(
     values = value.float().unsqueeze(2)
     seen = used.any(2).unsqueeze(2).unsqueeze(-1)
     output = weights @ values.masked_fill(~seen, 0.0)  # what lies in unused slots may be anything, NaN too
-    return output.view(batch, heads, count, size).to(query.dtype), weights.view(batch, heads, count, -1)
+    return output.view(batch, heads, count, size).to(query.dtype)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
+from seq2seq_export import check_writes_what_the_artifact_writes, compressed
 
 import export
-import runtime
 from runtime.errors import RequestError
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
@@ -41,24 +41,8 @@ def bart(folder: Path) -> Path:
 
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_bart_writes_what_the_artifact_writes(tmp_path: Path, tiny_text: Path, ort: bool) -> None:
-    import compress
-
-    recipe = {
-        "name": "bart", "model": str(bart(tmp_path / "bart")),
-        "stages": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 64}}],
-        "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
-        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "100000%"},
-    }  # fmt: skip
-    artifact = compress.apply(recipe, output=tmp_path / "bart-w4", quiet=True).path
-    result = export.export(artifact, "onnx", tmp_path / "out", ort=ort, quiet=True)
-    assert result.verification is not None
-    metrics = result.verification.metrics
-    assert metrics["same_tokens"] == metrics["tokens"] == 128
-    assert metrics["fused"].endswith("MatMulNBits")
-    model, own = runtime.load(tmp_path / "out"), runtime.load(artifact, dtype="float32")
-    sources = ["translate this", "and", "that, which is longer than the others"]
-    options: dict[str, Any] = {"max_new_tokens": 24, "ignore_eos": True}
-    assert model.generate(sources, **options) == own.generate(sources, **options)
+    artifact = compressed(bart(tmp_path / "bart"), tiny_text, 64)
+    check_writes_what_the_artifact_writes(artifact, tmp_path / "out", ort, max_new_tokens=24, ignore_eos=True)
 
 
 def test_a_decoder_that_looks_at_values_is_refused_in_a_sentence(

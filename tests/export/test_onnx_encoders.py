@@ -7,9 +7,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from seq2seq_export import check_writes_what_the_artifact_writes, compressed
 
 import export
 import runtime
+from export.source import Source
 
 sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
 from encoder_models import bert, byte_tokenizer, t5
@@ -49,27 +51,13 @@ def test_an_encoder_embeds_as_the_artifact_does(encoder: Path, tmp_path: Path, o
 
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_an_encoder_decoder_writes_what_the_artifact_writes(tmp_path: Path, tiny_text: Path, ort: bool) -> None:
-    import compress
-
     t5().save_pretrained(tmp_path / "t5")
     byte_tokenizer(False).save_pretrained(tmp_path / "t5")
-    recipe = {
-        "name": "t5", "model": str(tmp_path / "t5"),
-        "stages": [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}],
-        "calibration": {"data": str(tiny_text), "samples": 4, "sequence_length": 32},
-        "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "100000%"},
-    }  # fmt: skip
-    artifact = compress.apply(recipe, output=tmp_path / "t5-w4", quiet=True).path
-    result = export.export(artifact, "onnx", tmp_path / "out", ort=ort, quiet=True)
-    assert result.verification is not None
-    metrics = result.verification.metrics
-    assert metrics["same_tokens"] == metrics["tokens"] == 128
-    assert metrics["fused"].endswith("MatMulNBits")
-    model, own = runtime.load(tmp_path / "out"), runtime.load(artifact, dtype="float32")
-    sources = ["translate this", "and", "that, which is longer than the others"]
-    assert model.generate(sources, max_new_tokens=12) == own.generate(sources, max_new_tokens=12)
+    artifact = compressed(tmp_path / "t5", tiny_text, 32)
+    check_writes_what_the_artifact_writes(artifact, tmp_path / "out", ort, max_new_tokens=12)
     # The file of weights holds the shared table once.
-    assert (tmp_path / "out" / "model.onnx.data").stat().st_size < 1.3 * own.artifact.checkpoint.total_bytes
+    stored = (tmp_path / "out" / "model.onnx.data").stat().st_size
+    assert stored < 1.3 * Source(artifact).bytes
 
 
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])

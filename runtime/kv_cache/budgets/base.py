@@ -41,6 +41,15 @@ class LayerShare(Protocol):
         """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less)."""
 
 
+class NoPreference:
+    """Layers are alike to this share, whatever they attend to."""
+
+    cascades: ClassVar[bool] = False
+
+    def prefer(self, seen: Observation) -> torch.Tensor:
+        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
+
+
 class HeadShare(Protocol):
     """How a layer's budget is spread over its key heads."""
 

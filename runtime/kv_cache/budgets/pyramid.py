@@ -7,12 +7,11 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.budgets.base import LayerFacts
-from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
 
 
 @dataclass(frozen=True)
-class Pyramid:
+class Pyramid(NoPreference):
     """Budgets fall linearly with depth (PyramidKV, arXiv 2406.02069).
 
     Attributes:
@@ -20,11 +19,7 @@ class Pyramid:
     """
 
     name: ClassVar[str] = "pyramid"
-    cascades: ClassVar[bool] = False
     beta: float = 20.0
-
-    def prefer(self, seen: Observation) -> torch.Tensor:
-        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
 
     def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
         low = 1 / self.beta

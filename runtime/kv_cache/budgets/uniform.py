@@ -7,19 +7,14 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.budgets.base import LayerFacts
-from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
 
 
 @dataclass(frozen=True)
-class UniformLayers:
+class UniformLayers(NoPreference):
     """Every layer keeps as much."""
 
     name: ClassVar[str] = "uniform"
-    cascades: ClassVar[bool] = False
-
-    def prefer(self, seen: Observation) -> torch.Tensor:
-        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
 
     def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
         return [fact.preference for fact in facts]

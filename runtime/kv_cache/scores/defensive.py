@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional
 
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.windowed import Windowed
 
 
 @dataclass(frozen=True)
-class Defensive:
+class Defensive(Windowed):
     """Largest attention weight over the window, at least a share of the head's mean, times the value's length (DefensiveKV, seed 204).
 
     A mean forgets a token that one query needed badly; the maximum does not. The floor keeps what the window happened not to look
@@ -25,15 +26,7 @@ class Defensive:
     """
 
     name: ClassVar[str] = "defensive"
-    observe: int = 32
-    kernel: int = 5
     prior: float = 0.1
-
-    def window(self, count: int) -> int:
-        return min(self.observe, count)
-
-    def kept(self) -> int:
-        return self.observe
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)

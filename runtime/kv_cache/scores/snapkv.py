@@ -9,10 +9,11 @@ import torch
 from torch.nn import functional
 
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.windowed import Windowed
 
 
 @dataclass(frozen=True)
-class SnapKV:
+class SnapKV(Windowed):
     """Attention of an observation window, averaged over its queries and the heads of a group, then pooled (SnapKV, arXiv 2404.14469).
 
     Attributes:
@@ -21,14 +22,6 @@ class SnapKV:
     """
 
     name: ClassVar[str] = "snapkv"
-    observe: int = 32
-    kernel: int = 5
-
-    def window(self, count: int) -> int:
-        return min(self.observe, count)
-
-    def kept(self) -> int:
-        return self.observe
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)

@@ -112,6 +112,9 @@ class Artifact:
                 "bytes": self.manifest.get("bytes"),
                 "metrics": self.manifest.get("metrics", {}),
             }
+            for key in ("kv_cache", "kv_cache_bytes"):
+                if key in self.manifest:
+                    result[key] = self.manifest[key]
         return result
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from runtime.engines.torch_encoder import TorchEncoderEngine
 from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.exported import Export, find_export, load_export, verify_files
+from runtime.kv_cache.choose import choose_policy, is_off
 from runtime.model import Model
 from runtime.seq2seq import Seq2SeqModel
 from runtime.sizes import byte_count
@@ -35,7 +37,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "trust_remote_code"]
+_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "trust_remote_code"]
 
 
 def load(
@@ -47,6 +49,7 @@ def load(
     dtype: str | torch.dtype | None = None,
     verify: bool | None = None,
     max_memory: int | str | None = None,
+    kv_cache: str | Mapping[str, Any] | bool | None = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -69,6 +72,9 @@ def load(
             may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
             more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. Only causal language
             models can be loaded under a bound.
+        kv_cache: how keys and values are held: a published name ("kivi", "snapkv", ...), a mapping such as {"keys": "int4", "values":
+            "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`; docs/kv_cache.md). None: as the artifact
+            says, if it does; False: as they come. What `compress apply` calibrated for the artifact is used where a policy needs it.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -90,6 +96,7 @@ def load(
             verify,
             trust_remote_code,
             {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound},
+            kv_cache,
         )
     artifact = Artifact(path, trust_remote_code)
     if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
@@ -102,17 +109,27 @@ def load(
     if target.type == "cuda":
         offer_kernels(artifact.path, target)
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    policy = choose_policy(kv_cache, artifact, blueprint.module.config)
     if blueprint.kind != "decoder":
         return _without_cache_file(blueprint, bound, trust_remote_code)
-    engine = load_engine(blueprint, checked, bound)
+    engine = load_engine(blueprint, checked, bound, policy)
     tokenizer = _tokenizer(artifact.path, trust_remote_code)
     return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
 
 
 def _exported(
-    export: Export, device: torch.device, verify: bool | None, trust_remote_code: bool, options: dict[str, Any]
+    export: Export,
+    device: torch.device,
+    verify: bool | None,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    kv_cache: Any,
 ) -> Model | EncoderModel | Seq2SeqModel:
     """What another engine runs, behind the same interface."""
+    if kv_cache is not None and not is_off(kv_cache):
+        raise RequestError(
+            f"kv_cache: {export.path} is an export, whose engine has a cache of its own; load the artifact instead"
+        )
     if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
         export.verify(readme=bool(verify))
     engine = load_export(export, device, options)

@@ -174,12 +174,19 @@ class Model:
     # ---------------------------------------------------------------- facts
     @property
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`.
+        """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`;
+        `kv_cache`, how keys and values are compressed (None: they are not).
 
         Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
         """
         last = getattr(self._own, "last", self._last)
-        return {**last.as_dict(), "weight_bytes": self.engine.weight_bytes, "engine": self.engine.description}
+        held = getattr(self.engine, "held", None)
+        return {
+            **last.as_dict(),
+            "weight_bytes": self.engine.weight_bytes,
+            "engine": self.engine.description,
+            "kv_cache": None if held is None else held.description,
+        }
 
     def explain(self) -> dict[str, str]:
         """{layer: the kernel that computes it}."""

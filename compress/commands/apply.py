@@ -10,7 +10,7 @@ from typing import Any
 import typer
 
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
-from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from compress.commands.output import duration, print_json, print_table, show_cache, size, stdout_reserved
 from compress.last import remember_artifact
 from runtime.errors import CompressError
 
@@ -88,10 +88,12 @@ def _sample(path: Path, prompt: str, device: str) -> str:
 
 
 def _result(artifact: Any) -> dict[str, Any]:
+    cache = {key: artifact.manifest[key] for key in ("kv_cache", "kv_cache_bytes") if key in artifact.manifest}
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
+        **cache,
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
         "warnings": artifact.warnings,
@@ -113,6 +115,10 @@ def _show(result: dict[str, Any]) -> None:
         cosine = metrics["cosine"]
         rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
     print_table("", ("", "before", "after", ""), rows, right=(1, 2))
+    if "kv_cache" in result:
+        from runtime.kv_cache.policy import Policy
+
+        show_cache(Policy.parse(result["kv_cache"]).describe(), result["kv_cache_bytes"])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")
     path = _quoted(result["path"])

@@ -7,7 +7,7 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, print_table, size, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, MAX_MEMORY, PATH, THREADS, TRUST, load_options
+from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, MAX_MEMORY, PATH, THREADS, TRUST, load_options
 
 
 def register(app: typer.Typer) -> None:
@@ -29,6 +29,7 @@ def bench(
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
     max_memory: str | None = MAX_MEMORY,
+    kv_cache: str | None = KV_CACHE,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
@@ -39,11 +40,12 @@ def bench(
     \b
     Examples:
       compress bench out/llama_w4
+      compress bench out/my-w4 --prompt-tokens 4096 --kv-cache kivi
       compress bench out/my-w4 --reference ~/models/my-llama --batch-size 4 --threads 2 --json
     """
     from compress.evaluate.speed import SpeedRequest, run_isolated
 
-    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory)
+    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache)
     shape = (prompt_tokens, new_tokens, batch_size, repeat)
     with stdout_reserved(as_json):
         result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))
@@ -69,6 +71,7 @@ def _show(result: dict[str, Any]) -> None:
         rows.append((label, _number(result[key]), _number(base[key]) if base else "", ratio))
     for label, key in (
         ("weights in memory", "weight_bytes"),
+        ("keys and values at their largest", "cache_bytes"),
         ("memory grown by loading", "resident_bytes"),
         ("largest memory of the process", "peak_bytes"),
         ("largest memory on the device", "device_peak_bytes"),

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, MAX_MEMORY, PATH, THREADS, TRUST, load_options
+from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, MAX_MEMORY, PATH, THREADS, TRUST, load_options
 from runtime.errors import RequestError
 
 
@@ -39,6 +39,7 @@ def generate(
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
     max_memory: str | None = MAX_MEMORY,
+    kv_cache: str | None = KV_CACHE,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object: the text and its statistics."),
 ) -> None:
@@ -48,6 +49,7 @@ def generate(
     Examples:
       compress generate out/llama_w4_sparse "def read_lines(path):"
       compress generate out/my-w4 "Once upon a time" --stream --temperature 0.8 --top-p 0.95 --seed 1
+      compress generate out/my-w4 - --kv-cache '{"method": "snapkv", "keys": "int4", "values": "int4"}' < long.txt
       cat prompt.txt | compress generate out/my-w4 - -n 64 --stop $'\\n\\n'
     """
     if stream and as_json:
@@ -62,7 +64,9 @@ def generate(
         import runtime
 
         loaded = runtime.load(
-            model, verify=verify, **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory)
+            model,
+            verify=verify,
+            **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache),
         )
         if not hasattr(loaded, "stream" if stream else "generate"):
             what = (

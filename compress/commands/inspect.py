@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from compress.commands.output import print_json, print_table, size, stdout_reserved
+from compress.commands.output import print_json, print_table, show_cache, size, stdout_reserved
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
@@ -122,6 +122,10 @@ def _show(result: dict[str, Any]) -> None:
         print(
             f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}: {ratio:.2f} times smaller"
         )
+    if result.get("kv_cache"):
+        from runtime.kv_cache.policy import Policy
+
+        show_cache(Policy.parse(result["kv_cache"]).describe(), result.get("kv_cache_bytes") or [])
     metrics = result.get("metrics") or {}
     if "after" in metrics:
         before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]

@@ -33,38 +33,47 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    found = list(_methods())
+    found = _listed()
     if as_json:
-        print_json(
-            {"methods": [{"name": method.name, "stage": kind, "summary": method.summary} for kind, method in found]}
-        )
+        print_json({"methods": found})
         return
-    rows = [(kind, method.name, method.summary) for kind, method in found]
+    rows = [(entry["stage"], entry["name"], entry["summary"]) for entry in found]
     print_table("", ("stage", "method", "what it does"), rows)
     print("Fields, defaults and the paper: compress methods show NAME")
 
 
 def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = _JSON) -> None:
     """Print what a method does, its paper, and every field that a recipe may give it."""
-    found = [(kind, method) for kind, method in _methods() if method.name == name]
-    if not found:
-        names = [method.name for _, method in _methods()]
-        raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names)}")
-    described = [_describe(kind, method) for kind, method in found]
+    from compress.commands import kv_methods
+
+    described = [_describe(kind, method) for kind, method in _methods() if method.name == name]
+    described += kv_methods.described(name)
+    if not described:
+        names = list(dict.fromkeys(entry["name"] for entry in _listed()))
+        raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names, 80)}")
     if as_json:
         print_json(described[0] if len(described) == 1 else {"methods": described})
         return
     for entry in described:
-        print(f"{entry['stage']}: {{method: {entry['name']}}}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
+        key = "method: " if " " not in entry["stage"] else ""
+        print(f"{entry['stage']}: {{{key}{entry['name']}}}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
         for field in entry["fields"]:
             print(f"  {field['name']}: {field['type']} (default: {field['default']})\n      {field['description']}")
 
 
+def _listed() -> list[dict[str, str]]:
+    from compress.commands import kv_methods
+
+    own = [{"name": method.name, "stage": kind, "summary": method.summary} for kind, method in _methods()]
+    return [*own, *kv_methods.listed()]
+
+
 def _methods() -> Iterator[tuple[str, Any]]:
+    """Of stages that are one method with its fields."""
     from compress.recipe.stages import KINDS
 
     for kind in KINDS.values():
-        for method in kind.methods().values():
+        for method in () if kind.parse is not None else kind.methods().values():
             yield kind.name, method
 
 

@@ -56,6 +56,15 @@ def print_table(
     Console().print(table)
 
 
+def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequence[str] = ()) -> None:
+    """How a policy holds keys and values, and what a sequence's cache then takes, about."""
+    calibrated = f"    (to be calibrated: {', '.join(needs)})" if needs else ""
+    print(f"KV cache: {description}{calibrated}")
+    for row in sizes:
+        saved = f"{size(row['bytes'])} instead of {size(row['full_bytes'])} ({row['bytes'] / max(row['full_bytes'], 1):.0%})"
+        print(f"  {row['tokens']:,} tokens of a text: about {saved}")
+
+
 def size(count: float) -> str:
     """Bytes in words: `12.3 MB` (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
-from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
+from compress.commands.output import duration, print_json, print_table, show_cache, size, stdout_reserved
 from runtime.errors import RequestError
 
 
@@ -66,4 +66,6 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
     print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
+    if result["kv_cache"] is not None:
+        show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}")

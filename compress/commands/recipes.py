@@ -62,6 +62,12 @@ def _entries() -> list[dict[str, Any]]:
     entries = []
     for name, path in bundled_recipes().items():
         data, _ = parse(path.read_text(encoding="utf-8"), str(path))
-        stages = [f"{kind} ({fields['method']})" for stage in data["stages"] for kind, fields in stage.items()]
+        stages = [_stage(kind, fields) for stage in data["stages"] for kind, fields in stage.items()]
         entries.append({"name": name, "description": data["description"], "stages": stages, "path": str(path)})
     return entries
+
+
+def _stage(kind: str, fields: Any) -> str:
+    """A stage in a word or two; a policy of the cache may be a name, or keys without one."""
+    method = fields.get("method") if isinstance(fields, dict) else fields
+    return f"{kind} ({method})" if method else kind

@@ -24,6 +24,13 @@ MAX_MEMORY = typer.Option(
     "--max-memory",
     help='Memory for weights, such as "2GB": blocks that do not fit are read from disk as they are needed.',
 )
+KV_CACHE = typer.Option(
+    None,
+    "--kv-cache",
+    metavar="POLICY",
+    help="How keys and values are held: a published name (`compress methods`), a JSON object, a .json file, or none; default: as "
+    "the artifact says.",
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Let the checkpoint bring Python code that is run.")
 
 
@@ -34,9 +41,10 @@ def load_options(
     threads: int | None,
     trust_remote_code: bool,
     max_memory: str | None = None,
+    kv_cache: str | None = None,
 ) -> dict[str, Any]:
     """Keywords of `runtime.load`."""
     return {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory,
+        "max_memory": max_memory, "kv_cache": kv_cache,
     }  # fmt: skip

@@ -95,7 +95,8 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
     if isinstance(model, (str, Path)):
         import runtime
 
-        loaded = runtime.load(model, **(options or {}))
+        # Logits come from whole windows, which no cache has a part in: without a policy the leanest engine computes them.
+        loaded = runtime.load(model, **{**(options or {}), "kv_cache": False})
         if not isinstance(loaded, runtime.Model):
             raise RequestError(
                 f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models"

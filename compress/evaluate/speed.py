@@ -113,6 +113,7 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         "device": loaded.device,
         "threads": torch.get_num_threads(),
     }
+    result |= loaded.cache()
     if loaded.device.startswith("cuda"):
         result["device_peak_bytes"] = torch.cuda.max_memory_allocated()
     return result
@@ -129,6 +130,7 @@ class _Loaded:
     kernels: dict[str, int]
     device: str
     decoder: str
+    cache: Callable[[], dict[str, Any]] = dict
 
 
 def _load_runtime(request: SpeedRequest) -> _Loaded:
@@ -145,6 +147,9 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
         stats = model.stats
         return stats["prefill_seconds"], stats["decode_seconds"]
 
+    def cache() -> dict[str, Any]:
+        return {key: model.stats[key] for key in ("cache_bytes", "kv_cache")}
+
     engine = model.engine
     kernels = dict(Counter(model.explain().values()).most_common())
     return _Loaded(
@@ -155,6 +160,7 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
         kernels,
         str(engine.device),
         engine.description,
+        cache,
     )
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 import platform
 import shutil
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 
 from compress import calibration
+from compress.pipeline.cache import cache_facts
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
@@ -20,6 +21,9 @@ from compress.pipeline.stream import StreamedModel
 from compress.pipeline.streamed_eval import compare
 from runtime.errors import ArtifactError
 from runtime.quantization_config import build, entry_from_dict
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.policy import Policy
 
 SCHEMA_VERSION = 1
 # Small files that make a checkpoint complete. Weights in any other format, code and pickles stay behind.
@@ -128,9 +132,13 @@ def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict
 
 
 def write_manifest(
-    session: Session, directory: RunDirectory, identity: dict[str, Any], metrics: dict[str, Any]
+    session: Session,
+    directory: RunDirectory,
+    identity: dict[str, Any],
+    metrics: dict[str, Any],
+    policy: Policy | None = None,
 ) -> dict[str, Any]:
-    """Account for every tensor and file, and write compress.json last of all."""
+    """Account for every tensor and file, say how keys and values are held, and write compress.json last of all."""
     done = records(session, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
     for name, reason in session.streamed.checkpoint.dropped.items():
@@ -170,6 +178,9 @@ def write_manifest(
             "after": sum(entry["bytes_after"] for entry in tensors.values()),
         },
     }
+    facts = cache_facts(session, policy)
+    if policy is not None and facts is not None:
+        manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": facts["bytes"]}
     write_json(directory.path / MANIFEST, manifest)
     from compress.report import write_report
 
@@ -178,7 +189,7 @@ def write_manifest(
 
 
 def _calibration(session: Session) -> dict[str, Any] | None:
-    if not session.needs_data:
+    if not session.reads_text:
         return None
     data = session.calibration
     return {

@@ -15,6 +15,7 @@ import psutil
 import torch
 
 from compress.pipeline.arithmetic import has_bfloat16, products
+from compress.pipeline.cache import cache_facts
 from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
 from compress.recipe.models import Recipe
@@ -44,7 +45,10 @@ class TensorPlan:
 
 @dataclass
 class Plan:
-    """See the module's docstring. `problems` and `warnings` are sentences; a run with any of the problems is refused."""
+    """See the module's docstring; `kv_cache` is as `cache_facts` gives it.
+
+    `problems` and `warnings` are sentences; a run with any of the problems is refused.
+    """
 
     model: str
     output: str
@@ -58,6 +62,7 @@ class Plan:
     calibration_tokens: int
     seconds: float
     spill: bool
+    kv_cache: dict[str, Any] | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -101,8 +106,8 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
     plan = Plan(
         model=str(session.checkpoint.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
         peak_memory=peak, available_memory=memory_bytes() + available, disk_needed=disk, disk_free=free,
-        calibration_tokens=session.calibration.tokens if session.needs_data else 0,
-        seconds=_seconds(session, tokens, scored), spill=spill,
+        calibration_tokens=session.calibration.tokens if session.reads_text else 0,
+        seconds=_seconds(session, tokens, scored), spill=spill, kv_cache=cache_facts(session, session.cache_policy),
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:

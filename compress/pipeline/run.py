@@ -17,6 +17,7 @@ from torch import nn
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.block import BlockJob, BlockResult, compress_block
+from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
@@ -93,7 +94,7 @@ def apply(
 
     with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, *([session.calibration.warning] if session.needs_data else [])]:
+        for warning in [*plan.warnings, *([session.calibration.warning] if session.reads_text else [])]:
             if warning:
                 reporter.warn(warning)
         allocate_sparsity(session, directory, reporter, plan.spill)
@@ -105,7 +106,10 @@ def apply(
         clock.lap("load back")
         metrics = finish.evaluate(session, artifact, evaluation, directory, plan.spill, reporter)
         clock.lap("evaluate")
-        manifest = finish.write_manifest(session, directory, identity, metrics)
+        policy = calibrated_policy(session, directory, reporter)
+        if policy is not None and policy.needs:
+            clock.lap("calibrate cache")
+        manifest = finish.write_manifest(session, directory, identity, metrics, policy)
         directory.finish()
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
     return _accept(result)

@@ -6,13 +6,14 @@ import hashlib
 import json
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from compress import calibration
 from compress.assign import assign
+from compress.pipeline.cache import check_cache
 from compress.pipeline.kinds import check_fits_model, check_shared, is_head
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -21,6 +22,9 @@ from compress.targets import ModuleInfo
 from runtime.checkpoint import Checkpoint
 from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.policy import Policy
 
 PROBE_TOKENS = 64
 
@@ -58,6 +62,7 @@ class Session:
             )
         streamed = StreamedModel(checkpoint, choose_device(device))
         check_fits_model(recipe, streamed)
+        check_cache(recipe, streamed)
         infos = [
             ModuleInfo(name, type(module).__name__, (int(module.weight.shape[0]), int(module.weight.shape[1])))
             for name, module in streamed.model.named_modules()
@@ -78,7 +83,19 @@ class Session:
     # ------------------------------------------------------------ calibration
     @property
     def needs_data(self) -> bool:
+        """Whether weights are compressed by what calibration text does to them."""
         return any(w.needs for w in self.work.values())
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether calibration text is read at all: for the weights, or for the cache."""
+        return self.needs_data or (self.cache_policy is not None and bool(self.cache_policy.missing))
+
+    @property
+    def cache_policy(self) -> Policy | None:
+        """How keys and values will be held, before calibration; None without a stage that says it."""
+        stage = self.recipe.cache_stage
+        return None if stage is None else stage.config
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -166,6 +183,6 @@ class Session:
         identity["device"] = self.streamed.device.type
         if evaluation is not None:
             identity["evaluation_text"] = hashlib.sha256(evaluation.numpy().tobytes()).hexdigest()
-        if self.needs_data:
+        if self.reads_text:
             identity["calibration_text"] = self.calibration.sha256
         return identity

@@ -71,6 +71,10 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
             problems += found
             if stage is not None:
                 stages.append(stage)
+        caches = [stage for stage in stages if stage.kind == "kv_cache"]
+        for second in caches[1:]:
+            text = f"a model has one cache, and stage {caches[0].index} says how it is held; put all keys there"
+            problems.append(origin.at(("stages", second.index, "kv_cache"), text))
     elif "stages" in data:
         text = (
             f"expected a list of at least one stage ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"

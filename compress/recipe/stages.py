@@ -29,17 +29,19 @@ class StageKind:
         summary: one line for `compress methods`.
         methods: gives the registry of its methods (called late: the registries import torch).
         check: raises `RequestError` when the fields of a valid config cannot be combined.
+        parse: reads all that stands below the word, where that is more than one method with its fields; raises `PolicyError`.
     """
 
     name: str
     summary: str
     methods: Callable[[], Mapping[str, Any]]
-    check: Callable[[Any], None]
+    check: Callable[[Any], None] = lambda config: None
+    parse: Callable[[Any], Any] | None = None
 
 
 @dataclass(frozen=True)
 class Stage:
-    """One validated stage: `config` is an instance of the method's config class, `index` its place in the recipe."""
+    """One validated stage: `config` is an instance of the method's config class (or a policy), `index` its place in the recipe."""
 
     kind: str
     method: str
@@ -48,6 +50,8 @@ class Stage:
 
     def resolved(self) -> dict[str, Any]:
         """The stage as plain data, every default filled in."""
+        if KINDS[self.kind].parse is not None:
+            return {self.kind: self.config.resolved()}
         fields = self.config.model_dump(mode="json", exclude_none=True)
         return {self.kind: {"method": self.method, **fields}}
 
@@ -62,6 +66,18 @@ def _quantize_methods() -> Mapping[str, Any]:
     from compress.quantize import METHODS
 
     return METHODS
+
+
+def _cache_methods() -> Mapping[str, Any]:
+    from runtime.kv_cache.presets import PRESETS
+
+    return PRESETS
+
+
+def _cache_policy(value: Any) -> Any:
+    from runtime.kv_cache.policy import Policy
+
+    return Policy.parse(value)
 
 
 def _check_scheme(config: Any) -> None:
@@ -87,6 +103,9 @@ KINDS: dict[str, StageKind] = {
     for kind in (
         StageKind("prune", "set weights to zero", _prune_methods, _check_targets),
         StageKind("quantize", "store weights (and compute activations) in few bits", _quantize_methods, _check_scheme),
+        StageKind(
+            "kv_cache", "how keys and values are held while the model writes", _cache_methods, parse=_cache_policy
+        ),
     )
 }
 
@@ -109,6 +128,8 @@ def parse_stage(entry: Any, index: int, origin: Origin) -> tuple[Stage | None, l
         text = f"unknown stage{did_you_mean(name, KINDS) or '.'} Allowed: {listing(KINDS)}"
         return None, [origin.at((*path, name), text)]
     path = (*path, name)
+    if kind.parse is not None:
+        return _whole(kind, kind.parse, fields, index, origin)
     methods = kind.methods()
     if not isinstance(fields, dict):
         text = f"expected a mapping with a method, such as {{method: {next(iter(methods), '...')}}}, got {show(fields)}"
@@ -121,6 +142,18 @@ def parse_stage(entry: Any, index: int, origin: Origin) -> tuple[Stage | None, l
         return None, [origin.at((*path, "method"), text)]
     method = methods[word]
     return _configure(kind, word, method.config, fields, index, origin)
+
+
+def _whole(
+    kind: StageKind, parse: Callable[[Any], Any], fields: Any, index: int, origin: Origin
+) -> tuple[Stage | None, list[str]]:
+    from runtime.kv_cache.policy_fields import PolicyError
+
+    try:
+        config = parse(fields)
+    except PolicyError as error:
+        return None, [origin.at(("stages", index, kind.name, *error.path), error.text)]
+    return Stage(kind.name, config.method or "", config, index), []
 
 
 def _configure(

@@ -52,8 +52,8 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts), _layers_chart(facts), _bytes(facts), _layers_table(facts),
-        _kept(facts), _recipe(facts), _origin(facts),
+        _headline(facts), _warnings(facts), _quality(facts), _layers_chart(facts), _bytes(facts), _cache(facts),
+        _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts),
     ]  # fmt: skip
     body = "\n".join(part for part in sections if part)
     version = escape(str(facts.manifest.get("compress_version", "")))
@@ -188,6 +188,26 @@ def _bytes(facts: Facts) -> str:
     total += [(f"{facts.bytes_before / max(facts.bytes_after, 1):.2f}×", "right"), ("", "right")]
     table = _table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
     return _section("Where the bytes are", charts.bytes_chart(facts.before, facts.after) + table)
+
+
+def _cache(facts: Facts) -> str:
+    """How keys and values are held while the model writes."""
+    if not facts.manifest.get("kv_cache"):
+        return ""
+    from runtime.kv_cache.policy import Policy
+
+    policy = Policy.parse(facts.manifest["kv_cache"])
+    rows = []
+    for row in facts.manifest.get("kv_cache_bytes") or []:
+        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%}"
+        cells = (f"{row['tokens']:,}", size(row["full_bytes"]), size(row["bytes"]), share)
+        rows.append([(text, "right") for text in cells])
+    content = f"<p>{escape(policy.describe())}</p>"
+    content += _table(("tokens of a text>", "plain cache>", "compressed, about>", "of it>"), rows)
+    if policy.calibrated is not None and policy.needs:
+        found = ", ".join(sorted(policy.needs)).replace("_", " ")
+        content += f'<p class="soft">Calibrated for this model: {escape(found)}.</p>'
+    return _section("Keys and values", content)
 
 
 def _layers_table(facts: Facts) -> str:

@@ -24,26 +24,32 @@ FREE_PADDING = 1024
 PADDING_SHARE = 0.25
 
 
-def groups(lengths: Sequence[int], padding_is_exact: bool) -> list[list[int]]:
+def groups(
+    lengths: Sequence[int], padding_is_exact: bool, needs: Sequence[int] | None = None, bound: int = 0
+) -> list[list[int]]:
     """Which prompts (by index) are decoded together: few enough for memory, and of similar lengths, longest first.
 
     Args:
         lengths: tokens of each prompt.
         padding_is_exact: False: only prompts of equal length may share a group.
+        needs: bytes that each prompt's cache takes; None: nobody knows.
+        bound: bytes that all caches of a group may take, where that is known.
     """
     result: list[list[int]] = []
-    longest = total = 0
+    longest = total = taken = 0
     for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        length = lengths[row]
-        if result and len(result[-1]) < GROUP_ROWS:
+        length, need = lengths[row], needs[row] if needs is not None else 0
+        if result and len(result[-1]) < GROUP_ROWS and taken + need <= bound:
             padding = longest * (len(result[-1]) + 1) - (total + length)
             allowed = max(FREE_PADDING, PADDING_SHARE * total) if padding_is_exact else 0
             if padding <= allowed:
                 result[-1].append(row)
                 total += length
+                taken += need
                 continue
         result.append([row])
         longest = total = length
+        taken = need
     return [sorted(group) for group in result]
 
 
@@ -89,6 +95,7 @@ def decode(
             stats.steps += 1
             if first:
                 stats.first_tokens += len(rows)
+                stats.cache_bytes = max(stats.cache_bytes, engine.cache_bytes(cache))
             alive = [i for i, row in enumerate(rows) if not outputs[row].finished]
             _book(stats, first, started)
             first = False

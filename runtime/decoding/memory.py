@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.engines.base import PagedEngine
+from runtime.engines.base import Engine, PagedEngine
 from runtime.errors import RequestError
 
 _DEFAULT = 2 * 10**9
@@ -45,6 +45,31 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}")
     return min(bound, sum(pages))
+
+
+def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) -> int:
+    """Bytes that the caches of prompts decoded together may take, on engines that know what theirs need beforehand.
+
+    Args:
+        needs: bytes of each prompt's cache at its largest.
+        cache_memory: as for `pool_pages`.
+
+    Raises:
+        RequestError: a prompt alone needs more.
+    """
+    most = int(_MOST * available_bytes(engine.device))
+    budget: int | None = getattr(engine, "cache_budget", None)
+    if cache_memory is not None:
+        bound, limit = cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
+    elif budget is not None:
+        bound = min(budget, most)
+        limit = f"max_memory leaves {_gigabytes(bound)}: raise it, set cache_memory"
+    else:
+        bound, limit = most, f"{_gigabytes(most)} of the free memory can be used"
+    if max(needs) > bound:
+        text = f"a prompt and its new tokens take {_gigabytes(max(needs))} of KV cache, the layer that is being compressed included"
+        raise RequestError(f"{text}; {limit}, give a shorter prompt, or ask for fewer max_new_tokens")
+    return bound
 
 
 def available_bytes(device: torch.device) -> int:

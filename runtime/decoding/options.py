@@ -32,7 +32,8 @@ class GenerationOptions:
         seed: makes sampling reproducible: a prompt gives the same output whatever else is in its batch. A list gives each
             prompt of a batch a seed of its own. None draws a fresh one.
         ignore_eos: go on after an end-of-sequence token.
-        cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache).
+        cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache, and
+            models whose cache is compressed).
             None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it; for a
             model loaded with `max_memory`, what that leaves.
         prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from runtime.decoding.loop import decode, groups
-from runtime.decoding.memory import pool_pages
+from runtime.decoding.memory import cache_bound, pool_pages
 from runtime.decoding.options import DEFAULT_NEW_TOKENS, GenerationOptions
 from runtime.decoding.output import SequenceOutput
 from runtime.decoding.prompts import Prompts
@@ -60,10 +60,16 @@ class Request:
             for i, ids in enumerate(prompts.ids)
         ]
         self._pages: int | None = None
+        self._needs: list[int] | None = None  # bytes that each prompt's cache takes, and how many all of a group may
+        self._bound = 0
+        held = getattr(engine, "held", None)
         if isinstance(engine, PagedEngine):
             # The last new token never enters the cache.
             positions = [len(ids) + new - 1 for ids, new in zip(prompts.ids, rooms, strict=True)]
             self._pages = pool_pages(engine, positions, options.cache_memory)
+        elif held is not None:
+            self._needs = [held.need(len(ids), new) for ids, new in zip(prompts.ids, rooms, strict=True)]
+            self._bound = cache_bound(engine, self._needs, options.cache_memory)
         elif options.cache_memory is not None:
             raise RequestError(f"cache_memory needs an engine with a paged KV cache, and {path} runs on one without")
         self.outputs = [
@@ -88,7 +94,8 @@ class Request:
 
     def _padded(self, stats: GenerationStats) -> Iterator[int]:
         ids, caller = self.prompts.ids, Caller(self._turns)
-        for rows in groups([len(prompt) for prompt in ids], self._engine.padding_is_exact):
+        lengths = [len(prompt) for prompt in ids]
+        for rows in groups(lengths, self._engine.padding_is_exact, self._needs, self._bound):
             yield from decode(
                 self._engine,
                 [ids[i] for i in rows],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,12 +18,18 @@ from runtime.weights import fill, main_dtype, to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from runtime.engines.held_cache import HeldCache
+    from runtime.kv_cache.policy import Policy
+
 # Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
 class TorchEngine:
     """Runs a transformers causal language model; see `runtime.engines.base.Engine`.
+
+    Attributes:
+        held: how keys and values are compressed; None: a plain cache.
 
     Raises:
         ArtifactError: the model keeps no KV cache in the way of transformers 5.
@@ -46,8 +53,20 @@ class TorchEngine:
         self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
         self.weight_bytes = weight_bytes(module)
         self.description = f"transformers' {type(module).__name__}"
+        self.held: HeldCache | None = None
+
+    def compress_cache(self, policy: Policy) -> None:
+        """Hold keys and values as a policy says from now on; PolicyError where the model cannot."""
+        from runtime.engines.held_cache import HeldCache
+
+        self.held = HeldCache(self.module, policy)
+        self.description += f", compressed cache ({self.held.description})"
+        if self.context_length is not None:
+            self.context_length -= len(self.held.prefix)
 
     def new_cache(self) -> Any:
+        if self.held is not None:
+            return self.held.new()
         from transformers import DynamicCache
 
         return DynamicCache(config=self.module.config.get_text_config())
@@ -61,6 +80,15 @@ class TorchEngine:
         position_ids: torch.Tensor | None,
         last_only: bool = False,
     ) -> torch.Tensor:
+        held = self.held if cache is not None else None
+        before = held.length(cache) if held is not None else 0
+        width = input_ids.shape[1]
+        if held is not None and held.prefix:
+            if before:
+                attention_mask = held.extend(attention_mask)
+                position_ids = None if position_ids is None else position_ids + len(held.prefix)
+            else:
+                input_ids, attention_mask, position_ids = held.begin(input_ids, attention_mask)
         arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
         arguments["past_key_values"] = cache
         arguments["use_cache"] = cache is not None
@@ -68,14 +96,19 @@ class TorchEngine:
             arguments["position_ids"] = position_ids
         if last_only and self._takes_last_only:
             arguments["logits_to_keep"] = 1
-        logits = self.module(**arguments).logits
-        return (logits[:, -1:] if last_only else logits).float()
+        with nullcontext() if held is None else held.failures():
+            logits = self.module(**arguments).logits
+        if held is not None:
+            held.check_read(cache, before, input_ids.shape[1])
+        return logits[:, -1 if last_only else -width :].float()
 
     @torch.inference_mode()
     def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
         cache.batch_select_indices(rows)
 
     def cache_bytes(self, cache: Any) -> int:
+        if self.held is not None:
+            return int(cache.nbytes)
         tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
         return tensor_bytes(tensors)
 

@@ -1,55 +1,95 @@
-"""One layer's compressed cache, a cache layer of transformers: tokens in pages, evicted by score and budget."""
+"""One layer's compressed cache, a cache layer of transformers: what is held, how attention reads it, what leaves it when."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
-from torch.nn import functional
 from transformers.cache_utils import CacheLayerMixin
 
 from runtime.kv_cache import attention
+from runtime.kv_cache.kernels import attend_region
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.paged import PagedTokens
-from runtime.kv_cache.reference import ragged_attention
+from runtime.kv_cache.pages import Pages, Part
+from runtime.kv_cache.prompt import prompt_attention
+from runtime.kv_cache.region import Chosen, Region, merge
+from runtime.kv_cache.storage.plan import StoragePlan
+from runtime.kv_cache.store import Store
 
 if TYPE_CHECKING:
     from runtime.kv_cache.eviction import Eviction
+    from runtime.kv_cache.offload import Offload
+    from runtime.kv_cache.selection.base import Selection
 
-_QUERY_SLICE = 128  # queries of a piece of a prompt that go over what is stored at once
+#: So many new tokens at most are steps of decoding (a draft to verify), more are a piece of a prompt.
+STEP_TOKENS = 16
 
 
 class CompressedLayer(CacheLayerMixin):
-    """Keys and values `[batch, kv_heads, ...]` of one layer, each head with as many tokens as it is allowed.
+    """Keys and values of one layer, each head with as many tokens as it is allowed, stored as the plan says.
+
+    Args:
+        index: of the layer among the compressed ones.
+        eviction: what leaves the cache; shared by all layers. None: nothing.
+        storage: how older tokens are held.
+        selection: what a step reads; shared by all layers. None: everything.
+        elsewhere: where older tokens are held; shared by all layers. None: in memory of the device.
 
     Attributes:
         seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
-        tokens: what is held; None before the first token.
+        store: what is held; None before the first token.
         share: of the mean budget of a layer, `[batch]`, as the last prompt left it; None: the mean.
         arrived: int64 `[batch]`, tokens that each sequence has had, evicted ones too and padding not.
+        shape: (batch, kv_heads).
+        pieces: of prompts that have come, steps not counted.
+        changes: how often tokens left their places (evicted, reordered, taken back); what was known of places is void then.
     """
 
     is_sliding = False
-    is_croppable = False
+    is_croppable = True
     supports_early_init = False
 
-    def __init__(self, index: int, eviction: Eviction | None) -> None:
+    def __init__(
+        self,
+        index: int,
+        eviction: Eviction | None,
+        storage: StoragePlan | None = None,
+        selection: Selection | None = None,
+        elsewhere: Offload | None = None,
+    ) -> None:
         super().__init__()
-        self.index, self.eviction, self.seen = index, eviction, 0
-        self.tokens: PagedTokens | None = None
+        self.index, self.eviction, self.selection = index, eviction, selection
+        self.storage, self.elsewhere = storage or StoragePlan(), elsewhere
+        self.following: CompressedLayer | None = None  # whose tokens are fetched while this layer computes
+        self.changes = 0
+        self.reset()
+
+    def reset(self) -> None:
+        self.is_initialized, self.seen, self.shape = False, 0, (0, 0)
+        self.store: Store | None = None
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
-        self._shape = (0, 0)
         self._recent: list[torch.Tensor] = []  # queries since the last eviction, newest last
+        self._newest: torch.Tensor | None = None  # queries that storages are told apart by
+        self._mass: Pages | None = None  # what an accumulating score has gathered, token by token
+        self.pieces = 0
+        self._asked = False  # by update, and not yet by attention
+        self._intact = 0  # newest tokens of every row that are in the tail as they came
+        self.changes += 1
+        if self.eviction is not None:
+            self.eviction.forget(self)
 
     # ---------------------------------------------------------------- transformers' interface
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         batch, heads = key_states.shape[:2]
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self._shape = (batch, heads)
-        widths = {"keys": key_states.shape[-1], "values": value_states.shape[-1]}
-        self.tokens = PagedTokens(batch * heads, widths, dict.fromkeys(widths, self.dtype), self.device)
+        self.dtype, self.device, self.shape = key_states.dtype, key_states.device, (batch, heads)
+        sizes = key_states.shape[-1], value_states.shape[-1]
+        allocate = None if self.elsewhere is None else self.elsewhere.allocate
+        self.store = Store(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
         self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
+        if self.eviction is not None and self.eviction.accumulates:
+            self._mass = Pages(batch * heads, {"mass": Part(1, torch.float32)}, self.device)
         self.is_initialized = True
 
     def update(
@@ -58,6 +98,11 @@ class CompressedLayer(CacheLayerMixin):
         """Marks the new states; `attend` stores them, since only attention knows queries and padding."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
+        if self._asked:
+            raise ValueError(
+                "this model's attention does not read its cache in the way of transformers: it cannot be compressed"
+            )
+        self._asked = True
         return attention.mark(key_states, self), value_states
 
     def get_seq_length(self) -> int:
@@ -69,34 +114,71 @@ class CompressedLayer(CacheLayerMixin):
     def get_max_length(self) -> int:
         return -1
 
-    def reset(self) -> None:
-        self.tokens, self.is_initialized, self.seen, self.share = None, False, 0, None
-        self._recent = []
-
     def reorder_cache(self, beam_idx: torch.Tensor) -> None:
         self.batch_select_indices(beam_idx)
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
-        """Only these sequences, in that order."""
-        if self.tokens is None:
+        """Only these sequences, in that order; one may come several times."""
+        if self.store is None:
             return
-        heads = self._shape[1]
-        rows = (indices.to(self.device)[:, None] * heads + torch.arange(heads, device=self.device)).reshape(-1)
-        self.tokens.select_rows(rows)
-        self._shape = (len(indices), heads)
-        self.arrived = self.arrived[indices.to(self.device)]
+        indices = indices.to(self.device)
+        heads = self.shape[1]
+        rows = (indices[:, None] * heads + torch.arange(heads, device=self.device)).reshape(-1)
+        self.store.select_rows(rows)
+        if self._mass is not None:
+            self._mass.select_rows(rows)
+        self.shape = (len(indices), heads)
+        self.arrived = self.arrived[indices]
         if self.share is not None:
-            self.share = self.share[indices.to(self.device)]
-        self._recent = [queries[indices.to(queries.device)] for queries in self._recent]
+            self.share = self.share[indices]
+        self._recent = [queries[indices] for queries in self._recent]
+        self._newest = None if self._newest is None else self._newest[indices]
+        self.changes += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
-        self.batch_select_indices(torch.arange(self._shape[0]).repeat_interleave(repeats))
+        self.batch_select_indices(torch.arange(self.shape[0]).repeat_interleave(repeats))
+
+    def activate_past_recording(self) -> None:
+        """Nothing to do: the newest tokens are always there to be taken back."""
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Take back the newest `-tokens_to_remove` tokens (speculative decoding).
+
+        Raises:
+            ValueError: some of them have been evicted or stored in few bits, or the number is positive.
+        """
+        count = -tokens_to_remove
+        if count < 0:
+            raise ValueError(f"crop takes minus the number of tokens to take back, not {tokens_to_remove}")
+        if count == 0 or self.store is None:
+            return
+        if count > self._intact:
+            raise ValueError(
+                f"{count} tokens cannot be taken back from a compressed cache: only the newest {self._intact} are as they came; "
+                "draft fewer tokens, or keep more recent ones"
+            )
+        self.store.tail.pages.crop(self.store.tail.lengths - count)
+        if self._mass is not None:
+            self._mass.crop(self._mass.lengths - count)
+        self.arrived = self.arrived - count
+        self.seen -= count
+        self._intact -= count
+        self._take_back_queries(count)
+        self.changes += 1
 
     @property
     def nbytes(self) -> int:
-        """Memory as allocated."""
-        held = 0 if self.tokens is None else self.tokens.nbytes
-        return held + sum(queries.untyped_storage().nbytes() for queries in self._recent)
+        """Memory as allocated, what scores and selections need included."""
+        held = 0 if self.store is None else self.store.nbytes - self.offloaded_bytes
+        held += 0 if self._mass is None else self._mass.nbytes
+        held += 0 if self.selection is None else self.selection.nbytes(self.index)
+        queries = [*self._recent, *([] if self._newest is None else [self._newest])]
+        return held + sum(tensor.untyped_storage().nbytes() for tensor in queries)
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Of older tokens that are held elsewhere, as allocated there."""
+        return 0 if self.store is None or self.elsewhere is None else self.store.tier_bytes
 
     # ---------------------------------------------------------------- attention
     def attend(
@@ -121,75 +203,135 @@ class CompressedLayer(CacheLayerMixin):
         Returns:
             `[batch, heads, q, size]`, zeros at padding.
         """
-        assert self.tokens is not None
+        assert self.store is not None
+        self._asked = False
         count = query.shape[2]
-        batch, heads = self._shape
-        first = self.tokens.longest == 0
-        lengths = self.tokens.lengths.view(batch, heads)
-        self._store(key, value, valid)
-        if count > 1 and first and valid is None and not softcap:
-            output = functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, scale=scale, enable_gqa=True
-            )
+        step = self.seen > 0 and count <= STEP_TOKENS and (valid is None or bool(valid.all()))
+        before = self.store.lengths
+        if step and count == 1:
+            self.store.tail.append_one(key.flatten(0, 2), value.flatten(0, 2))
+            self.arrived = self.arrived + 1
         else:
-            output = self._over_stored(query, lengths, scale, softcap)
+            valid = None if valid is None or bool(valid.all()) else valid
+            self.append(key, value, valid)
+        if self._mass is not None and step and count == 1:
+            self._mass.append_one({"mass": torch.zeros(self._mass.rows, 1, device=self.device)})
+        elif self._mass is not None:
+            added = (self.store.lengths - before).clamp(min=0)
+            self._mass.append({"mass": torch.zeros(len(added), count, 1, device=self.device)}, added)
+        if step:
+            output = self._step_attention(query, scale, softcap)
+        else:
+            output = prompt_attention(self, query, key, value, valid, before.view(self.shape), scale, softcap)
         self.seen += count
+        self.pieces += not step
+        self._intact += count
         if self.eviction is not None:
-            self._watch(query)
-            if count > 1:
-                self.eviction.after_prompt(self, scale, softcap)
+            self._watch(query, step)
+            if step:
+                self.eviction.after_step(self, count, scale, softcap)
             else:
-                self.eviction.after_step(self, scale, softcap)
+                self.eviction.after_prompt(self, scale, softcap)
+        if self.storage.saliency is not None:
+            width = max(1, self.storage.saliency.window(self.seen))
+            newest = query if self._newest is None else torch.cat([self._newest, query], 2)
+            self._newest = newest[:, :, -width:].clone()
+        self.settle(scale, softcap)
         return output
 
-    def _store(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> None:
-        assert self.tokens is not None
-        batch, heads = self._shape
+    def settle(self, scale: float, softcap: float) -> None:
+        """Store older tokens as the plan says."""
+        assert self.store is not None
+        if not self.storage.moves or (self.eviction is not None and self.eviction.waits(self)):
+            return
+
+        def saliency() -> torch.Tensor:
+            score, newest = self.storage.saliency, self._newest
+            assert score is not None
+            assert newest is not None
+            assert self.store is not None
+            keys, values = self.store.tail.states()
+            lengths = self.store.tail.lengths
+            seen = self._observation(newest, keys, values, lengths, scale, softcap)
+            return score(replace(seen, pinned=0)).flatten(0, 1)
+
+        if self.store.settle(saliency):
+            # Of a row that is shorter than the prefix, nothing is left in the tail.
+            self._intact = min(self._intact, self.storage.recent, int(self.store.tail.lengths.min()))
+
+    def append(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None) -> None:
+        """Store new tokens `[batch, kv_heads, q, size]` behind the others; `valid` bool `[batch, q]`, False at padding on the left."""
+        assert self.store is not None
+        batch, heads = self.shape
         count = key.shape[2]
         counts = torch.full((batch,), count, dtype=torch.int64, device=key.device)
-        if valid is not None and not bool(valid.all()):
+        if valid is not None:
+            if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+                raise ValueError("compressed caches take padding on the left only: set tokenizer.padding_side = 'left'")
             counts = valid.sum(1)
             # Padding is on the left: a row's tokens move to the front, and what is behind is not stored.
             order = (torch.arange(count, device=key.device)[None] + (count - counts)[:, None]) % count
             places = order[:, None, :, None]
             key = key.gather(2, places.expand_as(key))
             value = value.gather(2, places.expand_as(value))
-        states = {"keys": key.reshape(batch * heads, count, -1), "values": value.reshape(batch * heads, count, -1)}
-        self.tokens.append(states, counts.repeat_interleave(heads))
+        self.store.tail.append(key.flatten(0, 1), value.flatten(0, 1), counts.repeat_interleave(heads))
         self.arrived = self.arrived + counts
 
-    def _over_stored(self, query: torch.Tensor, before: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
-        """Attention over the pages, the new tokens among them. A query sees what was there `before`, and new ones up to its own."""
-        keys, values, used = self.states()
-        count = query.shape[2]
-        new = used.sum(-1) - before  # [batch, kv_heads]
-        columns = torch.arange(keys.shape[2], device=keys.device)
-        pieces = []
-        for start in range(0, count, _QUERY_SLICE):
-            part = query[:, :, start : start + _QUERY_SLICE]
-            # Query i of `count` is the (i - padding)-th new token; those of padding see nothing.
-            place = torch.arange(start, start + part.shape[2], device=keys.device)
-            own = place[None, None] - (count - new)[..., None]
-            last = torch.where(own >= 0, before[..., None] + own, -1)
-            seen = columns <= last.unsqueeze(-1)
-            pieces.append(ragged_attention(part, keys, values, seen, scale, softcap))
-        return torch.cat(pieces, 2)
+    def _step_attention(self, query: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
+        """Attention of a few new tokens, region by region, as stored."""
+        assert self.store is not None
+        batch, heads = self.shape
+        count, size = query.shape[2:]
+        rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
+        regions = self.store.regions
+        chosen: list[Chosen | None] = [None] * len(regions)
+        if self.selection is not None:
+            chosen = self.selection.choose(self, rows, regions, scale)
+        visible = None
+        if count > 1:
+            newest = torch.arange(count - 1, -1, -1, device=query.device).repeat(rows.shape[1] // count)
+            visible = self.store.tail.lengths[:, None] - newest
+        readable = self._near(regions)
+        pieces = [
+            attend_region(rows, region, scale, softcap, visible if region is self.store.tail else None, some)
+            for region, some in zip(readable, chosen, strict=True)
+        ]
+        if self.elsewhere is not None:
+            self.elsewhere.leave(self.store.tiers)
+        return merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
+
+    def _near(self, regions: list[Region]) -> list[Region]:
+        """The regions where attention can read them; the next layer's are on their way from now on."""
+        if self.elsewhere is None or self.store is None:
+            return regions
+        far = [region for region in regions if any(region is tier for tier in self.store.tiers)]
+        near = iter(self.elsewhere.near(far))
+        if self.following not in (None, self) and self.following.store is not None:
+            self.elsewhere.fetch(self.following.store.tiers)
+        return [next(near) if any(region is tier for tier in far) else region for region in regions]
 
     # ---------------------------------------------------------------- eviction
-    def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copies of keys and values `[batch, kv_heads, longest, size]`, and bool `[batch, kv_heads, longest]`: in use."""
-        assert self.tokens is not None
-        (keys, values), used = self.tokens.dense(("keys", "values"))
-        batch, heads = self._shape
-        shape = (batch, heads, used.shape[1])
-        return keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
+    @property
+    def is_final(self) -> bool:
+        """Whether there are tokens before this piece of a text that cannot be told apart any more."""
+        return self.storage.is_final and self.pieces > 1
 
     def observe(self, window: int, scale: float, softcap: float) -> Observation:
         """What the newest `window` queries see of what is held."""
-        keys, values, used = self.states()
-        ages = used.sum(-1, keepdim=True) - 1 - torch.arange(used.shape[2], device=used.device)
+        assert self.store is not None
+        keys, values, _ = self.store.states()
         queries = torch.cat(self._recent, 2)[:, :, -window:]
-        return Observation(queries, keys, values, ages, scale, softcap)
+        seen = self._observation(queries, keys, values, self.store.lengths, scale, softcap)
+        if self._mass is None:
+            return seen
+        return seen.with_mass(self._mass.dense("mass")[..., 0].view(*self.shape, -1))
+
+    def remember_mass(self, mass: torch.Tensor) -> None:
+        """What has been gathered of every token, float32 `[batch, kv_heads, longest]`."""
+        assert self._mass is not None
+        lengths = self._mass.lengths
+        self._mass.crop(torch.zeros_like(lengths))
+        self._mass.append({"mass": mass.flatten(0, 1).unsqueeze(-1)}, lengths)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.
@@ -197,22 +339,44 @@ class CompressedLayer(CacheLayerMixin):
         Returns:
             Their scores, `[batch, kv_heads, longest now]`, minus infinity behind a head's last token.
         """
-        assert self.tokens is not None
+        assert self.store is not None
         if bool((counts >= (score > float("-inf")).sum(-1)).all()):
             return score
-        longest = int(counts.max())
-        best = score.argsort(dim=-1, descending=True, stable=True)[..., :longest]
+        longest = max(1, int(counts.max()))
+        # Of equal scores the newer token stays.
+        best = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]
         wanted = torch.arange(longest, device=score.device) < counts.unsqueeze(-1)
         # Unwanted places sort behind all others, so that what is kept stays in the order of arrival.
-        places = best.masked_fill(~wanted, score.shape[-1]).sort(-1).values
-        self.tokens.keep(places.flatten(0, 1), counts.flatten())
-        left = score.gather(-1, places.clamp(max=score.shape[-1] - 1))
-        return left.masked_fill(~wanted, float("-inf"))
+        places = best.masked_fill(~wanted, score.shape[-1]).sort(-1).values.clamp(max=score.shape[-1] - 1)
+        self.store.keep(places.flatten(0, 1), counts.flatten())
+        if self._mass is not None:
+            self._mass.keep(places.flatten(0, 1), counts.flatten())
+        self._intact = min(self._intact, _newest_run(places, counts, score))
+        self.changes += 1
+        return score.gather(-1, places).masked_fill(~wanted, float("-inf"))
 
-    def _watch(self, query: torch.Tensor) -> None:
+    def _observation(
+        self,
+        queries: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        lengths: torch.Tensor,
+        scale: float,
+        softcap: float,
+    ) -> Observation:
+        batch, heads = self.shape
+        shape = (batch, heads, keys.shape[1], -1)
+        ages = lengths.view(batch, heads, 1) - 1 - torch.arange(keys.shape[1], device=keys.device)
+        return Observation(
+            queries, keys.view(shape), values.view(shape), ages, scale, softcap, self.index, self.storage.prefix
+        )
+
+    def _watch(self, query: torch.Tensor, step: bool) -> None:
         """Remember the queries that the score will ask for."""
         assert self.eviction is not None
-        window = self.eviction.window(self.seen)
+        window = self.eviction.window(self.seen, step)
+        if window == 0:
+            return
         self._recent.append(query[:, :, -window:].clone())
         while len(self._recent) > 1 and sum(q.shape[2] for q in self._recent[1:]) >= window:
             self._recent.pop(0)
@@ -222,4 +386,27 @@ class CompressedLayer(CacheLayerMixin):
         if not self._recent:
             return
         newest = torch.cat(self._recent, 2)
-        self._recent = [newest[:, :, newest.shape[2] - window :].clone()] if window else []
+        self._recent = [newest[:, :, max(0, newest.shape[2] - window) :].clone()] if window else []
+
+    def _take_back_queries(self, count: int) -> None:
+        if self._recent:
+            held = torch.cat(self._recent, 2)
+            self._recent = [held[:, :, : max(0, held.shape[2] - count)]]
+        if self._newest is not None:
+            self._newest = self._newest[:, :, : max(0, self._newest.shape[2] - count)]
+
+
+def _newest_run(places: torch.Tensor, counts: torch.Tensor, score: torch.Tensor) -> int:
+    """How many of the newest tokens every head still has, one after the other.
+
+    Args:
+        places: int64 `[batch, kv_heads, most]`, what is kept, ascending.
+        counts: int64 `[batch, kv_heads]`, how many of them.
+        score: `[batch, kv_heads, n]`, minus infinity where there was no token.
+    """
+    ends = (score > float("-inf")).sum(-1, keepdim=True) - 1
+    from_end = counts.unsqueeze(-1) - 1 - torch.arange(places.shape[-1], device=places.device)
+    # A token is part of the run if as many newer ones are kept as there were; behind a head's last there is nothing.
+    gaps = ((ends - places) != from_end) & (from_end >= 0)
+    first = torch.where(gaps, from_end, counts.unsqueeze(-1)).amin(-1)
+    return int(first.min())

@@ -21,6 +21,9 @@ class Observation:
         ages: int64 `[batch, kv_heads, n]`: how many tokens came after each one, 0 for the newest; negative where there is none.
         scale: of the scores, usually size ** -0.5.
         softcap: 0: none; else scores become softcap * tanh(scores / softcap).
+        layer: index of the layer among the compressed ones.
+        pinned: oldest tokens of every head that are always kept.
+        mass: float32 `[batch, kv_heads, n]`, what an accumulating score has gathered before these queries; None: it gathers nothing.
     """
 
     queries: torch.Tensor
@@ -29,6 +32,9 @@ class Observation:
     ages: torch.Tensor
     scale: float
     softcap: float = 0.0
+    layer: int = 0
+    pinned: int = 0
+    mass: torch.Tensor | None = None
 
     @property
     def groups(self) -> int:
@@ -39,6 +45,10 @@ class Observation:
     def held(self) -> torch.Tensor:
         """bool `[batch, kv_heads, n]`: there is a token."""
         return self.ages >= 0
+
+    def with_mass(self, mass: torch.Tensor) -> Observation:
+        """The same with other sums."""
+        return replace(self, mass=mass)
 
     def newest(self, count: int) -> Observation:
         """The same with at most the newest `count` queries."""
@@ -51,12 +61,15 @@ class Observation:
         """
         batch, heads, width, size = self.queries.shape
         kv_heads, count = self.keys.shape[1:3]
-        keys = self.keys.float().transpose(-1, -2).unsqueeze(2)
+        keys = self.keys.float().transpose(-1, -2)
         step = max(1, CHUNK_BYTES // max(1, 4 * batch * heads * count))
         for start in range(0, width, step):
             part = slice(start, min(start + step, width))
-            queries = self.queries[:, :, part].float().reshape(batch, kv_heads, self.groups, -1, size)
-            scores = queries @ keys * self.scale
+            queries = self.queries[:, :, part].float()
+            rows = queries.shape[2]
+            # Query heads of a key head side by side: torch would copy the keys for each of them otherwise.
+            scores = (queries.reshape(batch, kv_heads, -1, size) * self.scale) @ keys
+            scores = scores.view(batch, kv_heads, self.groups, rows, count)
             if self.softcap:
                 scores = self.softcap * torch.tanh(scores / self.softcap)
             own = torch.arange(width - 1 - part.start, width - 1 - part.stop, -1, device=self.ages.device)
@@ -69,6 +82,9 @@ class Observation:
             yield part, scores.softmax(-1).nan_to_num(0.0)
 
     def finish(self, score: torch.Tensor, newest: int) -> torch.Tensor:
-        """A score with the newest tokens always kept, and minus infinity where there is no token."""
+        """A score with the newest and the pinned tokens always kept, and minus infinity where there is no token."""
         score = score.masked_fill(self.ages < newest, float("inf"))
+        if self.pinned:
+            first = torch.arange(score.shape[-1], device=score.device) < self.pinned
+            score = score.masked_fill(first, float("inf"))
         return score.masked_fill(~self.held, float("-inf"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,11 +20,14 @@ from runtime.streaming.ring import Ring
 from runtime.streaming.slots import DeviceSlots, HostSlots
 from runtime.weights import to_device
 
+if TYPE_CHECKING:
+    from runtime.kv_cache.policy import Policy
+
 _PINNED_SHARE = 0.5  # of the free main memory, for blocks on their way to a GPU
 
 
-def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engine:
-    """The engine for a skeleton and its prepared file within `max_memory` bytes.
+def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int, policy: Policy | None = None) -> Engine:
+    """The engine for a skeleton and its prepared file within `max_memory` bytes; with a policy its cache is compressed.
 
     What stays is read into memory of this process, not mapped: the bound is known, and a file that shrinks is an error.
 
@@ -34,12 +37,12 @@ def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int) -> Engin
     outside, *blocks = file.groups
     config, dtype = blueprint.module.config, blueprint.dtype
     decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(config, dtype))
-    engine: Any = _engine(blueprint, file, decided)
+    engine: Any = _engine(blueprint, file, decided, policy)
     engine.cache_budget = cache_budget(max_memory, decided.bytes, config, dtype)
     return engine
 
 
-def _engine(blueprint: Blueprint, file: PreparedFile, decided: Plan) -> Engine:
+def _engine(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: Policy | None) -> Engine:
     outside, *blocks = file.groups
     model, device = blueprint.module, blueprint.device
     _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
@@ -49,14 +52,17 @@ def _engine(blueprint: Blueprint, file: PreparedFile, decided: Plan) -> Engine:
     share(model, file.contents.aliases)
     to_device(model, device)
     if not moving:
-        return lean(TorchEngine(model, device), blueprint)
+        return lean(TorchEngine(model, device), blueprint, policy)
     slots = _slots(file, blocks, decided, device)
     ring = Ring(slots, decided.streamed)
     try:
-        fitting: Engine | None = _lean(blueprint, file, moving, slots, ring, decided)
-        return fitting or StreamedTorch(
-            model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes
-        )
+        fitting = _lean(blueprint, file, moving, slots, ring, decided) if policy is None else None
+        if fitting is not None:
+            return fitting
+        engine = StreamedTorch(model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes)
+        if policy is not None:
+            engine.compress_cache(policy)
+        return engine
     except BaseException:
         ring.close()
         raise

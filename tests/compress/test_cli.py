@@ -232,14 +232,37 @@ def test_methods_are_listed_and_shown(capsys):
     code, out, _ = run(capsys, "methods", "--json")
     assert code == 0
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
-    assert listed == {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
+    weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
+    assert {(stage, name) for stage, name in listed if not stage.startswith("kv_cache")} == weights
     code, out, _ = run(capsys, "methods")
     assert "sparsegpt" in out
-    for _, name in listed:
+    for _, name in weights:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0
         assert "Source: " in out
         assert "targets: a list of texts" in out
+
+
+def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
+    from runtime.kv_cache.presets import PRESETS
+
+    _, out, _ = run(capsys, "methods", "--json")
+    entries = [entry for entry in json.loads(out)["methods"] if entry["stage"].startswith("kv_cache")]
+    assert {entry["name"] for entry in entries if entry["stage"] == "kv_cache"} == set(PRESETS)
+    assert {"snapkv", "pyramid", "adaptive", "int4", "quest"} <= {
+        e["name"] for e in entries if e["stage"] != "kv_cache"
+    }
+    assert all(entry["summary"] for entry in entries)
+    for name in {entry["name"] for entry in entries}:
+        code, out, _ = run(capsys, "methods", "show", name, "--json")
+        assert code == 0
+        shown = json.loads(out)
+        for method in shown.get("methods", [shown]):
+            assert method["description"]
+            assert all(field["description"] for field in method["fields"]), (name, method["fields"])
+    code, out, _ = run(capsys, "methods", "show", "layer-defensivekv")
+    assert "evict.prior: a number at least 0 and at most 1 (default: 0.1)" in out
+    assert "evict.layers.safeguard" in out
 
 
 def test_a_method_says_its_fields(capsys):

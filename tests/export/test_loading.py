@@ -198,3 +198,11 @@ def test_only_our_own_exports_are_replaced(made: Make, tmp_path: Path) -> None:
     with pytest.raises(RequestError, match=r"out holds an export that cannot be replaced: .*no valid JSON"):
         export.export(made("w4_g128"), "huggingface", output, overwrite=True, quiet=True)
     assert [path.name for path in output.iterdir()] == ["export.json"]
+
+
+def test_an_export_has_a_plain_cache_where_none_is_asked_for(written: Callable[[str], Path]) -> None:
+    whole = written("onnx")
+    for off in (None, False, "none", "off"):
+        assert tokens(whole, kv_cache=off)
+    with pytest.raises(RequestError, match="is an export, whose engine has a cache of its own"):
+        tokens(whole, kv_cache="kivi")

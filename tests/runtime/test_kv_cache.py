@@ -14,7 +14,8 @@ from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.paged import PAGE, PagedTokens
+from runtime.kv_cache.pages import PAGE, Pages, Part
+from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.scores.defensive import Defensive
 from runtime.kv_cache.scores.h2o import H2O
 from runtime.kv_cache.scores.keyformer import Keyformer
@@ -31,12 +32,10 @@ def test_pages_hold_what_lists_would(seed: int) -> None:
     """Appends of ragged lengths, evictions, rows that leave or are doubled, in any order."""
     generator = torch.Generator().manual_seed(seed)
     rows = 5
-    store = PagedTokens(
-        rows, {"keys": 3, "values": 2}, dict.fromkeys(("keys", "values"), torch.float32), torch.device("cpu")
-    )
+    store = Pages(rows, {"keys": Part(3, torch.float32), "values": Part(2, torch.float32)}, torch.device("cpu"))
     truth: list[list[torch.Tensor]] = [[] for _ in range(rows)]
     for _ in range(25):
-        action = int(torch.randint(0, 4, (1,), generator=generator))
+        action = int(torch.randint(0, 6, (1,), generator=generator))
         if action <= 1:
             counts = torch.randint(0, 2 * PAGE, (len(truth),), generator=generator)
             new = torch.randn(len(truth), 2 * PAGE, 5, generator=generator)
@@ -53,12 +52,22 @@ def test_pages_hold_what_lists_would(seed: int) -> None:
                 truth[row] = [truth[row][i] for i in chosen.tolist()]
             store.keep(places, counts)
             assert most >= store.longest
+        elif action == 4:
+            counts = torch.tensor([int(torch.randint(0, len(row) + 1, (1,), generator=generator)) for row in truth])
+            store.crop(counts)
+            truth = [row[:count] for row, count in zip(truth, counts.tolist(), strict=True)]
+        elif action == 5:
+            for _ in range(40):
+                new = torch.randn(len(truth), 5, generator=generator)
+                store.append_one({"keys": new[:, :3], "values": new[:, 3:]})
+                for row, tokens in enumerate(truth):
+                    tokens.append(new[row])
         else:
             chosen = torch.randint(0, len(truth), (len(truth),), generator=generator)
             store.select_rows(chosen)
             truth = [list(truth[i]) for i in chosen.tolist()]
         assert store.lengths.tolist() == [len(row) for row in truth]
-        (keys, values), used = store.dense(("keys", "values"))
+        keys, values, used = store.dense("keys"), store.dense("values"), store.used()
         for row, tokens in enumerate(truth):
             assert used[row].sum() == len(tokens)
             if tokens:
@@ -66,7 +75,7 @@ def test_pages_hold_what_lists_would(seed: int) -> None:
 
 
 def test_what_is_evicted_is_freed() -> None:
-    store = PagedTokens(2, {"keys": 64}, {"keys": torch.float32}, torch.device("cpu"))
+    store = Pages(2, {"keys": Part(64, torch.float32)}, torch.device("cpu"))
     store.append({"keys": torch.randn(2, 1000, 64)}, torch.tensor([1000, 1000]))
     before = store.nbytes
     places = torch.arange(1000).expand(2, -1)
@@ -115,7 +124,7 @@ def plan(score: Any = None, **options: Any) -> EvictionPlan:
 @pytest.mark.parametrize("score", [None, *SCORES], ids=lambda s: getattr(s, "name", "none"))
 def test_a_full_budget_is_plain_attention(llama: Any, score: Any, interval: int | None) -> None:
     made, ids, mask, written = llama
-    cache = CompressedCache(made, None if score is None else plan(score, ratio=1.0, interval=interval))
+    cache = CompressedCache(made, None if score is None else CachePlan(plan(score, ratio=1.0, interval=interval)))
     with torch.no_grad():
         found = made.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache)
     assert torch.equal(found, written)
@@ -135,11 +144,11 @@ def test_a_text_in_pieces_gives_the_logits_of_the_whole(llama: Any) -> None:
 @pytest.mark.parametrize("score", SCORES, ids=lambda s: s.name)
 def test_the_budget_is_kept_and_memory_is_freed(llama: Any, score: Any, heads: Any, share: Any) -> None:
     made, ids, mask, _ = llama
-    cache = CompressedCache(made, plan(score, ratio=0.4, layer_share=share, head_share=heads))
+    cache = CompressedCache(made, CachePlan(plan(score, ratio=0.4, layer_share=share, head_share=heads)))
     with torch.no_grad():
         logits = made(ids, attention_mask=mask, past_key_values=cache).logits
     assert bool(logits.isfinite().all())
-    held = sum(int(layer.tokens.lengths.sum()) for layer in cache.layers)
+    held = sum(int(layer.store.lengths.sum()) for layer in cache.layers)
     # Least counts of a head may lift small layers; never more than a tenth above the budget here.
     assert held <= 0.44 * int(mask.sum()) * 2 * 3 + 3 * 3 * 2 * (score.kept() + 1)
     assert cache.layers[0].get_seq_length() == 70
@@ -211,8 +220,18 @@ def test_adaptive_heads_keep_the_best_of_all_and_a_share_each() -> None:
 def test_pyramid_averages_one() -> None:
     from runtime.kv_cache.budgets.base import LayerFacts
 
-    facts = [LayerFacts(torch.zeros(1, 1, 1), torch.ones(1)) for _ in range(7)]
-    shares = torch.cat(Pyramid(beta=20.0).shares(facts, 7))
+    facts = [LayerFacts(torch.zeros(1, 1, 100), torch.ones(1)) for _ in range(7)]
+    shares = torch.cat(Pyramid(beta=20.0).shares(facts, 7, torch.full((1,), 50.0), 1))
     assert float(shares.mean()) == pytest.approx(1.0)
     assert float(shares[-1]) == pytest.approx(0.05)
     assert bool((shares[:-1] > shares[1:]).all())
+
+
+def test_pyramid_gives_later_layers_what_the_first_cannot_use() -> None:
+    from runtime.kv_cache.budgets.base import LayerFacts
+
+    facts = [LayerFacts(torch.zeros(1, 1, 60), torch.ones(1)) for _ in range(5)]
+    counts = 40 * torch.cat(Pyramid(beta=20.0).shares(facts, 5, torch.full((1,), 40.0), 1))
+    assert counts.tolist() == pytest.approx([60, 50, 40, 30, 20])
+    flat = torch.cat(Pyramid(beta=20.0).shares(facts, 5, torch.full((1,), 20.0), 17))
+    assert flat.tolist() == pytest.approx([1.0] * 5)

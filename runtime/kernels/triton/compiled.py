@@ -113,6 +113,47 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     calls["rms_norm"] = (lambda: fused.rms_norm(meta(8, k), meta(k), 1e-5, meta(8, k)), 80)
     calls["rotary"] = (lambda: fused.rotary(meta(8, 32, 128), meta(8, 8, 128), meta(8, 128), meta(8, 128)), 80)
     calls["swiglu"] = (lambda: fused.swiglu(meta(8, 28672)), 80)
+    return calls | {name: (call, 80) for name, call in cache_launches().items()}
+
+
+def cache_launches(
+    size: int = 128, queries: int = 4, dtype: torch.dtype = torch.bfloat16
+) -> dict[str, Callable[[], Any]]:
+    """{name: call with meta tensors}: attention over 4096 tokens of 8 key heads in every storage, and over those that a step
+    chooses. `queries` a key head.
+    """
+    from runtime.kv_cache.kernels import triton_attention
+    from runtime.kv_cache.pages import PAGE
+    from runtime.kv_cache.region import Chosen, Region
+    from runtime.kv_cache.storage.bitmap import Bitmap
+    from runtime.kv_cache.storage.fp8 import Float8
+    from runtime.kv_cache.storage.integer import Integer
+    from runtime.kv_cache.storage.plain import Plain
+
+    meta, rows, longest = torch.device("meta"), 8, 4096
+    storages: dict[str, tuple[Any, Any]] = {"plain": (Plain(), Plain()), "fp8": (Float8(), Float8())}
+    storages |= {f"int{bits}": (Integer(bits, "channel"), Integer(bits, "token")) for bits in (8, 4, 2)}
+    storages |= {"int4 groups": (Integer(4, "token", 32), Integer(4, "token", 32)), "bitmap": (Bitmap(), Bitmap())}
+    query = torch.empty(rows, queries, size, dtype=dtype, device=meta)
+
+    def region(name: str) -> Region:
+        found = Region(rows, (size, size), dtype, meta, *storages[name])
+        found.pages.table = torch.empty(rows, longest // PAGE, dtype=torch.int64, device=meta)
+        found.pages.longest = longest
+        return found
+
+    def chosen(unit: int) -> Chosen:
+        index = torch.empty(rows, 1024 // unit, dtype=torch.int64, device=meta)
+        return Chosen(index, torch.empty(rows, dtype=torch.int64, device=meta), unit)
+
+    calls: dict[str, Callable[[], Any]] = {}
+    for name in storages:
+        calls[f"cache {name}"] = partial(triton_attention.run, query, region(name), size**-0.5)
+    for name in ("plain", "fp8", "int8", "int4", "int2"):
+        for kind, unit in (("pages", PAGE), ("tokens", 1)):
+            calls[f"cache {name} {kind}"] = partial(
+                triton_attention.run, query, region(name), size**-0.5, chosen=chosen(unit)
+            )
     return calls
 
 

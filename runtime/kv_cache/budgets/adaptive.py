@@ -7,6 +7,8 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.scores.base import NEVER
+
 
 @dataclass(frozen=True)
 class AdaptiveHeads:
@@ -21,7 +23,7 @@ class AdaptiveHeads:
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
         batch, heads, count = score.shape
-        there = score > float("-inf")
+        there = score > NEVER
         safe = torch.minimum((mean * self.safeguard).long().clamp(min=least)[:, None], there.sum(-1))
         rank = score.argsort(-1, descending=True).argsort(-1)
         # Each head's safe tokens come before anything else; the total is then what the best of all heads make of it.

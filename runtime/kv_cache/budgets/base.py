@@ -37,8 +37,15 @@ class LayerShare(Protocol):
     def prefer(self, seen: Observation) -> torch.Tensor:
         """A layer's claim, float32 `[batch]`."""
 
-    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
-        """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less)."""
+    def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
+        """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less).
+
+        Args:
+            facts: of the layers that the prompt has gone through.
+            layers: of the model that share the budget.
+            mean: tokens that a head of the model keeps on average, float64 `[batch]`.
+            least: tokens that every head keeps, whatever its share.
+        """
 
 
 class NoPreference:
@@ -59,7 +66,7 @@ class HeadShare(Protocol):
         """Tokens that each head keeps, int64 `[batch, kv_heads]`.
 
         Args:
-            score: float32 `[batch, kv_heads, n]`, minus infinity where there is no token.
+            score: float32 `[batch, kv_heads, n]`, minus infinity where there is no token, NEVER where it leaves anyway.
             mean: int64 `[batch]`, tokens of a head on average.
             least: that every head gets if it has them.
         """

@@ -43,6 +43,6 @@ class Cake:
         preferred: torch.Tensor = entropy.clamp(min=1e-6) ** (1 / self.entropy_temperature)
         return preferred * change.clamp(min=1e-9) ** (1 / self.variance_temperature)
 
-    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
+    def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         total = torch.stack([fact.preference for fact in facts]).sum(0)
         return [layers * fact.preference / total for fact in facts]

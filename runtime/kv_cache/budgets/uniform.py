@@ -8,6 +8,7 @@ from typing import ClassVar
 import torch
 
 from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
+from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
@@ -16,7 +17,7 @@ class UniformLayers(NoPreference):
 
     name: ClassVar[str] = "uniform"
 
-    def shares(self, facts: list[LayerFacts], layers: int) -> list[torch.Tensor]:
+    def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         return [fact.preference for fact in facts]
 
 
@@ -27,5 +28,5 @@ class EqualHeads:
     name: ClassVar[str] = "equal"
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
-        there = (score > float("-inf")).sum(-1)
+        there = (score > NEVER).sum(-1)
         return torch.minimum(mean.clamp(min=least)[:, None].expand_as(there), there)

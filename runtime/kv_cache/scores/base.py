@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from typing import ClassVar, Protocol
+from typing import ClassVar, Protocol, runtime_checkable
 
 import torch
 
 from runtime.kv_cache.observation import Observation
+
+#: A score of tokens that leave whatever the budget is (heads that keep a constant number of them).
+NEVER = torch.finfo(torch.float32).min
 
 
 class Score(Protocol):
@@ -26,3 +29,11 @@ class Score(Protocol):
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         """Importance, float32 `[batch, kv_heads, n]`, higher is kept longer; infinity: always kept; minus infinity: no token there."""
+
+
+@runtime_checkable
+class Accumulating(Score, Protocol):
+    """A score that sums over all queries there ever were; the sums are kept token by token, the queries are not."""
+
+    def added(self, seen: Observation) -> torch.Tensor:
+        """What these queries add, float32 `[batch, kv_heads, n]`; the score itself then looks at `seen.mass`."""

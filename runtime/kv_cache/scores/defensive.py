@@ -14,7 +14,7 @@ from runtime.kv_cache.scores.windowed import Windowed
 
 @dataclass(frozen=True)
 class Defensive(Windowed):
-    """Largest attention weight over the window, at least a share of the head's mean, times the value's length (DefensiveKV, seed 204).
+    """Largest attention weight over the window, at least a share of the head's mean, times the value's length (DefensiveKV).
 
     A mean forgets a token that one query needed badly; the maximum does not. The floor keeps what the window happened not to look
     at from counting as worthless. An evicted token takes weight times value out of the output, so the value's norm counts.

@@ -29,10 +29,14 @@ class H2O:
     def kept(self) -> int:
         return self.recent
 
-    def __call__(self, seen: Observation) -> torch.Tensor:
-        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+    def added(self, seen: Observation) -> torch.Tensor:
+        total = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
         for _, weights in seen.weights():
-            score += weights.sum(3).mean(2)
+            total += weights.sum(3).mean(2)
+        return total
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        score = self.added(seen) if seen.mass is None else seen.mass
         if self.normalize:
-            score = score / (seen.ages + 1).clamp(1, seen.queries.shape[2])
+            score = score / (seen.ages + 1).clamp(min=1)
         return seen.finish(score, self.recent)

@@ -33,14 +33,19 @@ class Keyformer:
     def kept(self) -> int:
         return self.recent
 
-    def __call__(self, seen: Observation) -> torch.Tensor:
+    def added(self, seen: Observation) -> torch.Tensor:
         kv_heads, count = seen.keys.shape[1:3]
         generator = torch.Generator().manual_seed(self.seed)
         uniform = torch.rand(kv_heads, seen.groups, 1, count, generator=generator).clamp(1e-10, 1 - 1e-7)
         noise = -torch.log(-torch.log(uniform)).to(seen.keys.device)
-        rising = torch.linspace(self.temperature, self.last_temperature, seen.queries.shape[2], device=noise.device)
-        score = torch.zeros(seen.keys.shape[:3], device=noise.device)
+        # Queries of a prompt see all temperatures; those of single steps, when some tokens are gone, the last.
+        first = self.temperature if seen.queries.shape[2] >= count else self.last_temperature
+        rising = torch.linspace(first, self.last_temperature, seen.queries.shape[2], device=noise.device)
+        total = torch.zeros(seen.keys.shape[:3], device=noise.device)
         for part, logits in seen.logits():
             tempered = (logits + noise) / rising[part, None]
-            score += tempered.softmax(-1).nan_to_num(0.0).sum(3).mean(2)
-        return seen.finish(score, self.recent)
+            total += tempered.softmax(-1).nan_to_num(0.0).sum(3).mean(2)
+        return total
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        return seen.finish(self.added(seen) if seen.mass is None else seen.mass, self.recent)

@@ -1,0 +1,173 @@
+"""Attention as calibration sees it: each layer's queries, keys and values with positions applied, and a say in what comes out.
+
+An attention function registered with transformers hands every full-attention layer to whatever function is watching.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.errors import RequestError
+from runtime.kv_cache.cache import compressed_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+NAME = "compress_calibrate"
+SLICE = 256  # queries whose streaming attention, or capped scores, are in memory at once
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One layer's attention over one batch without padding.
+
+    Attributes:
+        layer: index among the layers whose cache a policy compresses (`runtime.kv_cache.cache.compressed_layers`).
+        query: `[batch, heads, n, size]`, positions applied (RoPE).
+        key: `[batch, kv_heads, n, size]`, likewise.
+        value: `[batch, kv_heads, n, value_size]`.
+        mask: bool or additive, as transformers' sdpa takes it; None: plain causal.
+        scale: of the scores.
+        softcap: 0: none; else scores become softcap * tanh(scores / softcap).
+    """
+
+    layer: int
+    query: torch.Tensor
+    key: torch.Tensor
+    value: torch.Tensor
+    mask: torch.Tensor | None
+    scale: float
+    softcap: float = 0.0
+    _module: torch.nn.Module | None = field(default=None, repr=False)
+
+    @property
+    def groups(self) -> int:
+        """Query heads that share a key head."""
+        return self.query.shape[1] // self.key.shape[1]
+
+    def full(self) -> torch.Tensor:
+        """What the model itself computes, to the bit of its sdpa attention: `[batch, heads, n, value_size]`."""
+        if self.softcap or self._module is None:
+            return torch.cat([self._slice(start) for start in range(0, self.query.shape[2], SLICE)], 2)
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output: torch.Tensor = sdpa_attention_forward(
+            self._module, self.query, self.key, self.value, self.mask, scaling=self.scale
+        )[0]
+        return output.transpose(1, 2)
+
+    def streaming(self, sinks: int, recent: int) -> torch.Tensor:
+        """The same where a query sees the first `sinks` tokens and the newest `recent`, its own among them.
+
+        Keys are gathered a slice of queries at a time, so that cost and memory grow with the window, not with the length squared.
+        """
+        count, device = self.query.shape[2], self.query.device
+        parts = []
+        for start in range(0, count, SLICE):
+            stop = min(start + SLICE, count)
+            first = max(0, start - recent + 1)
+            sunk = min(sinks, first)  # those within the window are there already
+            places = torch.cat([torch.arange(sunk, device=device), torch.arange(first, stop, device=device)])
+            ages = torch.arange(start, stop, device=device)[:, None] - places
+            seen = (ages >= 0) & ((ages < recent) | (places < sinks))
+            keys, values = self.key[:, :, places], self.value[:, :, places]
+            parts.append(self._attend(self.query[:, :, start:stop], keys, values, seen))
+        return torch.cat(parts, 2)
+
+    def _slice(self, start: int) -> torch.Tensor:
+        stop = min(start + SLICE, self.query.shape[2])
+        if self.mask is None:
+            places = torch.arange(stop, device=self.query.device)
+            seen = places <= torch.arange(start, stop, device=self.query.device)[:, None]
+        else:
+            seen = self.mask[..., start:stop, :stop]
+        return self._attend(self.query[:, :, start:stop], self.key[:, :, :stop], self.value[:, :, :stop], seen)
+
+    def _attend(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        key, value = key.repeat_interleave(self.groups, 1), value.repeat_interleave(self.groups, 1)
+        if not self.softcap:
+            return torch.nn.functional.scaled_dot_product_attention(query, key, value, mask, scale=self.scale)
+        scores = self.softcap * torch.tanh(query @ key.transpose(-1, -2) * self.scale / self.softcap)
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+        return scores.softmax(-1) @ value
+
+
+#: Gives the attention of one layer, `[batch, heads, n, value_size]`.
+Watcher = Callable[[AttentionCall], torch.Tensor]
+
+
+@dataclass
+class _Watch:
+    """What is watching, and how often it was asked."""
+
+    watcher: Watcher
+    layers: dict[int, int]
+    name: str
+    calls: int = 0
+
+
+# A plain variable, not a context variable: backward passes that compute a layer anew may do so in a thread of their own.
+_watch: _Watch | None = None
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' attention functions: `[batch, heads, q, size]` in, `[batch, q, heads, size]` out."""
+    watch = _watch
+    if watch is None:
+        raise RuntimeError(f"{NAME} computes attention inside `watching` only")
+    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
+    if unknown:
+        raise RequestError(f"{watch.name}: attention has {unknown[0]}, which compressed caches do not know")
+    index = getattr(module, "layer_idx", None)
+    if index is None:
+        raise RequestError(f"{watch.name}: attention does not know which layer it is in, so it cannot be calibrated")
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+    softcap = float(kwargs.get("softcap") or 0.0)
+    layer = watch.layers.get(index, -1)
+    call = AttentionCall(layer, query, key, value, attention_mask, scale, softcap, module)
+    if layer < 0:  # a sliding window, whose cache stays as it is
+        return call.full().transpose(1, 2), None
+    watch.calls += 1
+    return watch.watcher(call).transpose(1, 2).contiguous(), None
+
+
+@contextmanager
+def watching(model: PreTrainedModel, watcher: Watcher) -> Iterator[None]:
+    """Within, attention of the layers with a growing cache is what `watcher` says.
+
+    Raises:
+        RequestError: the model has no such layer, or never asked (it computes attention by itself).
+    """
+    global _watch
+    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers.masking_utils import sdpa_mask
+
+    config, name = model.config.get_text_config(decoder=True), type(model).__name__
+    layers = {index: number for number, index in enumerate(compressed_layers(config))}
+    if not layers:
+        raise RequestError(f"{name} has no layer with full attention, so there is no cache to calibrate")
+    AttentionInterface.register(NAME, _attention)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    outer, before = _watch, config._attn_implementation
+    _watch = watch = _Watch(watcher, layers, name)
+    try:
+        model.set_attn_implementation(NAME)
+        yield
+    finally:
+        _watch = outer
+        model.set_attn_implementation(before)
+    if watch.calls == 0:
+        raise RequestError(f"{name} computes attention by itself, so its cache cannot be calibrated")

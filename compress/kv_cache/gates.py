@@ -1,0 +1,268 @@
+"""DuoAttention: a gate for every key head, trained to tell heads that look far back from those that need a window only."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from compress.kv_cache.attention import AttentionCall, watching
+from compress.kv_cache.gradients import differentiable, recomputed
+from compress.kv_cache.passkeys import Passkeys
+from compress.kv_cache.statistics import Progress, hidden_states
+from runtime.errors import RequestError
+from runtime.kv_cache.cache import compressed_layers
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+POOL = 24  # batches that are gone through again and again: gates are few, and the full model runs once for each
+SCALE_BATCHES = 4  # that the loss of an all-streaming model is measured on
+TEST_BATCHES = 8  # that recall is measured on
+TIE_BREAK = 1e-3
+
+
+@dataclass(frozen=True)
+class GateOptions:
+    """How gates are trained.
+
+    Attributes:
+        sinks: first tokens that a streaming head sees.
+        recent: newest tokens that it sees. Both are less in the training of models with few positions, unless `length` is given.
+        length: of the synthetic rows; None: 512, or four times what a streaming head sees, as far as the model's positions reach.
+        steps: at most.
+        batch: rows a step.
+        rate: of Adam.
+        l1: what a gate of 1 costs, where streaming in all heads costs 1 in all: heads whose loss is felt less are closed.
+        window: steps that are compared with the same number before them; training stops once gates have settled. A whole pool, so that
+            both have seen the same rows.
+        settled: the mean of a gate over a window may differ so much from that of the window before.
+    """
+
+    sinks: int = 16
+    recent: int = 64
+    length: int | None = None
+    steps: int = 150
+    batch: int = 2
+    rate: float = 0.05
+    l1: float = 0.3
+    window: int = POOL
+    settled: float = 0.02
+
+
+@dataclass(frozen=True)
+class Gates:
+    """Trained gates.
+
+    Attributes:
+        values: `[layer][kv_head]` in [0, 1]; 1: a retrieval head.
+        losses: one a step: the distance to the full model's hidden states, 1 where all heads stream.
+        recall: share of the keys' tokens that are predicted by the "full" model, the one with "half" of its heads streaming (those
+            with the lowest gates), and the all-"streaming" one.
+        length: of the rows.
+        window: sinks and recent tokens that streaming heads saw in training.
+        seconds: all of it.
+    """
+
+    values: list[list[float]]
+    losses: list[float]
+    recall: dict[str, float]
+    length: int
+    window: tuple[int, int]
+    seconds: float
+
+    def histogram(self) -> list[int]:
+        """Gates in each tenth of [0, 1]."""
+        flat = [gate for row in self.values for gate in row]
+        return [sum(min(9, int(gate * 10)) == tenth for gate in flat) for tenth in range(10)]
+
+    def facts(self) -> dict[str, Any]:
+        """For the report, JSON-able."""
+        return {
+            "steps": len(self.losses),
+            "losses": [round(loss, 5) for loss in self.losses],
+            "histogram": self.histogram(),
+            "recall": {name: round(share, 4) for name, share in self.recall.items()},
+            "length": self.length,
+            "window": list(self.window),
+            "seconds": round(self.seconds, 2),
+        }
+
+
+@dataclass
+class GatedAttention:
+    """g * full attention + (1 - g) * streaming attention, g by layer and key head.
+
+    Attributes:
+        gates: `[layers, kv_heads]`; None: full attention.
+    """
+
+    gates: torch.Tensor | None
+    sinks: int
+    recent: int
+
+    def __call__(self, call: AttentionCall) -> torch.Tensor:
+        full = call.full()
+        if self.gates is None:
+            return full
+        gate = self.gates[call.layer].repeat_interleave(call.groups)[:, None, None].to(full.dtype)
+        return gate * full + (1 - gate) * call.streaming(self.sinks, self.recent)
+
+
+def train_gates(
+    model: PreTrainedModel,
+    tokenizer: Any,
+    rows: torch.Tensor,
+    options: GateOptions | None = None,
+    progress: Progress | None = None,
+    seed: int = 0,
+) -> Gates:
+    """Train gates on passkeys hidden in calibration text (DuoAttention, arXiv 2410.10819); the model is left as it is.
+
+    Gates begin at 1 and are clipped to [0, 1] after every step. The loss is the squared distance between the final hidden states of
+    the full and of the gated model where a key is recalled, plus an L1 penalty on the gates. Unlike the paper's, the distance is
+    measured in units of what streaming in all heads costs, and the penalty is a mean over the heads, so that one strength suits models
+    of any width and depth. What is returned is the mean of the gates over the last steps, heads with equal gates (0, mostly) in the
+    order in which they were closed.
+
+    Args:
+        model: in eval mode, parameters frozen.
+        tokenizer: of the model, or None.
+        rows: int64 `[n, length]`, text for the passages.
+        options: None: the defaults.
+        progress: who is told.
+        seed: of the synthetic rows.
+
+    Raises:
+        RequestError: rows of the length asked for do not fit the model, or tell no head from another.
+    """
+    options, began = options or GateOptions(), time.perf_counter()
+    options, length = _fitting(model, options)
+    data = Passkeys.of(rows, tokenizer, length)
+    device = next(model.parameters()).device
+    generator = torch.Generator().manual_seed(seed)
+    attention = GatedAttention(None, options.sinks, options.recent)
+    with watching(model, attention), recomputed(model, options.batch * length):
+        trainer = _Trainer(model, attention, data, options, generator, device)
+        gates, losses = trainer.train(progress)
+        recall = trainer.recall(gates)
+    window = (options.sinks, options.recent)
+    return Gates(gates.tolist(), losses, recall, length, window, time.perf_counter() - began)
+
+
+def _fitting(model: PreTrainedModel, options: GateOptions) -> tuple[GateOptions, int]:
+    """The options with a window that rows are long enough to tell heads by, and the length of the rows."""
+    limit = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None)
+    seen, length = options.sinks + options.recent, options.length
+    if length is None:
+        wanted = max(512, 4 * seen)
+        length = wanted if limit is None else min(wanted, limit)
+        if length < 4 * seen:  # nobody chose the length, and heads that look far back do so in short rows too
+            sinks = min(options.sinks, max(1, length // 16))
+            options = replace(options, sinks=sinks, recent=max(1, length // 4 - sinks))
+    elif limit is not None and length > limit:
+        raise RequestError(f"gates: rows of {length} tokens are more than the {limit} positions of the model")
+    elif length < 2 * seen:
+        raise RequestError(
+            f"gates: rows of {length} tokens are too short to tell heads that see {seen} tokens from others; "
+            f"they need {2 * seen}, so lower sinks or recent"
+        )
+    if length < 16:
+        raise RequestError(f"gates: rows of {length} tokens have no room for keys; they need at least 16")
+    return options, length
+
+
+@dataclass
+class _Trainer:
+    model: PreTrainedModel
+    attention: GatedAttention
+    data: Passkeys
+    options: GateOptions
+    generator: torch.Generator
+    device: torch.device
+    _pool: list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def train(self, progress: Progress | None) -> tuple[torch.Tensor, list[float]]:
+        """Gates `[layers, kv_heads]` on the CPU, and the distance of each step."""
+        options = self.options
+        if progress is not None:
+            progress.phase("retrieval heads", -(-options.steps // options.window))
+        unit = self._unit()
+        gates = torch.ones(self._shape(), device=self.device, requires_grad=True)
+        optimizer = torch.optim.Adam([gates], lr=options.rate)
+        history: list[torch.Tensor] = []
+        losses: list[float] = []
+        for step in range(options.steps):
+            with differentiable(self.model):
+                distance = self._distance(step % POOL, gates) / unit
+                torch.autograd.backward(distance + options.l1 * gates.abs().mean())
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad():
+                gates.clamp_(0, 1)
+            history.append(gates.detach().cpu().clone())
+            losses.append(distance.item())
+            if progress is not None and (step + 1) % options.window == 0:
+                progress.step(
+                    f"step {step + 1}: distance {losses[-1]:.4f}, {float(history[-1].mean()):.2f} of heads open"
+                )
+            if self._settled(history):
+                break
+        path = torch.stack(history)
+        # Heads that were closed sooner have the smaller mean over all steps.
+        return torch.lerp(path[-options.window :].mean(0), path.mean(0), TIE_BREAK).clamp(0, 1), losses
+
+    @torch.no_grad()
+    def recall(self, gates: torch.Tensor) -> dict[str, float]:
+        """Share of the keys' tokens predicted, by kind of model; see `Gates.recall`."""
+        order = gates.flatten().argsort()
+        half = torch.ones(gates.numel())
+        half[order[: gates.numel() // 2]] = 0
+        kinds = {"full": None, "half": half.view_as(gates), "streaming": torch.zeros_like(gates)}
+        right, total = dict.fromkeys(kinds, 0), 0
+        head: torch.nn.Module = cast(Any, self.model).get_output_embeddings()
+        for _ in range(TEST_BATCHES):
+            ids, asked = self._batch()
+            wanted = ids.roll(-1, 1)[asked]
+            total += len(wanted)
+            for name, values in kinds.items():
+                states = self._states(ids, None if values is None else values.to(self.device))[asked]
+                right[name] += int((head(states).argmax(-1) == wanted).sum())
+        return {name: count / total for name, count in right.items()}
+
+    def _batch(self) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, asked = self.data.draw(self.options.batch, self.generator)
+        return ids.to(self.device), asked.to(self.device)
+
+    def _states(self, ids: torch.Tensor, gates: torch.Tensor | None) -> torch.Tensor:
+        self.attention.gates = gates
+        return hidden_states(self.model, ids)
+
+    def _distance(self, index: int, gates: torch.Tensor) -> torch.Tensor:
+        """Mean square of what the gates change, on one batch of the pool."""
+        while index >= len(self._pool):
+            ids, asked = self._batch()
+            with torch.no_grad():
+                self._pool.append((ids, asked, self._states(ids, None)[asked].float()))
+        ids, asked, wanted = self._pool[index]
+        return (self._states(ids, gates)[asked].float() - wanted).square().mean()
+
+    @torch.no_grad()
+    def _unit(self) -> float:
+        """The distance of the all-streaming model."""
+        closed = torch.zeros(self._shape(), device=self.device)
+        return max(sum(self._distance(index, closed).item() for index in range(SCALE_BATCHES)) / SCALE_BATCHES, 1e-12)
+
+    def _shape(self) -> tuple[int, int]:
+        config = self.model.config.get_text_config(decoder=True)
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        return len(compressed_layers(config)), int(heads)
+
+    def _settled(self, history: list[torch.Tensor]) -> bool:
+        window = self.options.window
+        if len(history) < 2 * window:
+            return False
+        now, before = torch.stack(history[-window:]).mean(0), torch.stack(history[-2 * window : -window]).mean(0)
+        return float((now - before).abs().max()) < self.options.settled

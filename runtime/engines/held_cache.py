@@ -1,0 +1,102 @@
+"""A compressed cache for an engine of transformers' modules: made for each call, its prefix put before prompts, its size known before."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.errors import CompressError
+from runtime.kv_cache.cache import CompressedCache, prepare
+from runtime.kv_cache.estimate import Shape, needed_bytes
+from runtime.kv_cache.layer import CompressedLayer
+from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.storage.base import StateError
+from runtime.kv_cache.support import check_module
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+class HeldCache:
+    """What a policy makes of one model's caches.
+
+    Args:
+        module: the model; its attention is prepared for compressed caches.
+        policy: what they do.
+
+    Attributes:
+        description: of the policy, in a few words.
+        prefix: token ids that come before every prompt.
+
+    Raises:
+        PolicyError: the model's attention cannot, calibration is missing, or its device does not go with the policy.
+    """
+
+    def __init__(self, module: PreTrainedModel, policy: Policy) -> None:
+        check_module(module)
+        self.policy, self.plan = policy, policy.plan()
+        self.description, self.prefix = policy.describe(), policy.prefix_tokens
+        prepare(module)
+        self._module = module
+        self._shape = Shape.of(module.config, module.dtype)
+        try:
+            self.new()  # what cannot be made is known now
+        except ValueError as error:
+            raise PolicyError((), str(error)) from error
+
+    def new(self) -> CompressedCache:
+        return CompressedCache(self._module, self.plan)
+
+    def need(self, prompt: int, new: int) -> int:
+        """Bytes that one sequence takes at most, about."""
+        return needed_bytes(self._shape, self.policy, prompt, new)
+
+    @contextmanager
+    def failures(self) -> Iterator[None]:
+        """Around a forward pass over a compressed cache.
+
+        Raises:
+            PolicyError: the policy's storage cannot hold what the model computes; the sentence says what can.
+            CompressError: the cache failed otherwise, as where a disk is full.
+        """
+        try:
+            yield
+        except CompressError:
+            raise
+        except StateError as error:
+            raise PolicyError((), str(error)) from error
+        except ValueError as error:
+            raise CompressError(f"kv_cache ({self.description}): {error}") from error
+
+    def check_read(self, cache: CompressedCache, before: int, count: int) -> None:
+        """PolicyError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow."""
+        for layer in cache.layers:
+            if isinstance(layer, CompressedLayer) and layer.seen != before + count:
+                text = "computes attention in a way that does not read compressed caches; load it with kv_cache=False"
+                raise PolicyError((), f"{type(self._module).__name__} {text}")
+
+    def length(self, cache: CompressedCache) -> int:
+        """Tokens of the longest row so far, prefix and padding included."""
+        return next(layer.seen for layer in cache.layers if isinstance(layer, CompressedLayer))
+
+    def begin(
+        self, input_ids: torch.Tensor, mask: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """A prompt `[batch, seq]` with the prefix between its padding, which is on the left, and its tokens; mask and positions too."""
+        batch, count = len(input_ids), len(self.prefix)
+        device = input_ids.device
+        padding = torch.zeros(batch, dtype=torch.int64, device=device) if mask is None else (mask == 0).sum(1)
+        ids = torch.cat([input_ids.new_zeros(batch, count), input_ids], 1)
+        columns = torch.arange(count, device=device)
+        prefix = torch.tensor(self.prefix, device=device).expand(batch, count)
+        ids.scatter_(1, padding[:, None] + columns, prefix)
+        places = torch.arange(ids.shape[1], device=device)[None] - padding[:, None]
+        return ids, self.extend(mask), places.clamp(min=0)
+
+    def extend(self, mask: torch.Tensor | None) -> torch.Tensor | None:
+        """A mask of prompts and what follows them, with the prefix: rows are padding first, then tokens."""
+        return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), len(self.prefix))], 1)

@@ -1,0 +1,235 @@
+"""Attention over a region on a CPU, in C: keys and values are decoded in registers, a block of codes once for all queries.
+
+The sources are in `c/`; the threads are torch's own (see runtime/kernels/cpu/library.py). Sums are float32.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+from collections.abc import Hashable
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import cast
+
+import torch
+
+from runtime import native
+from runtime.kernels.cpu import library as linear
+from runtime.kernels.cpu import scratch
+from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.storage.base import BLOCK, Codec
+from runtime.kv_cache.storage.bitmap import Bitmap
+from runtime.kv_cache.storage.fp8 import Float8
+from runtime.kv_cache.storage.integer import Integer
+from runtime.kv_cache.storage.plain import Plain
+
+SOURCE = Path(__file__).parent / "c" / "attention.c"
+#: Headers that these kernels share with those of linear layers.
+_SHARED = (
+    linear.SOURCE.parent / "simd.h",
+    *sorted(linear.SOURCE.parent.glob("simd_*.h")),
+    linear.SOURCE.parent / "pool.h",
+)
+_KINDS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+_FP8, _BITMAP, _INTEGERS = 3, 7, {2: 4, 4: 5, 8: 6}
+_NO_GRID, _CHANNEL, _TOKEN = 0, 1, 2
+_CHUNK = 16  # channels that the inner loops take at once
+
+_i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
+
+
+class Side(ctypes.Structure):
+    """`Side` of region.h."""
+
+    _fields_ = (
+        ("kind", _i32),
+        ("type", _i32),
+        ("grid", _i32),
+        ("groups", _i32),
+        ("group", _i64),
+        ("size", _i64),
+        ("wide", _i64),
+        ("stride", _i64),
+        ("mask_stride", _i64),
+        ("tile", _i32),
+        ("chunks", _i32),
+        ("codes", _p),
+        ("mask", _p),
+        ("scale", _p),
+        ("zero", _p),
+    )
+
+
+class Request(ctypes.Structure):
+    """`Request` of region.h."""
+
+    _fields_ = (
+        ("key", Side),
+        ("value", Side),
+        ("rows", _i64),
+        ("queries", _i64),
+        ("columns", _i64),
+        ("most", _i64),
+        ("unit", _i64),
+        ("scale", _f32),
+        ("softcap", _f32),
+        ("query", _p),
+        ("table", _p),
+        ("lengths", _p),
+        ("visible", _p),
+        ("index", _p),
+        ("counts", _p),
+        ("bias", _p),
+        ("out", _p),
+        ("lse", _p),
+        ("memory", _p),
+    )
+
+
+@cache
+def load(portable: bool = False) -> ctypes.CDLL | None:
+    """The library for this machine's vectors, or (`portable`) for none in particular; None without a compiler."""
+    # A library is named by the hash of its folder and its flags; headers from elsewhere must show in one of them.
+    shared = hashlib.sha256(b"".join(file.read_bytes() for file in _SHARED)).hexdigest()[:16]
+    tunings = ((),) if portable else native.TUNING
+    library = native.library(SOURCE, tuple((f"-DSHARED_{shared}", *tuning) for tuning in tunings))
+    if library is None:
+        return None
+    library.attention_prepare()
+    library.attention_memory.restype = _i64
+    library.attention_memory.argtypes = [_p, _i32]
+    library.attention_run.restype = None
+    library.attention_run.argtypes = [_p, _i32]
+    functions = linear._openmp()
+    if functions is not None:
+        library.set_pool(*functions)
+    return library
+
+
+def why_not(query: torch.Tensor, region: Region) -> str | None:
+    """Why `run` cannot take them, or None."""
+    if load() is None:
+        return "there is no C compiler, or COMPRESS_NATIVE=0 is set"
+    if query.device.type != "cpu" or query.dtype not in _KINDS:
+        return f"it takes queries in float32, bfloat16 or float16 on a CPU, not {query.dtype} on {query.device}"
+    if query.requires_grad and torch.is_grad_enabled():
+        return "it has no gradients"
+    for codec in (region.keys, region.values):
+        if type(codec) not in (Plain, Integer, Float8, Bitmap):
+            return f"it does not know storage {codec.name}"
+    pages = region.pages
+    for tensor in (*pages.pools.values(), pages.table, pages.lengths):
+        if not tensor.is_cpu or not tensor.is_contiguous():
+            return "its pages are not contiguous in the CPU's memory"
+    if region.dtype not in _KINDS:
+        return f"it does not know {region.dtype}"
+    return None
+
+
+def run(
+    query: torch.Tensor,
+    region: Region,
+    scale: float,
+    softcap: float = 0.0,
+    visible: torch.Tensor | None = None,
+    chosen: Chosen | None = None,
+    portable: bool = False,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `region_attention`, for what `why_not` has nothing against; a score that is NaN or infinite makes NaN.
+
+    Args:
+        query: float32, bfloat16 or float16 `[rows, m, size]`.
+        portable: by the library of plain C.
+
+    Raises:
+        ValueError: tensors do not fit each other.
+    """
+    library, pages = load(portable), region.pages
+    assert library is not None
+    rows, m, size = query.shape
+    if (rows, size) != (pages.rows, region.sizes[0]):
+        raise ValueError(f"queries {tuple(query.shape)} for {pages.rows} rows of size {region.sizes[0]}")
+    # Whatever is made here must live until the call is over: C gets addresses.
+    query = query.detach().float().contiguous()
+    seen = None if visible is None else _int64(visible, (rows, m), "visible")
+    index = counts = None
+    if chosen is not None:
+        if chosen.unit not in (1, PAGE):
+            raise ValueError(f"chosen.unit is {chosen.unit}, not 1 or {PAGE}")
+        index = _int64(chosen.index, (rows, chosen.index.shape[-1]), "chosen.index")
+        counts = _int64(chosen.counts, (rows,), "chosen.counts")
+    out = torch.empty(rows, m, region.sizes[1], dtype=torch.float32)
+    lse = torch.empty(rows, m, dtype=torch.float32)
+    request = Request(
+        key=_side(region.keys, "keys.", region, region.sizes[0]),
+        value=_side(region.values, "values.", region, region.sizes[1]),
+        rows=rows,
+        queries=m,
+        columns=pages.table.shape[1],
+        most=0 if index is None else index.shape[1],
+        unit=PAGE if chosen is None else chosen.unit,
+        scale=scale,
+        softcap=softcap,
+        query=query.data_ptr(),
+        table=pages.table.data_ptr(),
+        lengths=pages.lengths.data_ptr(),
+        visible=None if seen is None else seen.data_ptr(),
+        index=None if index is None else _address(index),
+        counts=None if counts is None else counts.data_ptr(),
+        bias=pages.pools["bias"].data_ptr() if region.has_bias else None,
+        out=out.data_ptr(),
+        lse=lse.data_ptr(),
+    )
+    if out.numel() == 0 or lse.numel() == 0:
+        return out, lse.fill_(float("-inf"))
+    threads = torch.get_num_threads()
+    request.memory = scratch.bytes_at(library.attention_memory(ctypes.byref(request), threads))
+    library.attention_run(ctypes.byref(request), threads)
+    return out, lse
+
+
+def _int64(tensor: torch.Tensor, shape: tuple[int, ...], name: str) -> torch.Tensor:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name} is {tuple(tensor.shape)}, not {shape}")
+    return tensor.to("cpu", torch.int64).contiguous()
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Of its numbers; not null where there are none: null means that nothing was chosen from all."""
+    return tensor.data_ptr() or 1
+
+
+def _side(codec: Codec, prefix: str, region: Region, size: int) -> Side:
+    """Keys or values of a region as the C code sees them."""
+    pools = region.pages.pools
+    codes = pools[prefix + "codes"]
+    side = Side(*_layout(cast(Hashable, codec), size, codes.dtype, codes.shape[-1]), codes=codes.data_ptr())
+    if isinstance(codec, Bitmap):
+        side.mask = pools[prefix + "mask"].data_ptr()
+    elif not isinstance(codec, Plain):
+        side.scale = pools[prefix + "scale"].data_ptr()
+        if isinstance(codec, Integer):
+            side.zero = pools[prefix + "zero"].data_ptr()
+    return side
+
+
+@lru_cache(maxsize=256)
+def _layout(codec: Hashable, size: int, dtype: torch.dtype, width: int) -> tuple[int, ...]:
+    """The numbers of a `Side`, kind to chunks, for codes of `dtype`, `width` a token."""
+    wide, kind, of, grid, groups, group, mask = -(-size // BLOCK) * BLOCK, 0, 0, _NO_GRID, 1, size, 0
+    chunks, tile = size // _CHUNK, bool(size % _CHUNK)
+    if isinstance(codec, Integer):
+        kind, grid = _INTEGERS[codec.bits], _CHANNEL if codec.axis == "channel" else _TOKEN
+        chunks, tile = -(-size // _CHUNK), False  # codes are padded to whole blocks, with zeros
+        if codec.axis == "token":
+            groups, group = codec.groups(size), codec.group or size
+            tile = groups > 1 and bool(group % _CHUNK)
+    elif isinstance(codec, Float8):
+        kind, grid = _FP8, _TOKEN
+    elif isinstance(codec, Bitmap):
+        kind, of, tile, mask = _BITMAP, _KINDS[dtype], True, -(-size // 8)
+    else:
+        kind = _KINDS[dtype]
+    return kind, of, grid, groups, group, size, wide, width * dtype.itemsize, mask, int(tile), chunks

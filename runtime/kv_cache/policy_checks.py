@@ -1,0 +1,168 @@
+"""Which keys of a policy do not go together, and why."""
+
+from __future__ import annotations
+
+from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.policy_parts import Choice
+from runtime.kv_cache.scores.base import Accumulating
+
+#: Scores that pick the same tokens in all heads and layers.
+_ALIKE = ("streaming",)
+
+
+def check_combination(policy: Policy) -> None:
+    """PolicyError for the first combination that cannot be."""
+    _eviction(policy)
+    _tiers(policy)
+    _clusters(policy)
+    _selection(policy)
+    _read(policy)
+    _calibrated(policy)
+
+
+def check_positions(policy: Policy, positions: int, name: str) -> None:
+    """PolicyError where a ratio of the longest text that the model reads is no more than what is kept or read anyway.
+
+    Args:
+        policy: a policy whose keys go together.
+        positions: of the model.
+        name: of the model.
+    """
+
+    def check(key: str, ratio: float | None, least: int, who: str, way: str) -> None:
+        if ratio is None or ratio * positions > least:
+            return
+        share = f"{ratio:.3g} of the {positions} positions of {name} are {ratio * positions:.4g} tokens"
+        raise PolicyError((key, "ratio"), f"{share}, not more than the {least} that {who}; {way}")
+
+    if policy.evict is not None:
+        least, who = _always_kept(policy)
+        check("evict", policy.evict.ratio, least, who, "raise ratio, or shorten the window of the score")
+    if policy.select is not None:
+        read = _always_read(policy.select)
+        who, way = f"{policy.select.name} always reads", f"raise ratio, or lower {_lower(policy.select)}"
+        check("select", policy.select.fields.get("ratio"), read, who, way)
+
+
+def _eviction(policy: Policy) -> None:
+    plan = policy.evict
+    if plan is None or plan.tokens is None:
+        return
+    least, who = _always_kept(policy)
+    if plan.tokens <= least:
+        text = f"{plan.tokens} tokens are not more than the {least} that {who}"
+        raise PolicyError(("evict", "tokens"), f"{text}; raise tokens, or shorten the window of the score")
+    if not policy.tiers and policy.clusters is None and policy.offload is None:
+        return
+    prefix = policy.prefix if isinstance(policy.prefix, int) else 0
+    floats = policy.recent + prefix
+    if plan.tokens <= floats:
+        which = f"{policy.recent} newest" + (f" and {prefix} first" if prefix else "")
+        text = f"{plan.tokens} tokens are not more than the {which} that stay floats, so none would be held otherwise"
+        raise PolicyError(("evict", "tokens"), f"{text}; raise tokens above {floats}, or lower recent")
+
+
+def _always_kept(policy: Policy) -> tuple[int, str]:
+    """Tokens that no budget takes from a head, the prefix included, and what to call them."""
+    assert policy.evict is not None
+    choice = policy.evict.score
+    score = choice.build()
+    inner = getattr(score, "inner", None)
+    ends = getattr(score, "sinks", 0) + getattr(score, "recent", 0)  # of DuoAttention's streaming heads both stay
+    kept = max(score.kept(), ends, 0 if inner is None else inner.kept())
+    prefix = policy.prefix if isinstance(policy.prefix, int) else 0
+    return kept + prefix, f"{choice.name} and the prefix always keep" if prefix else f"{choice.name} always keeps"
+
+
+def _read(policy: Policy) -> None:
+    """A selection must have something to choose."""
+    select = policy.select
+    tokens = None if select is None else select.fields.get("tokens")
+    if select is None or tokens is None:
+        return
+    read = _always_read(select)
+    if tokens <= read:
+        text = f"{tokens} tokens are not more than the {read} that {select.name} always reads ({_ends(select)})"
+        raise PolicyError(
+            ("select", "tokens"), f"{text}, so it would choose none; raise tokens, or lower {_lower(select)}"
+        )
+
+
+def _always_read(select: Choice) -> int:
+    first = PAGE if select.name == "quest" else select.fields.get("sinks", 0)
+    return int(first + select.fields.get("recent", 0))
+
+
+def _ends(select: Choice) -> str:
+    """What a selection always reads, in words."""
+    return _lower(select) + (" and the first page" if select.name == "quest" else "")
+
+
+def _lower(select: Choice) -> str:
+    """Fields that say how much that is."""
+    return " and ".join(name for name in ("recent", "sinks") if name in select.fields)
+
+
+def _tiers(policy: Policy) -> None:
+    if len(policy.tiers) < 2:
+        if policy.saliency is not None:
+            raise PolicyError(("saliency",), "it orders tokens among several tiers, and there are none")
+        return
+    if policy.evict is not None and policy.evict.interval is not None:
+        text = "tokens of several tiers have lost their order, which eviction while decoding goes by; leave out interval, or the tiers"
+        raise PolicyError(("evict", "interval"), text)
+    assert policy.saliency is not None
+    score = policy.saliency.build()
+    if policy.saliency.needs or isinstance(score, Accumulating):
+        why = "needs calibration" if policy.saliency.needs else "would have to remember every query"
+        raise PolicyError(("saliency",), f"{policy.saliency.name} {why}; take snapkv, normalized, tova or streaming")
+
+
+def _clusters(policy: Policy) -> None:
+    if policy.clusters is None:
+        return
+    if len(policy.tiers) > 1:
+        raise PolicyError(("clusters",), "centroids are held in one way; give keys and values instead of tiers")
+    if policy.evict is not None and policy.evict.interval is not None:
+        text = "centroids stand for many tokens and cannot be evicted like one; leave out interval, or clusters"
+        raise PolicyError(("evict", "interval"), text)
+
+
+def _selection(policy: Policy) -> None:
+    """Some selections use the same places in all heads or layers, which then must hold the same tokens there."""
+    if policy.select is None or not getattr(policy.select.cls, "needs_aligned", False):
+        return
+    name = policy.select.name
+    if len(policy.tiers) > 1:
+        raise PolicyError(
+            ("select",), f"{name} reads the same places in all heads, and tiers hold other tokens in each; give one"
+        )
+    if policy.clusters is not None:
+        raise PolicyError(
+            ("select",), f"{name} reads the same places in all heads, and clusters differ from head to head"
+        )
+    plan = policy.evict
+    if plan is None:
+        return
+    shares = plan.layers.name, plan.heads.name
+    if plan.score.name not in _ALIKE or shares != ("uniform", "equal"):
+        text = (
+            f"{name} reads the same places in all heads and layers, and {plan.score.name} leaves other tokens in each"
+        )
+        raise PolicyError(("select",), f"{text}; evict by {' or '.join(_ALIKE)} with equal shares, or take quest")
+
+
+def _calibrated(policy: Policy) -> None:
+    known = policy.calibrated
+    if known is None:
+        return
+    for name in ("gates", "channels"):
+        table = getattr(known, name)
+        if table is not None and (not table or len({len(row) for row in table}) != 1 or not table[0]):
+            raise PolicyError(("calibrated", name), "every layer must have as many entries, one a key head")
+    if known.channels is not None:
+        counts = {len(head) for layer in known.channels for head in layer}
+        if len(counts) != 1 or 0 in counts:
+            raise PolicyError(("calibrated", "channels"), "every head must have as many channels, and at least one")

@@ -1,0 +1,59 @@
+"""DuoAttention: retrieval heads keep everything, streaming heads keep sinks and recent tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import NEVER, Score
+
+
+@dataclass(frozen=True)
+class Duo:
+    """Gates learned on synthetic data say what a head is (DuoAttention, arXiv 2410.10819).
+
+    A streaming head keeps a constant number of tokens whatever the budget; the others share the budget by another score.
+
+    Attributes:
+        gates: `[layers][kv_heads]` in [0, 1], 1: a retrieval head.
+        streaming: share of the heads that stream, those with the lowest gates.
+        sinks: first tokens that a streaming head keeps.
+        recent: newest tokens that it keeps.
+        inner: score of the retrieval heads' tokens; None: they keep them all (with a ratio of 1).
+    """
+
+    name: ClassVar[str] = "duo"
+    gates: tuple[tuple[float, ...], ...]
+    streaming: float = 0.5
+    sinks: int = 16
+    recent: int = 64
+    inner: Score | None = None
+
+    def streams(self) -> list[list[bool]]:
+        """Which heads stream: the lowest gates over all layers, as many as `streaming` says."""
+        flat = sorted((gate, layer, head) for layer, row in enumerate(self.gates) for head, gate in enumerate(row))
+        chosen = {(layer, head) for _, layer, head in flat[: round(self.streaming * len(flat))]}
+        return [[(layer, head) in chosen for head in range(len(row))] for layer, row in enumerate(self.gates)]
+
+    def window(self, count: int) -> int:
+        return 1 if self.inner is None else self.inner.window(count)
+
+    def kept(self) -> int:
+        return self.recent if self.inner is None else min(self.recent, self.inner.kept())
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        if self.inner is None:
+            score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+            score = seen.finish(score - seen.ages.float(), 1)
+        else:
+            score = self.inner(seen)
+        streams = torch.tensor(self.streams()[seen.layer], device=score.device)
+        oldest_first = torch.arange(score.shape[-1], device=score.device)
+        stays = (seen.ages < self.recent) | (oldest_first < max(self.sinks, seen.pinned))
+        streaming = (
+            torch.full_like(score, NEVER).masked_fill(stays, float("inf")).masked_fill(~seen.held, float("-inf"))
+        )
+        return torch.where(streams[:, None], streaming, score)

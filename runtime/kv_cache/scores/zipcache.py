@@ -1,0 +1,39 @@
+"""ZipCache's saliency: attention that a token gets on average from the probe queries that could see it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.observation import Observation
+
+
+@dataclass(frozen=True)
+class Normalized:
+    """Attention summed over probe queries, divided by how many of them could look at a token (ZipCache, arXiv 2405.14256).
+
+    The plain sum favours early tokens, which more queries see. Probes are the newest queries, which is what stays in memory while
+    the prompt's own attention runs fused.
+
+    Attributes:
+        observe: probe queries, the newest.
+    """
+
+    name: ClassVar[str] = "normalized"
+    observe: int = 64
+
+    def window(self, count: int) -> int:
+        return min(self.observe, count)
+
+    def kept(self) -> int:
+        return 1
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        newest = seen.newest(self.observe)
+        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+        for _, weights in newest.weights():
+            score += weights.sum(3).mean(2)
+        lookers = (seen.ages + 1).clamp(1, newest.queries.shape[2])
+        return seen.finish(score / lookers, 1)

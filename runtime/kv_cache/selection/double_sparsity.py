@@ -1,0 +1,173 @@
+"""Double Sparsity: few channels of the keys, kept beside the cache, say which tokens to read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from runtime.kv_cache.pages import Pages, Part
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.places import Budget, Layout, Watch, best, between, with_ends
+from runtime.kv_cache.selection.reads import Reads
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+_LEVELS = 127
+_SCALE = torch.float16
+_LARGEST = torch.finfo(_SCALE).max
+
+
+@dataclass(frozen=True, kw_only=True)
+class DoubleSparsity(Budget):
+    """A head reads the tokens that score highest in its heavy channels (Double Sparsity, arXiv 2408.07092).
+
+    A token's label is those channels of its key as 8 bit integers with one scale: of a head of 128 channels 18 bytes for 16 of them,
+    where keys and values in 16 bits are 512.
+
+    Attributes:
+        channels: `[layers][kv_heads][heavy channels]`, found by calibration (`heavy_channels`); as many for every head.
+        skip_layers: first layers, which read everything.
+        recent: newest tokens that are always read.
+    """
+
+    name: ClassVar[str] = "double-sparsity"
+    needs_aligned: ClassVar[bool] = False
+    channels: tuple[tuple[tuple[int, ...], ...], ...]
+    skip_layers: int = 2
+    recent: int = 32
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        counts = {len(head) for layer in self.channels for head in layer}
+        if len(counts) != 1 or 0 in counts:
+            raise ValueError(
+                f"{self.name}.channels must be as many for every head, and at least one, not {sorted(counts)}"
+            )
+
+    def begin(self, layers: int) -> DoubleSparsitySelection:
+        """Raises ValueError where channels are those of another number of layers."""
+        if len(self.channels) != layers:
+            raise ValueError(
+                f"{self.name}.channels are those of {len(self.channels)} layers, and the cache has {layers}"
+            )
+        return DoubleSparsitySelection(self, layers)
+
+
+def heavy_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> tuple[tuple[int, ...], ...]:
+    """The channels of each key head that products of queries and keys are mostly made of, ascending.
+
+    Args:
+        queries: `[heads, q, size]`, rotary embedding applied, as `keys`.
+        keys: `[kv_heads, n, size]`.
+        count: of channels.
+    """
+    heads, size = keys.shape[0], keys.shape[2]
+    wanted = queries.float().abs().reshape(heads, -1, size).mean(1)
+    weight = wanted * keys.float().abs().mean(1)  # of all pairs the mean of |q_c k_c|
+    found = weight.topk(count).indices.sort(-1).values
+    return tuple(tuple(row) for row in found.tolist())
+
+
+class DoubleSparsitySelection:
+    """At work in one cache.
+
+    Args:
+        options: the recipe's.
+        layers: how many.
+
+    Attributes:
+        reads: what steps read.
+    """
+
+    name: ClassVar[str] = DoubleSparsity.name
+
+    def __init__(self, options: DoubleSparsity, layers: int) -> None:
+        self.options, self.reads = options, Reads(layers)
+        self._watches = [Watch() for _ in range(layers)]
+        self._labels: list[Pages | None] = [None] * layers
+        self._rows: list[torch.Tensor | None] = [None] * layers
+
+    def choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        """Raises ValueError where the layer has other heads than the calibrated ones."""
+        chosen = self._choose(layer, query, regions, scale)
+        self.reads.add(layer.index, regions, chosen)
+        return chosen
+
+    def nbytes(self, index: int) -> int:
+        labels = self._labels[index]
+        return 0 if labels is None else labels.nbytes
+
+    def _choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        options, layout = self.options, Layout(regions)
+        if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
+            return [None] * len(regions)
+        channels = self._channels(layer, query)
+        labels = self._known(layer, layout, channels)
+        # How many of the queries belong to one head is not said: so many tokens are new at most.
+        recent = max(options.recent, query.shape[1])
+        found = query.float().gather(2, channels.unsqueeze(1).expand(-1, query.shape[1], -1))
+        table = labels.table.clamp(min=0)
+        codes, scales = (labels.pools[name][table].flatten(1, 2)[:, : layout.longest] for name in ("codes", "scale"))
+        logits = found @ codes.float().transpose(1, 2) * scales.float().transpose(1, 2) * scale
+        bias = layout.bias()
+        if bias is not None:
+            logits = logits + bias[:, None, : logits.shape[2]]
+        held = between(layout.lengths, logits.shape[2], 0, 0).unsqueeze(1)
+        votes = logits.masked_fill(~held, float("-inf")).softmax(-1).sum(1)
+        open_ = between(layout.lengths, votes.shape[1], 0, recent)
+        counts = (options.counts(layout.lengths) - recent).clamp(min=0)
+        picked = best(votes.masked_fill(~open_, float("-inf")), counts, max(0, options.most(layout.longest) - recent))
+        return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
+
+    def _channels(self, layer: CompressedLayer, query: torch.Tensor) -> torch.Tensor:
+        """int64 `[rows, heavy channels]`, made once for a batch of one size."""
+        known = self._rows[layer.index]
+        if known is not None and known.shape[0] == len(query) and known.device == query.device:
+            return known
+        calibrated = self.options.channels[layer.index]
+        batch, heads = layer.shape
+        if len(calibrated) != heads:
+            raise ValueError(
+                f"{self.name}.channels of layer {layer.index} are those of {len(calibrated)} heads, and it has {heads}"
+            )
+        if max(map(max, calibrated)) >= query.shape[2] or min(map(min, calibrated)) < 0:
+            raise ValueError(f"{self.name}.channels of layer {layer.index} must be in [0, {query.shape[2]})")
+        made = torch.tensor(calibrated, device=query.device).repeat(batch, 1)
+        self._rows[layer.index] = made
+        return made
+
+    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor) -> Pages:
+        """Labels of all tokens in the order of arrival, those of new ones added."""
+        labels = self._labels[layer.index]
+        if self._watches[layer.index].void(layer, layout.regions) or labels is None:
+            parts = {"codes": Part(channels.shape[1], torch.int8), "scale": Part(1, _SCALE)}
+            labels = self._labels[layer.index] = Pages(len(channels), parts, channels.device)
+        counts = layout.lengths - labels.lengths
+        most = int(counts.max())
+        if not most:
+            return labels
+        codes = torch.zeros(len(counts), most, channels.shape[1], dtype=torch.int8, device=counts.device)
+        scales = torch.zeros(len(counts), most, 1, dtype=_SCALE, device=counts.device)
+        for keys, rows, places in layout.since(labels.lengths):
+            found = keys.gather(2, channels[rows].unsqueeze(1).expand(-1, keys.shape[1], -1))
+            page, slot = (places >= 0).nonzero(as_tuple=True)
+            row = rows[page]
+            place = places[page, slot] - labels.lengths[row]
+            codes[row, place], scales[row, place] = quantized(found[page, slot])
+        labels.append({"codes": codes, "scale": scales}, counts)
+        return labels
+
+
+def quantized(label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Labels `[n, channels]` as int8 codes and float16 scales `[n, 1]`: label = code * scale."""
+    exact = label.float()
+    # Rounded on the scale as stored, which must not become 0 or infinite in 16 bits.
+    scale = (exact.abs().amax(-1, keepdim=True) / _LEVELS).clamp(1e-7, _LARGEST).to(_SCALE)
+    return (exact / scale.float()).round().clamp(-_LEVELS, _LEVELS).to(torch.int8), scale

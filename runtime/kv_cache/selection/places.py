@@ -1,0 +1,276 @@
+"""Which tokens a step reads, counted in the order of arrival, and where they lie in a layer's regions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.region import Chosen, Region
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+SLICE_BYTES = 32 << 20  # of keys that are opened at a time
+_BEHIND = 1 << 62  # sorts behind all places
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How much a head reads in a step, what it always reads included. The options of every selection begin with it.
+
+    Attributes:
+        tokens: so many; None where `ratio` says it.
+        ratio: of the tokens that the head holds, in (0, 1]; None where `tokens` says it.
+    """
+
+    tokens: int | None = None
+    ratio: float | None = None
+
+    def __post_init__(self) -> None:
+        name = getattr(self, "name", "selection")
+        if (self.tokens is None) == (self.ratio is None):
+            raise ValueError(f"{name} needs tokens or ratio, one of them")
+        if self.tokens is not None and self.tokens < 1:
+            raise ValueError(f"{name}.tokens must be at least 1, not {self.tokens}")
+        if self.ratio is not None and not 0 < self.ratio <= 1:
+            raise ValueError(f"{name}.ratio must be in (0, 1], not {self.ratio}")
+
+    def counts(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Tokens that heads with `lengths` of them read, int64; never more than there are."""
+        if self.ratio is None:
+            return lengths.clamp(max=self.tokens)
+        return (lengths.double() * self.ratio).round().long()
+
+    def most(self, longest: int) -> int:
+        """As `counts` for one head, on the host."""
+        if self.ratio is None:
+            assert self.tokens is not None
+            return min(self.tokens, longest)
+        return round(longest * self.ratio)
+
+
+@dataclass(frozen=True)
+class Picked:
+    """Tokens of each row by their place in the order of arrival.
+
+    Attributes:
+        index: int64 `[rows, most]`, ascending.
+        counts: int64 `[rows]`, how many of them count.
+    """
+
+    index: torch.Tensor
+    counts: torch.Tensor
+
+    @property
+    def nbytes(self) -> int:
+        return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
+
+    def per_head(self, heads: int) -> Picked:
+        """Of sequences: the same for each of their key heads."""
+        return Picked(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
+
+
+class Layout:
+    """A layer's tokens at one step, each row's in the order of arrival: 0 is the oldest that the row holds.
+
+    Args:
+        regions: in that order.
+
+    Attributes:
+        lengths: int64 `[rows]`.
+        longest: on the host, at least the longest of them.
+        starts: for each region int64 `[rows]`, the place of its first token.
+    """
+
+    def __init__(self, regions: list[Region]) -> None:
+        self.regions = regions
+        self.starts = [torch.zeros_like(regions[0].lengths)]
+        for region in regions:
+            self.starts.append(self.starts[-1] + region.lengths)
+        self.lengths = self.starts.pop()
+        self.longest = sum(region.longest for region in regions)
+
+    def logits(self, query: torch.Tensor, scale: float, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of all tokens, float32 `[rows, m, longest]` (biases included), minus infinity where there is none.
+
+        Keys are opened in slices, so that only the scores are ever there as a whole.
+
+        Args:
+            query: `[rows, m, size]`.
+            scale: of the scores.
+            rows: int64, which rows of the layer these are; None: all.
+        """
+        exact = query.float()
+        count, width, size = exact.shape
+        # The last column takes what is no token.
+        result = exact.new_full((count, width, self.longest + 1), float("-inf"))
+        step = max(1, SLICE_BYTES // (4 * max(1, count) * PAGE * size))
+        for start, region in zip(self.starts, self.regions, strict=True):
+            table, lengths, bias = region.pages.table, region.lengths, region.bias()
+            if rows is not None:
+                start, table, lengths, bias = (
+                    start[rows],
+                    table[rows],
+                    lengths[rows],
+                    bias if bias is None else bias[rows],
+                )
+            for first in range(0, -(-region.longest // PAGE), step):
+                ids = table[:, first : first + step]
+                keys = region.page_keys(ids.clamp(min=0).flatten()).view(count, -1, size).float()
+                scores = exact @ keys.transpose(1, 2) * scale
+                places = torch.arange(first * PAGE, first * PAGE + keys.shape[1], device=keys.device)
+                if bias is not None:
+                    scores = scores + bias[:, None, places.clamp(max=bias.shape[1] - 1)]
+                columns = (start[:, None] + places).masked_fill(places >= lengths[:, None], self.longest)
+                result.scatter_(2, columns.unsqueeze(1).expand_as(scores), scores)
+        return result[..., : self.longest]
+
+    def bias(self) -> torch.Tensor | None:
+        """What is added to tokens' scores, float32 `[rows, longest]`; None: nothing."""
+        if not any(region.has_bias for region in self.regions):
+            return None
+        result = torch.zeros(len(self.lengths), self.longest + 1, device=self.lengths.device)
+        for start, region in zip(self.starts, self.regions, strict=True):
+            bias = region.bias()
+            if bias is not None:
+                columns = start[:, None] + torch.arange(bias.shape[1], device=start.device)
+                result.scatter_(1, columns.masked_fill(~region.pages.used(), self.longest), bias)
+        return result[:, : self.longest]
+
+    def since(self, known: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Keys of the tokens of each row from place `known[row]` on, in slices of pages.
+
+        Yields:
+            Keys `[n, PAGE, size]`, the row of each page `[n]`, and its tokens' places `[n, PAGE]`, negative where a slot has no token
+            or one from before.
+        """
+        for start, region in zip(self.starts, self.regions, strict=True):
+            table, lengths = region.pages.table, region.lengths
+            columns = PAGE * torch.arange(table.shape[1], device=table.device)
+            wanted = (columns < lengths[:, None]) & (start[:, None] + columns + PAGE > known[:, None])
+            rows, pages = wanted.nonzero(as_tuple=True)
+            step = max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0]))
+            for part in range(0, len(rows), step):
+                row, page = rows[part : part + step], pages[part : part + step]
+                places = (start[row] + PAGE * page)[:, None] + torch.arange(PAGE, device=row.device)
+                new = (places >= known[row, None]) & (places < (start + lengths)[row, None])
+                yield region.page_keys(table[row, page]), row, places.masked_fill(~new, -1)
+
+    def chosen(self, picked: Picked) -> list[Chosen | None]:
+        """The tokens of each region that were picked."""
+        spans = [
+            (start, start + region.lengths, region.longest)
+            for start, region in zip(self.starts, self.regions, strict=True)
+        ]
+        return split(picked.index, picked.counts, spans, 1)
+
+
+def split(
+    index: torch.Tensor, counts: torch.Tensor, spans: Sequence[tuple[torch.Tensor, torch.Tensor, int]], unit: int
+) -> list[Chosen | None]:
+    """What was picked of all regions together, region by region.
+
+    Args:
+        index: int64 `[rows, most]`, ascending.
+        counts: int64 `[rows]`, how many of them count.
+        spans: for each region the number of its first place and the one behind its last, int64 `[rows]`, and the most a row has.
+        unit: of places.
+    """
+    columns = torch.arange(index.shape[1], device=index.device)
+    counted = columns < counts[:, None]
+    result: list[Chosen | None] = []
+    for first, behind, longest in spans:
+        before = counted & (index < first[:, None])
+        inside = counted & ~before & (index < behind[:, None])
+        own = columns[: min(len(columns), longest)] + before.sum(1, keepdim=True)
+        own = index.gather(1, own.clamp(max=len(columns) - 1)) - first[:, None]
+        result.append(Chosen(own.clamp(0, max(0, longest - 1)), inside.sum(1), unit))
+    return result
+
+
+# ---------------------------------------------------------------- picking
+def best(scores: torch.Tensor, counts: torch.Tensor, most: int) -> Picked:
+    """The `counts[row]` best places of each row.
+
+    Args:
+        scores: `[rows, n]`, minus infinity where nothing may be picked.
+        counts: int64 `[rows]`, no more than may be picked.
+        most: on the host, at least the largest count.
+    """
+    most = min(most, scores.shape[1])
+    top = scores.topk(most).indices
+    unwanted = torch.arange(most, device=top.device) >= counts[:, None]
+    return Picked(top.masked_fill(unwanted, _BEHIND).sort(-1).values, counts)
+
+
+def between(lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> torch.Tensor:
+    """bool `[rows, longest]`: tokens that are neither among the first `sinks` nor the newest `recent`."""
+    columns = torch.arange(longest, device=lengths.device)
+    return (columns >= sinks) & (columns < (lengths - recent)[:, None])
+
+
+def with_ends(picked: Picked, lengths: torch.Tensor, sinks: int, recent: int) -> Picked:
+    """What was picked, the first `sinks` and the newest `recent` tokens; none of them twice."""
+    rows, most = picked.index.shape
+    device = lengths.device
+    newest = (lengths - recent).clamp(min=sinks)[:, None]
+    first = torch.arange(sinks, device=device).expand(rows, -1)
+    last = newest + torch.arange(recent, device=device)
+    counted = torch.arange(most, device=device) < picked.counts[:, None]
+    index = torch.cat([first, picked.index, last], 1)
+    wanted = torch.cat(
+        [
+            first < lengths[:, None],
+            counted & (picked.index >= sinks) & (picked.index < newest),
+            last < lengths[:, None],
+        ],
+        1,
+    )
+    return Picked(index.masked_fill(~wanted, _BEHIND).sort(-1).values, wanted.sum(1))
+
+
+# ---------------------------------------------------------------- what stays where it is
+def in_order(layer: CompressedLayer) -> bool:
+    """Whether tokens keep their order of arrival when they are stored: several storages, or clusters, mix them."""
+    return len(layer.storage.tiers) < 2 and layer.storage.clusters is None
+
+
+class Watch:
+    """Notices when places in a layer's order of arrival are no longer those of the same tokens."""
+
+    def __init__(self) -> None:
+        self._changes: int | None = None
+        self._older: list[torch.Tensor] = []
+
+    def void(self, layer: CompressedLayer, regions: list[Region]) -> bool:
+        """Whether that happened since it was last asked; True the first time."""
+        # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
+        older = [region.lengths for region in regions[:-1]]
+        stored = len(older) != len(self._older) or any(a is not b for a, b in zip(older, self._older, strict=True))
+        void = layer.changes != self._changes or (stored and not in_order(layer))
+        self._changes, self._older = layer.changes, older
+        return void
+
+
+def sequences(layer: CompressedLayer, lengths: torch.Tensor, name: str) -> torch.Tensor:
+    """The lengths `[batch]` of sequences all of whose heads hold the same tokens.
+
+    Raises:
+        ValueError: heads hold different numbers of tokens, or in different orders.
+    """
+    heads = lengths.view(layer.shape)
+    if not in_order(layer):
+        raise ValueError(
+            f"{name} reads the same tokens in all heads, which several storages, or clusters, put into different orders: "
+            "store older tokens in one way"
+        )
+    if not bool((heads == heads[:, :1]).all()):
+        raise ValueError(
+            f"{name} reads the same tokens in all heads, but those of layer {layer.index} hold different numbers of them: "
+            "evict nothing, or the same tokens in all heads"
+        )
+    return heads[:, 0]

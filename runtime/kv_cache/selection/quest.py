@@ -1,0 +1,190 @@
+"""Quest: pages whose keys could score highest, by the least and largest of each channel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
+
+import torch
+
+from runtime.kv_cache.pages import PAGE, Pages, Part
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.places import SLICE_BYTES, Budget, Layout, best, split
+from runtime.kv_cache.selection.reads import Reads
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class Quest(Budget):
+    """A head reads the pages that its queries could want most (Quest, arXiv 2406.10774).
+
+    No key of a page has a higher product with a query than the sum over channels of the larger of q * least and q * largest.
+
+    Attributes:
+        skip_layers: first layers, which read everything.
+        recent: newest tokens that are always read, with the pages they lie in; the first page is read too, and pages not yet full.
+    """
+
+    name: ClassVar[str] = "quest"
+    needs_aligned: ClassVar[bool] = False
+    skip_layers: int = 2
+    recent: int = 32
+
+    def begin(self, layers: int) -> QuestSelection:
+        return QuestSelection(self, layers)
+
+
+def page_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
+    """What products of queries `[rows, m, size]` with keys between `low` and `high`, `[rows, pages, size]`, cannot exceed.
+
+    Returns:
+        float32 `[rows, m, pages]`.
+    """
+    exact = query.float()
+    return exact.relu() @ high.float().transpose(1, 2) - (-exact).relu() @ low.float().transpose(1, 2)
+
+
+class QuestSelection:
+    """At work in one cache.
+
+    Args:
+        options: the recipe's.
+        layers: how many.
+
+    Attributes:
+        reads: what steps read.
+    """
+
+    name: ClassVar[str] = Quest.name
+
+    def __init__(self, options: Quest, layers: int) -> None:
+        self.options, self.reads = options, Reads(layers)
+        self._changes: list[int | None] = [None] * layers
+        self._bounds: list[WeakKeyDictionary[Region, _Bounds]] = [WeakKeyDictionary() for _ in range(layers)]
+
+    def choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        chosen = self._choose(layer, query, regions, scale)
+        self.reads.add(layer.index, regions, chosen)
+        return chosen
+
+    def nbytes(self, index: int) -> int:
+        return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
+
+    def _choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        options, layout = self.options, Layout(regions)
+        if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
+            return [None] * len(regions)
+        bounds = self._known(layer, regions)
+        # How many of the queries belong to one head is not said: so many tokens are new at most.
+        recent = max(options.recent, query.shape[1])
+        scores, tokens, always = [], [], []
+        for start, region in zip(layout.starts, regions, strict=True):
+            places = PAGE * torch.arange(-(-region.longest // PAGE), device=query.device)
+            held = (region.lengths[:, None] - places).clamp(0, PAGE)
+            score, known = self._scores(bounds, query, region, scale)
+            begin = start[:, None] + places
+            needed = (begin == 0) | (begin + held > (layout.lengths - recent)[:, None]) | ~known
+            scores.append(score)
+            tokens.append(held)
+            always.append(needed & (held > 0))
+        held, needed = torch.cat(tokens, 1), torch.cat(always, 1)
+        score = torch.cat(scores, 1).masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
+        left = (options.counts(layout.lengths) - (held * needed).sum(1)).clamp(min=0)
+        counts = torch.minimum(needed.sum(1) + left // PAGE, (held > 0).sum(1))
+        picked = best(score, counts, int(counts.max()))
+        spans, first = [], torch.zeros_like(counts)
+        for part in tokens:
+            spans.append((first, first + part.shape[1], part.shape[1]))
+            first = first + part.shape[1]
+        return split(picked.index, picked.counts, spans, PAGE)
+
+    def _known(self, layer: CompressedLayer, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
+        """Bounds of the layer's regions, those of new pages added."""
+        bounds = self._bounds[layer.index]
+        if self._changes[layer.index] != layer.changes:
+            self._changes[layer.index] = layer.changes
+            bounds.clear()
+        # A tail in front of which there are storages is short, and its pages are others whenever some tokens leave it. (Into a prefix
+        # alone tokens go before a page of them is full.)
+        stay = regions[:-1] if layer.storage.tiers or layer.storage.clusters else regions
+        for region in stay:
+            if region not in bounds:
+                bounds[region] = _Bounds(region)
+            bounds[region].update(region)
+        return bounds
+
+    def _scores(
+        self, bounds: WeakKeyDictionary[Region, _Bounds], query: torch.Tensor, region: Region, scale: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Scores of a region's pages, float32 `[rows, pages]`, and where they are right."""
+        columns = torch.arange(-(-region.longest // PAGE), device=query.device)
+        kept = bounds.get(region)
+        if kept is None:
+            ids = region.pages.table[:, : len(columns)].clamp(min=0)
+            low, high = region.page_keys(ids.flatten()).view(*ids.shape, PAGE, -1).aminmax(dim=2)
+            known, bias = region.lengths // PAGE, None
+        else:
+            low, high, bias = kept.dense(len(columns))
+            known = kept.pages.lengths
+        score = page_bound(query, low, high) * scale
+        if bias is not None:
+            score = score + bias.unsqueeze(1)
+        return score.amax(1), columns < known[:, None]
+
+
+class _Bounds:
+    """Least and largest keys of a region's full pages, as "tokens" of pages of their own.
+
+    Args:
+        region: whose.
+    """
+
+    def __init__(self, region: Region) -> None:
+        size = Part(region.sizes[0], region.dtype)
+        parts = {"low": size, "high": size} | ({"bias": Part(1, torch.float32)} if region.has_bias else {})
+        self.pages = Pages(region.pages.rows, parts, region.device)
+        self._seen: torch.Tensor | None = None  # the region's lengths when it was looked at
+
+    def update(self, region: Region) -> None:
+        """Add pages that have become full."""
+        if region.lengths is self._seen:
+            return
+        self._seen = region.lengths
+        counts = region.lengths // PAGE - self.pages.lengths
+        most = int(counts.max())
+        if not most:
+            return
+        rows, steps = (torch.arange(most, device=counts.device) < counts[:, None]).nonzero(as_tuple=True)
+        ids = region.pages.table[rows, self.pages.lengths[rows] + steps]
+        new = {
+            name: torch.zeros(len(counts), most, part.width, dtype=part.dtype, device=counts.device)
+            for name, part in self.pages.parts.items()
+        }
+        step = max(1, SLICE_BYTES // (4 * PAGE * region.sizes[0]))
+        for first in range(0, len(ids), step):
+            part = slice(first, first + step)
+            new["low"][rows[part], steps[part]], new["high"][rows[part], steps[part]] = region.page_keys(
+                ids[part]
+            ).aminmax(dim=1)
+        if region.has_bias:
+            pool = region.pages.pools["bias"]
+            new["bias"][rows, steps] = pool[ids.to(pool.device)].amax(1).to(counts.device)
+        self.pages.append(new, counts)
+
+    def dense(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Copies of the first `count` pages' bounds, `[rows, count, size]`, and biases `[rows, count]`; whatever where none is known."""
+        table = self.pages.table.clamp(min=0)
+
+        def part(name: str) -> torch.Tensor:
+            found = self.pages.pools[name][table].flatten(1, 2)[:, :count]
+            return torch.nn.functional.pad(found, (0, 0, 0, count - found.shape[1]))
+
+        bias = part("bias")[..., 0] if "bias" in self.pages.parts else None
+        return part("low"), part("high"), bias

@@ -1,0 +1,103 @@
+"""Recycled attention: what a step with full attention looked at is what the steps after it read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, with_ends
+from runtime.kv_cache.selection.reads import Reads
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class Recycled(Budget):
+    """Full attention now and then; the steps between read the tokens that had most of it (Recycled Attention, arXiv 2411.05787).
+
+    Attributes:
+        stride: tokens from one step with full attention to the next.
+        recent: newest tokens, which are always read; with fewer than `stride` there are tokens between that no step reads until the
+            next full one.
+    """
+
+    name: ClassVar[str] = "recycled"
+    needs_aligned: ClassVar[bool] = False
+    stride: int = 50
+    recent: int = 64
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.stride < 1:
+            raise ValueError(f"{self.name}.stride must be at least 1, not {self.stride}")
+
+    def begin(self, layers: int) -> RecycledSelection:
+        return RecycledSelection(self, layers)
+
+
+@dataclass(frozen=True)
+class _Noted:
+    """What one layer's heads looked at, and how many tokens had come before that."""
+
+    picked: Picked
+    seen: int
+
+
+class RecycledSelection:
+    """At work in one cache.
+
+    Args:
+        options: the recipe's.
+        layers: how many.
+
+    Attributes:
+        reads: what steps read.
+        full: for each layer how many steps had full attention.
+    """
+
+    name: ClassVar[str] = Recycled.name
+
+    def __init__(self, options: Recycled, layers: int) -> None:
+        self.options, self.reads = options, Reads(layers)
+        self.full = [0] * layers
+        self._watches = [Watch() for _ in range(layers)]
+        self._noted: list[_Noted | None] = [None] * layers
+
+    def choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        chosen = self._choose(layer, query, regions, scale)
+        self.reads.add(layer.index, regions, chosen)
+        return chosen
+
+    def nbytes(self, index: int) -> int:
+        noted = self._noted[index]
+        return 0 if noted is None else noted.picked.nbytes
+
+    def _choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        options, layout = self.options, Layout(regions)
+        everything: list[Chosen | None] = [None] * len(regions)
+        if options.most(layout.longest) >= layout.longest:
+            return everything
+        # How many of the queries belong to one head is not said: so many tokens are new at most.
+        recent = max(options.recent, query.shape[1])
+        void = self._watches[layer.index].void(layer, regions)
+        noted = None if void else self._noted[layer.index]
+        if noted is None or layer.seen - noted.seen >= options.stride:
+            self.full[layer.index] += 1
+            self._noted[layer.index] = _Noted(self._look(layout, query, scale, recent), layer.seen)
+            return everything
+        return layout.chosen(with_ends(noted.picked, layout.lengths, 0, recent))
+
+    def _look(self, layout: Layout, query: torch.Tensor, scale: float, recent: int) -> Picked:
+        """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
+        votes = layout.logits(query, scale).softmax(-1).sum(1)
+        votes = votes.masked_fill(~between(layout.lengths, votes.shape[1], 0, 0), float("-inf"))
+        counts = (self.options.counts(layout.lengths) - recent).clamp(min=0)
+        return best(votes, counts, max(0, self.options.most(layout.longest) - recent))

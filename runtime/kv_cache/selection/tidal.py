@@ -1,0 +1,123 @@
+"""TidalDecode: few layers read everything and choose tokens, which the layers after them read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, ClassVar
+
+import torch
+
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.places import Budget, Layout, Picked, best, between, sequences, with_ends
+from runtime.kv_cache.selection.reads import Reads
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+
+@dataclass(frozen=True)
+class Tidal(Budget):
+    """Neighbouring layers want the same tokens (TidalDecode, arXiv 2410.05076).
+
+    Attributes:
+        full_layers: first layers, which read everything and choose nothing.
+        select_layers: those that read everything and choose the tokens with most attention, summed over heads, for the layers up to
+            the next of them; None: the first behind the full ones, and the one in the middle.
+        recent: newest tokens, which are always read.
+    """
+
+    name: ClassVar[str] = "tidal"
+    needs_aligned: ClassVar[bool] = True
+    full_layers: int = 2
+    select_layers: tuple[int, ...] | None = None
+    recent: int = 32
+
+    def begin(self, layers: int) -> TidalSelection:
+        """Raises ValueError where a layer that chooses is not there, or among the full ones."""
+        return TidalSelection(self, layers)
+
+    def selecting(self, layers: int) -> tuple[int, ...]:
+        """Layers that choose, of so many, ascending."""
+        if self.select_layers is None:
+            wanted = {self.full_layers, max(self.full_layers, layers // 2)}
+            return tuple(sorted(index for index in wanted if index < layers))
+        wrong = [index for index in self.select_layers if not self.full_layers <= index < layers]
+        if wrong:
+            raise ValueError(
+                f"{self.name}.select_layers has {wrong[0]}; of {layers} layers, the first {self.full_layers} full, "
+                f"those from {self.full_layers} to {layers - 1} are allowed"
+            )
+        return tuple(sorted(set(self.select_layers)))
+
+
+class TidalSelection:
+    """At work in one cache.
+
+    Args:
+        options: the recipe's.
+        layers: how many.
+
+    Attributes:
+        reads: what steps read.
+        selecting: layers that choose.
+    """
+
+    name: ClassVar[str] = Tidal.name
+
+    def __init__(self, options: Tidal, layers: int) -> None:
+        self.options, self.reads = options, Reads(layers)
+        self.selecting = options.selecting(layers)
+        self._checked: list[int | None] = [None] * layers  # a layer's `changes` when its tokens were last looked at
+        self._chosen: tuple[int, Picked, torch.Tensor] | None = None  # by which layer; what; of how many tokens
+
+    def choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        """Raises ValueError where heads or layers do not hold the same tokens."""
+        chosen = self._choose(layer, query, regions, scale)
+        self.reads.add(layer.index, regions, chosen)
+        return chosen
+
+    def nbytes(self, index: int) -> int:
+        return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
+
+    def _choose(
+        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
+    ) -> list[Chosen | None]:
+        everything: list[Chosen | None] = [None] * len(regions)
+        if not self.selecting or layer.index < self.selecting[0]:
+            return everything
+        layout = Layout(regions)
+        if layer.index in self.selecting:
+            self._select(layer, query, layout, scale)
+            return everything
+        if self._chosen is None:
+            return everything
+        by, picked, lengths = self._chosen
+        if self._checked[layer.index] != layer.changes:
+            if not torch.equal(sequences(layer, layout.lengths, self.name), lengths):
+                raise ValueError(
+                    f"{self.name} reads the same tokens in all layers, but layer {layer.index} holds other numbers of them than layer "
+                    f"{by}: evict nothing, or the same tokens in all layers"
+                )
+            self._checked[layer.index] = layer.changes
+        return layout.chosen(picked.per_head(layer.shape[1]))
+
+    def _select(self, layer: CompressedLayer, query: torch.Tensor, layout: Layout, scale: float) -> None:
+        """Choose for the layers to come."""
+        options = self.options
+        batch, heads = layer.shape
+        self._chosen = None
+        if options.most(layout.longest) >= layout.longest:
+            return
+        if self._checked[layer.index] != layer.changes:
+            sequences(layer, layout.lengths, self.name)
+            self._checked[layer.index] = layer.changes
+        lengths = layout.lengths.view(batch, heads)[:, 0]
+        # How many of the queries belong to one head is not said: so many tokens are new at most.
+        recent = max(options.recent, query.shape[1])
+        votes = layout.logits(query, scale).softmax(-1).sum(1).view(batch, heads, -1).sum(1)
+        votes = votes.masked_fill(~between(lengths, votes.shape[1], 0, recent), float("-inf"))
+        counts = (options.counts(lengths) - recent).clamp(min=0)
+        picked = best(votes, counts, max(0, options.most(layout.longest) - recent))
+        self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths

@@ -1,0 +1,49 @@
+"""Unstructured sparsity: a token's largest channels and a bit for each channel (Mustafar)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from runtime.kv_cache.storage.base import Packed, Part
+
+
+@dataclass(frozen=True)
+class Bitmap:
+    """Of each token the largest channels by magnitude, as many of each (Mustafar, arXiv 2505.22913).
+
+    Parts: `mask` uint8 `[pages, PAGE, ceil(size / 8)]`, bit c % 8 of byte c // 8 for channel c; `codes` `[pages, PAGE, kept]` in the
+    model's dtype, kept channels in ascending order.
+
+    Attributes:
+        sparsity: share of the channels that is dropped, in (0, 1).
+    """
+
+    name: ClassVar[str] = "bitmap"
+    sparsity: float = 0.5
+
+    def kept(self, size: int) -> int:
+        """Channels of a token that are held."""
+        return max(1, round(size * (1 - self.sparsity)))
+
+    def parts(self, size: int, dtype: torch.dtype) -> dict[str, Part]:
+        return {"mask": Part(-(-size // 8), torch.uint8), "codes": Part(self.kept(size), dtype)}
+
+    def encode(self, states: torch.Tensor) -> Packed:
+        size = states.shape[-1]
+        chosen = states.abs().topk(self.kept(size), -1).indices.sort(-1).values
+        mask = torch.zeros(*states.shape[:-1], -(-size // 8) * 8, dtype=torch.uint8, device=states.device)
+        mask.scatter_(-1, chosen, 1)
+        bits = mask.view(*states.shape[:-1], -1, 8) << torch.arange(8, dtype=torch.uint8, device=states.device)
+        return Packed({"mask": bits.sum(-1, dtype=torch.uint8), "codes": states.gather(-1, chosen)})
+
+    def decode(self, parts: dict[str, torch.Tensor], size: int, dtype: torch.dtype) -> torch.Tensor:
+        mask = parts["mask"]
+        bits = (mask.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=mask.device) & 1).flatten(-2)[
+            ..., :size
+        ]
+        # The n-th set bit of a token takes its n-th code.
+        places = (bits.cumsum(-1) - 1).clamp(min=0)
+        return (parts["codes"].gather(-1, places) * bits).to(dtype)

@@ -1,0 +1,105 @@
+"""Calibration of artifacts: compressed weights as they run, JSON out, bad input refused in a sentence."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from compress.kv_cache import calibrate as module
+from compress.kv_cache.calibrate import calibrate
+from compress.kv_cache.gates import GateOptions
+from compress.kv_cache.gradients import differentiable
+from runtime.errors import RequestError
+from runtime.kv_cache.policy import Calibrated, Policy
+
+GATES = GateOptions(sinks=2, recent=6, length=64, steps=4, window=2)
+
+
+@pytest.fixture(scope="module")
+def rows() -> torch.Tensor:
+    return torch.randint(0, 256, (4, 64), generator=torch.Generator().manual_seed(0))
+
+
+class _Log:
+    def __init__(self) -> None:
+        self.lines: list[str] = []
+
+    def phase(self, title: str, total: int) -> None:
+        self.lines.append(f"{title} {total}")
+
+    def step(self, note: str) -> None:
+        self.lines.append(note)
+
+
+def test_everything_of_an_artifact(tiny_artifact: Path, rows: torch.Tensor) -> None:
+    log = _Log()
+    found = calibrate(tiny_artifact, {"gates", "channels", "prefix_tokens"}, rows, log, gates=GATES)
+    assert json.loads(json.dumps(found)) == found
+    assert set(found) == {"fingerprint", "seconds", "facts", "gates", "channels", "prefix_tokens"}
+    assert torch.tensor(found["gates"]).shape == (2, 2)
+    assert torch.tensor(found["channels"]).shape == (2, 2, 4)
+    assert set(found["seconds"]) == set(found["facts"]) == {"gates", "channels", "prefix_tokens"}
+    assert found["facts"]["prefix_tokens"]["reason"]
+    assert "retrieval heads 2" in log.lines
+    assert any(line.startswith("step 4: distance") for line in log.lines)
+    again = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES)
+    assert again["gates"] == found["gates"]
+    assert again["channels"] == found["channels"]
+
+
+def test_only_what_is_needed(tiny_llama: Any, rows: torch.Tensor) -> None:
+    for needs in (
+        {"channels"},
+        ["double-sparsity"],
+        Policy.parse("doublesparsity"),
+    ):
+        found = calibrate(tiny_llama(), needs, rows, channels=6)  # type: ignore[arg-type]
+        assert set(found) == {"fingerprint", "seconds", "facts", "channels"}
+        assert len(found["channels"][0][0]) == 6
+    assert set(calibrate(tiny_llama(), set(), rows)) == {"fingerprint", "seconds", "facts"}
+
+
+def test_a_policy_with_what_was_found_is_complete(tiny_llama: Any, rows: torch.Tensor) -> None:
+    policy = Policy.parse(
+        {"evict": {"score": "duo", "ratio": 0.5, "sinks": 3, "recent": 9}, "select": "double-sparsity"}
+    )
+    found = calibrate(tiny_llama(), policy, rows)
+    assert found["facts"]["gates"]["window"] == [3, 9]
+    assert not policy.with_calibrated(Calibrated.parse(found, ("calibrated",))).missing
+
+
+def test_gradients_through_packed_weights_are_those_of_dense_ones(tiny_artifact: Path) -> None:
+    from runtime.linear import CompressedLinear
+
+    model, tokenizer = module.load(tiny_artifact)
+    assert tokenizer is not None
+    packed = next(child for child in model.modules() if isinstance(child, CompressedLinear))
+    dense: nn.Linear = packed.dense(torch.float32)
+    x = torch.randn(2, 5, packed.in_features, requires_grad=True)
+    with differentiable(model):
+        packed(x).square().sum().backward()
+    assert "forward" not in vars(packed)
+    assert x.grad is not None
+    y = x.detach().clone().requires_grad_(True)
+    dense(y).square().sum().backward()
+    torch.testing.assert_close(x.grad, y.grad, rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("needs", "changed", "sentence"),
+    [
+        ({"gate"}, {}, "cannot be calibrated for 'gate'"),
+        ({"channels"}, {"rows": torch.zeros(2, 4)}, "must be int64"),
+        ({"channels"}, {"rows": torch.zeros(1, 129, dtype=torch.int64)}, "more than the 128 positions"),
+        ({"channels"}, {"rows": torch.full((1, 8), 257)}, "outside the model's vocabulary"),
+        ({"channels"}, {"channels": 99}, "channels must be"),
+    ],
+)
+def test_bad_input(tiny_llama: Any, rows: torch.Tensor, needs: Any, changed: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(RequestError, match=sentence):
+        calibrate(tiny_llama(), needs, **{"rows": rows, **changed})

@@ -1,0 +1,184 @@
+"""Recipes with a kv_cache stage, from the file to what the artifact does with it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import compress
+import runtime
+from compress.cli import main
+from compress.recipe import load
+from runtime.artifact import Artifact
+from runtime.errors import RequestError
+from runtime.kv_cache.policy import Policy
+
+KV4 = {"kv_cache": {"keys": "int4", "values": "int4", "recent": 32}}
+RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
+
+
+def test_a_policy_goes_from_the_recipe_through_the_artifact_into_the_cache(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint("qwen3", head_dim=32)
+    written = compress.apply(recipe(model, RTN, KV4), output=tmp_path / "out", quiet=True)
+    assert Policy.parse(written.manifest["kv_cache"]) == Policy.parse(KV4["kv_cache"])
+    assert Artifact(written.path).summary()["kv_cache"] == written.manifest["kv_cache"]
+    assert load(written.path / "recipe.yaml").cache_stage.config == Policy.parse(KV4["kv_cache"])
+    loaded = runtime.load(written.path, device="cpu")
+    loaded.generate([1, 2, 3] * 32, max_new_tokens=4, ignore_eos=True)
+    compressed = loaded.stats["cache_bytes"]
+    assert loaded.stats["kv_cache"] == "keys int4, values int4"
+    plain = runtime.load(written.path, device="cpu", kv_cache={})
+    plain.generate([1, 2, 3] * 32, max_new_tokens=4, ignore_eos=True)
+    assert compressed < 0.75 * plain.stats["cache_bytes"], "32 of 96 tokens stay as they are"
+    page = (written.path / "report.html").read_text(encoding="utf-8")
+    assert "Keys and values" in page
+    assert "keys int4, values int4" in page
+
+
+def test_a_recipe_of_a_cache_alone_copies_the_weights(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint()
+    written = compress.apply(recipe(model, {"kv_cache": "streamingllm"}), output=tmp_path / "out", quiet=True)
+    assert {entry["action"] for entry in written.manifest["tensors"].values()} == {"copied"}
+    assert "quantization_config" not in Artifact(written.path).config
+    prompt = list(range(1, 60))
+    expected = runtime.load(model, device="cpu", kv_cache={}).generate(prompt, max_new_tokens=6)
+    assert runtime.load(written.path, device="cpu").generate(prompt, max_new_tokens=6) == expected, "below its budget"
+
+
+@pytest.mark.parametrize("device", ["cpu"])
+def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe, tmp_path, monkeypatch, device):
+    from compress.kv_cache import calibrate as module
+
+    asked = []
+    own = module.calibrate
+
+    def watched(path, needs, rows, *rest, **named):
+        asked.append((sorted(needs.missing), tuple(rows.shape)))
+        return own(path, needs, rows, *rest, **named)
+
+    monkeypatch.setattr(module, "calibrate", watched)
+    stage = {"kv_cache": {"method": "doublesparsity", "keys": "int4"}}
+    model = make_checkpoint(max_position_embeddings=1024)
+    written = compress.apply(recipe(model, RTN, stage), output=tmp_path / "out", quiet=True, device=device)
+    assert asked == [(["channels"], (8, 32))]
+    known = Policy.parse(written.manifest["kv_cache"]).calibrated
+    assert known is not None
+    assert len(known.channels) == 3
+    assert known.notes["seconds"]
+    assert written.seconds["calibrate cache"] >= 0
+    assert written.manifest["calibration"]["rows"] == 8
+    assert "calibrated" not in load(written.path / "recipe.yaml").cache_stage.resolved()["kv_cache"]
+    model = runtime.load(written.path, device="cpu")
+    assert model.generate([1, 2, 3] * 20, max_new_tokens=4, ignore_eos=True)
+
+
+def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
+    make_checkpoint, recipe, tmp_path, monkeypatch
+):
+    from compress.kv_cache import calibrate as module
+    from runtime.kv_cache.calibrated import fingerprint
+    from runtime.skeleton import read_config
+
+    windows = []
+
+    def trained(model, tokenizer, rows, options, *rest):
+        windows.append((options.sinks, options.recent))
+        return own(model, tokenizer, rows, replace(options, steps=2, length=32), *rest)
+
+    own = module.train_gates
+    monkeypatch.setattr(module, "train_gates", trained)
+    model = make_checkpoint(max_position_embeddings=1024)
+    channels = [[[1], [2]]] * 3
+    stage = {
+        "evict": {"score": "duo", "ratio": 1.0, "sinks": 2, "recent": 6}, "select": "double-sparsity",
+        "calibrated": {"fingerprint": fingerprint(read_config(model)), "channels": channels, "seconds": {"channels": 1.0}},
+    }  # fmt: skip
+    written = compress.apply(recipe(model, {"kv_cache": stage}), output=tmp_path / "out", quiet=True, device="cpu")
+    assert windows == [(2, 6)]
+    known = Policy.parse(written.manifest["kv_cache"]).calibrated
+    assert known.channels == (((1,), (2,)),) * 3, "not looked for again"
+    assert len(known.gates) == 3
+    assert set(known.notes["seconds"]) == {"channels", "gates"}
+    runtime.load(written.path, device="cpu")
+
+
+RECIPE = """name: x
+model: {model}
+stages:
+  - kv_cache:
+      evict: {{score: snapkv, tokens: 16}}
+      keys: int4
+"""
+
+
+def test_a_wrong_policy_names_file_line_and_key(make_checkpoint, tmp_path, capsys):
+    file = tmp_path / "mine.yaml"
+    file.write_text(RECIPE.format(model=make_checkpoint()), encoding="utf-8")
+    assert main(["plan", str(file)]) == 2
+    assert f"{file}:5: stages.0.kv_cache.evict.tokens: 16 tokens are not more than" in capsys.readouterr().err
+    assert (
+        main(["plan", str(file), "--set", "stages.0.kv_cache.evict.tokens=64", "--set", "stages.0.kv_cache.keys=int3"])
+        == 2
+    )
+    assert "--set stages.0.kv_cache.keys=int3: stages.0.kv_cache.keys: unknown codec" in capsys.readouterr().err
+
+
+def test_a_model_has_one_cache(make_checkpoint, recipe):
+    with pytest.raises(RequestError, match=r"stages\.1\.kv_cache: a model has one cache, and stage 0 says"):
+        load(recipe(make_checkpoint(), KV4, {"kv_cache": "kivi"}))
+
+
+def test_models_without_such_a_cache_are_refused_with_the_place(make_checkpoint, recipe, tmp_path):
+    model = make_checkpoint("gemma2", layer_types=["sliding_attention"] * 2)
+    with pytest.raises(RequestError, match=r"stages\.1\.kv_cache: Gemma2ForCausalLM has no layer with full attention"):
+        compress.apply(recipe(model, RTN, KV4), output=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+
+
+def test_plans_and_inspections_say_what_the_cache_takes(make_checkpoint, recipe, tmp_path, capsys):
+    from compress.pipeline.plan import make_plan
+
+    model = make_checkpoint("qwen3", head_dim=32, max_position_embeddings=2048)
+    plan = make_plan(load(recipe(model, RTN, KV4)), device="cpu").to_dict()["kv_cache"]
+    (row,) = plan["bytes"]
+    assert row["tokens"] == 1024
+    assert 0.2 * row["full_bytes"] < row["bytes"] < 0.45 * row["full_bytes"]
+    assert row["full_bytes"] == 2 * 2 * 2 * 32 * 2 * 1024
+    path = compress.apply(recipe(model, RTN, KV4), output=tmp_path / "out", quiet=True).path
+    capsys.readouterr()
+    assert main(["inspect", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert "KV cache: keys int4, values int4" in shown
+    assert main(["inspect", str(path), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["kv_cache"]["recent"] == 32
+
+
+def test_a_sliding_window_keeps_its_own_cache(make_checkpoint):
+    """Gemma 2: every other layer; scores are capped in all of them."""
+    model = make_checkpoint("gemma2", num_hidden_layers=4)
+    prompts = [list(range(1, 60)), [7, 8, 9]]
+    expected = runtime.load(model, device="cpu", dtype="float32", kv_cache=False).generate(prompts, max_new_tokens=8)
+    held = runtime.load(model, device="cpu", dtype="float32", kv_cache={"keys": "int4", "recent": 128})
+    assert held.generate(prompts, max_new_tokens=8) == expected
+    from runtime.kv_cache.layer import CompressedLayer
+
+    kinds = [isinstance(layer, CompressedLayer) for layer in held.engine.new_cache().layers]
+    assert kinds == [False, True, False, True]
+
+
+def test_the_command_line_takes_a_policy(make_checkpoint, tmp_path: Path, capsys):
+    model = str(make_checkpoint())
+    file = tmp_path / "policy.json"
+    file.write_text('{"keys": "int8"}', encoding="utf-8")
+    for policy, described in (
+        ("kivi", "keys int2, values int2"),
+        ('{"keys": "fp8"}', "keys fp8"),
+        (str(file), "keys int8"),
+    ):
+        assert main(["generate", model, "abc", "-n", "2", "--kv-cache", policy, "--json", "--device", "cpu"]) == 0
+        assert described in json.loads(capsys.readouterr().out)["stats"]["kv_cache"]
+    assert main(["generate", model, "abc", "--kv-cache", "kiwi"]) == 2
+    assert "did you mean 'kivi'" in capsys.readouterr().err

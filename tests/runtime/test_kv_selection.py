@@ -1,0 +1,615 @@
+"""Selections: what a step reads against each method's plain definition, on ragged rows, in all storages, whatever happens between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kv_cache.cache import CompressedCache, prepare
+from runtime.kv_cache.clusters import Clusters
+from runtime.kv_cache.layer import CompressedLayer
+from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.plan import CachePlan
+from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.scores.snapkv import SnapKV
+from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, heavy_channels, quantized
+from runtime.kv_cache.selection.places import Layout
+from runtime.kv_cache.selection.quest import Quest, page_bound
+from runtime.kv_cache.selection.recycled import Recycled
+from runtime.kv_cache.selection.tidal import Tidal
+from runtime.kv_cache.selection.token_select import TokenSelect
+from runtime.kv_cache.storage.integer import Integer
+from runtime.kv_cache.storage.plain import Plain
+from runtime.kv_cache.storage.plan import StoragePlan, Tier
+
+BATCH, HEADS, GROUPS, SIZE, LAYERS = 3, 2, 2, 16, 3
+SCALE = SIZE**-0.5
+INT4 = Tier(Integer(4, "channel"), Integer(4, "token"))
+STORAGES = {
+    "plain": StoragePlan(),
+    "prefix": StoragePlan(prefix=5),
+    "int4": StoragePlan((INT4,), recent=40),
+    "int4 with a prefix": StoragePlan((INT4,), recent=40, prefix=36),
+}
+MIXED = {
+    "two tiers": StoragePlan(
+        (Tier(Integer(8, "channel"), Integer(8, "token"), 0.5), Tier(Plain(), Plain(), 0.5)), 40, saliency=SnapKV(8)
+    ),
+    "clusters": StoragePlan(recent=40, clusters=Clusters(0.5, 64)),
+}
+CHANNELS = tuple(tuple((layer, 4 + head, 9, 14) for head in range(HEADS)) for layer in range(LAYERS))
+CASES: list[tuple[str, dict[str, Any]]] = [
+    ("plain", {"tokens": 100}),
+    ("prefix", {"ratio": 0.4}),
+    ("int4", {"tokens": 70}),
+    ("int4 with a prefix", {"ratio": 0.4}),
+]
+MIXED_CASES: list[tuple[str, dict[str, Any]]] = [("two tiers", {"tokens": 70}), ("clusters", {"ratio": 0.4})]
+
+Rows = list[Any]  # of each row something
+
+
+# ---------------------------------------------------------------- what a step read, and of what
+def kept(regions: list[Region]) -> tuple[list[torch.Tensor], list[torch.Tensor], list[torch.Tensor], list[list[int]]]:
+    """Keys, values and biases of each row in the order of arrival, and where its regions begin."""
+    keys: Rows = [[] for _ in regions[0].lengths]
+    values: Rows = [[] for _ in keys]
+    biases: Rows = [[] for _ in keys]
+    starts: Rows = [[] for _ in keys]
+    for region in regions:
+        k, v = region.states()
+        bias = region.bias()
+        for row, length in enumerate(region.lengths.tolist()):
+            starts[row].append(sum(map(len, keys[row])))
+            keys[row].append(k[row, :length])
+            values[row].append(v[row, :length])
+            biases[row].append(torch.zeros(length) if bias is None else bias[row, :length])
+    return [torch.cat(k) for k in keys], [torch.cat(v) for v in values], [torch.cat(b) for b in biases], starts
+
+
+def places(regions: list[Region], chosen: list[Chosen | None]) -> list[list[int]]:
+    """What each row reads, in the order of arrival."""
+    result: Rows = [[] for _ in regions[0].lengths]
+    starts = [0] * len(result)
+    for region, some in zip(regions, chosen, strict=True):
+        for row, length in enumerate(region.lengths.tolist()):
+            if some is None:
+                own = list(range(length))
+            else:
+                index = some.index[row, : int(some.counts[row])].tolist()
+                assert index == sorted(set(index))
+                own = [i * some.unit + j for i in index for j in range(some.unit) if i * some.unit + j < length]
+                assert len(own) > (len(index) - 1) * some.unit
+            result[row] += [starts[row] + i for i in own]
+            starts[row] += length
+    return result
+
+
+class Recorder:
+    """A selection that keeps what each step was given and what it read."""
+
+    name = "recorder"
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.steps: list[dict[str, Any]] = []
+
+    def choose(self, layer: Any, query: torch.Tensor, regions: list[Region], scale: float) -> list[Chosen | None]:
+        chosen = self.inner.choose(layer, query, regions, scale)
+        keys, values, biases, starts = kept(regions)
+        self.steps.append(
+            {"layer": layer.index, "query": query, "keys": keys, "values": values, "biases": biases, "starts": starts,
+             "lengths": [region.lengths.tolist() for region in regions], "changes": layer.changes, "seen": layer.seen,
+             "chosen": chosen, "read": places(regions, chosen)}
+        )  # fmt: skip
+        return chosen
+
+    def nbytes(self, index: int) -> int:
+        return self.inner.nbytes(index)
+
+
+class Life:
+    """Layers with random states: prompts, steps and what else happens to a cache."""
+
+    def __init__(self, options: Any, storage: StoragePlan, seed: int = 0, layers: int = LAYERS) -> None:
+        self.selection = options.begin(layers)
+        self.recorder = Recorder(self.selection)
+        self.layers = [CompressedLayer(index, None, storage, self.recorder) for index in range(layers)]
+        self.generator = torch.Generator().manual_seed(seed)
+
+    def random(self, *shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator)
+
+    def attend(self, count: int, valid: torch.Tensor | None = None, query: torch.Tensor | None = None) -> None:
+        for layer in self.layers:
+            batch = layer.shape[0] or BATCH
+            key, value = self.random(batch, HEADS, count, SIZE), self.random(batch, HEADS, count, SIZE)
+            layer.update(key, value)
+            given = self.random(batch, HEADS * GROUPS, count, SIZE) if query is None else query
+            before = len(self.recorder.steps)
+            output = layer.attend(given, key, value, valid, SCALE, 0.0)
+            for step in self.recorder.steps[before:] if count > 1 or before % 5 == 0 else []:
+                torch.testing.assert_close(output, attention(step, batch, count), atol=1e-5, rtol=1e-4)
+
+    def prompt(self, *padding: int, count: int = 150) -> None:
+        self.attend(count, torch.arange(count) >= torch.tensor(padding)[:, None])
+
+    def go(self, *, count: int = 150, evict: bool = False) -> list[dict[str, Any]]:
+        """All that can happen to a cache; returns its steps."""
+        self.prompt(0, 61, 12, count=count)
+        for _ in range(3):
+            self.attend(1)
+        self.attend(3)
+        for layer in self.layers:
+            layer.crop(-2)
+        for _ in range(35):
+            self.attend(1)
+        for layer in self.layers:
+            layer.batch_select_indices(torch.tensor([2, 0, 0, 1]))
+        self.attend(1)
+        self.prompt(3, 0, 20, 1, count=40)
+        for _ in range(2):
+            self.attend(2)
+        if evict:
+            self.evict()
+            for _ in range(4):
+                self.attend(1)
+        return self.recorder.steps
+
+    def evict(self) -> None:
+        for layer in self.layers:
+            assert layer.store is not None
+            lengths = layer.store.lengths.view(layer.shape)
+            score = torch.rand(*layer.shape, int(lengths.max()), generator=self.generator)
+            score[..., :36] = 2  # a prefix is pinned
+            score = score.masked_fill(torch.arange(score.shape[-1]) >= lengths[..., None], float("-inf"))
+            layer.keep(score, lengths * 3 // 5 + torch.arange(HEADS) * 17, 0)
+            layer.settle(SCALE, 0.0)
+
+
+def attention(step: dict[str, Any], batch: int, count: int) -> torch.Tensor:
+    """Attention over what was read, row by row and query by query: `[batch, heads, q, size]`."""
+    result = torch.zeros(batch, HEADS, GROUPS, count, SIZE)
+    for row, read in enumerate(step["read"]):
+        length = len(step["keys"][row])
+        for number, query in enumerate(step["query"][row]):
+            seen = [i for i in read if i < length - (count - 1 - number % count)]
+            scores = step["keys"][row][seen] @ query * SCALE + step["biases"][row][seen]
+            out = scores.softmax(0) @ step["values"][row][seen]
+            result[row // HEADS, row % HEADS, number // count, number % count] = out
+    return result.view(batch, HEADS * GROUPS, count, SIZE)
+
+
+# ---------------------------------------------------------------- plain definitions
+def weights(step: dict[str, Any], row: int) -> torch.Tensor:
+    """Attention of all queries of a row to each token, summed: `[n]`."""
+    logits = step["query"][row] @ step["keys"][row].T * SCALE + step["biases"][row]
+    return logits.softmax(-1).sum(0)
+
+
+def assert_best(score: torch.Tensor, candidates: range, count: int, found: list[int], hidden: range = range(0)) -> None:
+    """The `count` best candidates were found, but for those `hidden`; of equal ones, any."""
+    plain = score.tolist()
+    least = sorted(plain[candidates.start : candidates.stop], reverse=True)[count - 1] if count > 0 else float("inf")
+    sure = {i for i in candidates if plain[i] > least + 1e-6} - set(hidden)
+    assert sure <= set(found) <= {i for i in candidates if plain[i] >= least - 1e-6}
+    assert len(found) == max(0, count) or hidden
+
+
+def share(options: Any, length: int) -> int:
+    return min(options.tokens, length) if options.tokens is not None else round(options.ratio * length)
+
+
+def quest_pages(options: Quest, step: dict[str, Any], row: int) -> list[int]:
+    length = len(step["keys"][row])
+    starts = step["starts"][row]
+    recent = max(options.recent, len(step["query"][row]))
+    pages, always = [], []
+    for start, end in zip(starts, [*starts[1:], length], strict=True):
+        for begin in range(start, end, PAGE):
+            tokens = list(range(begin, min(begin + PAGE, end)))
+            keys = step["keys"][row][tokens]
+            products = step["query"][row][:, None] * torch.stack([keys.amin(0), keys.amax(0)])[:, None, None]
+            bound = products.amax(0).sum(-1).amax() * SCALE + step["biases"][row][tokens].amax()
+            pages.append((float(bound), tokens))
+            if begin == 0 or len(tokens) < PAGE or tokens[-1] >= length - recent:
+                always.append(tokens)
+    left = share(options, length) - sum(map(len, always))
+    others = sorted((page for page in pages if page[1] not in always), key=lambda page: -page[0])
+    chosen = always + [tokens for _, tokens in others[: max(0, left) // PAGE]]
+    return sorted(token for tokens in chosen for token in tokens)
+
+
+@pytest.mark.parametrize("budget", [{"tokens": 150}, {"ratio": 0.55}], ids=str)
+@pytest.mark.parametrize("storage", ["plain", "prefix", "int4", *MIXED])
+def test_quest_reads_the_pages_with_the_highest_bounds(storage: str, budget: dict[str, Any]) -> None:
+    options = Quest(**budget, skip_layers=1, recent=20)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+    free = 0  # rows that some, and not all, of the pages that could be left out were chosen for
+    for step in life.go(count=280, evict=True):
+        for row, read in enumerate(step["read"]):
+            if step["layer"] == 0:
+                assert read == list(range(len(step["keys"][row])))
+            else:
+                assert read == quest_pages(options, step, row)
+                free += PAGE + 20 + PAGE < len(read) < len(step["keys"][row])
+    assert free > 100
+
+
+@pytest.mark.parametrize(
+    "options",
+    [Quest(tokens=64, skip_layers=0), DoubleSparsity(tokens=64, channels=CHANNELS[:1], skip_layers=0)],
+    ids=str,
+)
+def test_a_prefix_that_fills_up_token_by_token(options: Any) -> None:
+    """Every step moves what is in the tail of the shorter rows."""
+    life = Life(options, StoragePlan(prefix=100), layers=1)
+    life.prompt(0, 61, 142, count=230)
+    for _ in range(34):
+        life.attend(1)
+    for step in life.recorder.steps if options.name == "quest" else []:
+        for row, read in enumerate(step["read"]):
+            assert read == quest_pages(options, step, row)
+    plain = Life(options, StoragePlan(), layers=1)
+    plain.prompt(0, 61, 142, count=230)
+    for _ in range(34):
+        plain.attend(1)
+    if options.name != "quest":  # tokens know nothing of regions
+        assert [s["read"] for s in life.recorder.steps] == [s["read"] for s in plain.recorder.steps]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**31), st.sampled_from([1e-3, 1.0, 1e3]), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_no_token_of_a_page_scores_above_its_bound(seed: int, factor: float, dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    keys = (torch.randn(2, 5, PAGE, 8, generator=generator) * factor).to(dtype)
+    query = torch.randn(2, 3, 8, generator=generator)
+    bound = page_bound(query, keys.amin(2), keys.amax(2))
+    true = torch.einsum("rmc,rptc->rmpt", query, keys.float()).amax(-1)
+    assert bool((bound >= true - 1e-5 * factor).all())
+
+
+@pytest.mark.parametrize(("storage", "budget"), CASES + MIXED_CASES, ids=str)
+def test_double_sparsity_reads_what_scores_highest_in_few_channels(storage: str, budget: dict[str, Any]) -> None:
+    options = DoubleSparsity(**budget, channels=CHANNELS[:2], skip_layers=1, recent=20)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+    labels: dict[tuple[int, int], torch.Tensor] = {}  # of a layer's row, as they were when tokens came
+    known: dict[int, Any] = {}
+    for step in life.go(evict=True):
+        layer = step["layer"]
+        if layer == 0:
+            continue
+        state = step["changes"], None if storage in STORAGES else step["lengths"][:-1]
+        void = known.get(layer) != state
+        known[layer] = state
+        for row, read in enumerate(step["read"]):
+            keys = step["keys"][row][:, list(CHANNELS[layer][row % HEADS])]
+            old = keys[:0] if void else labels[layer, row]
+            codes, scale = quantized(keys[len(old) :])
+            label = labels[layer, row] = torch.cat([old, codes * scale.float()])
+            query = step["query"][row][:, list(CHANNELS[layer][row % HEADS])]
+            votes = (query @ label.T * SCALE + step["biases"][row]).softmax(-1).sum(0)
+            length = len(keys)
+            assert read[-20:] == list(range(length - 20, length))
+            assert_best(votes, range(length - 20), share(options, length) - 20, read[:-20])
+
+
+@pytest.mark.parametrize(("storage", "budget"), CASES, ids=str)
+def test_token_select_reads_what_all_heads_vote_for(storage: str, budget: dict[str, Any]) -> None:
+    options = TokenSelect(**budget, similarity=1.1, sinks=3, recent=20, skip_layers=1)
+    life = Life(options, STORAGES[storage], layers=2)
+    for step in life.go():
+        if step["layer"] == 0:
+            continue
+        for first in range(0, len(step["read"]), HEADS):
+            length = len(step["keys"][first])
+            votes = torch.stack([weights(step, row) for row in range(first, first + HEADS)]).sum(0)
+            read = step["read"][first]
+            assert [*read[:3], *read[-20:]] == [*range(3), *range(length - 20, length)]
+            assert_best(votes, range(3, length - 20), share(options, length) - 23, read[3:-20])
+            assert all(other == read for other in step["read"][first : first + HEADS])
+
+
+def test_token_select_chooses_anew_only_for_sequences_whose_queries_changed() -> None:
+    options = TokenSelect(tokens=60, similarity=0.9, sinks=3, recent=10, skip_layers=0)
+    life = Life(options, STORAGES["int4"], layers=1)
+    life.prompt(0, 40, 0)
+    query = life.random(BATCH, HEADS * GROUPS, 1, SIZE)
+    life.attend(1, query=query)
+    assert life.selection.votes == [BATCH]
+    for _ in range(40):  # tokens move into few bits meanwhile
+        life.attend(1, query=query + 0.05 * life.random(*query.shape))
+    assert life.selection.votes == [BATCH]
+    steps = life.recorder.steps
+    for row, read in enumerate(steps[-1]["read"]):
+        length = len(steps[-1]["keys"][row])
+        assert read[-10:] == list(range(length - 10, length))
+        assert read[:-10] == steps[0]["read"][row][:-10]  # what was voted for is read still, the newest moved on
+    other = query.clone()
+    other[1] = -query[1]
+    life.attend(1, query=other)
+    assert life.selection.votes == [BATCH + 1]
+    assert [read[:-10] != old[:-10] for read, old in zip(life.recorder.steps[-1]["read"], steps[0]["read"], strict=True)] == [
+        False, False, True, True, False, False,
+    ]  # fmt: skip
+    life.attend(1, query=other)
+    assert life.selection.votes == [BATCH + 1]
+    life.layers[0].crop(-1)
+    life.attend(1, query=other)
+    assert life.selection.votes == [2 * BATCH + 1]
+
+
+@pytest.mark.parametrize(("storage", "budget"), CASES, ids=str)
+def test_tidal_layers_read_what_the_last_choosing_one_looked_at(storage: str, budget: dict[str, Any]) -> None:
+    options = Tidal(**budget, full_layers=1, select_layers=(1, 3), recent=20)
+    life = Life(options, STORAGES[storage], layers=5)
+    steps = life.go()
+    for number, step in enumerate(steps):
+        everything = [list(range(len(keys))) for keys in step["keys"]]
+        if step["layer"] not in (2, 4):
+            assert step["read"] == everything
+            continue
+        chose = steps[number - 1]
+        for first in range(0, len(everything), HEADS):
+            length = len(everything[first])
+            votes = torch.stack([weights(chose, row) for row in range(first, first + HEADS)]).sum(0)
+            read = step["read"][first]
+            assert read[-20:] == list(range(length - 20, length))
+            assert_best(votes, range(length - 20), share(options, length) - 20, read[:-20])
+            assert all(other == read for other in step["read"][first : first + HEADS])
+
+
+def test_tidal_chooses_behind_the_full_layers_and_in_the_middle() -> None:
+    assert Tidal(tokens=9).selecting(32) == (2, 16)
+    assert Tidal(tokens=9).selecting(3) == (2,)
+    assert Tidal(tokens=9).selecting(2) == ()
+    with pytest.raises(ValueError, match="select_layers has 1; of 8 layers"):
+        Tidal(tokens=9, select_layers=(1, 4)).begin(8)
+
+
+@pytest.mark.parametrize(("storage", "budget"), CASES + MIXED_CASES, ids=str)
+def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: dict[str, Any]) -> None:
+    options = Recycled(**budget, stride=6, recent=20)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+    full: dict[int, Any] = {}
+    count = [0] * 2
+    for step in life.go(evict=True):
+        layer = step["layer"]
+        state = step["changes"], None if storage in STORAGES else step["lengths"][:-1]
+        if layer not in full or full[layer][0] != state or step["seen"] - full[layer][1]["seen"] >= 6:
+            full[layer] = state, step
+            count[layer] += 1
+            assert step["read"] == [list(range(len(keys))) for keys in step["keys"]]
+            continue
+        noted = full[layer][1]
+        for row, read in enumerate(step["read"]):
+            before, length = len(noted["keys"][row]), len(step["keys"][row])
+            assert read[-20:] == list(range(length - 20, length))
+            wanted = share(options, before) - 20
+            assert_best(weights(noted, row), range(before), wanted, read[:-20], range(length - 20, length))
+    assert life.selection.full == count
+
+
+def test_recycled_attends_to_everything_at_its_stride() -> None:
+    life = Life(Recycled(tokens=60, stride=7, recent=10), STORAGES["int4"], layers=1)
+    life.prompt(0, 61, 12)
+    for _ in range(22):
+        life.attend(1)
+    whole = [n for n, step in enumerate(life.recorder.steps) if step["chosen"] == [None] * len(step["chosen"])]
+    assert whole == [0, 7, 14, 21]
+
+
+# ---------------------------------------------------------------- budgets, memory, refusals
+def every(**budget: Any) -> list[Any]:
+    return [
+        Quest(**budget, skip_layers=0, recent=8),
+        DoubleSparsity(**budget, channels=CHANNELS, skip_layers=0, recent=8),
+        TokenSelect(**budget, skip_layers=0, recent=8),
+        Tidal(**budget, full_layers=0, select_layers=(0,), recent=8),
+        Recycled(**budget, stride=1000, recent=8),
+    ]
+
+
+@pytest.mark.parametrize("options", every(ratio=0.25), ids=lambda options: options.name)
+@pytest.mark.parametrize("storage", STORAGES)
+def test_the_share_read_is_the_one_asked_for(storage: str, options: Any) -> None:
+    life = Life(options, STORAGES[storage])
+    life.prompt(0, 61, 12, count=400)
+    for _ in range(4):
+        life.attend(1)
+    read = held = 0
+    for step in life.recorder.steps:
+        lengths = [len(keys) for keys in step["keys"]]
+        held += sum(lengths)
+        read += sum(map(len, step["read"]))
+        if step["chosen"][0] is not None:
+            for length, tokens in zip(lengths, step["read"], strict=True):
+                # A page may not fit any more, and what is always read must be there.
+                assert 0.25 * length - PAGE <= len(tokens) <= 0.25 * length + 0.5
+    assert life.selection.reads.share() == pytest.approx(read / held)
+    last = LAYERS - 1
+    assert life.selection.reads.share(last) < (0.45 if options.name == "recycled" else 0.26)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_what_is_kept_beside_the_cache_is_small_and_counted(storage: str) -> None:
+    for options, most in (
+        (Quest(ratio=0.2, skip_layers=1), 0.08),
+        (DoubleSparsity(ratio=0.2, channels=CHANNELS, skip_layers=1), 0.08),
+    ):
+        life = Life(options, StoragePlan())
+        life.prompt(0, 0, 0, count=2048)
+        life.attend(1)
+        assert life.selection.nbytes(0) == 0
+        assert 0 < life.selection.nbytes(1) < most * life.layers[1].nbytes
+
+
+def test_pages_and_labels_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is known of stored tokens is not worked out anew at every step."""
+    opened = 0
+    plain = Region.page_keys
+
+    def page_keys(region: Region, ids: torch.Tensor) -> torch.Tensor:
+        nonlocal opened
+        opened += len(ids)
+        return plain(region, ids)
+
+    monkeypatch.setattr(Region, "page_keys", page_keys)
+    for options in (
+        Quest(tokens=64, skip_layers=0),
+        DoubleSparsity(tokens=64, channels=CHANNELS[:1], skip_layers=0),
+    ):
+        for storage in ("plain", "int4"):
+            life = Life(options, STORAGES[storage], layers=1)
+            life.prompt(0, 0, 0, count=640)
+            life.attend(1)
+            assert opened >= 20 * BATCH * HEADS
+            opened = 0
+            for _ in range(40):
+                life.attend(1)
+            # The tail's few pages at most: those in few bits were not opened again.
+            assert opened <= 40 * 3 * BATCH * HEADS
+            opened = 0
+
+
+def test_a_budget_is_one_of_two_numbers() -> None:
+    with pytest.raises(ValueError, match="quest needs tokens or ratio, one of them"):
+        Quest()
+    with pytest.raises(ValueError, match="tidal needs tokens or ratio"):
+        Tidal(tokens=3, ratio=0.5)
+    with pytest.raises(ValueError, match=r"recycled\.ratio must be in \(0, 1\], not 1\.5"):
+        Recycled(ratio=1.5)
+    with pytest.raises(ValueError, match=r"token-select\.tokens must be at least 1, not 0"):
+        TokenSelect(tokens=0)
+
+
+def test_channels_are_those_of_the_model() -> None:
+    with pytest.raises(ValueError, match="as many for every head"):
+        DoubleSparsity(tokens=9, channels=(((1, 2), (3,)),))
+    with pytest.raises(ValueError, match="of 3 layers, and the cache has 4"):
+        DoubleSparsity(tokens=9, channels=CHANNELS).begin(4)
+    for channels, words in ((((1,),), "those of 1 heads, and it has 2"), (((1,), (16,)), r"must be in \[0, 16\)")):
+        life = Life(DoubleSparsity(tokens=9, channels=(channels,), skip_layers=0), StoragePlan(), layers=1)
+        life.prompt(0, 0, 0)
+        with pytest.raises(ValueError, match=words):
+            life.attend(1)
+
+
+def test_heavy_channels_are_found() -> None:
+    generator = torch.Generator().manual_seed(3)
+    queries, keys = torch.randn(4, 30, 8, generator=generator), torch.randn(2, 50, 8, generator=generator)
+    keys[0, :, 5] *= 9
+    queries[2:, :, 1] *= 9
+    keys[1, :, 6] *= 0.01
+    found = heavy_channels(queries, keys, 2)
+    assert 5 in found[0]
+    assert 1 in found[1]
+    true = (queries.view(2, 2, 30, 1, 8) * keys[:, None, None]).abs().mean((1, 2, 3))
+    assert [set(row) for row in found] == [set(row.topk(2).indices.tolist()) for row in true]
+
+
+@pytest.mark.parametrize("options", [TokenSelect(tokens=50, skip_layers=0), Tidal(tokens=50, full_layers=0)], ids=str)
+def test_heads_that_hold_different_tokens_are_refused(options: Any) -> None:
+    life = Life(options, StoragePlan())
+    life.prompt(0, 0, 0)
+    life.evict()
+    with pytest.raises(ValueError, match="hold different numbers"):
+        life.attend(1)
+    life = Life(options, MIXED["two tiers"])
+    life.prompt(0, 0, 0)
+    with pytest.raises(ValueError, match="store older tokens in one way"):
+        life.attend(1)
+
+
+def test_layers_that_hold_different_tokens_are_refused() -> None:
+    life = Life(Tidal(tokens=50, full_layers=0), StoragePlan())
+    life.prompt(0, 0, 0)
+    layer = life.layers[2]
+    layer.keep(life.random(*layer.shape, 150), torch.full(layer.shape, 80), 0)
+    with pytest.raises(ValueError, match="other numbers of them than layer 1"):
+        life.attend(1)
+
+
+def test_places_are_found_in_regions_of_ragged_rows() -> None:
+    life = Life(Recycled(tokens=60), STORAGES["int4 with a prefix"], layers=1)
+    life.prompt(0, 61, 130)
+    store = life.layers[0].store
+    assert store is not None
+    layout = Layout(store.regions)
+    assert layout.lengths.tolist() == store.lengths.tolist()
+    query = life.random(BATCH * HEADS, 3, SIZE)
+    keys, _, _, _ = kept(store.regions)
+    rows = torch.tensor([4, 1])
+    logits, some = layout.logits(query, SCALE), layout.logits(query[rows], SCALE, rows)
+    for row, own in enumerate(keys):
+        torch.testing.assert_close(logits[row, :, : len(own)], query[row] @ own.T * SCALE)
+        assert bool((logits[row, :, len(own) :] == float("-inf")).all())
+    torch.testing.assert_close(some, logits[rows])
+
+
+# ---------------------------------------------------------------- a model
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=257, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in made.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    prepare(made)
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(1, 257, (3, 90), generator=generator)
+    mask = torch.ones_like(ids)
+    mask[0, :30] = 0
+    mask[1, :7] = 0
+    return made, ids, mask
+
+
+def write(llama: Any, storage: StoragePlan, selection: Any) -> tuple[torch.Tensor, Any]:
+    made, ids, mask = llama
+    cache = CompressedCache(made, CachePlan(None, storage, selection))
+    with torch.no_grad():
+        found = made.generate(ids, attention_mask=mask, max_new_tokens=12, do_sample=False, past_key_values=cache)
+    return found, cache
+
+
+@pytest.mark.parametrize("storage", ["plain", "int4"])
+def test_a_full_budget_changes_nothing(llama: Any, storage: str) -> None:
+    plain, _ = write(llama, STORAGES[storage], None)
+    for budget in ({"tokens": 1000}, {"ratio": 1.0}):
+        for options in every(**budget):
+            found, _ = write(llama, STORAGES[storage], options)
+            assert torch.equal(found, plain), options
+
+
+@pytest.mark.parametrize("storage", ["plain", "int4"])
+def test_choosing_all_pages_or_tokens_is_reading_everything(storage: str) -> None:
+    """Rows so ragged that the longest is cut while the others' choice is all they hold."""
+    for options in every(tokens=120):
+        life = Life(options, STORAGES[storage])
+        life.prompt(0, 90, 61)
+        life.attend(1)
+        for step in life.recorder.steps:
+            for row, read in enumerate(step["read"]):
+                if row >= HEADS:
+                    assert read == list(range(len(step["keys"][row])))
+
+
+def test_a_small_budget_writes_something_else(llama: Any) -> None:
+    plain, _ = write(llama, StoragePlan(), None)
+    for options in every(tokens=40):
+        if options.name == "recycled":
+            continue
+        found, cache = write(llama, StoragePlan(), options)
+        assert not torch.equal(found, plain)
+        assert cache.layers[1].selection.reads.share() < 0.8

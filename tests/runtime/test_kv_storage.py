@@ -1,0 +1,553 @@
+"""How older tokens are held: codecs against their definitions, stores against a list, storages in a model."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
+from runtime.kv_cache.budgets.cake import Cake
+from runtime.kv_cache.budgets.defensive import DefensiveLayers
+from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
+from runtime.kv_cache.cache import CompressedCache, prepare
+from runtime.kv_cache.clusters import Clusters
+from runtime.kv_cache.eviction import EvictionPlan
+from runtime.kv_cache.offload import HostOffload, OffloadPlan
+from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.plan import CachePlan
+from runtime.kv_cache.region import Region, merge, region_attention
+from runtime.kv_cache.scores.duo import Duo
+from runtime.kv_cache.scores.h2o import H2O
+from runtime.kv_cache.scores.snapkv import SnapKV
+from runtime.kv_cache.scores.streaming import Streaming
+from runtime.kv_cache.scores.zipcache import Normalized
+from runtime.kv_cache.storage.base import Codec, pack_codes, unpack_codes
+from runtime.kv_cache.storage.bitmap import Bitmap
+from runtime.kv_cache.storage.fp8 import Float8
+from runtime.kv_cache.storage.integer import Integer
+from runtime.kv_cache.storage.plain import Plain
+from runtime.kv_cache.storage.plan import StoragePlan, Tier
+from runtime.kv_cache.store import Store
+
+CPU = torch.device("cpu")
+INTEGERS = [Integer(bits, "channel") for bits in (2, 4, 8)] + [Integer(4, "token", 32), Integer(8, "token")]
+CODECS: list[Codec] = [Plain(), Float8(), Bitmap(0.5), Bitmap(0.7), *INTEGERS]
+KIVI = Tier(Integer(4, "channel"), Integer(4, "token", 32))
+INT2 = Tier(Integer(2, "channel"), Integer(2, "token", 16))
+
+
+def label(value: Any) -> str:
+    return getattr(value, "name", None) or str(value)
+
+
+# ---------------------------------------------------------------- codecs
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([2, 4, 8]), st.integers(1, 140), st.integers(0, 2**32 - 1))
+def test_codes_come_back(bits: int, size: int, seed: int) -> None:
+    codes = torch.randint(0, 2**bits, (3, 2, size), generator=torch.Generator().manual_seed(seed))
+    packed = pack_codes(codes, bits)
+    assert packed.shape[-1] == -(-size // 32) * 4 * bits
+    assert torch.equal(unpack_codes(packed, bits, size).long(), codes)
+
+
+def test_a_block_of_codes_lies_as_kernels_read_it() -> None:
+    codes = torch.arange(32) % 16
+    packed = pack_codes(codes, 4)
+    assert [int(byte) & 15 for byte in packed] == codes[:16].tolist()
+    assert [int(byte) >> 4 for byte in packed] == codes[16:].tolist()
+
+
+@pytest.mark.parametrize("codec", INTEGERS, ids=label)
+@pytest.mark.parametrize("size", [8, 64, 80, 100])
+def test_an_integer_is_within_half_a_step_of_the_float_where_nothing_is_clipped(codec: Integer, size: int) -> None:
+    states = torch.rand(5, PAGE, size, generator=torch.Generator().manual_seed(size)) * 8 - 3
+    found = codec.decode(codec.encode(states).parts, size, torch.float32)
+    axis = 1 if codec.axis == "channel" else 2
+    span = float((states.amax(axis) - states.amin(axis)).max())
+    # Ranges may be cut (by 40 % at most, half on each side) where that makes the squared error smaller.
+    assert float((found - states).abs().max()) <= span * (0.5 / (2**codec.bits - 1) + 0.2) + 1e-2
+    whole = span / (2**codec.bits - 1) / 12**0.5
+    assert float((found - states).square().mean().sqrt()) <= 1.05 * whole + 1e-3
+
+
+@pytest.mark.parametrize("codec", INTEGERS, ids=label)
+def test_constant_channels_and_tokens_are_exact(codec: Integer) -> None:
+    states = torch.full((2, PAGE, 64), 3.25)
+    assert torch.equal(codec.decode(codec.encode(states).parts, 64, torch.float32), states)
+
+
+def test_keys_by_channel_survive_an_outlier_channel_and_by_token_do_not() -> None:
+    states = torch.randn(4, PAGE, 64, generator=torch.Generator().manual_seed(3))
+    states[..., 5] = 50 + states[..., 5]
+    errors = []
+    for codec in (Integer(4, "channel"), Integer(4, "token")):
+        found = codec.decode(codec.encode(states).parts, 64, torch.float32)
+        errors.append(float((found - states).square().mean().sqrt()))
+    assert errors[0] < 0.12
+    assert errors[1] > 5 * errors[0]
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), 1e6])
+def test_what_the_scales_cannot_hold_is_said(bad: float) -> None:
+    states = torch.zeros(1, PAGE, 8)
+    states[0, 3, 2] = bad
+    with pytest.raises(ValueError, match="not finite or beyond"):
+        Integer(4, "channel").encode(states)
+
+
+def test_float8_is_e4m3_with_a_scale_a_token() -> None:
+    states = torch.randn(2, PAGE, 64, generator=torch.Generator().manual_seed(0)) * 1000
+    found = Float8().decode(Float8().encode(states).parts, 64, torch.float32)
+    assert bool(((found - states).abs() <= states.abs() / 16 + states.abs().amax(-1, keepdim=True) / 2**15).all())
+
+
+@pytest.mark.parametrize("sparsity", [0.3, 0.5, 0.75])
+def test_a_bitmap_keeps_the_largest_channels_exactly(sparsity: float) -> None:
+    states = torch.randn(3, PAGE, 52, generator=torch.Generator().manual_seed(1))
+    codec = Bitmap(sparsity)
+    found = codec.decode(codec.encode(states).parts, 52, torch.float32)
+    kept = found != 0
+    assert bool((kept.sum(-1) == codec.kept(52)).all())
+    assert torch.equal(found[kept], states[kept])
+    smallest_kept = states.abs().masked_fill(~kept, float("inf")).amin(-1)
+    assert bool((smallest_kept >= states.abs().masked_fill(kept, 0).amax(-1)).all())
+
+
+# ---------------------------------------------------------------- attention over regions
+def test_regions_together_are_attention_over_all() -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(3, 96, 16, generator=generator), torch.randn(3, 96, 8, generator=generator)
+    counts = torch.tensor([96, 40, 0])
+    query = torch.randn(3, 5, 16, generator=generator)
+    whole = Region(3, (16, 8), torch.float32, CPU)
+    whole.append(keys, values, counts)
+    parts = [Region(3, (16, 8), torch.float32, CPU) for _ in range(3)]
+    for region, (start, end) in zip(parts, [(0, 32), (32, 37), (37, 96)], strict=True):
+        region.append(keys[:, start:end], values[:, start:end], (counts - start).clamp(0, end - start))
+    expected, _ = region_attention(query, whole, 0.3)
+    torch.testing.assert_close(merge([region_attention(query, part, 0.3) for part in parts]), expected)
+    assert not expected[2].any()
+    plain = ((query[1] @ keys[1, :40].T) * 0.3).softmax(-1) @ values[1, :40]
+    torch.testing.assert_close(expected[1], plain)
+
+
+# ---------------------------------------------------------------- stores
+@pytest.mark.parametrize("prefix", [0, 5])
+@pytest.mark.parametrize("tiers", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_store_holds_every_token_once_and_the_newest_as_they_are(prefix: int, tiers: int, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    plain = [Tier(Plain(), Plain(), 1 / tiers)] * tiers  # floats, so that tokens can be told apart
+    plan = StoragePlan(tuple(plain), recent=40, prefix=prefix, saliency=H2O())
+    store = Store(3, (4, 4), torch.float32, CPU, plan)
+    truth: list[list[torch.Tensor]] = [[], [], []]
+
+    def saliency() -> torch.Tensor:
+        return torch.rand(3, store.tail.longest, generator=generator)
+
+    for _ in range(12):
+        counts = torch.randint(0, 90, (3,), generator=generator)
+        new = torch.randn(3, 90, 4, generator=generator)
+        store.tail.append(new, new, counts)
+        for row, count in enumerate(counts.tolist()):
+            truth[row] += list(new[row, :count])
+        store.settle(saliency)
+        assert store.tail.longest < 40 + plan.chunk + prefix
+        keys, values, used = store.states()
+        assert torch.equal(keys, values)
+        for row, tokens in enumerate(truth):
+            found = keys[row, used[row]]
+            assert len(found) == len(tokens)
+            if not tokens:
+                continue
+            expected = torch.stack(tokens)
+            newest = min(40, len(tokens))
+            assert torch.equal(found[-newest:], expected[-newest:])
+            assert torch.equal(found[:prefix], expected[:prefix])
+            if tiers == 1:
+                assert torch.equal(found, expected)
+            else:
+                assert torch.equal(found.sort(0).values, expected.sort(0).values)
+
+
+def test_the_best_go_to_the_first_tier() -> None:
+    plan = StoragePlan((Tier(Plain(), Plain(), 0.25), Tier(Plain(), Plain(), 0.75)), recent=32, saliency=H2O())
+    store = Store(1, (1, 1), torch.float32, CPU, plan)
+    tokens = torch.randperm(32 + 256, generator=torch.Generator().manual_seed(0)).float()
+    store.tail.append(tokens.view(1, -1, 1), tokens.view(1, -1, 1), torch.tensor([len(tokens)]))
+    store.settle(lambda: tokens.view(1, -1))
+    best = store.tiers[0].states()[0].flatten().sort().values
+    assert torch.equal(best, tokens[:256].sort().values[-64:])
+
+
+def test_memory_is_what_the_codecs_say() -> None:
+    store = Store(4, (64, 64), torch.bfloat16, CPU, StoragePlan((KIVI,), recent=32))
+    states = torch.randn(4, 32 + 1024, 64, dtype=torch.bfloat16)
+    store.tail.append(states, states, torch.full((4,), 32 + 1024))
+    store.settle(lambda: states)
+    full = 2 * states.numel() * 2
+    # 4 bits and 16 + 16 bits of grid for 32 numbers, of 16.
+    assert store.nbytes < 0.36 * full
+    assert store.tiers[0].nbytes > 0.25 * full
+
+
+# ---------------------------------------------------------------- clusters
+def test_equal_keys_are_merged_without_loss() -> None:
+    generator = torch.Generator().manual_seed(0)
+    clusters = Clusters(0.25, 128)
+    base = torch.randn(1, 2, 16, generator=generator)
+    values = torch.randn(1, 128, 8, generator=generator)
+    query = torch.randn(1, 3, 16, generator=generator)
+    two = torch.cat([base[:, :1].expand(-1, 64, -1), base[:, 1:2].expand(-1, 64, -1)], 1)
+    small = clusters(two, values)
+    assert small.counts.sum() == 128
+    exact = (query @ two.transpose(1, 2)).softmax(-1) @ values
+    torch.testing.assert_close(
+        (query @ small.keys.transpose(1, 2) + small.counts.log()[:, None]).softmax(-1) @ small.values, exact
+    )
+
+
+@pytest.mark.parametrize(("ratio", "chunk"), [(0.3, 128), (0.5, 100), (1.0, 128), (0.0, 128)])
+def test_clusters_that_leave_no_whole_pages_are_refused(ratio: float, chunk: int) -> None:
+    with pytest.raises(ValueError, match=r"clusters\."):
+        Clusters(ratio, chunk)
+
+
+# ---------------------------------------------------------------- in a model
+@pytest.fixture(scope="module")
+def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=257, max_position_embeddings=512, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    prepare(made)
+    ids = torch.randint(1, 257, (3, 200), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, :90] = 0
+    mask[1, :7] = 0
+    return made, ids, mask
+
+
+def run(
+    model: Any, ids: torch.Tensor, mask: torch.Tensor, plan: CachePlan, steps: int = 60
+) -> tuple[torch.Tensor, CompressedCache]:
+    """Logits of a prompt's last position and of `steps` given tokens after it, one by one."""
+    cache = CompressedCache(model, plan)
+    following = torch.randint(1, 257, (len(ids), steps), generator=torch.Generator().manual_seed(2))
+    logits = []
+    with torch.no_grad():
+        logits.append(model(ids, attention_mask=mask, past_key_values=cache).logits[:, -1])
+        for step in range(steps):
+            mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+            logits.append(
+                model(following[:, step : step + 1], attention_mask=mask, past_key_values=cache).logits[:, -1]
+            )
+    return torch.stack(logits, 1), cache
+
+
+STORAGES = {
+    "plain pages": (StoragePlan((Tier(Plain(), Plain()),), recent=16), 1e-4),
+    "prefix": (StoragePlan(prefix=4), 1e-4),
+    "fp8": (StoragePlan((Tier(Float8(), Float8()),), recent=16), 0.05),
+    "int8": (StoragePlan((Tier(Integer(8, "channel"), Integer(8, "token", 32)),), recent=16), 0.02),
+    "kivi 4": (StoragePlan((KIVI,), recent=16, prefix=4), 0.2),
+    "zipcache": (StoragePlan((replace(KIVI, share=0.4), replace(INT2, share=0.6)), 32, saliency=Normalized(16)), 0.6),
+    "mikv": (StoragePlan((Tier(Plain(), Plain(), 0.5), replace(INT2, share=0.5)), 32, saliency=SnapKV(16)), 0.6),
+    "mustafar": (StoragePlan((Tier(Bitmap(0.5), Bitmap(0.5)),), recent=32), 0.7),
+    "clusters": (StoragePlan((KIVI,), recent=32, clusters=Clusters(0.75, 128)), 0.8),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", STORAGES)
+def test_a_storage_changes_logits_no_more_than_its_bits_allow(llama: Any, name: str) -> None:
+    model, ids, mask = llama
+    storage, bound = STORAGES[name]
+    expected, _ = run(model, ids, mask, CachePlan())
+    found, cache = run(model, ids, mask, CachePlan(storage=storage))
+    error = float((found - expected).norm() / expected.norm())
+    assert error < bound
+    # ... and something was stored, in all rows.
+    older = cache.layers[0].store.regions[:-1]
+    assert older
+    assert int(torch.stack([region.lengths for region in older]).sum(0).min()) > 0
+
+
+def test_nothing_is_lost_by_disk(llama: Any, tmp_path: Path) -> None:
+    model, ids, mask = llama
+    expected, near = run(model, ids, mask, CachePlan(storage=StoragePlan((KIVI,), recent=16)))
+    plan = CachePlan(storage=StoragePlan((KIVI,), recent=16), offload=OffloadPlan("disk", str(tmp_path)))
+    found, cache = run(model, ids, mask, plan)
+    assert torch.equal(found, expected)
+    assert not list(tmp_path.iterdir())
+    # What is on disk does not count as memory.
+    assert cache.offloaded_bytes > 0
+    assert cache.nbytes == near.nbytes - cache.offloaded_bytes
+
+
+def test_a_directory_that_cannot_be_written_is_said(llama: Any, tmp_path: Path) -> None:
+    model, _, _ = llama
+    plan = CachePlan(offload=OffloadPlan("disk", str(tmp_path / "nothing")))
+    with pytest.raises(ValueError, match="cannot hold"):
+        CompressedCache(model, plan)
+
+
+EVICTIONS = {
+    "snapkv + int4": EvictionPlan(SnapKV(16), UniformLayers(), EqualHeads(), ratio=0.5),
+    "adaptive cake + int4": EvictionPlan(SnapKV(16), Cake(16), AdaptiveHeads(), ratio=0.5),
+    "layer defensive + int4": EvictionPlan(SnapKV(16), DefensiveLayers(), AdaptiveHeads(), ratio=0.5),
+    "h2o every 8 steps + int4": EvictionPlan(H2O(16), UniformLayers(), EqualHeads(), tokens=80, interval=8),
+    "streaming every step": EvictionPlan(Streaming(), UniformLayers(), EqualHeads(), tokens=40, interval=1),
+    "duo": EvictionPlan(Duo(((0.0, 1.0), (0.2, 0.9), (0.8, 0.1)), 0.5, 4, 32), UniformLayers(), EqualHeads(), ratio=1.0, interval=16),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", EVICTIONS)
+def test_eviction_and_storage_compose(llama: Any, name: str) -> None:
+    model, ids, mask = llama
+    storage = StoragePlan((KIVI,), recent=32, prefix=4) if "int4" in name else StoragePlan()
+    logits, cache = run(model, ids, mask, CachePlan(EVICTIONS[name], storage))
+    assert bool(logits.isfinite().all())
+    lengths = torch.stack([layer.store.lengths.view(3, 2) for layer in cache.layers])
+    arrived = mask.sum(1) + 60
+    assert cache.get_seq_length() == 260
+    if name == "duo":
+        assert lengths[0, :, 1].tolist() == arrived.tolist()
+        assert lengths[1, :, 1].tolist() == arrived.tolist()
+        assert lengths[2, :, 0].tolist() == arrived.tolist()
+        assert int(lengths[0, :, 0].max()) < 4 + 32 + 16
+    elif "every" in name:
+        budget = 80 if "h2o" in name else 40
+        assert int(lengths.max()) < budget + 8
+    else:
+        assert float(lengths.float().mean()) < 0.62 * float(arrived.float().mean()) + 30
+    if "int4" in name:
+        assert cache.layers[1].store.tiers[0].longest > 0
+
+
+def test_heavy_hitters_by_sums_are_those_by_all_queries() -> None:
+    """What is gathered in pieces, eviction by eviction, is what one look at all queries gives while nothing was evicted."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).eval()
+    prepare(model)
+    ids = torch.randint(0, 99, (2, 50), generator=torch.Generator().manual_seed(0))
+    sums = []
+    for pieces in ([50], [30, *[1] * 20]):
+        cache = CompressedCache(
+            model, CachePlan(EvictionPlan(H2O(4), UniformLayers(), EqualHeads(), ratio=1.0, interval=1))
+        )
+        with torch.no_grad():
+            for piece in ids.split(pieces, 1):
+                model(piece, past_key_values=cache)
+        sums.append(cache.layers[0]._mass.dense("mass"))
+    torch.testing.assert_close(*sums)
+
+
+def test_tokens_can_be_taken_back_until_they_are_stored(llama: Any) -> None:
+    model, ids, mask = llama
+    plan = CachePlan(storage=StoragePlan((KIVI,), recent=24))
+    caches: list[Any] = [CompressedCache(model, plan), CompressedCache(model, plan)]
+    cache, clean = caches
+    with torch.no_grad():
+        for target in (cache, clean):
+            model(ids, attention_mask=mask, past_key_values=target)
+        more = mask.new_ones(3, 5)
+        model(torch.full((3, 5), 7), attention_mask=torch.cat([mask, more], 1), past_key_values=cache)
+        cache.crop(-5)
+        following = torch.full((3, 1), 9)
+        grown = torch.cat([mask, mask.new_ones(3, 1)], 1)
+        found = model(following, attention_mask=grown, past_key_values=cache).logits
+        expected = model(following, attention_mask=grown, past_key_values=clean).logits
+    torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    with pytest.raises(ValueError, match="cannot be taken back"):
+        cache.layers[0].crop(-100)
+
+
+def test_tokens_of_a_prefix_are_not_taken_back(llama: Any) -> None:
+    model, ids, _ = llama
+    cache: Any = CompressedCache(model, CachePlan(storage=StoragePlan(prefix=16)))
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        with pytest.raises(ValueError, match="cannot be taken back"):
+            cache.crop(-1)
+        model(ids[:, 10:30], past_key_values=cache)
+        cache.crop(-3)
+    assert cache.layers[0].store.lengths.tolist() == [27] * 6
+
+
+@pytest.mark.parametrize("name", ["clusters", "zipcache"])
+def test_later_pieces_of_a_text_do_not_evict_what_cannot_be_told_apart(llama: Any, name: str) -> None:
+    """Centroids keep the weight of the tokens that they stand for, and tiers their tokens."""
+    model, ids, _ = llama
+    eviction = EvictionPlan(SnapKV(16), UniformLayers(), EqualHeads(), ratio=0.9)
+    cache: Any = CompressedCache(model, CachePlan(eviction, STORAGES[name][0]))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        first = cache.layers[0].store
+        lengths, tokens = first.lengths.clone(), [tier.pages.pools["keys.codes"].clone() for tier in first.tiers]
+        model(ids[:, :20], past_key_values=cache)
+    assert torch.equal(first.lengths, lengths + 20)
+    for before, tier in zip(tokens, first.tiers, strict=True):
+        assert torch.equal(tier.pages.pools["keys.codes"][: len(before)], before)
+
+
+def test_floats_may_be_held_in_fewer_bits(llama: Any) -> None:
+    model, ids, mask = llama
+    expected, plain = run(model, ids, mask, CachePlan(), 8)
+    found, half = run(model, ids, mask, CachePlan(storage=StoragePlan(floats=torch.bfloat16)), 8)
+    assert half.nbytes < 0.52 * plain.nbytes
+    assert 0 < float((found - expected).norm() / expected.norm()) < 0.02
+
+
+def test_what_is_intact_is_what_was_kept() -> None:
+    """Sinks and a few recent tokens stay; of those only the recent ones can be taken back, and all of them."""
+    made = tiny(1)
+    ids = torch.randint(0, 99, (2, 60), generator=torch.Generator().manual_seed(0))
+    for tokens, newest in ((5, 1), (40, 36)):
+        plan = EvictionPlan(Streaming(4), UniformLayers(), EqualHeads(), tokens=tokens, interval=1)
+        cache: Any = CompressedCache(made, CachePlan(plan))
+        with torch.no_grad():
+            made(ids, past_key_values=cache)
+        with pytest.raises(ValueError, match=f"only the newest {newest} are"):
+            cache.crop(-newest - 1)
+        cache.crop(-newest)
+        assert cache.layers[0].store.lengths.tolist() == [4] * 4
+
+
+def test_a_budget_in_whole_pages_never_costs_the_window() -> None:
+    made = tiny(2)
+    ids = torch.randint(0, 99, (1, 400), generator=torch.Generator().manual_seed(0))
+    plan = EvictionPlan(SnapKV(observe=200), UniformLayers(), EqualHeads(), tokens=201)
+    cache: Any = CompressedCache(made, CachePlan(plan, StoragePlan((Tier(Plain(), Plain()),), recent=128)))
+    plain: Any = CompressedCache(made, CachePlan())
+    with torch.no_grad():
+        made(ids, past_key_values=cache)
+        made(ids, past_key_values=plain)
+    for layer, whole in zip(cache.layers, plain.layers, strict=True):
+        keys, _, used = layer.store.states()
+        every, _, _ = whole.store.states()
+        for row in range(2):
+            assert torch.equal(keys[row, used[row]][-200:], every[row, -200:])
+
+
+@pytest.mark.parametrize("share", [Cake(8), DefensiveLayers()], ids=lambda s: s.name)
+def test_a_second_piece_leaves_no_layer_waiting(share: Any) -> None:
+    """Layers of small shares store nothing of the first piece; they must go on storing all the same."""
+    made = tiny(6)
+    ids = torch.randint(0, 99, (1, 400), generator=torch.Generator().manual_seed(0))
+    plan = EvictionPlan(SnapKV(8), share, EqualHeads(), ratio=0.5)
+    cache: Any = CompressedCache(made, CachePlan(plan, STORAGES["mikv"][0]))
+    with torch.no_grad():
+        for piece in (ids[:, :300], ids[:, 300:], *ids[:, :150].split(1, 1)):
+            made(piece, past_key_values=cache)
+    assert max(layer.store.tail.longest for layer in cache.layers) < 32 + 128
+
+
+def test_padding_on_the_right_is_refused(llama: Any) -> None:
+    model, ids, mask = llama
+    with pytest.raises(ValueError, match="padding on the left only"), torch.no_grad():
+        model(ids, attention_mask=mask.flip(1), past_key_values=CompressedCache(model))
+
+
+def test_a_model_that_loses_the_mark_is_noticed(llama: Any) -> None:
+    model, _, _ = llama
+    cache: Any = CompressedCache(model)
+    states = torch.randn(1, 2, 3, 16)
+    cache.update(states, states, 0)
+    with pytest.raises(ValueError, match="does not read its cache"):
+        cache.update(states, states, 0)
+
+
+@pytest.mark.parametrize("event", ["none", "rows", "repeat", "piece"])
+def test_what_was_fetched_from_the_host_before_a_change_is_fetched_again(llama: Any, event: str) -> None:
+    """The host's side of offloading without a GPU: copies are made early, and must not outlive what they are of."""
+    model, ids, _ = llama
+    outputs = []
+    for offload in (None, _Copies()):
+        cache: Any = CompressedCache(model, CachePlan(storage=StoragePlan((KIVI,), recent=16), offload=offload))
+        with torch.no_grad():
+            model(ids, past_key_values=cache)
+            model(ids[:, :1], past_key_values=cache)
+            if event == "rows":
+                cache.batch_select_indices(torch.tensor([2, 0]))
+            elif event == "repeat":
+                cache.batch_repeat_interleave(2)
+            elif event == "piece":
+                model(ids[:, :50], past_key_values=cache)
+            rows = cache.layers[0].shape[0]
+            outputs.append([model(ids[:1, i : i + 1].expand(rows, 1), past_key_values=cache).logits for i in range(3)])
+    torch.testing.assert_close(*outputs)
+
+
+class _Copies:
+    """HostOffload with clones for copies to a GPU."""
+
+    def begin(self, device: torch.device) -> Any:
+        class Stream:
+            def wait_stream(self, other: Any) -> None: ...
+            def wait_event(self, other: Any) -> None: ...
+
+        class Offload(HostOffload):
+            def __init__(self) -> None:
+                self.device, self._stream, self._copies = device, Stream(), {}  # type: ignore[assignment]
+
+            def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+                return torch.empty(shape, dtype=dtype)
+
+            def _copied(self, pools: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+                return {name: pool.clone() for name, pool in pools.items()}, None
+
+            def _current(self) -> Any:
+                return Stream()
+
+        return Offload()
+
+
+def tiny(layers: int) -> Any:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
+        max_position_embeddings=1024,
+    )  # fmt: skip
+    made = LlamaForCausalLM(config).eval()
+    prepare(made)
+    return made
+
+
+@pytest.mark.parametrize("beams", [3])
+def test_beam_search_is_as_with_transformers_own_cache(llama: Any, beams: int) -> None:
+    model, ids, mask = llama
+    options = {"max_new_tokens": 12, "do_sample": False, "num_beams": beams, "attention_mask": mask}
+    with torch.no_grad():
+        expected = model.generate(ids, **options)
+        found = model.generate(
+            ids, past_key_values=CompressedCache(model, CachePlan(storage=StoragePlan(prefix=4))), **options
+        )
+    assert torch.equal(found, expected)
+
+
+def test_a_speculative_draft_is_as_with_transformers_own_cache(llama: Any) -> None:
+    model, ids, _ = llama
+    options = {"max_new_tokens": 30, "do_sample": False, "prompt_lookup_num_tokens": 4}
+    prompt = ids[:1, :60].repeat(1, 2)
+    with torch.no_grad():
+        expected = model.generate(prompt, **options)
+        cache = CompressedCache(model, CachePlan(storage=StoragePlan((Tier(Plain(), Plain()),), recent=32)))
+        found = model.generate(prompt, past_key_values=cache, **options)
+    assert torch.equal(found, expected)

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from runtime.kv_cache.cache import CompressedCache
+from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.storage.plan import StoragePlan
 
@@ -27,7 +28,9 @@ class Method:
         peers: presses of kvpress that are their version of the same.
         whole: its ratio is the budget, as the peers' is: the share of the tokens, before any rounding to pages.
         fixed: the policy has one size, whatever the budget (storage alone): it counts at every budget that it fits in.
-        gated: it needs DuoAttention's gates of the model.
+        needs: what calibration must find for it: "gates", "channels", "prefix_tokens".
+        reads: the budget is the share of the tokens that a step reads, of a cache that is kept whole.
+        decodes: it evicts while decoding: the budget is what it keeps of the tokens of a whole text.
     """
 
     name: str
@@ -35,17 +38,26 @@ class Method:
     peers: tuple[str, ...] = ()
     whole: bool = False
     fixed: bool = False
-    gated: bool = False
+    needs: tuple[str, ...] = ()
+    reads: bool = False
+    decodes: bool = False
 
-    def at(self, ratio: float | None, calibrated: dict[str, Any] | None = None) -> Policy:
-        """The policy that keeps this share of the tokens."""
+    def at(self, ratio: float | None, calibrated: dict[str, Any] | None = None, tokens: int | None = None) -> Policy:
+        """The policy that keeps (or reads) this share of the tokens, or keeps so many."""
         policy = copy.deepcopy(self.policy)
         if calibrated is not None:
             policy["calibrated"] = calibrated
-        if ratio is not None:
-            policy.setdefault("evict", {})
-            policy["evict"]["ratio"] = ratio
+        if tokens is not None:
+            policy["evict"]["tokens"] = tokens
+        elif ratio is not None:
+            policy.setdefault("select" if self.reads else "evict", {})["ratio"] = ratio
         return Policy.parse(policy, self.name)
+
+    def serves(self, job: dict[str, Any]) -> bool:
+        """Whether there is something to see: what happens while decoding shows where a context is followed by many steps."""
+        if job["steps"]:
+            return self.reads or self.decodes
+        return not self.decodes and (not self.reads or (bool(job["items"]) and not job["query_aware"]))
 
 
 class Evaluator:
@@ -75,6 +87,7 @@ class Evaluator:
         """Logits of the last position, and the cache after the prompt."""
         floats = str(self.held_in(policy)).removeprefix("torch.")
         cache = CompressedCache(self.model, replace(policy, floats=floats).plan())
+        ids = [*policy.prefix_tokens, *ids]
         logits = self.model(torch.tensor([ids]), past_key_values=cache, logits_to_keep=1).logits[0, -1]
         return logits, cache
 
@@ -126,7 +139,7 @@ class Evaluator:
             yield {
                 "id": item["id"], "correct": correct, "asked": len(item["questions"]), "cache_bytes": sum(sizes) / len(sizes),
                 "full_bytes": self.full_bytes(len(item["context"]) + aware * len(item["questions"][0]["ids"]), policy),
-                "seconds": time.perf_counter() - started,
+                "reads": read_share(mine), "seconds": time.perf_counter() - started,
             }  # fmt: skip
 
     def texts(self, items: list[dict[str, Any]], policy: Policy) -> Iterator[dict[str, Any]]:
@@ -143,6 +156,26 @@ class Evaluator:
                 "id": item["id"], "nll": float(nll), "tokens": len(rest) - 1, "cache_bytes": size,
                 "full_bytes": self.full_bytes(len(prompt), policy), "seconds": time.perf_counter() - started,
             }  # fmt: skip
+
+    def steps(self, items: list[dict[str, Any]], policy: Policy) -> Iterator[dict[str, Any]]:
+        """Negative log-likelihood of what follows short prompts, token by token: what happens to the cache while decoding counts."""
+        for item in items:
+            started = time.perf_counter()
+            logits, cache = self.fill(item["ids"][: item["prompt"]], policy)
+            nll, rest = 0.0, item["ids"][item["prompt"] :]
+            for token in rest:
+                nll -= float(logits.float().log_softmax(-1)[token])
+                logits = self.model(torch.tensor([[token]]), past_key_values=cache).logits[0, -1]
+            yield {
+                "id": item["id"], "nll": nll, "tokens": len(rest), "cache_bytes": cache.nbytes, "reads": read_share(cache),
+                "full_bytes": self.full_bytes(len(item["ids"]), policy), "seconds": time.perf_counter() - started,
+            }  # fmt: skip
+
+
+def read_share(cache: CompressedCache) -> float | None:
+    """Of the tokens held, those that steps read, all layers; None where steps read everything."""
+    selection = next((layer.selection for layer in cache.layers if isinstance(layer, CompressedLayer)), None)
+    return None if selection is None else selection.reads.share()
 
 
 class Ratios:

@@ -19,9 +19,16 @@ def _evict(score: str, **options: Any) -> dict[str, Any]:
     return {"evict": {"score": score, **options}}
 
 
+def _select(method: str, **options: Any) -> dict[str, Any]:
+    return {"select": {"method": method, "recent": 16, **options}}
+
+
 def _duo(streaming: float) -> dict[str, Any]:
     return _evict("duo", ratio=1.0, streaming=streaming, sinks=4, recent=28, interval=32)
 
+
+_W16: dict[str, Any] = {"observe": 16}
+_LAYERS: dict[str, Any] = {"observe": 16, "layers": "defensive", "heads": "adaptive"}
 
 #: Eviction alone, at the budget; with the presses that are kvpress's version of it.
 EVICTIONS = tuple(
@@ -36,7 +43,7 @@ EVICTIONS = tuple(
         Method("keyformer", _evict("keyformer", recent=16)),
         Method("pyramidkv w16", _evict("snapkv", observe=16, layers="pyramid"), ("pyramidkv_w16",)),
         Method("adakv w16", _evict("snapkv", observe=16, heads="adaptive"), ("adakv_snapkv_w16",)),
-        Method("cake w16", _evict("snapkv", observe=16, layers={"share": "cake", "observe": 16})),
+        Method("cake w16", _evict("cake", observe=16, layers={"share": "cake", "observe": 16})),
         Method("defensivekv w16", _evict("defensive", observe=16, heads="adaptive")),
         Method("layer-defensivekv w16", _evict("defensive", observe=16, layers="defensive", heads="adaptive")),
     )
@@ -52,17 +59,18 @@ STORAGES = (
     Method("mikv", {"method": "mikv", "recent": 8}, fixed=True),
     Method("mustafar", {"method": "mustafar", "recent": 8}, fixed=True),
     Method("kvclustering", {"method": "kvclustering", "recent": 8}, fixed=True),
-    Method("duoattention", _duo(0.5), fixed=True, gated=True),
-    Method("duoattention, 5 of 6 stream", _duo(5 / 6), fixed=True, gated=True),
-    Method("duoattention + int4", {**_duo(0.5), **_int(4, 0)}, fixed=True, gated=True),
-    Method("duoattention, 5 of 6 stream, + int4", {**_duo(5 / 6), **_int(4, 0)}, fixed=True, gated=True),
+    Method("duoattention", _duo(0.5), fixed=True, needs=("gates",)),
+    Method("duoattention, 5 of 6 stream", _duo(5 / 6), fixed=True, needs=("gates",)),
+    Method("duoattention + int4", {**_duo(0.5), **_int(4, 0)}, fixed=True, needs=("gates",)),
+    Method("duoattention, 5 of 6 stream, + int4", {**_duo(5 / 6), **_int(4, 0)}, fixed=True, needs=("gates",)),
     Method(
         "duoattention, 5 of 6 stream, + int4 keys, int2 values",
         {**_duo(5 / 6), **_int(4, 0), "values": "int2"},
         fixed=True,
-        gated=True,
+        needs=("gates",),
     ),
-    Method("duoattention, 5 of 6 stream, + int2", {**_duo(5 / 6), **_int(2, 0)}, fixed=True, gated=True),
+    Method("duoattention, 5 of 6 stream, + int2", {**_duo(5 / 6), **_int(2, 0)}, fixed=True, needs=("gates",)),
+    Method("prefixquant", {**_int(4), "prefix": "calibrated"}, fixed=True, needs=("prefix_tokens",)),
     Method("kvclustering + int4", {**_int(4), "clusters": {"ratio": 0.5, "chunk": 128}}, fixed=True),
 )
 
@@ -77,7 +85,36 @@ COMBINATIONS = tuple(
         ("adakv", _evict("snapkv", observe=64, heads="adaptive")),
         ("defensivekv", _evict("defensive", observe=64, heads="adaptive")),
         ("layer-defensivekv", _evict("defensive", observe=64, layers="defensive", heads="adaptive")),
+        ("layer-defensivekv w16", _evict("defensive", observe=16, layers="defensive", heads="adaptive")),
     )
 )
 
-METHODS = (*EVICTIONS, *STORAGES, *COMBINATIONS)
+#: Eviction while a text is decoded, every 32 steps, to so many tokens; kvpress's decoding presses do so at the same steps.
+DECODING = tuple(
+    Method(f"{name}, decoding", {**_evict(score, interval=32, **options), **storage}, peers, decodes=True)
+    for name, score, options, storage, peers in (
+        ("streamingllm", "streaming", {}, {}, ("decoding_streaming_llm",)),
+        ("rpc w16", "snapkv", _W16, {}, ("decoding_snapkv_w16",)),
+        ("rpc w16, adaptive heads", "snapkv", {**_W16, "heads": "adaptive"}, {}, ("decoding_adakv_snapkv_w16",)),
+        ("tova", "tova", {}, {}, ("decoding_tova",)),
+        ("h2o", "h2o", {"recent": 16}, {}, ()),
+        ("keyformer", "keyformer", {"recent": 16}, {}, ()),
+        ("defensivekv w16", "defensive", {**_W16, "heads": "adaptive"}, {}, ()),
+        ("layer-defensivekv w16", "defensive", _LAYERS, {}, ()),
+        ("layer-defensivekv w16 + int4", "defensive", _LAYERS, _int(4, 0), ()),
+    )
+)
+
+#: The cache kept, reads cut to the budget.
+SELECTIONS = tuple(
+    replace(method, reads=True)
+    for method in (
+        Method("quest", _select("quest", skip_layers=1)),
+        Method("double sparsity", _select("double-sparsity", skip_layers=1), needs=("channels",)),
+        Method("token-select", _select("token-select", skip_layers=1)),
+        Method("tidal decode", _select("tidal", full_layers=1, select_layers=[1])),
+        Method("recycled attention", _select("recycled", stride=16)),
+    )
+)
+
+METHODS = (*EVICTIONS, *STORAGES, *COMBINATIONS, *DECODING, *SELECTIONS)

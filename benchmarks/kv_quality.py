@@ -5,7 +5,8 @@
 Retrieval has a real answer: a small model that finds everything with its full cache (recipes/checkpoints/recall-1m) is asked for
 values of keys: a few hidden in text, asked for when the context is compressed already, and one of hundreds, with the question at the end of
 the prompt. Likelihood is that
-of the last quarter of held-out texts of 1024 tokens under the bundled language model (with YaRN), what is before it compressed.
+of the last quarter of held-out texts of 1024 tokens under the bundled language model (with YaRN), what is before it compressed; and of
+texts of 768 decoded token by token, for what evicts or chooses while decoding.
 Budgets are bytes of the cache as
 allocated (of kvpress: what it would hold if masked entries were freed), as shares of a plain cache; each seed draws its own items.
 """
@@ -31,6 +32,8 @@ HERE = Path(__file__).resolve().parent
 CHECKPOINTS = HERE.parent / "recipes" / "checkpoints"
 #: Tokens of a window of text, and of its prompt.
 TEXTS = ((1024, 768),)
+#: Tokens of a text that is decoded, and of its prompt.
+DECODED = (768, 32)
 #: The bundled language model was trained on 256 tokens; with YaRN it reads as many as this and predicts better for it.
 ROPE = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 256}
 #: Task, and whether the question is part of what is compressed. A context full of pairs that are asked for later is left out: nobody
@@ -53,25 +56,29 @@ def main() -> None:
         if arguments.peer:
             theirs, versions = peer(arguments.peer, job, name, work)
             rows += [{**row, "job": name, "tool": "kvpress"} for row in theirs]
+    measured = cells(rows)
+    before: dict[str, Any] = json.loads(arguments.output.read_text()) if arguments.add else {}
+    kept = [cell for cell in before.get("cells", []) if identity(cell) not in {identity(new) for new in measured}]
     result = {
-        "machine": cpu_name(), "threads": arguments.threads, "commit": commit(), "dtype": arguments.dtype, "kvpress": versions,
-        "lengths": arguments.lengths, "examples": arguments.examples, "texts": arguments.texts, "seeds": arguments.seeds,
-        "cells": cells(rows),
+        "machine": cpu_name(), "threads": arguments.threads, "dtype": arguments.dtype, "kvpress": versions or before.get("kvpress", {}),
+        "cells": [*kept, *({**cell, "commit": commit()} for cell in measured)],
     }  # fmt: skip
     arguments.output.write_text(json.dumps(result, indent=1) + "\n")
-    print(f"{len(rows)} rows, {len(result['cells'])} cells: {arguments.output}", file=sys.stderr)
+    print(f"{len(rows)} rows, {len(measured)} cells, {len(kept)} kept: {arguments.output}", file=sys.stderr)
 
 
 def options() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peer", help="Python of kvpress's environment; without it only ours is measured")
     parser.add_argument("--output", type=Path, default=RESULT)
+    parser.add_argument("--add", action="store_true", help="to --output, whose other cells stay")
     parser.add_argument("--work", help="where finished jobs are kept, so that a run can go on")
-    parser.add_argument("--lengths", type=int, nargs="+", default=[2048, 4096])
+    parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096])
     parser.add_argument("--examples", type=int, default=6, help="contexts a task, length and seed")
     parser.add_argument("--questions", type=int, default=8, help="of a context, where they are not known before")
     parser.add_argument("--aware-questions", type=int, default=2, help="of a context, where each is part of the prompt")
     parser.add_argument("--texts", type=int, default=6, help="texts a seed")
+    parser.add_argument("--decoded", type=int, default=2, help="texts a seed that are decoded token by token")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--threads", type=int, default=2)
@@ -82,30 +89,32 @@ def options() -> argparse.Namespace:
 # ---------------------------------------------------------------- what is measured
 def jobs(arguments: argparse.Namespace, work: Path) -> list[tuple[str, dict[str, Any]]]:
     """Each with one model and one length, so that one ratio fits all its items."""
-    common = {"dtype": arguments.dtype, "threads": arguments.threads, "budgets": list(BUDGETS), "only": arguments.only}
     found = []
     for seed in arguments.seeds:
         for length in arguments.lengths:
             for task, aware in RETRIEVAL:
                 count = arguments.aware_questions if aware else arguments.questions
-                job = {
-                    **common, "seed": seed, "model": str(CHECKPOINTS / "recall-1m"), "query_aware": aware,
-                    "items": retrieval_items(task, length, arguments.examples, count, seed), "texts": [],
-                }  # fmt: skip
-                found.append((f"{task}-{length}-{'known' if aware else 'later'}-{seed}", job))
-        for length, prompt in TEXTS:
-            items = text_items(length, prompt, arguments.texts, seed)
-            model = stretched(work)
-            job = {
-                **common,
-                "seed": seed,
-                "model": str(CHECKPOINTS / model),
-                "query_aware": False,
-                "items": [],
-                "texts": items,
-            }
-            found.append((f"text-{length}-{seed}", job))
+                items = retrieval_items(task, length, arguments.examples, count, seed)
+                name = f"{task}-{length}-{'known' if aware else 'later'}-{seed}"
+                found.append((name, job(arguments, seed, CHECKPOINTS / "recall-1m", query_aware=aware, items=items)))
+        if arguments.texts:
+            texts = [text_items(length, prompt, arguments.texts, seed) for length, prompt in TEXTS]
+            found += [
+                (f"text-{length}-{seed}", job(arguments, seed, stretched(work), texts=items))
+                for (length, _), items in zip(TEXTS, texts, strict=True)
+            ]
+        if arguments.decoded:
+            steps = text_items(*DECODED, arguments.decoded, seed)
+            found.append((f"steps-{DECODED[0]}-{seed}", job(arguments, seed, stretched(work), steps=steps)))
     return found
+
+
+def job(arguments: argparse.Namespace, seed: int, model: Path, **parts: Any) -> dict[str, Any]:
+    """What both sides are given."""
+    return {
+        "dtype": arguments.dtype, "threads": arguments.threads, "budgets": list(BUDGETS), "only": arguments.only, "seed": seed,
+        "model": str(model), "query_aware": False, "items": [], "texts": [], "steps": [], **parts,
+    }  # fmt: skip
 
 
 def stretched(work: Path) -> Path:
@@ -166,26 +175,39 @@ def ours(job: dict[str, Any], name: str, work: Path) -> list[dict[str, Any]]:
     done = work / f"{name}.ours.json"
     rows: list[dict[str, Any]] = json.loads(done.read_text()) if done.exists() else []
     finished = {(row["method"], row["budget"]) for row in rows}
-    probe = job["items"][0] if job["items"] else job["texts"][0]
-    prompt = probe["ids"][: probe["prompt"]] if "prompt" in probe else list(probe["context"])
-    if job["query_aware"]:
-        prompt += probe["questions"][0]["ids"]
     full = Method("full cache", {}, fixed=True)
     ratios = Ratios(evaluator, work / "ratios.json", job["model"])
-    for method in (full, *(m for m in METHODS if job["only"] is None or m.name in job["only"])):
+    chosen = [m for m in METHODS if m.serves(job) and (job["only"] is None or m.name in job["only"])]
+    for method in (full, *chosen):
+        known = {
+            name: value
+            for name, value in calibrated(job["model"], work).items()
+            if name in ("fingerprint", *method.needs)
+        }
         for budget in [None] if method.fixed else job["budgets"]:
             if (method.name, budget) in finished:
                 continue
             started = time.perf_counter()
-            ratio = budget if method.whole else None if method.fixed else ratios.of(method, prompt, budget)
-            facts = {"method": method.name, "budget": budget, "ratio": ratio, "peers": list(method.peers)}
-            if not method.fixed and ratio is None:
-                rows.append({**facts, "error": "what it always keeps is more than the budget"})
+            facts = {"method": method.name, "budget": budget, "ratio": None, "peers": list(method.peers)}
+            tokens = None
+            if method.decodes:
+                tokens = round(budget * DECODED[0])
+            elif method.whole or method.reads:
+                facts["ratio"] = budget
+            elif not method.fixed:
+                facts["ratio"] = ratios.of(method, prompt_of(job), budget)
+                if facts["ratio"] is None:
+                    rows.append({**facts, "error": "what it always keeps is more than the budget"})
+                    continue
+            try:
+                policy = method.at(facts["ratio"], known if method.needs else None, tokens)
+            except ValueError as error:  # a window that is no smaller than the budget
+                rows.append({**facts, "error": str(error)})
                 continue
-            policy = method.at(ratio, gates(job["model"], work) if method.gated else None)
             for row in (
                 *evaluator.retrieval(job["items"], policy, job["query_aware"]),
                 *evaluator.texts(job["texts"], policy),
+                *evaluator.steps(job["steps"], policy),
             ):
                 rows.append({**facts, **row})
             done.write_text(json.dumps(rows))
@@ -193,9 +215,17 @@ def ours(job: dict[str, Any], name: str, work: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def gates(model: str, work: Path) -> dict[str, Any]:
-    """DuoAttention's gates of a checkpoint, learned once, on the text for calibration."""
-    file = work / f"{Path(model).name}.gates.json"
+def prompt_of(job: dict[str, Any]) -> list[int]:
+    """One prompt, as long as all of the job."""
+    probe = (job["items"] or job["texts"])[0]
+    if "prompt" in probe:
+        return list(probe["ids"][: probe["prompt"]])
+    return [*probe["context"], *(probe["questions"][0]["ids"] if job["query_aware"] else [])]
+
+
+def calibrated(model: str, work: Path) -> dict[str, Any]:
+    """What methods must know of a checkpoint, found once, on the text for calibration."""
+    file = work / f"{Path(model).name}.calibrated.json"
     if not file.exists():
         from transformers import AutoTokenizer
 
@@ -205,7 +235,7 @@ def gates(model: str, work: Path) -> dict[str, Any]:
         ids = AutoTokenizer.from_pretrained(model)(text).input_ids
         rows = torch.tensor([ids[i : i + 512] for i in range(0, 64 * 512, 512)])
         with torch.enable_grad():
-            file.write_text(json.dumps(calibrate(Path(model), {"gates"}, rows)))
+            file.write_text(json.dumps(calibrate(Path(model), {"gates", "channels", "prefix_tokens"}, rows)))
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 
@@ -224,6 +254,11 @@ def peer(python: str, job: dict[str, Any], name: str, work: Path) -> tuple[list[
 
 
 # ---------------------------------------------------------------- cells
+def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
+    """What a cell is of."""
+    return tuple(cell[key] for key in ("tool", "method", "budget", "job", "seed"))
+
+
 def cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Rows of one tool, method, budget, kind of job and seed together: accuracy or likelihood, and the share of the bytes."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
@@ -242,7 +277,9 @@ def cells(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
             continue
         size = sum(row.get("nominal_bytes") or row["cache_bytes"] for row in good)
         cell["bytes"] = round(size / sum(row["full_bytes"] for row in good), 4)
-        if kind.startswith("text"):
+        if group[0].get("reads") is not None:
+            cell["reads"] = round(sum(row["reads"] for row in good) / len(good), 4)
+        if kind.startswith(("text", "steps")):
             cell["nll"] = round(sum(row["nll"] for row in good) / sum(row["tokens"] for row in good), 5)
         else:
             cell["correct"], cell["asked"] = (sum(row[key] for row in good) for key in ("correct", "asked"))

@@ -7,6 +7,7 @@ Run by the Python of `setup_kv.sh`. The job:
     {"model": directory, "dtype": "float32", "threads": 2, "seed": 0, "query_aware": false, "masking": "exact",
      "items": [{"id": ..., "context": [ids], "questions": [{"ids": [...], "answer": [...]}]}],
      "texts": [{"id": ..., "ids": [...], "prompt": n}],
+     "steps": [{"id": ..., "ids": [...], "prompt": n}],
      "methods": [{"name": "snapkv", "press": "SnapKVPress", "options": {...}}],
      "budgets": [0.5, 0.25]}
 
@@ -18,7 +19,8 @@ An item is prefilled under the press; every question then starts from a copy of 
 token of the context, as in kvpress's own pipeline. With `query_aware` the question ends the prefilled text, and the first
 token of the answer comes out of the prefill, before anything is evicted. A text is prefilled up to `prompt`; its
 likelihood is that of the tokens after the first one of the rest, read in one forward pass, so that the compressed cache is
-what every one of them is predicted from.
+what every one of them is predicted from. Steps are texts whose rest is decoded token by token, under the presses that
+compress while decoding (`DECODING_METHODS`), every `INTERVAL` steps, to the budget's share of the whole text.
 
 Presses that evict per head only mark entries, and kvpress then writes keys into them that the queries at hand turn away
 from. `"masking": "exact"` gives those entries a weight of zero instead, which is what the eviction means; `"fake keys"`
@@ -118,6 +120,17 @@ DEFAULT_METHODS: list[dict[str, Any]] = [
     method("kvzip_layerwise", "KVzipPress", layerwise=True),
     method("kvzip_plus", "KVzipPress", kvzip_plus_normalization=True),
     method("kvgrad", "KVgradPress"),
+]
+#: Steps between two compressions while decoding.
+INTERVAL = 32
+DECODING_METHODS: list[dict[str, Any]] = [
+    method("decoding_streaming_llm", "StreamingLLMPress"),
+    method("decoding_knorm", "KnormPress"),
+    method("decoding_keydiff", "KeyDiffPress"),
+    method("decoding_tova", "TOVAPress"),
+    method("decoding_expected_attention", "ExpectedAttentionPress"),
+    method("decoding_snapkv_w16", "SnapKVPress", window_size=16),
+    method("decoding_adakv_snapkv_w16", "AdaKVPress", press=spec("SnapKVPress", window_size=16)),
 ]
 FULL: dict[str, Any] = {"name": "full", "press": None}
 
@@ -327,6 +340,29 @@ class Peer:
         nll = torch.nn.functional.cross_entropy(logits.float(), torch.tensor(ids[prompt + 1 :]))
         return {"nll": float(nll), "tokens": len(ids) - prompt - 1, **averages([filled])}
 
+    def decode(self, wanted: dict[str, Any], budget: float, text: dict[str, Any]) -> dict[str, Any]:
+        """The mean negative log-likelihood of the rest of a text, token by token, compressed while decoding."""
+        ids, prompt = text["ids"], text["prompt"]
+        press = None
+        if wanted["press"] is not None:
+            press = kvpress.DecodingPress(
+                base_press=build(wanted), compression_interval=INTERVAL, target_size=round(budget * len(ids))
+            )
+        self.model.set_attn_implementation("sdpa")
+        for attention in self.attentions:
+            attention.masked_key_indices = None
+        cache, nll, started = DynamicCache(), 0.0, time.perf_counter()
+        with press(self.model) if press is not None else nullcontext():
+            logits = self.model(input_ids=torch.tensor([ids[:prompt]]), past_key_values=cache).logits[0, -1]
+            for place, token in enumerate(ids[prompt:], prompt):
+                nll -= float(logits.float().log_softmax(-1)[token])
+                logits = self.model(
+                    input_ids=torch.tensor([[token]]), past_key_values=cache, position_ids=torch.tensor([[place]])
+                ).logits[0, -1]
+        seconds, held = time.perf_counter() - started, self.held(cache, len(ids))
+        rest = len(ids) - prompt
+        return {"nll": nll / rest, "tokens": rest, **held, "prefill_seconds": round(seconds, 4)}
+
     def row(
         self, wanted: dict[str, Any], budget: float, task: str, case: dict[str, Any], query_aware: bool
     ) -> dict[str, Any]:
@@ -347,7 +383,9 @@ class Peer:
         started, error = time.perf_counter(), None
         try:
             with torch.no_grad():
-                if task == "retrieval":
+                if task == "steps":
+                    row.update(self.decode(wanted, budget, case))
+                elif task == "retrieval":
                     row.update(self.retrieve(wanted, budget, case, query_aware))
                 else:
                     row.update(self.follow(wanted, budget, case))
@@ -394,11 +432,12 @@ def main() -> None:
         raise SystemExit(f"masking is {masking!r}: 'exact' or 'fake keys'")
     peer = Peer(model, masking, job.get("seed", 0))
     cases = [("retrieval", one) for one in job.get("items", [])] + [("text", one) for one in job.get("texts", [])]
-    methods = job.get("methods") or DEFAULT_METHODS
+    cases += [("steps", one) for one in job.get("steps", [])]
+    methods = job.get("methods") or (DECODING_METHODS if job.get("steps") else DEFAULT_METHODS)
     query_aware = job.get("query_aware", False)
     head = {
         **{name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")},
-        "job": {**{name: job[name] for name in job if name not in ("items", "texts")}, "masking": masking},
+        "job": {**{name: job[name] for name in job if name not in ("items", "texts", "steps")}, "masking": masking},
     }
     head["job"]["methods"] = methods
     rows: list[dict[str, Any]] = []

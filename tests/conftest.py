@@ -16,6 +16,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from random_models import random_llama
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
@@ -50,19 +51,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
 
 def _save_llama(path: Path, seed: int, changes: dict[str, Any]) -> Path:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    settings: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "vocab_size": 257, "max_position_embeddings": 128, "tie_word_embeddings": True,
-        "bos_token_id": None, "eos_token_id": 256,
-    }  # fmt: skip
-    torch.manual_seed(seed)
-    model = LlamaForCausalLM(LlamaConfig(**{**settings, **changes}))
-    with torch.no_grad():  # the usual initial weights are so small that all outputs look alike
-        for parameter in model.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    model = random_llama(seed, **{"tie_word_embeddings": True, "eos_token_id": 256, **changes})
     model.to(torch.bfloat16).save_pretrained(path)
     _byte_tokenizer().save_pretrained(path)
     return path

@@ -25,6 +25,7 @@ from typing import Any, Literal
 
 import numpy as np
 import torch
+from corpus import EOS, TEXT_DIR, encode_text
 
 Task = Literal["recall", "needle"]
 Split = Literal["train", "eval"]
@@ -40,10 +41,8 @@ QUESTION_TOKENS = 1 + KEY_TOKENS
 POOL_SIZE = 256
 NEEDLES = (4, 16)
 
-EOS = "<|endoftext|>"
 #: How byte-level BPE spells the bytes 0xFE and 0xFF, which never occur in UTF-8.
 MARK_TOKEN, ASK_TOKEN = "\u00fe", "\u00ff"
-TEXT_DIR = Path(__file__).resolve().parent / "texts"
 
 
 @dataclass(frozen=True)
@@ -267,12 +266,4 @@ def text_mask(vocabulary: Vocabulary, ids: torch.Tensor, context: int) -> torch.
 
 def load_text(tokenizer: Any, path: Path = TEXT_DIR / "heldout.txt") -> np.ndarray:
     """Return the token ids of a bundled text as one stream, int64 ``[n]``, the end-of-text tokens included."""
-    text = path.read_text(encoding="utf-8")
-    return encode_text(tokenizer, text)
-
-
-def encode_text(tokenizer: Any, text: str) -> np.ndarray:
-    """Return the token ids of ``text``, int64 ``[n]``; each document is encoded by itself."""
-    pieces = [piece for piece in re.split(f"(?<={re.escape(EOS)})", text) if piece]
-    encodings = tokenizer.backend_tokenizer.encode_batch(pieces, add_special_tokens=False)
-    return np.concatenate([np.array(encoding.ids, dtype=np.int64) for encoding in encodings])
+    return encode_text(tokenizer, path.read_text(encoding="utf-8"))

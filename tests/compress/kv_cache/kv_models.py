@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from random_models import random_llama
+from transformers import LlamaForCausalLM
 
 VOCABULARY = 64
 
@@ -13,12 +14,10 @@ VOCABULARY = 64
 def llama(**changes: Any) -> LlamaForCausalLM:
     """A random Llama in float32: 2 layers, 4 heads of 16, 2 key heads, frozen."""
     settings: dict[str, Any] = {
-        "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,
-        "num_key_value_heads": 2, "vocab_size": VOCABULARY, "max_position_embeddings": 128, "initializer_range": 0.3,
-        "tie_word_embeddings": True, "attn_implementation": "sdpa",
+        "hidden_size": 32, "intermediate_size": 48, "head_dim": 16, "vocab_size": VOCABULARY, "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
     }  # fmt: skip
-    torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**{**settings, **changes})).eval().requires_grad_(False)
+    return random_llama(**{**settings, **changes}).requires_grad_(False)
 
 
 def rows(count: int = 6, length: int = 48, low: int = 0) -> torch.Tensor:

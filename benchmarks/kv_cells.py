@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from runtime.kv_cache.cache import CompressedCache
-from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.storage.plan import StoragePlan
 
@@ -174,8 +173,7 @@ class Evaluator:
 
 def read_share(cache: CompressedCache) -> float | None:
     """Of the tokens held, those that steps read, all layers; None where steps read everything."""
-    selection = next((layer.selection for layer in cache.layers if isinstance(layer, CompressedLayer)), None)
-    return None if selection is None else selection.reads.share()
+    return None if cache.reads is None else cache.reads.share()
 
 
 class Ratios:

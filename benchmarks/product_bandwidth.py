@@ -27,6 +27,7 @@ from where import commit, cpu_name
 
 from runtime import native
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.threads import openmp
 
 SHAPES = ((11008, 4096), (2048, 5632), (8192, 2048))
 GROUP = 128
@@ -63,10 +64,10 @@ def reader() -> Any:
         source = Path(folder) / "read.c"
         source.write_text(READER.replace("POOL", str(library.SOURCE.parent / "pool.h")))
         found = native.library(source)
-    openmp = library._openmp()
-    if found is None or openmp is None:
+    pool = openmp()
+    if found is None or pool is None:
         raise SystemExit("a C compiler and torch's OpenMP library are needed")
-    found.set_pool(*openmp)
+    found.set_pool(*pool)
     found.read_all.restype = ctypes.c_uint64
     found.read_all.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_int]
     return found.read_all

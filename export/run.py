@@ -82,6 +82,9 @@ def run(
     with Reporter(quiet) as progress, beside(place) as folder:
         for conversion in conversions:
             progress.info(f"  {conversion.sentence()}")
+        behind = left_behind(chosen, source)
+        if behind is not None:
+            progress.warn(behind)
         job = Job(source, settings, folder, progress, output=place)
         chosen.write(job)
         if job.losses:
@@ -97,6 +100,7 @@ def run(
             "artifact": source.describe(),
             "tools": tool_versions(),
             "conversions": [asdict(conversion) for conversion in conversions],
+            "left_behind": behind,
             "losses": job.losses,
             target: job.facts,
             "files": {},
@@ -105,7 +109,7 @@ def run(
         verification = chosen.verify(job) if verify else None
         for note in verification.notes if verification else ():
             progress.warn(note)
-        (folder / README).write_text(_readme(chosen, job, place, conversions, verification), encoding="utf-8")
+        (folder / README).write_text(_readme(chosen, job, place, conversions, verification, behind), encoding="utf-8")
         (folder / MANIFEST).unlink()
         files = listing(folder)
         manifest |= {
@@ -119,6 +123,20 @@ def run(
         place, target, sum(file["bytes"] for file in files.values()), conversions, job.losses, verification, job.facts,
         progress.warnings, time.monotonic() - start,
     )  # fmt: skip
+
+
+def left_behind(target: Target, source: Any) -> str | None:
+    """What of the artifact the target does not write, in a sentence; None: nothing. (A build bundle is no artifact any more.)"""
+    manifest = source.artifact.manifest if isinstance(source, Source) else None
+    policy = (manifest or {}).get("kv_cache")
+    if policy is None or target.keeps_cache:
+        return None
+    from runtime.kv_cache.policy import Policy
+
+    described = Policy.parse(policy).describe()
+    return (
+        f"the artifact's KV-cache policy ({described}) stays behind: what target {target.name} writes cannot hold one"
+    )
 
 
 def parse_options(target: Target, given: dict[str, Any]) -> Any:
@@ -169,7 +187,12 @@ def tool_versions() -> dict[str, str]:
 
 
 def _readme(
-    target: Target, job: Job, place: Path, conversions: list[Conversion], verification: Verification | None
+    target: Target,
+    job: Job,
+    place: Path,
+    conversions: list[Conversion],
+    verification: Verification | None,
+    behind: str | None,
 ) -> str:
     lines = [
         f"# {place.name}",
@@ -182,6 +205,8 @@ def _readme(
     if conversions:
         lines += ["Stored in another way than in the artifact:", ""]
         lines += [f"- {conversion.sentence()}" for conversion in conversions] + [""]
+    if behind is not None:
+        lines += [f"{behind[0].upper()}{behind[1:]}.", ""]
     if verification is None:
         lines += ["Not verified: the export was not loaded back.", ""]
     else:

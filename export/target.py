@@ -119,6 +119,7 @@ class Target(ABC):
         extra: the extra of this package that installs `packages`; None when nothing more is needed.
         packages: modules that must be importable to write.
         options: class of its options.
+        keeps_cache: what it writes is an artifact for `runtime.load`, whose KV-cache policy goes along.
     """
 
     name: ClassVar[str]
@@ -126,6 +127,7 @@ class Target(ABC):
     extra: ClassVar[str | None] = None
     packages: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[type[Options]] = Options
+    keeps_cache: ClassVar[bool] = False
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
         """What is exported: an artifact; a target may take something of its own making up again (a build bundle)."""

@@ -17,6 +17,11 @@ if TYPE_CHECKING:
 
 #: Names of kernels computed by Triton end so; the others are torch's.
 _TRITON = "-triton"
+#: Said of artifacts with a policy.
+CACHE = (
+    "its cache is compressed, and attention over it is not compiled ahead: triton compiles it where it is installed, "
+    "plain torch computes it, slower, where it is not; runtime.load(..., kv_cache=False) takes a plain cache"
+)
 
 
 def dtype(source: Source, options: TritonOptions) -> torch.dtype:
@@ -74,6 +79,11 @@ def sentence(capability: int, kernels: dict[str, str]) -> str:
     )
 
 
+def has_policy(source: Source) -> bool:
+    """Whether the artifact says how its cache is compressed."""
+    return (source.artifact.manifest or {}).get("kv_cache") is not None
+
+
 def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
     """Everything that is to be compiled for one GPU."""
     from runtime.engines.torch import Blueprint
@@ -83,7 +93,7 @@ def launches(source: Source, options: TritonOptions, capability: int) -> Launche
     blueprint = Blueprint(source.artifact, torch.device("meta"), "auto", compute, source.trust_remote_code)
     if compute != source.dtype:
         cast(torch.nn.Module, blueprint.module).to(compute)
-    return find(blueprint.module, capability, options.configs == "all")
+    return find(blueprint.module, capability, options.configs == "all", has_policy(source))
 
 
 def _engine(source: Source) -> bool:

@@ -15,6 +15,9 @@ paged attention). They are compiled with torch's dtype, so a production machine 
   changed one, export again. A cubin whose SHA-256 is wrong is refused.
 - Layers that Triton does not compute (float8 on H100, which torch multiplies; unquantized ones) stay on their kernels; the export names
   them.
+- Attention over a compressed cache is not compiled ahead: its kernels depend on the policy, which may be given when loading, and on
+  how the cache fills. Without triton plain torch computes it, slower. An artifact with a policy brings it along, and the export says so;
+  compiled are kernels for both, its layers as they compute beside a compressed cache, and the lean engine (`kv_cache=False`).
 - Cubins are programs. They run on the GPU with the memory of the process there; load exports from where you would install software from.
 """
 
@@ -36,6 +39,7 @@ class TritonTarget(Target):
     extra = "gpu"
     packages = ("triton",)
     options = TritonOptions
+    keeps_cache = True  # the folder is the artifact, its compress.json among the files
 
     def why_not(self, source: Source, options: Any) -> str | None:
         return plan.why_not(source, options)

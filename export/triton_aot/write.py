@@ -41,6 +41,8 @@ def write(job: Job) -> None:
         if said:
             job.progress.warn(said)
             stays[f"sm_{capability}"] = plan.others(found.kernels)
+    if plan.has_policy(job.source):
+        job.progress.warn(plan.CACHE)
     if not tasks:
         raise CompressError("there is no kernel to compile for this artifact")
     built = _compile(job, tasks)
@@ -135,6 +137,8 @@ def _facts(job: Job, built: list[Built], engine: str | None, stays: dict[str, di
     job.facts["triton"] = triton.__version__
     job.facts["engine"] = "the lean GPU engine" if engine is None else f"transformers' modules ({engine})"
     job.facts["layers_on_other_kernels"] = stays
+    if plan.has_policy(job.source):
+        job.facts["cache"] = plan.CACHE
     job.facts["say"] = [
         f"{gpu}: {here['kernels']} kernels, {here['bytes'] / 1e6:.1f} MB" for gpu, here in count.items()
     ]

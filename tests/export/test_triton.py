@@ -275,8 +275,8 @@ def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> No
     source = Source(tiny_artifact)
     found = plan.launches(source, TritonOptions(), 90)
     launches = [(v.kernel, grid, {a.name: a.value for a in v.arguments}) for v, grid in found.variants.items()]
-    for call, _ in compiled.hot_launches().values():
-        launches += [(one.kernel.name, one.grid, one.arguments) for one in compiled.record(call)]
+    hot = [one for call, _ in compiled.hot_launches().values() for one in compiled.record(call)]
+    launches += [(one.kernel.name, one.grid, one.arguments) for one in hot if one.kernel.ahead]
     checked = set()
     for name, grid, arguments in launches:
         rows = grid[-1] if name == "sparse24_w4.sparse24_kernel" else grid[0]
@@ -288,7 +288,46 @@ def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> No
             continue
         assert expected == grid, (name, arguments)
         checked.add(name)
-    assert checked == set(RULES) == set(jit.Entry.known)
+    known = jit.Entry.known.values()
+    assert checked == set(RULES) == {kernel.name for kernel in known if kernel.ahead}
+    others = {kernel.fn.__module__.rpartition(".")[0] for kernel in known if not kernel.ahead}
+    assert others == {"runtime.kv_cache.kernels"}, "whatever else has kernels belongs into jit.MODULES"
+
+
+def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
+    tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from export.progress import Reporter
+    from export.target import Job
+    from export.triton_aot import write
+    from runtime.kernels.triton import launches, tuning
+    from runtime.kv_cache.choose import choose_policy
+    from runtime.kv_cache.policy import Policy
+
+    path = Path(shutil.copytree(tiny_artifact, tmp_path / "kivi"))
+    policy = Policy.parse("kivi")
+    manifest = json.loads((path / "compress.json").read_text())
+    (path / "compress.json").write_text(json.dumps(manifest | {"kv_cache": policy.resolved()}))
+    source, options = Source(path), TritonOptions(gpus="90")
+    plain = plan.launches(Source(tiny_artifact), options, 90)
+    whole, by_itself = launches._layers, []
+    monkeypatch.setattr(launches, "_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
+    found = plan.launches(source, options, 90)
+    assert plain.engine is None
+    assert found.engine == "its cache is compressed"
+    assert set(plain.variants) <= set(found.variants), "what kv_cache=False launches is there"
+    assert by_itself == [False, True], "and what tuning may choose for each layer as transformers' modules call it"
+
+    tasks: list[Task] = []
+    monkeypatch.setattr(write, "_compile", lambda job, given: tasks.extend(given) or [])
+    (tmp_path / "out").mkdir()
+    job = Job(source, options, tmp_path / "out", Reporter(quiet=True))
+    write.write(job)
+    assert [task.variant for task in tasks] == list(found.variants)
+    assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]
+    assert job.facts["cache"] == plan.CACHE
+    assert job.facts["engine"] == "transformers' modules (its cache is compressed)"
+    assert choose_policy(None, Artifact(job.folder), source.config) == policy
 
 
 # ---------------------------------------------------------------- requests

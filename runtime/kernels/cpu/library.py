@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import logging
-import os
 import platform
 from functools import cache
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import torch
 
 from runtime import cpu, native
+from runtime.kernels.cpu.threads import openmp
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
 KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
@@ -24,7 +23,6 @@ _X86 = {
     ),
     "avx2": ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
 }
-_log = logging.getLogger("compress.native")
 
 
 class Linear(ctypes.Structure):
@@ -76,33 +74,11 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     library.decoder_memory.argtypes = [p, q]
     library.decoder_step.restype = None
     library.decoder_step.argtypes = [p, i]
-    functions = _openmp()
-    if functions is None:
-        _log.warning("torch's OpenMP library was not found: CPU kernels run on one thread")
-    else:
+    functions = openmp()
+    if functions is not None:
         library.set_pool(*functions)
     return library
 
 
 def _is_x86() -> bool:
     return platform.machine().lower() in ("x86_64", "amd64", "i686")
-
-
-@cache
-def _openmp() -> tuple[ctypes.c_void_p, ...] | None:
-    """Addresses of GOMP_parallel, GOMP_barrier, omp_get_thread_num and omp_get_num_threads in the library torch runs on.
-
-    The same library means the same threads: a second pool beside it would fight it for the cores.
-    """
-    torch_folder = Path(torch.__file__).parent
-    places = [torch_folder / "lib", torch_folder.parent / "torch.libs"]
-    for place in places:
-        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
-            for file in sorted(place.glob(pattern)):
-                try:
-                    library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
-                    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
-                    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names)
-                except (OSError, AttributeError):
-                    continue
-    return None

@@ -12,7 +12,7 @@ import tempfile
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,6 +21,9 @@ from triton.compiler import ASTSource
 
 from runtime.kernels.triton import gpu, signature
 from runtime.kernels.triton.jit import Entry, Launch, recording
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.storage.base import Codec
 
 
 def record(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
@@ -116,45 +119,65 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     return calls | {name: (call, 80) for name, call in cache_launches().items()}
 
 
-def cache_launches(
-    size: int = 128, queries: int = 4, dtype: torch.dtype = torch.bfloat16
-) -> dict[str, Callable[[], Any]]:
-    """{name: call with meta tensors}: attention over 4096 tokens of 8 key heads in every storage, and over those that a step
-    chooses. `queries` a key head.
-    """
-    from runtime.kv_cache.kernels import triton_attention
+def cache_launches() -> dict[str, Callable[[], Any]]:
+    """{name: call with meta tensors}: attention over 4096 tokens of 8 key heads in every storage, and over those that a step chooses."""
     from runtime.kv_cache.pages import PAGE
-    from runtime.kv_cache.region import Chosen, Region
     from runtime.kv_cache.storage.bitmap import Bitmap
     from runtime.kv_cache.storage.fp8 import Float8
     from runtime.kv_cache.storage.integer import Integer
     from runtime.kv_cache.storage.plain import Plain
 
-    meta, rows, longest = torch.device("meta"), 8, 4096
-    storages: dict[str, tuple[Any, Any]] = {"plain": (Plain(), Plain()), "fp8": (Float8(), Float8())}
+    storages: dict[str, tuple[Codec, Codec]] = {"plain": (Plain(), Plain()), "fp8": (Float8(), Float8())}
     storages |= {f"int{bits}": (Integer(bits, "channel"), Integer(bits, "token")) for bits in (8, 4, 2)}
     storages |= {"int4 groups": (Integer(4, "token", 32), Integer(4, "token", 32)), "bitmap": (Bitmap(), Bitmap())}
-    query = torch.empty(rows, queries, size, dtype=dtype, device=meta)
-
-    def region(name: str) -> Region:
-        found = Region(rows, (size, size), dtype, meta, *storages[name])
-        found.pages.table = torch.empty(rows, longest // PAGE, dtype=torch.int64, device=meta)
-        found.pages.longest = longest
-        return found
-
-    def chosen(unit: int) -> Chosen:
-        index = torch.empty(rows, 1024 // unit, dtype=torch.int64, device=meta)
-        return Chosen(index, torch.empty(rows, dtype=torch.int64, device=meta), unit)
-
-    calls: dict[str, Callable[[], Any]] = {}
-    for name in storages:
-        calls[f"cache {name}"] = partial(triton_attention.run, query, region(name), size**-0.5)
+    calls = {f"cache {name}": cache_call(*storages[name]) for name in storages}
     for name in ("plain", "fp8", "int8", "int4", "int2"):
         for kind, unit in (("pages", PAGE), ("tokens", 1)):
-            calls[f"cache {name} {kind}"] = partial(
-                triton_attention.run, query, region(name), size**-0.5, chosen=chosen(unit)
-            )
+            calls[f"cache {name} {kind}"] = cache_call(*storages[name], unit=unit)
     return calls
+
+
+def cache_call(
+    keys: Codec,
+    values: Codec,
+    sizes: tuple[int, int] = (128, 128),
+    queries: int = 4,
+    dtype: torch.dtype = torch.bfloat16,
+    held: torch.dtype | None = None,
+    tokens: int = 4096,
+    softcap: float = 0.0,
+    bias: bool = False,
+    visible: bool = False,
+    unit: int = 0,
+) -> Callable[[], Any]:
+    """Attention over `tokens` tokens of 8 key heads, with meta tensors.
+
+    Args:
+        keys: how they are stored.
+        values: likewise.
+        sizes: channels of a key and of a value.
+        queries: of a key head.
+        dtype: the model's.
+        held: of floats in the cache; None: the model's.
+        softcap: of the scores; 0: none.
+        bias: tokens have one.
+        visible: queries see only the front of a row.
+        unit: what a step reads is chosen in pages (PAGE) or tokens (1), 1024 tokens; 0: everything is read.
+    """
+    from runtime.kv_cache.kernels import triton_attention
+    from runtime.kv_cache.pages import PAGE
+    from runtime.kv_cache.region import Chosen, Region
+
+    def meta(*shape: int) -> torch.Tensor:
+        return torch.empty(*shape, dtype=torch.int64, device="meta")
+
+    rows = 8
+    region = Region(rows, sizes, held or dtype, torch.device("meta"), keys, values, bias)
+    region.pages.table, region.pages.longest = meta(rows, tokens // PAGE), tokens
+    query = torch.empty(rows, queries, sizes[0], dtype=dtype, device="meta")
+    limit = meta(rows, queries) if visible else None
+    chosen = Chosen(meta(rows, 1024 // unit), meta(rows), unit) if unit else None
+    return partial(triton_attention.run, query, region, sizes[0] ** -0.5, softcap, limit, chosen)
 
 
 def report(name: str, call: Callable[[], Any], capability: int) -> dict[str, dict[str, Any]]:

@@ -28,7 +28,8 @@ except ImportError:
     triton = tl = None  # type: ignore[assignment]
 
 INSTALLED = triton is not None
-#: Files with kernels that Python launches; all there is to compile ahead.
+#: Files whose kernels an export compiles ahead: those of weights and of the lean engine. Those of compressed caches
+#: (`runtime/kv_cache/kernels`) are not among them: what they are compiled for follows from how the cache fills.
 MODULES = (
     "runtime.kernels.triton.codes", "runtime.kernels.triton.few_rows", "runtime.kernels.triton.fused",
     "runtime.kernels.triton.many_rows", "runtime.kernels.triton.matvec", "runtime.kernels.triton.sparse24_w4",
@@ -70,6 +71,7 @@ class Entry:
 
     Attributes:
         name: file and function, "matvec.matvec_kernel".
+        ahead: whether exports compile it (its file is in MODULES).
         jitted: triton's function; None without triton.
         parameters: {name: whether it is a constant}, in order.
     """
@@ -81,6 +83,7 @@ class Entry:
         self.fn = fn
         self.__name__ = fn.__name__
         self.name = f"{fn.__module__.rpartition('.')[2]}.{fn.__name__}"
+        self.ahead = fn.__module__ in MODULES
         self.jitted = triton.jit(fn) if INSTALLED else None
         signature = inspect.signature(fn).parameters.values()
         self.parameters = {p.name: "constexpr" in str(p.annotation) for p in signature}

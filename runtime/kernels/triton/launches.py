@@ -47,11 +47,13 @@ def best(layer: Layer) -> Kernel:
     return table.on_gpu(layer)[0]
 
 
-def find(model: PreTrainedModel, capability: int, every: bool = True) -> Launches:
+def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bool = False) -> Launches:
     """The launches of a model whose compressed layers are installed and on meta, on a GPU of compute capability 80, 90, 100.
 
     Args:
         every: each configuration that tuning may choose; False: the default ones only.
+        policy: it has one for its cache, with which transformers' modules compute. Launches of the lean engine, which computes when
+            it is loaded with a plain cache, are found too; those over the compressed cache are not.
 
     The model is used up: its layers get kernels and empty tensors.
     """
@@ -62,15 +64,18 @@ def find(model: PreTrainedModel, capability: int, every: bool = True) -> Launche
         stack.enter_context(torch.inference_mode())
         kernels = _prepare(model)
         reason = why_not(model)
+        lean = reason is None
+        if lean and policy:
+            reason = "its cache is compressed"
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
         _layers(model)
         if every:
             stack.enter_context(tuning.every_candidate())
-        if reason is None:
-            _decode(model)
-        elif every:
+        if every and reason is not None:
             _layers(model)
+        if lean:
+            _decode(model)
     variants: dict[Variant, tuple[int, ...]] = {}
     for launch in launches:
         variants.setdefault(of(launch), launch.grid)

@@ -1,6 +1,6 @@
 """Attention over regions of a compressed cache: for each device the kernels that read pages as they are stored.
 
-A kernel is a module with `why_not(query, region) -> str | None`, a reason in words why it cannot take them, and
+A kernel is a module with a `NAME`, `why_not(query, region) -> str | None`, a reason in words why it cannot take them, and
 `run(query, region, scale, softcap, visible, chosen)`, which has the contract of `region_attention`. Modules are imported when a
 query on their device comes first.
 """
@@ -8,6 +8,7 @@ query on their device comes first.
 from __future__ import annotations
 
 import importlib
+import logging
 from functools import cache
 from typing import Protocol, cast
 
@@ -20,10 +21,19 @@ KERNELS: dict[str, tuple[str, ...]] = {
     "cpu": ("runtime.kv_cache.kernels.cpu",),
     "cuda": ("runtime.kv_cache.kernels.triton_attention",),
 }
+#: What plain torch is called where kernels have names.
+REFERENCE = "kv-reference"
+_log = logging.getLogger("compress.kernels")
 
 
 class Kernel(Protocol):
-    """What a module of this table has."""
+    """What a module of this table has.
+
+    Attributes:
+        NAME: as `explain` shows it.
+    """
+
+    NAME: str
 
     def why_not(self, query: torch.Tensor, region: Region) -> str | None:
         """Why it cannot run, or None."""
@@ -48,14 +58,37 @@ def attend_region(
     visible: torch.Tensor | None = None,
     chosen: Chosen | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`region_attention` by the first kernel of the query's device that can.
+    """`region_attention` by the first kernel of the query's device that can; where none can, the log says once why.
 
     Kernels compute with states as they are stored; the reference rounds decoded ones to the model's dtype first.
     """
-    for kernel in _kernels(query.device.type):
-        if kernel.why_not(query, region) is None:
-            return kernel.run(query, region, scale, softcap, visible, chosen)
+    kernel, reason = _find(query, region)
+    if kernel is not None:
+        return kernel.run(query, region, scale, softcap, visible, chosen)
+    _say(query.device.type, reason)
     return region_attention(query, region, scale, softcap, visible, chosen)
+
+
+def explain(query: torch.Tensor, region: Region) -> str:
+    """What `attend_region` computes with: a kernel's name, or "kv-reference" and why no kernel does."""
+    kernel, reason = _find(query, region)
+    return f"{REFERENCE}: {reason}" if kernel is None else kernel.NAME
+
+
+def _find(query: torch.Tensor, region: Region) -> tuple[Kernel | None, str]:
+    """The first kernel that can; None, and why none can."""
+    reasons = []
+    for kernel in _kernels(query.device.type):
+        reason = kernel.why_not(query, region)
+        if reason is None:
+            return kernel, ""
+        reasons.append(reason)
+    return None, "; ".join(reasons) or "there is no kernel for it"
+
+
+@cache  # of what is said at every step, the first time is enough
+def _say(device: str, reason: str) -> None:
+    _log.warning("plain torch computes attention over a compressed cache on %s, slower: %s", device, reason)
 
 
 @cache

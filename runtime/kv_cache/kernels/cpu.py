@@ -1,6 +1,6 @@
 """Attention over a region on a CPU, in C: keys and values are decoded in registers, a block of codes once for all queries.
 
-The sources are in `c/`; the threads are torch's own (see runtime/kernels/cpu/library.py). Sums are float32.
+The sources are in `c/`; the threads are torch's own (see runtime/kernels/cpu/threads.py). Sums are float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import torch
 from runtime import native
 from runtime.kernels.cpu import library as linear
 from runtime.kernels.cpu import scratch
+from runtime.kernels.cpu.threads import openmp
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.storage.base import BLOCK, Codec
@@ -25,6 +26,7 @@ from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
+NAME = "kv-cpu"
 SOURCE = Path(__file__).parent / "c" / "attention.c"
 #: Headers that these kernels share with those of linear layers.
 _SHARED = (
@@ -102,7 +104,7 @@ def load(portable: bool = False) -> ctypes.CDLL | None:
     library.attention_memory.argtypes = [_p, _i32]
     library.attention_run.restype = None
     library.attention_run.argtypes = [_p, _i32]
-    functions = linear._openmp()
+    functions = openmp()
     if functions is not None:
         library.set_pool(*functions)
     return library

@@ -20,6 +20,8 @@ from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
 
+NAME = "kv-triton"
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 MOST_SIZE = 256
 LEAST_SHARE = 4  # pages: with fewer, partial results would be a large part of the traffic
 MOST_SPLITS = 128
@@ -36,8 +38,8 @@ def why_not(query: torch.Tensor, region: Region) -> str | None:
         return "triton's kernels run on CUDA devices"
     if gpu.capability(query.device) < (8, 0):
         return "it needs a GPU of compute capability 8.0 or later"
-    if query.dtype not in (torch.float16, torch.bfloat16, torch.float32) or query.dtype != region.dtype:
-        return f"it computes in float32, float16 or bfloat16 as the cache does, not {query.dtype} with {region.dtype}"
+    if query.dtype not in FLOATS or region.dtype not in FLOATS:
+        return f"it knows float32, float16 and bfloat16, not queries in {query.dtype} with floats in {region.dtype}"
     if max(region.sizes) > MOST_SIZE:
         return f"it takes heads of up to {MOST_SIZE} channels, not {max(region.sizes)}"
     for codec in (region.keys, region.values):
@@ -62,7 +64,8 @@ def run(
     is cut into shares depends on its length, on the longest and on the number of rows, and so do the last bits of the result.
 
     Args:
-        query: `[rows, m, size]`, the last dimension dense or copied.
+        query: `[rows, m, size]`, the last dimension dense or copied. Of another dtype than the region's floats (a model in float32
+            whose cache is held in bfloat16), it is multiplied in float32: states become that in registers, and nothing is rounded.
         region: what is attended to.
         scale: of the scores.
         softcap: as in `region_attention`.
@@ -79,6 +82,8 @@ def run(
     if not rows or not queries or not tiles:
         out = torch.zeros(*shape, v_size, dtype=torch.float32, device=query.device)
         return out, torch.full(shape, float("-inf"), dtype=torch.float32, device=query.device)
+    if query.dtype != region.dtype:
+        query = query.float()
     if query.stride(-1) != 1:
         query = query.contiguous()
     keys, values = _stored(region, "keys"), _stored(region, "values")

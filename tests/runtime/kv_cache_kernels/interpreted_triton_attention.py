@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from runtime.kernels.triton.interpreter import repair
+from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import triton_attention
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region, region_attention
@@ -72,15 +73,18 @@ def check(
     softcap: float = 0.0,
     visible: torch.Tensor | None = None,
     chosen: Chosen | None = None,
+    of: torch.dtype | None = None,
 ) -> None:
+    """Queries `of` another dtype than the region's floats are multiplied in float32."""
     generator = torch.Generator().manual_seed(2)
     rows, size = region.pages.rows, region.sizes[0]
-    wide = torch.randn(rows, queries + 1, size + 3, generator=generator).to(region.dtype)
+    wide = torch.randn(rows, queries + 1, size + 3, generator=generator).to(of or region.dtype)
     query = wide[:, :queries, :size]  # rows and heads with something between them
     assert triton_attention.why_not(query, region) is None
     found = triton_attention.run(query, region, size**-0.5, softcap, visible, chosen)
     rounded = region_attention(query, region, size**-0.5, softcap, visible, chosen)
     dtype, region.dtype = region.dtype, FP32
+    computed = dtype if of in (None, dtype) else FP32
     exact = region_attention(query, region, size**-0.5, softcap, visible, chosen)
     largest = float(region.states()[1].abs().max())
     region.dtype = dtype
@@ -90,7 +94,7 @@ def check(
         assert torch.equal(one == float("-inf"), nothing)
         error, allowed = ((x - truth).masked_fill(nothing, 0.0).abs().max() for x in (one, other))
         # No more than what rounding states to the model's dtype costs, and weights rounded to it.
-        assert error <= 1.5 * allowed + unit * max(1e-6, torch.finfo(dtype).eps), (float(error), float(allowed))
+        assert error <= 1.5 * allowed + unit * max(1e-6, torch.finfo(computed).eps), (float(error), float(allowed))
 
 
 STORAGES: list[tuple[Codec, Codec, tuple[int, int], torch.dtype]] = [
@@ -119,6 +123,23 @@ STORAGES: list[tuple[Codec, Codec, tuple[int, int], torch.dtype]] = [
 def test_storages(storage: tuple[Codec, Codec, tuple[int, int], torch.dtype]) -> None:
     keys, values, sizes, dtype = storage
     check(filled([3, 0, 1], sizes, dtype, keys, values), 4)
+
+
+@pytest.mark.parametrize(("of", "held"), [(FP32, BF16), (FP32, FP16), (BF16, FP32), (BF16, FP16)], ids=str)
+def test_floats_in_another_dtype_than_the_models(of: torch.dtype, held: torch.dtype) -> None:
+    """A model in float32 whose cache is held in few bytes above all."""
+    lengths = torch.tensor([[70], [0], [33]]) - 3 + torch.arange(3)
+    check(ragged([70, 0, 33], (24, 40), held), 3, 0.0, lengths, of=of)
+    check(filled([3, 0, 1], (32, 48), held, Integer(4, "channel"), Integer(4, "token")), 4, of=of)
+    check(filled([2, 1], (64, 32), held, Float8(), Bitmap(0.5)), 1, of=of)
+
+
+def test_the_table_gives_them_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "_kernels", lambda device: (triton_attention,))
+    monkeypatch.setattr(kernels, "region_attention", None)  # what would compute instead
+    query, region = torch.randn(2, 3, 32), ragged([40, 7], (32, 48), BF16)
+    found, wanted = (call(query, region, 0.2) for call in (kernels.attend_region, triton_attention.run))
+    assert all(torch.equal(one, other) for one, other in zip(found, wanted, strict=True))
 
 
 FORMS = [
@@ -219,7 +240,8 @@ def test_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
         name = "other"
 
     assert triton_attention.why_not(query, region) is None
-    assert "not torch.float32 with torch.bfloat16" in str(triton_attention.why_not(query.float(), region))
+    assert triton_attention.why_not(query.float(), region) is None
+    assert "not queries in torch.float64" in str(triton_attention.why_not(query.double(), region))
     assert "not 300" in str(triton_attention.why_not(query, ragged([3], (32, 300), BF16)))
     assert "other" in str(triton_attention.why_not(query, Region(1, (32, 32), BF16, CPU, Plain(), Other())))
     monkeypatch.setattr(triton_attention, "_interpreted", lambda: False)

@@ -113,7 +113,7 @@ def load(
     if blueprint.kind != "decoder":
         return _without_cache_file(blueprint, bound, trust_remote_code)
     engine = load_engine(blueprint, checked, bound, policy)
-    tokenizer = _tokenizer(artifact.path, trust_remote_code)
+    tokenizer = load_tokenizer(artifact.path, trust_remote_code)
     return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
 
 
@@ -133,7 +133,7 @@ def _exported(
     if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
         export.verify(readme=bool(verify))
     engine = load_export(export, device, options)
-    tokenizer = _tokenizer(export.path, trust_remote_code)
+    tokenizer = load_tokenizer(export.path, trust_remote_code)
     kind = export.facts.get("kind", "decoder")
     if kind == "encoder":
         return EncoderModel(engine, tokenizer, export)
@@ -156,7 +156,7 @@ def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) ->
     artifact = blueprint.artifact
     if bound is not None:
         raise RequestError(f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out")
-    tokenizer = _tokenizer(artifact.path, trust)
+    tokenizer = load_tokenizer(artifact.path, trust)
     if blueprint.kind == "encoder":
         return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
     start, forced = decoder_start(artifact)
@@ -186,8 +186,16 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
     return DTYPES[name]
 
 
-def _tokenizer(path: Path, trust_remote_code: bool) -> Any:
-    """The directory's tokenizer, or None when it has none (token ids still work)."""
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """The directory's tokenizer (transformers'), or None when it has none (token ids still work).
+
+    Args:
+        path: directory of an artifact, an export or a checkpoint.
+        trust_remote_code: let it bring Python code that is run.
+
+    Raises:
+        ArtifactError: its files cannot be read.
+    """
     if not any((path / name).is_file() for name in _TOKENIZER_FILES):
         return None
     from transformers import AutoTokenizer

@@ -175,7 +175,8 @@ class Model:
     @property
     def stats(self) -> dict[str, Any]:
         """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`;
-        `kv_cache`, how keys and values are compressed (None: they are not).
+        `kv_cache`, how keys and values are compressed (None: they are not); `kv_cache_read_share`, how much of what they held steps
+        have read (None: the policy has no selection).
 
         Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
         """
@@ -186,8 +187,9 @@ class Model:
             "weight_bytes": self.engine.weight_bytes,
             "engine": self.engine.description,
             "kv_cache": None if held is None else held.description,
+            "kv_cache_read_share": last.read_share,
         }
 
     def explain(self) -> dict[str, str]:
-        """{layer: the kernel that computes it}."""
+        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
         return self.engine.explain()

@@ -32,7 +32,7 @@ class HeavyChannels:
 
     def attention(self, call: AttentionCall) -> None:
         batch, kv_heads, count, size = call.key.shape
-        query, key = call.query.view(batch, kv_heads, call.groups, count, size), call.key
+        query, key = call.query.float().view(batch, kv_heads, call.groups, count, size), call.key.float()
         # The mean over pairs is the product of the means, so that no pair is ever made.
         if self.rank == "product":
             found = query.abs().mean((2, 3)) * key.abs().mean(2)

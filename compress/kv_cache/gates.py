@@ -107,8 +107,9 @@ class GatedAttention:
         full = call.full()
         if self.gates is None:
             return full
-        gate = self.gates[call.layer].repeat_interleave(call.groups)[:, None, None].to(full.dtype)
-        return gate * full + (1 - gate) * call.streaming(self.sinks, self.recent)
+        gate = self.gates[call.layer].repeat_interleave(call.groups)[:, None, None]
+        # In the gates' float32: a bfloat16 near 1 does not know the small steps that they move in.
+        return (gate * full + (1 - gate) * call.streaming(self.sinks, self.recent)).to(full.dtype)
 
 
 def train_gates(

@@ -54,9 +54,13 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 @torch.no_grad()
 def observe(model: PreTrainedModel, rows: torch.Tensor, observers: list[Any], progress: Progress | None = None) -> None:
-    """Run the rows `[n, length]` through the model, a few at a time, and show each observer what it asks to see."""
+    """Run the rows `[n, length]` through the model, a few at a time, and show each observer what it asks to see.
+
+    Rows may be on any device; the model's is where observers are shown them.
+    """
     size = max(1, TOKENS // rows.shape[1])
-    batches = [rows[start : start + size] for start in range(0, len(rows), size)]
+    device = next(model.parameters()).device
+    batches = [rows[start : start + size].to(device) for start in range(0, len(rows), size)]
     if progress is not None:
         progress.phase("cache statistics", len(batches))
 

@@ -40,7 +40,8 @@ def check_cache(recipe: Recipe, streamed: StreamedModel) -> None:
 def calibrated_policy(session: Session, directory: RunDirectory, reporter: Reporter) -> Policy | None:
     """The recipe's policy with all that it needs to know of the finished weights; None without a cache stage.
 
-    What was found is recorded, so that a resumed run does not look again.
+    It is found on the run's device, where the finished model must fit as a whole, and recorded, so that a resumed run does not look
+    again.
     """
     policy = session.cache_policy
     if policy is None or not policy.missing:
@@ -49,7 +50,8 @@ def calibrated_policy(session: Session, directory: RunDirectory, reporter: Repor
     if found is None:
         from compress.kv_cache.calibrate import calibrate
 
-        found = calibrate(directory.path, policy, _rows(session), reporter, session.recipe.seed)
+        device = session.streamed.device
+        found = calibrate(directory.path, policy, _rows(session), reporter, session.recipe.seed, device=device)
         directory.commit(PART, found)
     return policy.with_calibrated(_joined(policy.calibrated, Calibrated.parse(found, ("calibrated",))))
 

@@ -120,6 +120,11 @@ def decode(
     finally:
         # No turn is taken here: a stream may be thrown away anywhere, in the middle of somebody's step too.
         stats.cache_bytes = max(stats.cache_bytes, engine.cache_bytes(cache))
+        reads = getattr(cache, "reads", None)  # of a compressed cache with a selection
+        if reads is not None:
+            read, held = reads.totals
+            stats.read_tokens += read
+            stats.held_tokens += held
 
 
 def _book(stats: GenerationStats, first: bool, started: float) -> None:

@@ -23,6 +23,8 @@ class GenerationStats:
         steps: runs of the engine.
         prefill_seconds: reading prompts, until the first tokens were chosen. decode_seconds: everything after.
         cache_bytes: the KV cache at its largest; it is freed when the call ends.
+        held_tokens, read_tokens: what steps could have read of compressed caches, and what a selection let them read, summed over
+            steps, layers and key heads; 0 without a selection.
     """
 
     sequences: int = 0
@@ -36,6 +38,8 @@ class GenerationStats:
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     cache_bytes: int = 0
+    held_tokens: int = 0
+    read_tokens: int = 0
     finish_reasons: tuple[str, ...] = ()
 
     @property
@@ -47,6 +51,11 @@ class GenerationStats:
     def prefill_tokens_per_second(self) -> float:
         """Speed of reading prompts, shared beginnings left out."""
         return _rate(self.prompt_tokens - self.shared_prompt_tokens, self.prefill_seconds)
+
+    @property
+    def read_share(self) -> float | None:
+        """Of the tokens held, those that steps read; None without a selection, or before the first step."""
+        return self.read_tokens / self.held_tokens if self.held_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -11,10 +11,12 @@ import torch
 from runtime.errors import CompressError
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.estimate import Shape, needed_bytes
+from runtime.kv_cache.kernels import explain
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
 from runtime.kv_cache.storage.base import StateError
+from runtime.kv_cache.store import Store
 from runtime.kv_cache.support import check_module
 
 if TYPE_CHECKING:
@@ -54,6 +56,18 @@ class HeldCache:
     def need(self, prompt: int, new: int) -> int:
         """Bytes that one sequence takes at most, about."""
         return needed_bytes(self._shape, self.policy, prompt, new)
+
+    def explain(self) -> dict[str, str]:
+        """{"kv_cache.LAYER": the kernel that steps read the layer's cache with}, or "kv-reference" and why none of them does."""
+        heads, sizes, dtype, device = self._shape.heads, self._shape.sizes, self._shape.dtype, self._module.device
+        query = torch.empty(heads, self._shape.query_heads // heads, sizes[0], dtype=dtype, device=device)
+        found = {}
+        for index, layer in enumerate(self.new().layers):
+            if isinstance(layer, CompressedLayer):
+                store = Store(heads, sizes, dtype, device, layer.storage)
+                ways = dict.fromkeys(explain(query, region) for region in store.every)
+                found[f"kv_cache.{index}"] = ", ".join(ways)
+        return found
 
     @contextmanager
     def failures(self) -> Iterator[None]:

@@ -113,7 +113,7 @@ class TorchEngine:
         return tensor_bytes(tensors)
 
     def explain(self) -> dict[str, str]:
-        return explain_modules(self.module)
+        return explain_modules(self.module) | ({} if self.held is None else self.held.explain())
 
 
 def explain_modules(module: nn.Module) -> dict[str, str]:

@@ -18,6 +18,8 @@ from runtime.kv_cache.storage.plan import Tier
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from runtime.kv_cache.selection.reads import Reads
+
 
 class CompressedCache(Cache):
     """Layers with full attention are compressed; sliding, chunked and recurrent ones keep the cache that transformers gives them.
@@ -28,6 +30,9 @@ class CompressedCache(Cache):
     Args:
         model: whose cache it is; its attention implementation must be "compress_kv" (`prepare`).
         plan: what is evicted, stored and read; None: everything, as it comes.
+
+    Attributes:
+        reads: how much of what they held steps have read; None without a selection, all of it.
 
     Raises:
         ValueError: the model's attention is another one, or no layer has full attention.
@@ -49,6 +54,7 @@ class CompressedCache(Cache):
             )
         eviction = None if plan.eviction is None else Eviction(plan.eviction, len(compressed))
         selection = None if plan.selection is None else plan.selection.begin(len(compressed))
+        self.reads: Reads | None = None if selection is None else selection.reads
         storage, offload = plan.storage, None
         if plan.offload is not None:
             offload = plan.offload.begin(model.device)

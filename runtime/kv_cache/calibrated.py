@@ -14,6 +14,8 @@ from runtime.kv_cache.policy_fields import Path, PolicyError, mapping, text
 _CONFIG = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "rope_parameters", "layer_types", "sliding_window", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim",
+    "intermediate_size", "moe_intermediate_size", "num_experts", "num_local_experts", "num_experts_per_tok", "hidden_act",
+    "hidden_activation", "attention_bias", "mlp_bias", "attn_logit_softcapping", "query_pre_attn_scalar", "bos_token_id",
 )  # fmt: skip
 _DIGITS = 16
 
@@ -80,9 +82,13 @@ class Calibrated:
 
 
 def fingerprint(config: Any) -> str:
-    """Of all that calibration depends on in a model's config: 16 hexadecimal digits.
+    """Of the architecture in a model's config, its vocabulary's size and the token that texts begin with: 16 hexadecimal digits.
 
-    Weights are left out, so that a policy found on a checkpoint holds for its quantized and finetuned versions.
+    The fields are those that decide the shapes of all weights, and so how many there are, how attention computes, and which ids can
+    stand in a prefix. Values of weights are left out: none of them survives all that may be done to a model whose policy should still
+    hold. Matrices and embeddings are quantized or pruned, norms are scaled by methods that fold channels into them, and finetuning
+    changes everything a little. So two models trained apart on one architecture are not told from each other. Left out too is what
+    compression or a reader of the config changes: dtypes, the length of the context, whether embeddings are tied.
     """
     inner = config.get_text_config(decoder=True)
     facts = {name: getattr(inner, name, None) for name in _CONFIG}

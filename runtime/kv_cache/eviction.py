@@ -9,7 +9,8 @@ import torch
 
 from runtime.kv_cache.budgets.base import HeadShare, LayerFacts, LayerShare
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.scores.base import Accumulating, Score
+from runtime.kv_cache.pages import Part
+from runtime.kv_cache.scores.base import Accumulating, Placed, Score
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -60,6 +61,12 @@ class Eviction:
         """Whether layers must keep sums for the score from one eviction to the next."""
         return self.plan.interval is not None and isinstance(self.plan.score, Accumulating)
 
+    @property
+    def notes(self) -> dict[str, Part]:
+        """What layers must keep of each token for the score: "mass", what it has gathered; "place", where in its sequence it was."""
+        parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
+        return parts | ({"place": Part(1, torch.int32)} if isinstance(self.plan.score, Placed) else {})
+
     def window(self, count: int, step: bool) -> int:
         """Queries that a layer of `count` tokens must remember after a prompt, or a step."""
         if step and self.plan.interval is None:
@@ -108,7 +115,7 @@ class Eviction:
     def after_step(self, layer: CompressedLayer, count: int, scale: float, softcap: float) -> None:
         """Cut the layer when its turn has come, `count` tokens after the last step."""
         if self.plan.interval is None:
-            layer.forget_queries(0)
+            layer.watched.forget(0)
             return
         steps = self._steps.get(layer.index, 0) + count
         self._steps[layer.index] = steps % self.plan.interval
@@ -164,6 +171,6 @@ class Eviction:
         """Queries that the next eviction cannot want are dropped."""
         interval = self.plan.interval
         if interval is None or self.accumulates:
-            layer.forget_queries(0)
+            layer.watched.forget(0)
         else:
-            layer.forget_queries(max(0, self.window(layer.seen, True) - interval))
+            layer.watched.forget(max(0, self.window(layer.seen, True) - interval))

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from runtime.kv_cache import attention
-from runtime.kv_cache.kernels import attend_region
+from runtime.kv_cache.kept import best_places, newest_run
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.pages import Pages, Part
+from runtime.kv_cache.pages import Pages
 from runtime.kv_cache.prompt import prompt_attention
-from runtime.kv_cache.region import Chosen, Region, merge
+from runtime.kv_cache.query_window import QueryWindow
+from runtime.kv_cache.step import step_attention
 from runtime.kv_cache.storage.plan import StoragePlan
 from runtime.kv_cache.store import Store
 
@@ -43,6 +44,9 @@ class CompressedLayer(CacheLayerMixin):
         arrived: int64 `[batch]`, tokens that each sequence has had, evicted ones too and padding not.
         shape: (batch, kv_heads).
         pieces: of prompts that have come, steps not counted.
+        generated: tokens that have come in steps since the last piece of a prompt.
+        watched: queries since the last eviction, as many as the score will ask for.
+        reads_all: whether the last step read all of its older tokens, chosen none of them.
         changes: how often tokens left their places (evicted, reordered, taken back); what was known of places is void then.
     """
 
@@ -55,7 +59,7 @@ class CompressedLayer(CacheLayerMixin):
         index: int,
         eviction: Eviction | None,
         storage: StoragePlan | None = None,
-        selection: Selection | None = None,
+        selection: Selection[Any] | None = None,
         elsewhere: Offload | None = None,
     ) -> None:
         super().__init__()
@@ -70,10 +74,10 @@ class CompressedLayer(CacheLayerMixin):
         self.store: Store | None = None
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
-        self._recent: list[torch.Tensor] = []  # queries since the last eviction, newest last
-        self._newest: torch.Tensor | None = None  # queries that storages are told apart by
-        self._mass: Pages | None = None  # what an accumulating score has gathered, token by token
-        self.pieces = 0
+        self.watched, self.reads_all = QueryWindow(), True
+        self._newest = QueryWindow()  # by which storages are told apart
+        self._notes: Pages | None = None  # what a score keeps of each token: its sum, its place in the sequence
+        self.pieces = self.generated = 0
         self._asked = False  # by update, and not yet by attention
         self._intact = 0  # newest tokens of every row that are in the tail as they came
         self.changes += 1
@@ -88,8 +92,8 @@ class CompressedLayer(CacheLayerMixin):
         allocate = None if self.elsewhere is None else self.elsewhere.allocate
         self.store = Store(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
         self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        if self.eviction is not None and self.eviction.accumulates:
-            self._mass = Pages(batch * heads, {"mass": Part(1, torch.float32)}, self.device)
+        if self.eviction is not None and self.eviction.notes:
+            self._notes = Pages(batch * heads, self.eviction.notes, self.device)
         self.is_initialized = True
 
     def update(
@@ -125,14 +129,14 @@ class CompressedLayer(CacheLayerMixin):
         heads = self.shape[1]
         rows = (indices[:, None] * heads + torch.arange(heads, device=self.device)).reshape(-1)
         self.store.select_rows(rows)
-        if self._mass is not None:
-            self._mass.select_rows(rows)
+        if self._notes is not None:
+            self._notes.select_rows(rows)
         self.shape = (len(indices), heads)
         self.arrived = self.arrived[indices]
         if self.share is not None:
             self.share = self.share[indices]
-        self._recent = [queries[indices] for queries in self._recent]
-        self._newest = None if self._newest is None else self._newest[indices]
+        for window in (self.watched, self._newest):
+            window.select(indices)
         self.changes += 1
 
     def batch_repeat_interleave(self, repeats: int) -> None:
@@ -158,22 +162,23 @@ class CompressedLayer(CacheLayerMixin):
                 "draft fewer tokens, or keep more recent ones"
             )
         self.store.tail.pages.crop(self.store.tail.lengths - count)
-        if self._mass is not None:
-            self._mass.crop(self._mass.lengths - count)
+        if self._notes is not None:
+            self._notes.crop(self._notes.lengths - count)
+        self.generated = max(0, self.generated - count)
         self.arrived = self.arrived - count
         self.seen -= count
         self._intact -= count
-        self._take_back_queries(count)
+        for window in (self.watched, self._newest):
+            window.take_back(count)
         self.changes += 1
 
     @property
     def nbytes(self) -> int:
         """Memory as allocated, what scores and selections need included."""
         held = 0 if self.store is None else self.store.nbytes - self.offloaded_bytes
-        held += 0 if self._mass is None else self._mass.nbytes
+        held += 0 if self._notes is None else self._notes.nbytes
         held += 0 if self.selection is None else self.selection.nbytes(self.index)
-        queries = [*self._recent, *([] if self._newest is None else [self._newest])]
-        return held + sum(tensor.untyped_storage().nbytes() for tensor in queries)
+        return held + self.watched.nbytes + self._newest.nbytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -196,7 +201,7 @@ class CompressedLayer(CacheLayerMixin):
             query: `[batch, heads, q, size]`.
             key: `[batch, kv_heads, q, size]`.
             value: `[batch, kv_heads, q, size]`.
-            valid: bool `[batch, q]`, False at padding, which must be on the left of all tokens; None: none.
+            valid: bool `[batch, q]`, False at padding, which must be on the left of all tokens; None: there is none.
             scale: of the scores.
             softcap: 0: none.
 
@@ -206,36 +211,33 @@ class CompressedLayer(CacheLayerMixin):
         assert self.store is not None
         self._asked = False
         count = query.shape[2]
-        step = self.seen > 0 and count <= STEP_TOKENS and (valid is None or bool(valid.all()))
+        step = self.seen > 0 and count <= STEP_TOKENS and valid is None
         before = self.store.lengths
         if step and count == 1:
             self.store.tail.append_one(key.flatten(0, 2), value.flatten(0, 2))
             self.arrived = self.arrived + 1
         else:
-            valid = None if valid is None or bool(valid.all()) else valid
             self.append(key, value, valid)
-        if self._mass is not None and step and count == 1:
-            self._mass.append_one({"mass": torch.zeros(self._mass.rows, 1, device=self.device)})
-        elif self._mass is not None:
-            added = (self.store.lengths - before).clamp(min=0)
-            self._mass.append({"mass": torch.zeros(len(added), count, 1, device=self.device)}, added)
+        if self._notes is not None:
+            self._note(self._notes, (self.store.lengths - before).clamp(min=0), count, step)
         if step:
-            output = self._step_attention(query, scale, softcap)
+            output = step_attention(self, query, scale, softcap)
         else:
             output = prompt_attention(self, query, key, value, valid, before.view(self.shape), scale, softcap)
         self.seen += count
         self.pieces += not step
+        self.generated = self.generated + count if step else 0
         self._intact += count
         if self.eviction is not None:
-            self._watch(query, step)
+            window = self.eviction.window(self.seen, step)
+            if window:
+                self.watched.append(query, window)
             if step:
                 self.eviction.after_step(self, count, scale, softcap)
             else:
                 self.eviction.after_prompt(self, scale, softcap)
         if self.storage.saliency is not None:
-            width = max(1, self.storage.saliency.window(self.seen))
-            newest = query if self._newest is None else torch.cat([self._newest, query], 2)
-            self._newest = newest[:, :, -width:].clone()
+            self._newest.append(query, max(1, self.storage.saliency.window(self.seen)))
         self.settle(scale, softcap)
         return output
 
@@ -246,10 +248,10 @@ class CompressedLayer(CacheLayerMixin):
             return
 
         def saliency() -> torch.Tensor:
-            score, newest = self.storage.saliency, self._newest
+            score = self.storage.saliency
             assert score is not None
-            assert newest is not None
             assert self.store is not None
+            newest = self._newest.newest(max(1, score.window(self.seen)))
             keys, values = self.store.tail.states()
             lengths = self.store.tail.lengths
             seen = self._observation(newest, keys, values, lengths, scale, softcap)
@@ -277,39 +279,6 @@ class CompressedLayer(CacheLayerMixin):
         self.store.tail.append(key.flatten(0, 1), value.flatten(0, 1), counts.repeat_interleave(heads))
         self.arrived = self.arrived + counts
 
-    def _step_attention(self, query: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
-        """Attention of a few new tokens, region by region, as stored."""
-        assert self.store is not None
-        batch, heads = self.shape
-        count, size = query.shape[2:]
-        rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
-        regions = self.store.regions
-        chosen: list[Chosen | None] = [None] * len(regions)
-        if self.selection is not None:
-            chosen = self.selection.choose(self, rows, regions, scale)
-        visible = None
-        if count > 1:
-            newest = torch.arange(count - 1, -1, -1, device=query.device).repeat(rows.shape[1] // count)
-            visible = self.store.tail.lengths[:, None] - newest
-        readable = self._near(regions)
-        pieces = [
-            attend_region(rows, region, scale, softcap, visible if region is self.store.tail else None, some)
-            for region, some in zip(readable, chosen, strict=True)
-        ]
-        if self.elsewhere is not None:
-            self.elsewhere.leave(self.store.tiers)
-        return merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
-
-    def _near(self, regions: list[Region]) -> list[Region]:
-        """The regions where attention can read them; the next layer's are on their way from now on."""
-        if self.elsewhere is None or self.store is None:
-            return regions
-        far = [region for region in regions if any(region is tier for tier in self.store.tiers)]
-        near = iter(self.elsewhere.near(far))
-        if self.following not in (None, self) and self.following.store is not None:
-            self.elsewhere.fetch(self.following.store.tiers)
-        return [next(near) if any(region is tier for tier in far) else region for region in regions]
-
     # ---------------------------------------------------------------- eviction
     @property
     def is_final(self) -> bool:
@@ -320,18 +289,32 @@ class CompressedLayer(CacheLayerMixin):
         """What the newest `window` queries see of what is held."""
         assert self.store is not None
         keys, values, _ = self.store.states()
-        queries = torch.cat(self._recent, 2)[:, :, -window:]
-        seen = self._observation(queries, keys, values, self.store.lengths, scale, softcap)
-        if self._mass is None:
+        seen = self._observation(self.watched.newest(window), keys, values, self.store.lengths, scale, softcap)
+        seen = replace(seen, generated=self.generated)
+        if self._notes is None:
             return seen
-        return seen.with_mass(self._mass.dense("mass")[..., 0].view(*self.shape, -1))
+        notes = {name: self._notes.dense(name)[..., 0].view(*self.shape, -1) for name in self._notes.parts}
+        return replace(seen, mass=notes.get("mass"), positions=notes["place"].long() if "place" in notes else None)
+
+    def _note(self, notes: Pages, added: torch.Tensor, count: int, step: bool) -> None:
+        """Begin the notes of new tokens, `added[row]` of each row, at most `count`; all of them if they are a step of decoding."""
+        first = self.arrived.repeat_interleave(self.shape[1]) - added
+        fresh = {
+            "mass": torch.zeros(notes.rows, count, 1, device=self.device),
+            "place": (first[:, None] + torch.arange(count, device=self.device)).unsqueeze(-1),
+        }
+        if step and count == 1:
+            notes.append_one({name: fresh[name][:, 0] for name in notes.parts})
+        else:
+            notes.append({name: fresh[name] for name in notes.parts}, added)
 
     def remember_mass(self, mass: torch.Tensor) -> None:
         """What has been gathered of every token, float32 `[batch, kv_heads, longest]`."""
-        assert self._mass is not None
-        lengths = self._mass.lengths
-        self._mass.crop(torch.zeros_like(lengths))
-        self._mass.append({"mass": mass.flatten(0, 1).unsqueeze(-1)}, lengths)
+        assert self._notes is not None
+        lengths = self._notes.lengths
+        notes = {name: self._notes.dense(name) for name in self._notes.parts if name != "mass"}
+        self._notes.crop(torch.zeros_like(lengths))
+        self._notes.append({"mass": mass.flatten(0, 1).unsqueeze(-1), **notes}, lengths)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.
@@ -342,16 +325,11 @@ class CompressedLayer(CacheLayerMixin):
         assert self.store is not None
         if bool((counts >= (score > float("-inf")).sum(-1)).all()):
             return score
-        longest = max(1, int(counts.max()))
-        # Of equal scores the newer token stays.
-        best = score.shape[-1] - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]
-        wanted = torch.arange(longest, device=score.device) < counts.unsqueeze(-1)
-        # Unwanted places sort behind all others, so that what is kept stays in the order of arrival.
-        places = best.masked_fill(~wanted, score.shape[-1]).sort(-1).values.clamp(max=score.shape[-1] - 1)
+        places, wanted = best_places(score, counts)
         self.store.keep(places.flatten(0, 1), counts.flatten())
-        if self._mass is not None:
-            self._mass.keep(places.flatten(0, 1), counts.flatten())
-        self._intact = min(self._intact, _newest_run(places, counts, score))
+        if self._notes is not None:
+            self._notes.keep(places.flatten(0, 1), counts.flatten())
+        self._intact = min(self._intact, newest_run(places, counts, score))
         self.changes += 1
         return score.gather(-1, places).masked_fill(~wanted, float("-inf"))
 
@@ -370,43 +348,3 @@ class CompressedLayer(CacheLayerMixin):
         return Observation(
             queries, keys.view(shape), values.view(shape), ages, scale, softcap, self.index, self.storage.prefix
         )
-
-    def _watch(self, query: torch.Tensor, step: bool) -> None:
-        """Remember the queries that the score will ask for."""
-        assert self.eviction is not None
-        window = self.eviction.window(self.seen, step)
-        if window == 0:
-            return
-        self._recent.append(query[:, :, -window:].clone())
-        while len(self._recent) > 1 and sum(q.shape[2] for q in self._recent[1:]) >= window:
-            self._recent.pop(0)
-
-    def forget_queries(self, window: int) -> None:
-        """Drop all remembered queries but the newest `window`."""
-        if not self._recent:
-            return
-        newest = torch.cat(self._recent, 2)
-        self._recent = [newest[:, :, max(0, newest.shape[2] - window) :].clone()] if window else []
-
-    def _take_back_queries(self, count: int) -> None:
-        if self._recent:
-            held = torch.cat(self._recent, 2)
-            self._recent = [held[:, :, : max(0, held.shape[2] - count)]]
-        if self._newest is not None:
-            self._newest = self._newest[:, :, : max(0, self._newest.shape[2] - count)]
-
-
-def _newest_run(places: torch.Tensor, counts: torch.Tensor, score: torch.Tensor) -> int:
-    """How many of the newest tokens every head still has, one after the other.
-
-    Args:
-        places: int64 `[batch, kv_heads, most]`, what is kept, ascending.
-        counts: int64 `[batch, kv_heads]`, how many of them.
-        score: `[batch, kv_heads, n]`, minus infinity where there was no token.
-    """
-    ends = (score > float("-inf")).sum(-1, keepdim=True) - 1
-    from_end = counts.unsqueeze(-1) - 1 - torch.arange(places.shape[-1], device=places.device)
-    # A token is part of the run if as many newer ones are kept as there were; behind a head's last there is nothing.
-    gaps = ((ends - places) != from_end) & (from_end >= 0)
-    first = torch.where(gaps, from_end, counts.unsqueeze(-1)).amin(-1)
-    return int(first.min())

@@ -68,6 +68,7 @@ SCORES = Table(
     Method("streaming", "scores.streaming:Streaming"),
     Method("h2o", "scores.h2o:H2O"),
     Method("snapkv", "scores.snapkv:SnapKV"),
+    Method("cake", "scores.cake:CakeIndicator"),
     Method("tova", "scores.tova:Tova"),
     Method("keyformer", "scores.keyformer:Keyformer"),
     Method("defensive", "scores.defensive:Defensive"),

@@ -24,6 +24,9 @@ class Observation:
         layer: index of the layer among the compressed ones.
         pinned: oldest tokens of every head that are always kept.
         mass: float32 `[batch, kv_heads, n]`, what an accumulating score has gathered before these queries; None: it gathers nothing.
+        positions: int64 `[batch, kv_heads, n]`, each token's place in its own sequence, padding not counted, 0 for the first ever;
+            whatever where `ages` is negative. None: the layer did not keep them (see `places`).
+        generated: tokens that were decoded since the prompt, the newest query's among them; 0: the newest query is of a prompt.
     """
 
     queries: torch.Tensor
@@ -35,6 +38,8 @@ class Observation:
     layer: int = 0
     pinned: int = 0
     mass: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    generated: int = 0
 
     @property
     def groups(self) -> int:
@@ -45,6 +50,18 @@ class Observation:
     def held(self) -> torch.Tensor:
         """bool `[batch, kv_heads, n]`: there is a token."""
         return self.ages >= 0
+
+    def places(self) -> torch.Tensor | None:
+        """Places of tokens in their own sequences, as `positions`; None where the layer did not keep them and some tokens may be gone.
+
+        A row's tokens are in the order of arrival, so as long as the queries of all of them are there, an index is a place.
+        """
+        if self.positions is not None:
+            return self.positions
+        count = self.keys.shape[2]
+        if self.queries.shape[2] < count:
+            return None
+        return torch.arange(count, device=self.ages.device).expand(self.ages.shape)
 
     def with_mass(self, mass: torch.Tensor) -> Observation:
         """The same with other sums."""

@@ -8,12 +8,12 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-from runtime.kv_cache.pages import Allocate
-from runtime.kv_cache.region import Region
+from runtime.kv_cache.pages import PAGE, Allocate
+from runtime.kv_cache.region import Chosen, Region
 
 _WILL_NEED, _DO_NOT_NEED = 3, 4  # of madvise
 
@@ -48,28 +48,31 @@ class OffloadPlan:
         return DiskOffload(Path(self.directory or tempfile.gettempdir()))
 
 
-class Offload:
+class Offload(Protocol):
     """Where the pools of one cache's older tokens are, and what must happen around their use."""
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """The memory of a pool."""
-        raise NotImplementedError
 
     def fetch(self, regions: list[Region]) -> None:
-        """Start to bring regions near; returns at once."""
-        raise NotImplementedError
+        """Start to bring whole regions near; returns at once."""
 
-    def near(self, regions: list[Region]) -> list[Region]:
-        """The regions where attention can read them, waiting for what `fetch` began."""
-        raise NotImplementedError
+    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+        """The regions where attention can read them, waiting for what `fetch` began.
+
+        Args:
+            regions: the layer's, whose turn it is.
+            chosen: what of each is read; None: all of it. The rest need not be near.
+        """
 
     def leave(self, regions: list[Region]) -> None:
         """Attention has read them."""
-        raise NotImplementedError
 
 
-class DiskOffload(Offload):
+class DiskOffload:
     """Pools are mapped files without names: the kernel reads ahead when told, and forgets when told.
+
+    Pages that a step does not choose are not touched by the kernel for attention, and so are read only where they lie beside others.
 
     Args:
         directory: where the files are.
@@ -110,7 +113,7 @@ class DiskOffload(Offload):
     def fetch(self, regions: list[Region]) -> None:
         self._advise(regions, _WILL_NEED)
 
-    def near(self, regions: list[Region]) -> list[Region]:
+    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
         return regions
 
     def leave(self, regions: list[Region]) -> None:
@@ -141,8 +144,10 @@ class _Copy:
         return same and pages.lengths is self.lengths
 
 
-class HostOffload(Offload):
+class HostOffload:
     """Pools are pinned memory of the host; a copy of the next layer's is made on the GPU while a layer computes.
+
+    Where a selection chose, only the pages are copied that it chose, when the layer's turn has come.
 
     Args:
         device: the GPU.
@@ -164,11 +169,15 @@ class HostOffload(Offload):
                 pools = dict(region.pages.pools)
                 self._copies[id(region)] = _Copy(pools, region.pages.lengths, *self._copied(pools))
 
-    def near(self, regions: list[Region]) -> list[Region]:
-        self.fetch(regions)
+    def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+        self.fetch([region for region, some in zip(regions, chosen, strict=True) if some is None])
         result = []
-        for region in regions:
-            found = self._copies.pop(id(region))
+        for region, some in zip(regions, chosen, strict=True):
+            found = self._copies.pop(id(region), None)
+            if found is None or not found.is_of(region):
+                assert some is not None, "whole regions have just been fetched"
+                result.append(self._only(region, some))
+                continue
             stream = self._current()
             stream.wait_event(found.event)
             for copy in found.copies.values():
@@ -176,6 +185,25 @@ class HostOffload(Offload):
                     copy.record_stream(stream)
             result.append(region.with_pools(found.copies))
         return result
+
+    def _only(self, region: Region, chosen: Chosen) -> Region:
+        """The region with copies of the pages that are read; others have some page of these, which attention passes over."""
+        table = region.pages.table
+        counted = torch.arange(chosen.index.shape[1], device=table.device) < chosen.counts[:, None]
+        rows = counted.nonzero()[:, 0]
+        columns = chosen.index[counted] // (PAGE // chosen.unit)
+        ids, places = table[rows, columns].unique(return_inverse=True)
+        if not len(ids):
+            ids = table.new_zeros(1)
+        near = torch.zeros_like(table)
+        near[rows, columns] = places
+        own = ids.cpu()
+        pools = {}
+        for name, pool in region.pages.pools.items():
+            staged = self.allocate((len(own), *pool.shape[1:]), pool.dtype)
+            torch.index_select(pool, 0, own, out=staged)
+            pools[name] = staged.to(self.device, non_blocking=True)
+        return region.with_pools(pools, near)
 
     def _current(self) -> torch.cuda.Stream:
         return torch.cuda.current_stream(self.device)

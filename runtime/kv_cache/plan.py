@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.storage.plan import StoragePlan
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 class SelectionPlan(Protocol):
     """Options of a selection."""
 
-    def begin(self, layers: int) -> Selection:
+    def begin(self, layers: int) -> Selection[Any]:
         """The selection of one new cache with so many compressed layers."""
 
 

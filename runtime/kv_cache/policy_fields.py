@@ -57,7 +57,7 @@ _RANGES = {
     "ratio": SHARE, "sparsity": Range(0, 1, True, True), "safeguard": Range(0, 1, open_high=True), "prior": Range(0, 1),
     "streaming": Range(0, 1), "beta": Range(1, open_low=True), "temperature": _ABOVE, "last_temperature": _ABOVE,
     "entropy_temperature": _ABOVE, "variance_temperature": _ABOVE, "observe": Range(1), "kernel": Range(1), "tokens": Range(1),
-    "chunk": Range(1), "interval": Range(1),
+    "chunk": Range(1), "interval": Range(1), "generation_length": Range(1),
 }  # fmt: skip
 _ODD = ("kernel",)
 

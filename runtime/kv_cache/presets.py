@@ -86,9 +86,9 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "cake",
-            "SnapKV with layers' slices by how spread out and changeable their attention is, cut as the prompt goes through",
+            "keeps what the prompt's last queries look at, or look at unevenly; layers' slices by their attention, cut as the prompt goes",
             "CAKE, arXiv 2503.12491",
-            {"evict": {"score": "snapkv", "layers": "cake", "ratio": 0.25}},
+            {"evict": {"score": "cake", "layers": "cake", "ratio": 0.25}},
         ),
         Preset(
             "adakv",

@@ -110,10 +110,17 @@ class Region:
         self.pages.append_pages(parts, counts)
 
     # ---------------------------------------------------------------- reading
-    def with_pools(self, pools: dict[str, torch.Tensor]) -> Region:
-        """The same tokens with other pools, for reading: copies of these somewhere else."""
+    def with_pools(self, pools: dict[str, torch.Tensor], table: torch.Tensor | None = None) -> Region:
+        """The same tokens with other pools, for reading: copies of these somewhere else.
+
+        Args:
+            pools: of the same parts.
+            table: int64 `[rows, most pages]`, where pages are in them; None: where they are in these.
+        """
         region, pages = copy(self), copy(self.pages)
         pages.pools = pools
+        if table is not None:
+            pages.table = table
         region.pages = pages
         return region
 

@@ -50,8 +50,13 @@ class Store:
     @property
     def regions(self) -> list[Region]:
         """Those that hold anything, in order of arrival; the tail, which new tokens come to, is always the last."""
-        older = [self.prefix, *self.tiers] if self.prefix is not None else self.tiers
-        return [*(region for region in older if region.longest), self.tail]
+        *older, tail = self.every
+        return [*(region for region in older if region.longest), tail]
+
+    @property
+    def every(self) -> list[Region]:
+        """As `regions`, empty ones too."""
+        return [*([] if self.prefix is None else [self.prefix]), *self.tiers, self.tail]
 
     @property
     def lengths(self) -> torch.Tensor:
@@ -61,8 +66,7 @@ class Store:
     @property
     def nbytes(self) -> int:
         """Memory as allocated."""
-        held = [self.tail, *self.tiers, *([self.prefix] if self.prefix is not None else [])]
-        return sum(region.nbytes for region in held)
+        return sum(region.nbytes for region in self.every)
 
     @property
     def is_settled(self) -> bool:
@@ -119,7 +123,7 @@ class Store:
         wide = places.unsqueeze(-1)
         keys = keys.gather(1, wide.expand(-1, -1, keys.shape[-1]))
         values = values.gather(1, wide.expand(-1, -1, values.shape[-1]))
-        for region in (*self.tiers, self.tail, *([self.prefix] if self.prefix is not None else [])):
+        for region in self.every:
             region.pages.crop(torch.zeros_like(counts))
         self._prefix_full = self.prefix is None
         self.tail.append(keys, values, counts)
@@ -158,7 +162,7 @@ class Store:
 
     def select_rows(self, rows: torch.Tensor) -> None:
         """Only these rows, in that order; a row may come several times."""
-        for region in (self.tail, *self.tiers, *([self.prefix] if self.prefix is not None else [])):
+        for region in self.every:
             region.pages.select_rows(rows)
 
     # ---------------------------------------------------------------- settling

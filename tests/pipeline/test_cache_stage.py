@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 
 import compress
 import runtime
@@ -48,7 +49,10 @@ def test_a_recipe_of_a_cache_alone_copies_the_weights(make_checkpoint, recipe, t
     assert runtime.load(written.path, device="cpu").generate(prompt, max_new_tokens=6) == expected, "below its budget"
 
 
-@pytest.mark.parametrize("device", ["cpu"])
+GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))
+
+
+@pytest.mark.parametrize("device", ["cpu", GPU])
 def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe, tmp_path, monkeypatch, device):
     from compress.kv_cache import calibrate as module
 
@@ -56,14 +60,14 @@ def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe
     own = module.calibrate
 
     def watched(path, needs, rows, *rest, **named):
-        asked.append((sorted(needs.missing), tuple(rows.shape)))
+        asked.append((sorted(needs.missing), tuple(rows.shape), named["device"]))
         return own(path, needs, rows, *rest, **named)
 
     monkeypatch.setattr(module, "calibrate", watched)
     stage = {"kv_cache": {"method": "doublesparsity", "keys": "int4"}}
     model = make_checkpoint(max_position_embeddings=1024)
     written = compress.apply(recipe(model, RTN, stage), output=tmp_path / "out", quiet=True, device=device)
-    assert asked == [(["channels"], (8, 32))]
+    assert asked == [(["channels"], (8, 32), torch.device(device))]
     known = Policy.parse(written.manifest["kv_cache"]).calibrated
     assert known is not None
     assert len(known.channels) == 3

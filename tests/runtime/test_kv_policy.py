@@ -12,11 +12,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_models import random_config
 
 import runtime
 from runtime.errors import CompressError, RequestError
 from runtime.kv_cache.calibrated import Calibrated, fingerprint
-from runtime.kv_cache.estimate import Shape, full_bytes, held_bytes
+from runtime.kv_cache.estimate import Shape, full_bytes, held_bytes, needed_bytes
 from runtime.kv_cache.methods import AXES, CODECS, SCORES, SELECTIONS
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
@@ -87,6 +88,8 @@ _scores = st.one_of(
     st.builds(
         lambda w, k: {"score": "snapkv", "observe": w, "kernel": 2 * k + 1}, st.integers(1, 64), st.integers(0, 4)
     ),
+    st.builds(lambda g: {"score": "cake", "observe": 16, "gamma": g}, st.floats(0, 1e4)),
+    st.builds(lambda n: {"score": "keyformer", "generation_length": n, "seed": n}, st.integers(1, 9999)),
     st.just({"score": "duo", "streaming": 0.25, "inner": {"score": "tova"}}),
 )
 _budgets = st.one_of(
@@ -258,24 +261,22 @@ def test_selections_that_share_places_go_with_eviction_that_leaves_the_same_toke
 
 # ---------------------------------------------------------------- models
 def config(**changes: Any) -> Any:
-    from transformers import LlamaConfig
-
-    settings: dict[str, Any] = {
-        "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
-        "vocab_size": 257, "architectures": ["LlamaForCausalLM"],
-    }  # fmt: skip
-    return LlamaConfig(**{**settings, **changes})
+    return random_config(**{"architectures": ["LlamaForCausalLM"], "max_position_embeddings": 2048, **changes})
 
 
 def test_the_fingerprint_is_of_what_calibration_depends_on() -> None:
     own = fingerprint(config())
-    assert own == fingerprint(config(max_position_embeddings=9, torch_dtype="float16"))
-    others = [
+    assert own == fingerprint(config(max_position_embeddings=9, torch_dtype="float16", tie_word_embeddings=True))
+    others: list[dict[str, Any]] = [
+        {"intermediate_size": 96},
+        {"hidden_act": "gelu"},
+        {"bos_token_id": 7},
+        {"attention_bias": True},
         {"num_key_value_heads": 4},
         {"vocab_size": 300},
         {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}},
     ]
-    assert len({own, *(fingerprint(config(**change)) for change in others)}) == 4
+    assert len({own, *(fingerprint(config(**change)) for change in others)}) == len(others) + 1
     assert len(own) == 16
 
 
@@ -426,6 +427,88 @@ def test_four_bits_take_less_than_half_as_allocated(bundled: Path) -> None:
     assert full <= sizes["plain"] < 1.1 * full
     assert sizes["int4"] < 0.45 * sizes["plain"]
     assert sizes["evicted"] < 0.35 * sizes["plain"]
+
+
+def largest(module: Any, policy: Policy, prompt: int, new: int, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Bytes of a cache with what is copied out of it, at the worst of all moments of a prompt and `new` steps."""
+    from runtime.kv_cache.cache import CompressedCache
+    from runtime.kv_cache.layer import CompressedLayer
+    from runtime.kv_cache.region import Region
+
+    cache, seen = CompressedCache(module, policy.plan()), [0]
+
+    def watch(cls: Any, name: str, copies: Any) -> None:
+        original = getattr(cls, name)
+
+        def watched(self: Any, *args: Any) -> Any:
+            seen[0] = max(seen[0], cache.nbytes)
+            result = original(self, *args)
+            copied = sum(tensor.untyped_storage().nbytes() for tensor in copies(result))
+            seen[0] = max(seen[0], cache.nbytes + copied)
+            return result
+
+        monkeypatch.setattr(cls, name, watched)
+
+    watch(Region, "states", lambda states: states)
+    watch(CompressedLayer, "observe", lambda found: (found.keys, found.values, found.queries))
+    watch(CompressedLayer, "settle", lambda _: ())
+    watch(CompressedLayer, "attend", lambda _: ())
+    ids = torch.randint(1, 99, (1, prompt + new), generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        for part in ids.split([prompt, *[1] * new], 1):
+            module(part, past_key_values=cache)
+    return seen[0]
+
+
+_WINDOW = {"score": "snapkv", "observe": 16}
+_NEAR = {**KEPT, "recent": 32}
+
+
+@pytest.mark.parametrize("layers", [2, 6])
+@pytest.mark.parametrize(
+    "written",
+    [
+        {}, _NEAR, "kivi", "zipcache", "kvclustering", {**_NEAR, "prefix": 4}, {"floats": "bfloat16"},
+        {"offload": "disk", "recent": 32}, {"offload": "disk", "recent": 32, "evict": {**_WINDOW, "interval": 16}},
+        {"evict": _WINDOW}, {"evict": {**_WINDOW, "interval": 16}},
+        {"evict": {**_WINDOW, "tokens": 100, "interval": 16}, **_NEAR}, {"method": "zipcache", "evict": _WINDOW}, "h2o", "keyformer",
+        {"evict": "h2o"}, {"method": "h2o", "evict": {"recent": 8, "interval": 1}}, {"method": "h2o", **_NEAR}, "tova",
+        {"evict": {"score": "streaming", "tokens": 64, "interval": 8}}, "pyramidkv", "cake", {"method": "cake", **_NEAR},
+        {"method": "cake", "evict": {"ratio": 0.6}, **_NEAR}, "layer-defensivekv", {"method": "layer-defensivekv", **_NEAR},
+        "adakv", {"method": "adakv", **_NEAR}, "duoattention", {"method": "h2o", "floats": "bfloat16"},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_a_call_will_take_is_never_less_than_it_takes_and_not_much_more(
+    written: Any, layers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    from runtime.kv_cache.cache import prepare
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=128, intermediate_size=64, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=99, max_position_embeddings=1024, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    module = LlamaForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    prepare(module)
+    policy = Policy.parse(written)
+    if policy.needs:
+        policy = policy.with_calibrated(Calibrated(fingerprint(config), gates=((0.1, 0.9),) * layers))
+    taken = largest(module, policy, 300, 40, monkeypatch)
+    assert taken <= needed_bytes(Shape.of(config, torch.float32), policy, 300, 40) <= 1.5 * taken
+
+
+def test_two_layers_of_what_is_offloaded_to_the_host_are_on_the_gpu() -> None:
+    shape = Shape.of(config(num_hidden_layers=8), torch.float32)
+    disk, host = (needed_bytes(shape, Policy.parse({"offload": to, "recent": 32}), 1, 9000) for to in ("disk", "host"))
+    older = 1 + 9000 - 32 - 32  # of which 32 wait for their page
+    assert host - disk == pytest.approx(2 * older * shape.token, abs=2)
 
 
 def test_stats_say_what_holds_the_cache_and_what_computes(bundled: Path) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_models import padded_rows, random_llama
 
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.clusters import Clusters
@@ -16,6 +17,7 @@ from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.scores.snapkv import SnapKV
+from runtime.kv_cache.selection.base import Queries
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, heavy_channels, quantized
 from runtime.kv_cache.selection.places import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
@@ -42,13 +44,19 @@ MIXED = {
     "clusters": StoragePlan(recent=40, clusters=Clusters(0.5, 64)),
 }
 CHANNELS = tuple(tuple((layer, 4 + head, 9, 14) for head in range(HEADS)) for layer in range(LAYERS))
-CASES: list[tuple[str, dict[str, Any]]] = [
-    ("plain", {"tokens": 100}),
-    ("prefix", {"ratio": 0.4}),
-    ("int4", {"tokens": 70}),
-    ("int4 with a prefix", {"ratio": 0.4}),
+#: Storage, budget and newest tokens, and the cap of scores. (Steps of 2 and 3 tokens have more new ones than one.)
+CASES: list[tuple[str, dict[str, Any], float]] = [
+    ("plain", {"tokens": 100, "recent": 20}, 0.0),
+    ("prefix", {"ratio": 0.4, "recent": 20}, 0.0),
+    ("int4", {"tokens": 70, "recent": 20}, 0.0),
+    ("int4", {"tokens": 70, "recent": 1}, 0.7),
+    ("int4 with a prefix", {"ratio": 0.4, "recent": 20}, 0.0),
 ]
-MIXED_CASES: list[tuple[str, dict[str, Any]]] = [("two tiers", {"tokens": 70}), ("clusters", {"ratio": 0.4})]
+MIXED_CASES: list[tuple[str, dict[str, Any], float]] = [
+    ("two tiers", {"tokens": 70, "recent": 20}, 0.0),
+    ("clusters", {"ratio": 0.4, "recent": 20}, 0.0),
+    ("clusters", {"ratio": 0.4, "recent": 1}, 0.7),
+]
 
 Rows = list[Any]  # of each row something
 
@@ -92,17 +100,16 @@ def places(regions: list[Region], chosen: list[Chosen | None]) -> list[list[int]
 class Recorder:
     """A selection that keeps what each step was given and what it read."""
 
-    name = "recorder"
-
     def __init__(self, inner: Any) -> None:
         self.inner = inner
         self.steps: list[dict[str, Any]] = []
 
-    def choose(self, layer: Any, query: torch.Tensor, regions: list[Region], scale: float) -> list[Chosen | None]:
-        chosen = self.inner.choose(layer, query, regions, scale)
+    def choose(self, layer: Any, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+        chosen = self.inner.choose(layer, queries, regions)
         keys, values, biases, starts = kept(regions)
         self.steps.append(
-            {"layer": layer.index, "query": query, "keys": keys, "values": values, "biases": biases, "starts": starts,
+            {"layer": layer.index, "query": queries.states, "count": queries.count, "softcap": queries.softcap,
+             "keys": keys, "values": values, "biases": biases, "starts": starts,
              "lengths": [region.lengths.tolist() for region in regions], "changes": layer.changes, "seen": layer.seen,
              "chosen": chosen, "read": places(regions, chosen)}
         )  # fmt: skip
@@ -115,7 +122,10 @@ class Recorder:
 class Life:
     """Layers with random states: prompts, steps and what else happens to a cache."""
 
-    def __init__(self, options: Any, storage: StoragePlan, seed: int = 0, layers: int = LAYERS) -> None:
+    def __init__(
+        self, options: Any, storage: StoragePlan, seed: int = 0, layers: int = LAYERS, softcap: float = 0.0
+    ) -> None:
+        self.softcap = softcap
         self.selection = options.begin(layers)
         self.recorder = Recorder(self.selection)
         self.layers = [CompressedLayer(index, None, storage, self.recorder) for index in range(layers)]
@@ -131,7 +141,7 @@ class Life:
             layer.update(key, value)
             given = self.random(batch, HEADS * GROUPS, count, SIZE) if query is None else query
             before = len(self.recorder.steps)
-            output = layer.attend(given, key, value, valid, SCALE, 0.0)
+            output = layer.attend(given, key, value, valid, SCALE, self.softcap)
             for step in self.recorder.steps[before:] if count > 1 or before % 5 == 0 else []:
                 torch.testing.assert_close(output, attention(step, batch, count), atol=1e-5, rtol=1e-4)
 
@@ -167,8 +177,8 @@ class Life:
             score = torch.rand(*layer.shape, int(lengths.max()), generator=self.generator)
             score[..., :36] = 2  # a prefix is pinned
             score = score.masked_fill(torch.arange(score.shape[-1]) >= lengths[..., None], float("-inf"))
-            layer.keep(score, lengths * 3 // 5 + torch.arange(HEADS) * 17, 0)
-            layer.settle(SCALE, 0.0)
+            layer.keep(score, lengths * 3 // 5 + torch.arange(HEADS) * 17)
+            layer.settle(SCALE, self.softcap)
 
 
 def attention(step: dict[str, Any], batch: int, count: int) -> torch.Tensor:
@@ -178,16 +188,27 @@ def attention(step: dict[str, Any], batch: int, count: int) -> torch.Tensor:
         length = len(step["keys"][row])
         for number, query in enumerate(step["query"][row]):
             seen = [i for i in read if i < length - (count - 1 - number % count)]
-            scores = step["keys"][row][seen] @ query * SCALE + step["biases"][row][seen]
+            scores = scored(step, step["keys"][row][seen] @ query) + step["biases"][row][seen]
             out = scores.softmax(0) @ step["values"][row][seen]
             result[row // HEADS, row % HEADS, number // count, number % count] = out
     return result.view(batch, HEADS * GROUPS, count, SIZE)
 
 
 # ---------------------------------------------------------------- plain definitions
+def scored(step: dict[str, Any], products: torch.Tensor) -> torch.Tensor:
+    """Scores without biases of products of queries and keys."""
+    scores, cap = products * SCALE, step["softcap"]
+    return torch.tanh(scores / cap) * cap if cap else scores
+
+
+def newest(options: Any, step: dict[str, Any]) -> int:
+    """Tokens that are read because they are new."""
+    return max(options.recent, step["count"])
+
+
 def weights(step: dict[str, Any], row: int) -> torch.Tensor:
     """Attention of all queries of a row to each token, summed: `[n]`."""
-    logits = step["query"][row] @ step["keys"][row].T * SCALE + step["biases"][row]
+    logits = scored(step, step["query"][row] @ step["keys"][row].T) + step["biases"][row]
     return logits.softmax(-1).sum(0)
 
 
@@ -207,14 +228,14 @@ def share(options: Any, length: int) -> int:
 def quest_pages(options: Quest, step: dict[str, Any], row: int) -> list[int]:
     length = len(step["keys"][row])
     starts = step["starts"][row]
-    recent = max(options.recent, len(step["query"][row]))
+    recent = newest(options, step)
     pages, always = [], []
     for start, end in zip(starts, [*starts[1:], length], strict=True):
         for begin in range(start, end, PAGE):
             tokens = list(range(begin, min(begin + PAGE, end)))
             keys = step["keys"][row][tokens]
             products = step["query"][row][:, None] * torch.stack([keys.amin(0), keys.amax(0)])[:, None, None]
-            bound = products.amax(0).sum(-1).amax() * SCALE + step["biases"][row][tokens].amax()
+            bound = scored(step, products.amax(0).sum(-1).amax()) + step["biases"][row][tokens].amax()
             pages.append((float(bound), tokens))
             if begin == 0 or len(tokens) < PAGE or tokens[-1] >= length - recent:
                 always.append(tokens)
@@ -224,11 +245,18 @@ def quest_pages(options: Quest, step: dict[str, Any], row: int) -> list[int]:
     return sorted(token for tokens in chosen for token in tokens)
 
 
-@pytest.mark.parametrize("budget", [{"tokens": 150}, {"ratio": 0.55}], ids=str)
-@pytest.mark.parametrize("storage", ["plain", "prefix", "int4", *MIXED])
-def test_quest_reads_the_pages_with_the_highest_bounds(storage: str, budget: dict[str, Any]) -> None:
-    options = Quest(**budget, skip_layers=1, recent=20)
-    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+@pytest.mark.parametrize(
+    ("storage", "budget", "softcap"),
+    [
+        *((name, {"tokens": 150, "recent": 20}, 0.0) for name in ("plain", "prefix", "int4", *MIXED)),
+        *((name, {"ratio": 0.55, "recent": 20}, 0.0) for name in ("plain", "prefix", "int4", *MIXED)),
+        *((name, {"tokens": 150, "recent": 1}, 3.0) for name in ("plain", "clusters")),
+    ],
+    ids=str,
+)
+def test_quest_reads_the_pages_with_the_highest_bounds(storage: str, budget: dict[str, Any], softcap: float) -> None:
+    options = Quest(**budget, skip_layers=1)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2, softcap=softcap)
     free = 0  # rows that some, and not all, of the pages that could be left out were chosen for
     for step in life.go(count=280, evict=True):
         for row, read in enumerate(step["read"]):
@@ -273,10 +301,12 @@ def test_no_token_of_a_page_scores_above_its_bound(seed: int, factor: float, dty
     assert bool((bound >= true - 1e-5 * factor).all())
 
 
-@pytest.mark.parametrize(("storage", "budget"), CASES + MIXED_CASES, ids=str)
-def test_double_sparsity_reads_what_scores_highest_in_few_channels(storage: str, budget: dict[str, Any]) -> None:
-    options = DoubleSparsity(**budget, channels=CHANNELS[:2], skip_layers=1, recent=20)
-    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+@pytest.mark.parametrize(("storage", "budget", "softcap"), CASES + MIXED_CASES, ids=str)
+def test_double_sparsity_reads_what_scores_highest_in_few_channels(
+    storage: str, budget: dict[str, Any], softcap: float
+) -> None:
+    options = DoubleSparsity(**budget, channels=CHANNELS[:2], skip_layers=1)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2, softcap=softcap)
     labels: dict[tuple[int, int], torch.Tensor] = {}  # of a layer's row, as they were when tokens came
     known: dict[int, Any] = {}
     for step in life.go(evict=True):
@@ -292,25 +322,26 @@ def test_double_sparsity_reads_what_scores_highest_in_few_channels(storage: str,
             codes, scale = quantized(keys[len(old) :])
             label = labels[layer, row] = torch.cat([old, codes * scale.float()])
             query = step["query"][row][:, list(CHANNELS[layer][row % HEADS])]
-            votes = (query @ label.T * SCALE + step["biases"][row]).softmax(-1).sum(0)
-            length = len(keys)
-            assert read[-20:] == list(range(length - 20, length))
-            assert_best(votes, range(length - 20), share(options, length) - 20, read[:-20])
+            votes = (scored(step, query @ label.T) + step["biases"][row]).softmax(-1).sum(0)
+            length, recent = len(keys), newest(options, step)
+            assert read[-recent:] == list(range(length - recent, length))
+            assert_best(votes, range(length - recent), share(options, length) - recent, read[:-recent])
 
 
-@pytest.mark.parametrize(("storage", "budget"), CASES, ids=str)
-def test_token_select_reads_what_all_heads_vote_for(storage: str, budget: dict[str, Any]) -> None:
-    options = TokenSelect(**budget, similarity=1.1, sinks=3, recent=20, skip_layers=1)
-    life = Life(options, STORAGES[storage], layers=2)
+@pytest.mark.parametrize(("storage", "budget", "softcap"), CASES, ids=str)
+def test_token_select_reads_what_all_heads_vote_for(storage: str, budget: dict[str, Any], softcap: float) -> None:
+    options = TokenSelect(**budget, similarity=1.1, sinks=3, skip_layers=1)
+    life = Life(options, STORAGES[storage], layers=2, softcap=softcap)
     for step in life.go():
         if step["layer"] == 0:
             continue
         for first in range(0, len(step["read"]), HEADS):
             length = len(step["keys"][first])
             votes = torch.stack([weights(step, row) for row in range(first, first + HEADS)]).sum(0)
-            read = step["read"][first]
-            assert [*read[:3], *read[-20:]] == [*range(3), *range(length - 20, length)]
-            assert_best(votes, range(3, length - 20), share(options, length) - 23, read[3:-20])
+            read, recent = step["read"][first], newest(options, step)
+            assert [*read[:3], *read[-recent:]] == [*range(3), *range(length - recent, length)]
+            wanted = share(options, length) - 3 - recent
+            assert_best(votes, range(3, length - recent), wanted, read[3:-recent])
             assert all(other == read for other in step["read"][first : first + HEADS])
 
 
@@ -343,10 +374,12 @@ def test_token_select_chooses_anew_only_for_sequences_whose_queries_changed() ->
     assert life.selection.votes == [2 * BATCH + 1]
 
 
-@pytest.mark.parametrize(("storage", "budget"), CASES, ids=str)
-def test_tidal_layers_read_what_the_last_choosing_one_looked_at(storage: str, budget: dict[str, Any]) -> None:
-    options = Tidal(**budget, full_layers=1, select_layers=(1, 3), recent=20)
-    life = Life(options, STORAGES[storage], layers=5)
+@pytest.mark.parametrize(("storage", "budget", "softcap"), CASES, ids=str)
+def test_tidal_layers_read_what_the_last_choosing_one_looked_at(
+    storage: str, budget: dict[str, Any], softcap: float
+) -> None:
+    options = Tidal(**budget, full_layers=1, select_layers=(1, 3))
+    life = Life(options, STORAGES[storage], layers=5, softcap=softcap)
     steps = life.go()
     for number, step in enumerate(steps):
         everything = [list(range(len(keys))) for keys in step["keys"]]
@@ -357,9 +390,9 @@ def test_tidal_layers_read_what_the_last_choosing_one_looked_at(storage: str, bu
         for first in range(0, len(everything), HEADS):
             length = len(everything[first])
             votes = torch.stack([weights(chose, row) for row in range(first, first + HEADS)]).sum(0)
-            read = step["read"][first]
-            assert read[-20:] == list(range(length - 20, length))
-            assert_best(votes, range(length - 20), share(options, length) - 20, read[:-20])
+            read, recent = step["read"][first], newest(options, step)
+            assert read[-recent:] == list(range(length - recent, length))
+            assert_best(votes, range(length - recent), share(options, length) - recent, read[:-recent])
             assert all(other == read for other in step["read"][first : first + HEADS])
 
 
@@ -371,10 +404,10 @@ def test_tidal_chooses_behind_the_full_layers_and_in_the_middle() -> None:
         Tidal(tokens=9, select_layers=(1, 4)).begin(8)
 
 
-@pytest.mark.parametrize(("storage", "budget"), CASES + MIXED_CASES, ids=str)
-def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: dict[str, Any]) -> None:
-    options = Recycled(**budget, stride=6, recent=20)
-    life = Life(options, (STORAGES | MIXED)[storage], layers=2)
+@pytest.mark.parametrize(("storage", "budget", "softcap"), CASES + MIXED_CASES, ids=str)
+def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: dict[str, Any], softcap: float) -> None:
+    options = Recycled(**budget, stride=6)
+    life = Life(options, (STORAGES | MIXED)[storage], layers=2, softcap=softcap)
     full: dict[int, Any] = {}
     count = [0] * 2
     for step in life.go(evict=True):
@@ -388,9 +421,10 @@ def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: 
         noted = full[layer][1]
         for row, read in enumerate(step["read"]):
             before, length = len(noted["keys"][row]), len(step["keys"][row])
-            assert read[-20:] == list(range(length - 20, length))
-            wanted = share(options, before) - 20
-            assert_best(weights(noted, row), range(before), wanted, read[:-20], range(length - 20, length))
+            recent = newest(options, step)
+            assert read[-recent:] == list(range(length - recent, length))
+            wanted = share(options, before) - newest(options, noted)
+            assert_best(weights(noted, row), range(before), wanted, read[:-recent], range(length - recent, length))
     assert life.selection.full == count
 
 
@@ -404,14 +438,44 @@ def test_recycled_attends_to_everything_at_its_stride() -> None:
 
 
 # ---------------------------------------------------------------- budgets, memory, refusals
-def every(**budget: Any) -> list[Any]:
+def every(recent: int = 8, **budget: Any) -> list[Any]:
     return [
-        Quest(**budget, skip_layers=0, recent=8),
-        DoubleSparsity(**budget, channels=CHANNELS, skip_layers=0, recent=8),
-        TokenSelect(**budget, skip_layers=0, recent=8),
-        Tidal(**budget, full_layers=0, select_layers=(0,), recent=8),
-        Recycled(**budget, stride=1000, recent=8),
+        Quest(**budget, skip_layers=0, recent=recent),
+        DoubleSparsity(**budget, channels=CHANNELS, skip_layers=0, recent=recent),
+        TokenSelect(**budget, skip_layers=0, recent=recent),
+        Tidal(**budget, full_layers=0, select_layers=(0,), recent=recent),
+        Recycled(**budget, stride=1000, recent=recent),
     ]
+
+
+@pytest.mark.parametrize("options", every(tokens=40)[1:], ids=lambda options: options.name)
+def test_votes_are_of_scores_with_their_cap(options: Any) -> None:
+    """A cap makes large scores alike, and so changes who has most of several queries' weights."""
+    lives = [Life(options, StoragePlan(), softcap=softcap) for softcap in (0.0, 0.5)]
+    for life in lives:
+        life.prompt(0, 61, 12)
+        for _ in range(3):
+            life.attend(1)
+    plain, capped = ([step["read"] for step in life.recorder.steps] for life in lives)
+    assert plain != capped
+
+
+@pytest.mark.parametrize("options", every(recent=1, tokens=40)[1:], ids=lambda options: options.name)
+def test_what_is_new_is_read_and_no_more_for_its_sake(options: Any) -> None:
+    """Five new tokens have ten queries of two heads each."""
+    life = Life(options, StoragePlan())
+    life.prompt(0, 61, 12)
+    for _ in range(2):
+        life.attend(5)
+    steps = [step for step in life.recorder.steps if step["chosen"][0] is not None]
+    assert steps
+    others = 0
+    for step in steps:
+        for keys, read in zip(step["keys"], step["read"], strict=True):
+            assert len(read) == 40
+            assert read[-5:] == list(range(len(keys) - 5, len(keys)))
+            others += len(set(range(len(keys) - 10, len(keys) - 5)) - set(read))
+    assert others > 0
 
 
 @pytest.mark.parametrize("options", every(ratio=0.25), ids=lambda options: options.name)
@@ -529,7 +593,7 @@ def test_layers_that_hold_different_tokens_are_refused() -> None:
     life = Life(Tidal(tokens=50, full_layers=0), StoragePlan())
     life.prompt(0, 0, 0)
     layer = life.layers[2]
-    layer.keep(life.random(*layer.shape, 150), torch.full(layer.shape, 80), 0)
+    layer.keep(life.random(*layer.shape, 150), torch.full(layer.shape, 80))
     with pytest.raises(ValueError, match="other numbers of them than layer 1"):
         life.attend(1)
 
@@ -541,12 +605,12 @@ def test_places_are_found_in_regions_of_ragged_rows() -> None:
     assert store is not None
     layout = Layout(store.regions)
     assert layout.lengths.tolist() == store.lengths.tolist()
-    query = life.random(BATCH * HEADS, 3, SIZE)
+    query = Queries(life.random(BATCH * HEADS, 3, SIZE), 3, SCALE)
     keys, _, _, _ = kept(store.regions)
     rows = torch.tensor([4, 1])
-    logits, some = layout.logits(query, SCALE), layout.logits(query[rows], SCALE, rows)
+    logits, some = layout.logits(query), layout.logits(query.rows(rows), rows)
     for row, own in enumerate(keys):
-        torch.testing.assert_close(logits[row, :, : len(own)], query[row] @ own.T * SCALE)
+        torch.testing.assert_close(logits[row, :, : len(own)], query.states[row] @ own.T * SCALE)
         assert bool((logits[row, :, len(own) :] == float("-inf")).all())
     torch.testing.assert_close(some, logits[rows])
 
@@ -554,25 +618,9 @@ def test_places_are_found_in_regions_of_ragged_rows() -> None:
 # ---------------------------------------------------------------- a model
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=LAYERS, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=257, max_position_embeddings=256, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
-    with torch.no_grad():
-        for parameter in made.parameters():
-            if parameter.ndim == 2:
-                parameter.normal_(0, 1.5 / parameter.shape[1] ** 0.5)
+    made = random_llama(num_hidden_layers=LAYERS, max_position_embeddings=256, pad_token_id=0)
     prepare(made)
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, 257, (3, 90), generator=generator)
-    mask = torch.ones_like(ids)
-    mask[0, :30] = 0
-    mask[1, :7] = 0
-    return made, ids, mask
+    return made, *padded_rows(90, (30, 7, 0))
 
 
 def write(llama: Any, storage: StoragePlan, selection: Any) -> tuple[torch.Tensor, Any]:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from random_models import padded_rows, random_llama
 
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
 from runtime.kv_cache.budgets.cake import Cake
@@ -18,15 +19,18 @@ from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.eviction import EvictionPlan
-from runtime.kv_cache.offload import HostOffload, OffloadPlan
+from runtime.kv_cache.offload import DiskOffload, HostOffload, OffloadPlan
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.region import Region, merge, region_attention
+from runtime.kv_cache.region import Chosen, Region, merge, region_attention
 from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.scores.h2o import H2O
 from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.scores.streaming import Streaming
 from runtime.kv_cache.scores.zipcache import Normalized
+from runtime.kv_cache.selection.double_sparsity import DoubleSparsity
+from runtime.kv_cache.selection.quest import Quest
+from runtime.kv_cache.selection.recycled import Recycled
 from runtime.kv_cache.storage.base import Codec, pack_codes, unpack_codes
 from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
@@ -222,20 +226,9 @@ def test_clusters_that_leave_no_whole_pages_are_refused(ratio: float, chunk: int
 # ---------------------------------------------------------------- in a model
 @pytest.fixture(scope="module")
 def llama() -> tuple[Any, torch.Tensor, torch.Tensor]:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
-        vocab_size=257, max_position_embeddings=512, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
+    made = random_llama(wide=False, num_hidden_layers=3, max_position_embeddings=512, pad_token_id=0)
     prepare(made)
-    ids = torch.randint(1, 257, (3, 200), generator=torch.Generator().manual_seed(1))
-    mask = torch.ones_like(ids)
-    mask[0, :90] = 0
-    mask[1, :7] = 0
-    return made, ids, mask
+    return made, *padded_rows(200, (90, 7, 0))
 
 
 def run(
@@ -336,14 +329,7 @@ def test_eviction_and_storage_compose(llama: Any, name: str) -> None:
 
 def test_heavy_hitters_by_sums_are_those_by_all_queries() -> None:
     """What is gathered in pieces, eviction by eviction, is what one look at all queries gives while nothing was evicted."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
-    )  # fmt: skip
-    model = LlamaForCausalLM(config).eval()
-    prepare(model)
+    model = tiny(1)
     ids = torch.randint(0, 99, (2, 50), generator=torch.Generator().manual_seed(0))
     sums = []
     for pieces in ([50], [30, *[1] * 20]):
@@ -353,7 +339,7 @@ def test_heavy_hitters_by_sums_are_those_by_all_queries() -> None:
         with torch.no_grad():
             for piece in ids.split(pieces, 1):
                 model(piece, past_key_values=cache)
-        sums.append(cache.layers[0]._mass.dense("mass"))
+        sums.append(cache.layers[0]._notes.dense("mass"))
     torch.testing.assert_close(*sums)
 
 
@@ -493,10 +479,70 @@ def test_what_was_fetched_from_the_host_before_a_change_is_fetched_again(llama: 
     torch.testing.assert_close(*outputs)
 
 
+SELECTIONS = [
+    Quest(tokens=64, skip_layers=1, recent=8),
+    DoubleSparsity(tokens=12, channels=(((0, 3, 5, 9),) * 2,) * 3, skip_layers=1, recent=8),
+    Recycled(tokens=12, stride=4, recent=8),
+]
+
+
+@pytest.mark.parametrize("options", SELECTIONS, ids=label)
+@pytest.mark.parametrize("floats", [False, True])
+def test_of_what_the_host_holds_only_chosen_pages_are_fetched(llama: Any, options: Any, floats: bool) -> None:
+    model, ids, mask = llama
+    copies = _Copies()
+    tier = Tier(Plain(), Plain()) if floats else KIVI
+    plan = CachePlan(storage=StoragePlan((tier,), recent=16), selection=options)
+    expected, _ = run(model, ids, mask, plan, steps=12)
+    found, _ = run(model, ids, mask, replace(plan, offload=copies), steps=12)
+    torch.testing.assert_close(found, expected)
+    few = 0
+    for some, pages, held in copies.steps:
+        if some is None:
+            assert pages == held
+            continue
+        unit = PAGE // some.unit
+        rows = zip(some.index.tolist(), some.counts.tolist(), strict=True)
+        wanted = max(1, sum(len({column // unit for column in row[:count]}) for row, count in rows))
+        assert wanted < held
+        assert pages in (wanted, held)
+        few += pages == wanted
+    # Of 12 steps of 3 layers. In advance a layer is fetched if it read everything in the step before, or has had none: layer 0, which
+    # reads everything (the last time for nothing), and the others once; or (recycled) each of them twice every fourth step.
+    assert (few, copies.fetched) == ((18, 18) if options.name == "recycled" else (22, 15))
+
+
+@pytest.mark.parametrize("options", SELECTIONS, ids=label)
+def test_of_what_a_disk_holds_nothing_is_read_ahead_of_a_choice(
+    llama: Any, tmp_path: Path, options: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, ids, mask = llama
+    fetched: list[Region] = []
+    monkeypatch.setattr(DiskOffload, "fetch", lambda self, regions: fetched.extend(regions))
+    plan = CachePlan(storage=StoragePlan((KIVI,), recent=16), selection=options)
+    expected, _ = run(model, ids, mask, plan, steps=12)
+    found, cache = run(model, ids, mask, replace(plan, offload=OffloadPlan("disk", str(tmp_path))), steps=12)
+    assert torch.equal(found, expected)
+    of_layers = [sum(region is layer.store.tiers[0] for region in fetched) for layer in cache.layers]
+    # The first step does not know yet; then layer 0 alone reads everything, or (recycled) each layer every fourth time.
+    assert of_layers == ([3, 4, 4] if options.name == "recycled" else [12, 1, 1])
+
+
 class _Copies:
-    """HostOffload with clones for copies to a GPU."""
+    """HostOffload with clones for copies to a GPU.
+
+    Attributes:
+        steps: of each layer's turn what was chosen of its tier, how many pages were near then, and how many it holds.
+        fetched: how often a whole tier was copied.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[Chosen | None, int, int]] = []
+        self.fetched = 0
 
     def begin(self, device: torch.device) -> Any:
+        copies = self
+
         class Stream:
             def wait_stream(self, other: Any) -> None: ...
             def wait_event(self, other: Any) -> None: ...
@@ -508,7 +554,14 @@ class _Copies:
             def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
                 return torch.empty(shape, dtype=dtype)
 
+            def near(self, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+                result = super().near(regions, chosen)
+                for some, region, far in zip(chosen, result, regions, strict=True):
+                    copies.steps.append((some, region.pages.pages, far.pages.pages))
+                return result
+
             def _copied(self, pools: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], Any]:
+                copies.fetched += 1
                 return {name: pool.clone() for name, pool in pools.items()}, None
 
             def _current(self) -> Any:
@@ -518,14 +571,9 @@ class _Copies:
 
 
 def tiny(layers: int) -> Any:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4, num_key_value_heads=2, vocab_size=99,
-        max_position_embeddings=1024,
-    )  # fmt: skip
-    made = LlamaForCausalLM(config).eval()
+    made = random_llama(
+        hidden_size=32, intermediate_size=32, num_hidden_layers=layers, vocab_size=99, max_position_embeddings=1024
+    )
     prepare(made)
     return made
 

@@ -15,6 +15,8 @@ from runtime.kv_cache.observation import Observation
 class Cake:
     """Preference = entropy^(1/tau1) * variance^(1/tau2) of the window's attention; budgets cascade (CAKE, arXiv 2503.12491).
 
+    Entropy is each query's over the tokens before the window, variance each such token's over the queries; both are summed up.
+
     Attributes:
         observe: queries of the window.
         entropy_temperature: tau1; larger flattens the effect of how attention is spread over tokens.
@@ -31,14 +33,14 @@ class Cake:
         newest = seen.newest(self.observe)
         width = newest.queries.shape[2]
         past = (seen.ages >= width).unsqueeze(2)
-        mean: torch.Tensor | float = 0.0
-        square: torch.Tensor | float = 0.0
+        shape = (*seen.keys.shape[:2], seen.groups, seen.keys.shape[2])
+        mean = torch.zeros(shape, device=seen.keys.device)
+        square, spread = torch.zeros_like(mean), torch.zeros_like(mean)
         for _, weights in newest.weights():
-            mean = mean + weights.sum(3) / width
-            square = square + weights.square().sum(3) / width
-        assert isinstance(mean, torch.Tensor)
-        spread = mean.masked_fill(~past, 0.0)
-        entropy = -(spread * spread.clamp(min=1e-12).log()).sum(-1).mean((1, 2))
+            mean += weights.sum(3) / width
+            square += weights.square().sum(3) / width
+            spread -= torch.special.xlogy(weights, weights).sum(3) / width  # 0 log 0 is 0
+        entropy = spread.masked_fill(~past, 0.0).sum(-1).mean((1, 2))
         change = (square - mean.square()).clamp(min=0).masked_fill(~past, 0.0).sum(-1).mean((1, 2))
         preferred: torch.Tensor = entropy.clamp(min=1e-6) ** (1 / self.entropy_temperature)
         return preferred * change.clamp(min=1e-9) ** (1 / self.variance_temperature)

@@ -37,3 +37,14 @@ class Accumulating(Score, Protocol):
 
     def added(self, seen: Observation) -> torch.Tensor:
         """What these queries add, float32 `[batch, kv_heads, n]`; the score itself then looks at `seen.mass`."""
+
+
+@runtime_checkable
+class Placed(Score, Protocol):
+    """A score that asks where in its sequence each token was: `Observation.positions`, which layers then keep token by token.
+
+    Attributes:
+        placed: True.
+    """
+
+    placed: ClassVar[bool]

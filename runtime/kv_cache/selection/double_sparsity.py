@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, ClassVar
 
 import torch
 
-from runtime.kv_cache.pages import Pages, Part
+from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Watch, best, between, with_ends
-from runtime.kv_cache.selection.reads import Reads
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -71,7 +71,7 @@ def heavy_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> tup
     return tuple(tuple(row) for row in found.tolist())
 
 
-class DoubleSparsitySelection:
+class DoubleSparsitySelection(Selection[DoubleSparsity]):
     """At work in one cache.
 
     Args:
@@ -82,40 +82,29 @@ class DoubleSparsitySelection:
         reads: what steps read.
     """
 
-    name: ClassVar[str] = DoubleSparsity.name
-
     def __init__(self, options: DoubleSparsity, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        super().__init__(options, layers)
         self._watches = [Watch() for _ in range(layers)]
         self._labels: list[Pages | None] = [None] * layers
         self._rows: list[torch.Tensor | None] = [None] * layers
-
-    def choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
-        """Raises ValueError where the layer has other heads than the calibrated ones."""
-        chosen = self._choose(layer, query, regions, scale)
-        self.reads.add(layer.index, regions, chosen)
-        return chosen
+        self._seen: list[int | None] = [None] * layers  # tokens of the layer when its labels were last complete
 
     def nbytes(self, index: int) -> int:
         labels = self._labels[index]
         return 0 if labels is None else labels.nbytes
 
-    def _choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
+    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
+        query = queries.states
         channels = self._channels(layer, query)
-        labels = self._known(layer, layout, channels)
-        # How many of the queries belong to one head is not said: so many tokens are new at most.
-        recent = max(options.recent, query.shape[1])
+        labels = self._known(layer, layout, channels, queries.count)
+        recent = max(options.recent, queries.count)
         found = query.float().gather(2, channels.unsqueeze(1).expand(-1, query.shape[1], -1))
         table = labels.table.clamp(min=0)
         codes, scales = (labels.pools[name][table].flatten(1, 2)[:, : layout.longest] for name in ("codes", "scale"))
-        logits = found @ codes.float().transpose(1, 2) * scales.float().transpose(1, 2) * scale
+        logits = queries.scores(found @ codes.float().transpose(1, 2) * scales.float().transpose(1, 2))
         bias = layout.bias()
         if bias is not None:
             logits = logits + bias[:, None, : logits.shape[2]]
@@ -135,18 +124,24 @@ class DoubleSparsitySelection:
         batch, heads = layer.shape
         if len(calibrated) != heads:
             raise ValueError(
-                f"{self.name}.channels of layer {layer.index} are those of {len(calibrated)} heads, and it has {heads}"
+                f"{self.options.name}.channels of layer {layer.index} are those of {len(calibrated)} heads, and it has {heads}"
             )
         if max(map(max, calibrated)) >= query.shape[2] or min(map(min, calibrated)) < 0:
-            raise ValueError(f"{self.name}.channels of layer {layer.index} must be in [0, {query.shape[2]})")
+            raise ValueError(f"{self.options.name}.channels of layer {layer.index} must be in [0, {query.shape[2]})")
         made = torch.tensor(calibrated, device=query.device).repeat(batch, 1)
         self._rows[layer.index] = made
         return made
 
-    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor) -> Pages:
+    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor, count: int) -> Pages:
         """Labels of all tokens in the order of arrival, those of new ones added."""
-        labels = self._labels[layer.index]
-        if self._watches[layer.index].void(layer, layout.regions) or labels is None:
+        labels, seen = self._labels[layer.index], self._seen[layer.index]
+        self._seen[layer.index] = layer.seen + count
+        void = self._watches[layer.index].void(layer, layout.regions)
+        if not void and labels is not None and count == 1 and layer.seen == seen:
+            # The common step: one token more in every row, so that no number need be fetched from the device.
+            labels.append_one(_parts(_newest(layout.regions[-1]).gather(1, channels)))
+            return labels
+        if void or labels is None:
             parts = {"codes": Part(channels.shape[1], torch.int8), "scale": Part(1, _SCALE)}
             labels = self._labels[layer.index] = Pages(len(channels), parts, channels.device)
         counts = layout.lengths - labels.lengths
@@ -163,6 +158,16 @@ class DoubleSparsitySelection:
             codes[row, place], scales[row, place] = quantized(found[page, slot])
         labels.append({"codes": codes, "scale": scales}, counts)
         return labels
+
+
+def _newest(tail: Region) -> torch.Tensor:
+    """The key of each row's newest token, `[rows, size]`."""
+    rows, places = torch.arange(len(tail.lengths), device=tail.device), tail.lengths - 1
+    return tail.page_keys(tail.pages.table[rows, places // PAGE])[rows, places % PAGE]
+
+
+def _parts(label: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict(zip(("codes", "scale"), quantized(label), strict=True))
 
 
 def quantized(label: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -13,6 +13,7 @@ from runtime.kv_cache.region import Chosen, Region
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
+    from runtime.kv_cache.selection.base import Queries
 
 SLICE_BYTES = 32 << 20  # of keys that are opened at a time
 _BEHIND = 1 << 62  # sorts behind all places
@@ -94,17 +95,16 @@ class Layout:
         self.lengths = self.starts.pop()
         self.longest = sum(region.longest for region in regions)
 
-    def logits(self, query: torch.Tensor, scale: float, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of all tokens, float32 `[rows, m, longest]` (biases included), minus infinity where there is none.
+    def logits(self, queries: Queries, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Scores of all tokens, float32 `[rows, m, longest]` (cap and biases included), minus infinity where there is none.
 
         Keys are opened in slices, so that only the scores are ever there as a whole.
 
         Args:
-            query: `[rows, m, size]`.
-            scale: of the scores.
+            queries: of these rows.
             rows: int64, which rows of the layer these are; None: all.
         """
-        exact = query.float()
+        exact = queries.states.float()
         count, width, size = exact.shape
         # The last column takes what is no token.
         result = exact.new_full((count, width, self.longest + 1), float("-inf"))
@@ -121,7 +121,7 @@ class Layout:
             for first in range(0, -(-region.longest // PAGE), step):
                 ids = table[:, first : first + step]
                 keys = region.page_keys(ids.clamp(min=0).flatten()).view(count, -1, size).float()
-                scores = exact @ keys.transpose(1, 2) * scale
+                scores = queries.scores(exact @ keys.transpose(1, 2))
                 places = torch.arange(first * PAGE, first * PAGE + keys.shape[1], device=keys.device)
                 if bias is not None:
                     scores = scores + bias[:, None, places.clamp(max=bias.shape[1] - 1)]

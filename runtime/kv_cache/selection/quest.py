@@ -10,8 +10,8 @@ import torch
 
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import SLICE_BYTES, Budget, Layout, best, split
-from runtime.kv_cache.selection.reads import Reads
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -47,7 +47,7 @@ def page_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
     return exact.relu() @ high.float().transpose(1, 2) - (-exact).relu() @ low.float().transpose(1, 2)
 
 
-class QuestSelection:
+class QuestSelection(Selection[Quest]):
     """At work in one cache.
 
     Args:
@@ -58,37 +58,27 @@ class QuestSelection:
         reads: what steps read.
     """
 
-    name: ClassVar[str] = Quest.name
-
     def __init__(self, options: Quest, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        super().__init__(options, layers)
         self._changes: list[int | None] = [None] * layers
         self._bounds: list[WeakKeyDictionary[Region, _Bounds]] = [WeakKeyDictionary() for _ in range(layers)]
-
-    def choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
-        chosen = self._choose(layer, query, regions, scale)
-        self.reads.add(layer.index, regions, chosen)
-        return chosen
 
     def nbytes(self, index: int) -> int:
         return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
 
-    def _choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
+    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
         bounds = self._known(layer, regions)
-        # How many of the queries belong to one head is not said: so many tokens are new at most.
-        recent = max(options.recent, query.shape[1])
+        recent = max(options.recent, queries.count)
+        # A cap leaves pages in their order, and only makes many of the best equal, unless something is added to what it gives.
+        capped = any(region.has_bias for region in regions)
         scores, tokens, always = [], [], []
         for start, region in zip(layout.starts, regions, strict=True):
-            places = PAGE * torch.arange(-(-region.longest // PAGE), device=query.device)
+            places = PAGE * torch.arange(-(-region.longest // PAGE), device=layout.lengths.device)
             held = (region.lengths[:, None] - places).clamp(0, PAGE)
-            score, known = self._scores(bounds, query, region, scale)
+            score, known = self._scores(bounds, queries, region, capped)
             begin = start[:, None] + places
             needed = (begin == 0) | (begin + held > (layout.lengths - recent)[:, None]) | ~known
             scores.append(score)
@@ -98,12 +88,20 @@ class QuestSelection:
         score = torch.cat(scores, 1).masked_fill(held == 0, float("-inf")).masked_fill(needed, float("inf"))
         left = (options.counts(layout.lengths) - (held * needed).sum(1)).clamp(min=0)
         counts = torch.minimum(needed.sum(1) + left // PAGE, (held > 0).sum(1))
-        picked = best(score, counts, int(counts.max()))
+        picked = best(score, counts, self._most(layout, recent))
         spans, first = [], torch.zeros_like(counts)
         for part in tokens:
             spans.append((first, first + part.shape[1], part.shape[1]))
             first = first + part.shape[1]
         return split(picked.index, picked.counts, spans, PAGE)
+
+    def _most(self, layout: Layout, recent: int) -> int:
+        """No row reads more pages, counted without asking the device."""
+        regions = len(layout.regions)
+        # Each region ends in one page that is not full at most; full ones take their share of the budget.
+        within = self.options.most(layout.longest) // PAGE + regions
+        # What is read whatever the budget says: the first page, those not full, those that the newest tokens are spread over.
+        return max(within, 1 + regions + recent // PAGE + 2 * regions)
 
     def _known(self, layer: CompressedLayer, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
         """Bounds of the layer's regions, those of new pages added."""
@@ -121,10 +119,10 @@ class QuestSelection:
         return bounds
 
     def _scores(
-        self, bounds: WeakKeyDictionary[Region, _Bounds], query: torch.Tensor, region: Region, scale: float
+        self, bounds: WeakKeyDictionary[Region, _Bounds], queries: Queries, region: Region, capped: bool
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Scores of a region's pages, float32 `[rows, pages]`, and where they are right."""
-        columns = torch.arange(-(-region.longest // PAGE), device=query.device)
+        columns = torch.arange(-(-region.longest // PAGE), device=region.device)
         kept = bounds.get(region)
         if kept is None:
             ids = region.pages.table[:, : len(columns)].clamp(min=0)
@@ -133,7 +131,8 @@ class QuestSelection:
         else:
             low, high, bias = kept.dense(len(columns))
             known = kept.pages.lengths
-        score = page_bound(query, low, high) * scale
+        score = page_bound(queries.states, low, high)
+        score = queries.scores(score) if capped else score * queries.scale
         if bias is not None:
             score = score + bias.unsqueeze(1)
         return score.amax(1), columns < known[:, None]

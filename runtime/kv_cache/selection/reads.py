@@ -26,6 +26,11 @@ class Reads:
             self._held[layer] = self._held[layer] + held
             self._read[layer] = self._read[layer] + (held if some is None else tokens_of(region, some).sum())
 
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Tokens read and tokens held, of all layers and steps."""
+        return sum(map(int, self._read)), sum(map(int, self._held))
+
     def share(self, layer: int | None = None) -> float:
         """Of the tokens held, those read, of one layer or all (every layer's token counts the same); 1 before the first step."""
         layers = range(len(self._held)) if layer is None else [layer]

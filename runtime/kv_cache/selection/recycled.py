@@ -5,11 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
-
 from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, with_ends
-from runtime.kv_cache.selection.reads import Reads
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -47,7 +45,7 @@ class _Noted:
     seen: int
 
 
-class RecycledSelection:
+class RecycledSelection(Selection[Recycled]):
     """At work in one cache.
 
     Args:
@@ -59,45 +57,33 @@ class RecycledSelection:
         full: for each layer how many steps had full attention.
     """
 
-    name: ClassVar[str] = Recycled.name
-
     def __init__(self, options: Recycled, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        super().__init__(options, layers)
         self.full = [0] * layers
         self._watches = [Watch() for _ in range(layers)]
         self._noted: list[_Noted | None] = [None] * layers
-
-    def choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
-        chosen = self._choose(layer, query, regions, scale)
-        self.reads.add(layer.index, regions, chosen)
-        return chosen
 
     def nbytes(self, index: int) -> int:
         noted = self._noted[index]
         return 0 if noted is None else noted.picked.nbytes
 
-    def _choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
+    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         everything: list[Chosen | None] = [None] * len(regions)
         if options.most(layout.longest) >= layout.longest:
             return everything
-        # How many of the queries belong to one head is not said: so many tokens are new at most.
-        recent = max(options.recent, query.shape[1])
+        recent = max(options.recent, queries.count)
         void = self._watches[layer.index].void(layer, regions)
         noted = None if void else self._noted[layer.index]
         if noted is None or layer.seen - noted.seen >= options.stride:
             self.full[layer.index] += 1
-            self._noted[layer.index] = _Noted(self._look(layout, query, scale, recent), layer.seen)
+            self._noted[layer.index] = _Noted(self._look(layout, queries, recent), layer.seen)
             return everything
         return layout.chosen(with_ends(noted.picked, layout.lengths, 0, recent))
 
-    def _look(self, layout: Layout, query: torch.Tensor, scale: float, recent: int) -> Picked:
+    def _look(self, layout: Layout, queries: Queries, recent: int) -> Picked:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
-        votes = layout.logits(query, scale).softmax(-1).sum(1)
+        votes = layout.logits(queries).softmax(-1).sum(1)
         votes = votes.masked_fill(~between(layout.lengths, votes.shape[1], 0, 0), float("-inf"))
         counts = (self.options.counts(layout.lengths) - recent).clamp(min=0)
         return best(votes, counts, max(0, self.options.most(layout.longest) - recent))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, best, between, sequences, with_ends
-from runtime.kv_cache.selection.reads import Reads
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -50,7 +50,7 @@ class Tidal(Budget):
         return tuple(sorted(set(self.select_layers)))
 
 
-class TidalSelection:
+class TidalSelection(Selection[Tidal]):
     """At work in one cache.
 
     Args:
@@ -62,48 +62,36 @@ class TidalSelection:
         selecting: layers that choose.
     """
 
-    name: ClassVar[str] = Tidal.name
-
     def __init__(self, options: Tidal, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        super().__init__(options, layers)
         self.selecting = options.selecting(layers)
         self._checked: list[int | None] = [None] * layers  # a layer's `changes` when its tokens were last looked at
         self._chosen: tuple[int, Picked, torch.Tensor] | None = None  # by which layer; what; of how many tokens
 
-    def choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
-        """Raises ValueError where heads or layers do not hold the same tokens."""
-        chosen = self._choose(layer, query, regions, scale)
-        self.reads.add(layer.index, regions, chosen)
-        return chosen
-
     def nbytes(self, index: int) -> int:
         return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
 
-    def _choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
+    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         everything: list[Chosen | None] = [None] * len(regions)
         if not self.selecting or layer.index < self.selecting[0]:
             return everything
         layout = Layout(regions)
         if layer.index in self.selecting:
-            self._select(layer, query, layout, scale)
+            self._select(layer, queries, layout)
             return everything
         if self._chosen is None:
             return everything
         by, picked, lengths = self._chosen
         if self._checked[layer.index] != layer.changes:
-            if not torch.equal(sequences(layer, layout.lengths, self.name), lengths):
+            if not torch.equal(sequences(layer, layout.lengths, self.options.name), lengths):
                 raise ValueError(
-                    f"{self.name} reads the same tokens in all layers, but layer {layer.index} holds other numbers of them than layer "
-                    f"{by}: evict nothing, or the same tokens in all layers"
+                    f"{self.options.name} reads the same tokens in all layers, but layer {layer.index} holds other numbers of them "
+                    f"than layer {by}: evict nothing, or the same tokens in all layers"
                 )
             self._checked[layer.index] = layer.changes
         return layout.chosen(picked.per_head(layer.shape[1]))
 
-    def _select(self, layer: CompressedLayer, query: torch.Tensor, layout: Layout, scale: float) -> None:
+    def _select(self, layer: CompressedLayer, queries: Queries, layout: Layout) -> None:
         """Choose for the layers to come."""
         options = self.options
         batch, heads = layer.shape
@@ -111,12 +99,11 @@ class TidalSelection:
         if options.most(layout.longest) >= layout.longest:
             return
         if self._checked[layer.index] != layer.changes:
-            sequences(layer, layout.lengths, self.name)
+            sequences(layer, layout.lengths, self.options.name)
             self._checked[layer.index] = layer.changes
         lengths = layout.lengths.view(batch, heads)[:, 0]
-        # How many of the queries belong to one head is not said: so many tokens are new at most.
-        recent = max(options.recent, query.shape[1])
-        votes = layout.logits(query, scale).softmax(-1).sum(1).view(batch, heads, -1).sum(1)
+        recent = max(options.recent, queries.count)
+        votes = layout.logits(queries).softmax(-1).sum(1).view(batch, heads, -1).sum(1)
         votes = votes.masked_fill(~between(lengths, votes.shape[1], 0, recent), float("-inf"))
         counts = (options.counts(lengths) - recent).clamp(min=0)
         picked = best(votes, counts, max(0, options.most(layout.longest) - recent))

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, ClassVar
 import torch
 
 from runtime.kv_cache.region import Chosen, Region
+from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, sequences, with_ends
-from runtime.kv_cache.selection.reads import Reads
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
@@ -48,7 +48,7 @@ class _Vote:
     picked: Picked
 
 
-class TokenSelectSelection:
+class TokenSelectSelection(Selection[TokenSelect]):
     """At work in one cache.
 
     Args:
@@ -60,29 +60,17 @@ class TokenSelectSelection:
         votes: for each layer how often sequences chose anew.
     """
 
-    name: ClassVar[str] = TokenSelect.name
-
     def __init__(self, options: TokenSelect, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        super().__init__(options, layers)
         self.votes = [0] * layers
         self._watches = [Watch() for _ in range(layers)]
         self._held: list[_Vote | None] = [None] * layers
-
-    def choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
-        """Raises ValueError where heads of a layer do not hold the same tokens."""
-        chosen = self._choose(layer, query, regions, scale)
-        self.reads.add(layer.index, regions, chosen)
-        return chosen
 
     def nbytes(self, index: int) -> int:
         vote = self._held[index]
         return 0 if vote is None else vote.queries.untyped_storage().nbytes() + vote.picked.nbytes
 
-    def _choose(
-        self, layer: CompressedLayer, query: torch.Tensor, regions: list[Region], scale: float
-    ) -> list[Chosen | None]:
+    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
@@ -90,20 +78,18 @@ class TokenSelectSelection:
         void = self._watches[layer.index].void(layer, regions)
         vote = None if void else self._held[layer.index]
         # What was aligned stays so until tokens leave.
-        lengths = (
-            sequences(layer, layout.lengths, self.name) if vote is None else layout.lengths.view(batch, heads)[:, 0]
-        )
-        # How many of the queries belong to one head is not said: so many tokens are new at most.
-        recent = max(options.recent, query.shape[1])
-        flat = query.reshape(batch, -1)
+        held = layout.lengths
+        lengths = sequences(layer, held, options.name) if vote is None else held.view(batch, heads)[:, 0]
+        recent = max(options.recent, queries.count)
+        flat = queries.states.reshape(batch, -1)
         if vote is None or vote.queries.shape != flat.shape:
-            again = torch.arange(batch, device=query.device)
+            again = torch.arange(batch, device=flat.device)
         else:
             alike = torch.cosine_similarity(flat.float(), vote.queries.float(), dim=-1)
             again = (~(alike >= options.similarity)).nonzero().flatten()
         if len(again):
             self.votes[layer.index] += len(again)
-            picked = self._elect(layout, query, scale, again, lengths[again], recent, heads)
+            picked = self._elect(layout, queries, again, lengths[again], recent, heads)
             fresh = _Vote(flat[again].clone(), picked)
             vote = fresh if vote is None or len(again) == batch else _updated(vote, again, fresh)
             self._held[layer.index] = vote
@@ -113,8 +99,7 @@ class TokenSelectSelection:
     def _elect(
         self,
         layout: Layout,
-        query: torch.Tensor,
-        scale: float,
+        queries: Queries,
         which: torch.Tensor,
         lengths: torch.Tensor,
         recent: int,
@@ -123,7 +108,7 @@ class TokenSelectSelection:
         """What the sequences `which` read, of what they need not read anyway."""
         options = self.options
         rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
-        weights = layout.logits(query[rows], scale, rows).softmax(-1)
+        weights = layout.logits(queries.rows(rows), rows).softmax(-1)
         votes = weights.sum(1).view(len(which), heads, -1).sum(1)
         fixed = options.sinks + recent
         counts = (options.counts(lengths) - fixed).clamp(min=0)

@@ -73,6 +73,39 @@ def test_a_policy_with_what_was_found_is_complete(tiny_llama: Any, rows: torch.T
     assert not policy.with_calibrated(Calibrated.parse(found, ("calibrated",))).missing
 
 
+def test_calibration_in_bfloat16_finds_about_the_same(
+    tiny_artifact: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU computes in, here without one."""
+    from runtime.engines import torch as engine
+
+    needs = {"gates", "channels", "prefix_tokens"}
+    exact = calibrate(tiny_artifact, needs, rows, gates=GATES)
+    own, dtypes = engine.Blueprint, []
+
+    def blueprint(artifact: Any, device: Any, kernels: str, dtype: Any, trust: bool) -> Any:
+        dtypes.append(dtype)
+        return own(artifact, device, kernels, torch.bfloat16, trust)
+
+    monkeypatch.setattr(engine, "Blueprint", blueprint)
+    found = calibrate(tiny_artifact, needs, rows, gates=GATES, device="cpu")
+    assert dtypes == [torch.float32]
+    torch.testing.assert_close(torch.tensor(found["gates"]), torch.tensor(exact["gates"]), atol=0.02, rtol=0)
+    pairs = zip(found["facts"]["channels"]["share"], exact["facts"]["channels"]["share"], strict=True)
+    assert all(abs(a - b) < 0.02 for a, b in pairs)
+    assert found["prefix_tokens"] == exact["prefix_tokens"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_calibration_on_a_gpu_finds_about_the_same(tiny_artifact: Path, rows: torch.Tensor) -> None:
+    model, _ = module.load(tiny_artifact, device="cuda")
+    assert {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()} == {("cuda", torch.bfloat16)}
+    exact = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES)
+    found = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES, device="cuda")
+    torch.testing.assert_close(torch.tensor(found["gates"]), torch.tensor(exact["gates"]), atol=0.02, rtol=0)
+    assert torch.tensor(found["channels"]).shape == (2, 2, 4)
+
+
 def test_gradients_through_packed_weights_are_those_of_dense_ones(tiny_artifact: Path) -> None:
     from runtime.linear import CompressedLinear
 

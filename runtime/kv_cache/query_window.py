@@ -1,0 +1,41 @@
+"""The newest queries of a layer, for those who score tokens by what these look at."""
+
+from __future__ import annotations
+
+import torch
+
+
+class QueryWindow:
+    """Queries `[batch, heads, q, size]` in the order in which they came. Pieces are put together only when they are asked for."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory as allocated."""
+        return sum(piece.untyped_storage().nbytes() for piece in self._pieces)
+
+    def append(self, query: torch.Tensor, window: int) -> None:
+        """Add new queries `[batch, heads, q, size]`; older ones than the newest `window`, at least 1, may be dropped."""
+        self._pieces.append(query[:, :, -window:].clone())
+        while sum(piece.shape[2] for piece in self._pieces[1:]) >= window:
+            self._pieces.pop(0)
+
+    def newest(self, window: int) -> torch.Tensor:
+        """The newest `window`, at least 1, `[batch, heads, at most window, size]`; some must have been appended."""
+        return torch.cat(self._pieces, 2)[:, :, -window:]
+
+    def forget(self, window: int) -> None:
+        """Drop all but the newest `window`."""
+        self._pieces = [self.newest(window).clone()] if self._pieces and window else []
+
+    def take_back(self, count: int) -> None:
+        """Drop the newest `count`."""
+        if self._pieces:
+            held = torch.cat(self._pieces, 2)
+            self._pieces = [held[:, :, : max(0, held.shape[2] - count)]]
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Only these sequences (int64), in that order."""
+        self._pieces = [piece[indices] for piece in self._pieces]

@@ -59,8 +59,8 @@ STORAGES = (
     Method("mikv", {"method": "mikv", "recent": 8}, fixed=True),
     Method("mustafar", {"method": "mustafar", "recent": 8}, fixed=True),
     Method("kvclustering", {"method": "kvclustering", "recent": 8}, fixed=True),
-    Method("duoattention", _duo(0.5), fixed=True, needs=("gates",)),
-    Method("duoattention, 5 of 6 stream", _duo(5 / 6), fixed=True, needs=("gates",)),
+    Method("duoattention", _duo(0.5), ("duo_attention_3_of_6",), fixed=True, needs=("gates",)),
+    Method("duoattention, 5 of 6 stream", _duo(5 / 6), ("duo_attention_5_of_6",), fixed=True, needs=("gates",)),
     Method("duoattention + int4", {**_duo(0.5), **_int(4, 0)}, fixed=True, needs=("gates",)),
     Method("duoattention, 5 of 6 stream, + int4", {**_duo(5 / 6), **_int(4, 0)}, fixed=True, needs=("gates",)),
     Method(

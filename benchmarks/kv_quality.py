@@ -52,6 +52,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     versions: dict[str, str] = {}
     for name, job in jobs(arguments, work):
+        job["gates"] = calibrated(job["model"], work)["gates"]
         rows += [{**row, "job": name, "tool": "compress"} for row in ours(job, name, work)]
         if arguments.peer:
             theirs, versions = peer(arguments.peer, job, name, work)

@@ -1,8 +1,9 @@
-"""What `kv_quality.py` found: a table, the picture for the README, and whether we are ahead of kvpress.
+"""What `kv_quality.py` found: tables, the picture for the README, and whether we are ahead of kvpress.
 
-    python benchmarks/kv_report.py [--result FILE] [--plot docs/kv_quality.svg]
+    python benchmarks/kv_report.py [--result FILE] [--plot docs/kv_quality.svg] [--report docs/kv_quality.md] [--readme README.md]
 
-Cells are means over jobs (tasks, lengths) and over seeds; noise is the standard error of the difference over seeds.
+Each kind of job (a task at a length) has a table of its own. Numbers are means over seeds; noise is the standard error of the difference
+over seeds.
 """
 
 from __future__ import annotations
@@ -11,20 +12,67 @@ import argparse
 import json
 import math
 import statistics
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "kv_quality.json"
-PLOT = HERE.parent / "docs" / "kv_quality.svg"
+DOCS = HERE.parent / "docs"
 MARKS = ("<!-- kv quality: python benchmarks/kv_report.py --readme README.md -->", "<!-- /kv quality -->")
-#: Kinds of jobs that are read together: title, which jobs, what a cell's number is, whether more of it is better.
-PANELS: tuple[tuple[str, Callable[[str], bool], str, bool], ...] = (
-    ("needles asked for later, right (%)", lambda j: j.endswith("later"), "accuracy", True),
-    ("one of 409 pairs, question in the prompt, right (%)", lambda j: j.endswith("known"), "accuracy", True),
-    ("text, perplexity", lambda j: j.startswith("text"), "perplexity", False),
-)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Panel:
+    """One kind of job.
+
+    Attributes:
+        job: its name in cells.
+        title: of its tables.
+        kind: "accuracy", in percent, or "perplexity", of which less is better.
+        drawn: in the picture.
+    """
+
+    job: str
+    title: str
+    kind: str
+    drawn: bool = False
+
+    @property
+    def better(self) -> bool:
+        """Whether more is better."""
+        return self.kind == "accuracy"
+
+    @property
+    def decodes(self) -> bool:
+        """Whether tokens leave while decoding: budgets are tokens of the whole text then, and bytes are those at its end."""
+        return self.job.startswith("steps")
+
+
+def panels(result: dict[str, Any]) -> list[Panel]:
+    """Those that there are cells of."""
+    found = []
+    for job in sorted({cell["job"] for cell in result["cells"]}, key=lambda j: (j.split("-")[0], int(j.split("-")[1]))):
+        task, length = job.split("-")[:2]
+        drawn = length == "2048"
+        if task == "needle":
+            found.append(Panel(job, f"needles in {length} tokens, asked for later, right (%)", "accuracy", drawn))
+        elif task == "recall":
+            found.append(
+                Panel(job, f"one of the pairs in {length} tokens, question in the prompt, right (%)", "accuracy", drawn)
+            )
+        elif task == "text":
+            found.append(
+                Panel(
+                    job,
+                    f"text of {length} tokens, the last quarter after the cut, perplexity (less is better)",
+                    "perplexity",
+                    True,
+                )
+            )
+        else:
+            found.append(Panel(job, f"text of {length} tokens, decoded one by one, perplexity", "perplexity", True))
+    return found
 
 
 def number(cells: list[dict[str, Any]], kind: str) -> float:
@@ -34,24 +82,24 @@ def number(cells: list[dict[str, Any]], kind: str) -> float:
     return math.exp(statistics.fmean(cell["nll"] for cell in cells))
 
 
-def points(result: dict[str, Any], belongs: Callable[[str], bool], kind: str) -> list[dict[str, Any]]:
-    """One for each tool, method and budget that worked in every job: share of the bytes, the number, the same seed by seed."""
-    jobs = {(cell["job"], cell["seed"]) for cell in result["cells"] if belongs(cell["job"])}
+def points(result: dict[str, Any], panel: Panel) -> list[dict[str, Any]]:
+    """One for each tool, method and budget that worked: share of the bytes, the number, the same seed by seed, what steps read."""
     groups: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
     for cell in result["cells"]:
-        if belongs(cell["job"]):
+        if cell["job"] == panel.job:
             groups.setdefault((cell["tool"], cell["method"], cell["budget"]), []).append(cell)
+    seeds = {cell["seed"] for cells in groups.values() for cell in cells}
     found = []
     for (tool, method, budget), cells in groups.items():
-        if any("error" in cell for cell in cells) or {(cell["job"], cell["seed"]) for cell in cells} != jobs:
+        if any("error" in cell for cell in cells) or {cell["seed"] for cell in cells} != seeds:
             continue
-        by_seed = {
-            seed: number([c for c in cells if c["seed"] == seed], kind) for seed in sorted({c["seed"] for c in cells})
-        }
+        by_seed = {cell["seed"]: number([cell], panel.kind) for cell in cells}
+        reads = [cell["reads"] for cell in cells if "reads" in cell]
         found.append(
             {
                 "tool": tool, "method": method, "budget": budget, "bytes": statistics.fmean(c["bytes"] for c in cells),
-                "value": number(cells, kind), "by_seed": by_seed, "peers": cells[0].get("peers", []),
+                "value": number(cells, panel.kind), "by_seed": by_seed, "peers": cells[0].get("peers", []),
+                "reads": statistics.fmean(reads) if reads else None,
             }
         )  # fmt: skip
     return found
@@ -62,9 +110,11 @@ def fits(point: dict[str, Any], budget: float) -> bool:
     return bool(point["budget"] == budget) if point["budget"] is not None else point["bytes"] <= budget
 
 
-def holds(point: dict[str, Any], budget: float) -> bool:
-    """Whether its bytes, as allocated, are within 1 % of the budget: what a claim rests on."""
-    return bool(point["bytes"] <= budget * 1.01)
+def holds(point: dict[str, Any], budget: float, panel: Panel) -> bool:
+    """Whether a claim may rest on it: its bytes, as allocated, are within 1 % of the budget. (While decoding: its tokens.)"""
+    if point["method"] in ("full", "full cache") or point["reads"] is not None:
+        return False
+    return fits(point, budget) if panel.decodes else bool(point["bytes"] <= budget * 1.01)
 
 
 def pairs(found: list[dict[str, Any]], better: bool) -> list[dict[str, Any]]:
@@ -87,78 +137,114 @@ def pairs(found: list[dict[str, Any]], better: bool) -> list[dict[str, Any]]:
     return rows
 
 
-def best(found: list[dict[str, Any]], tool: str, budget: float, better: bool) -> dict[str, Any] | None:
+def at(row: dict[str, Any]) -> str:
+    """The budget in words; none of what has one size."""
+    return "" if row["budget"] is None else f" at {100 * row['budget']:g} %"
+
+
+def behind(row: dict[str, Any]) -> bool:
+    """Whether ours is below theirs by more than the noise."""
+    return bool(row["gain"] < -2 * row["noise"] - 0.005)
+
+
+def best(found: list[dict[str, Any]], tool: str, budget: float, panel: Panel) -> dict[str, Any] | None:
     """The best point of a tool at a budget."""
-    there = [p for p in found if p["tool"] == tool and holds(p, budget) and p["method"] not in ("full", "full cache")]
-    sign = 1 if better else -1
+    there = [p for p in found if p["tool"] == tool and holds(p, budget, panel)]
+    sign = 1 if panel.better else -1
     return max(there, key=lambda p: (sign * p["value"], -p["bytes"])) if there else None
 
 
+def least(found: list[dict[str, Any]], tool: str, panel: Panel) -> dict[str, Any] | None:
+    """The point of a tool with the fewest bytes that is as good as a full cache, within 1 %."""
+    whole = next((p["value"] for p in found if p["method"] == "full cache"), None)
+    if whole is None or panel.decodes:
+        return None
+    good = [
+        p for p in found
+        if p["tool"] == tool and p["reads"] is None and p["method"] not in ("full", "full cache")
+        and (p["value"] >= 0.99 * whole if panel.better else p["value"] <= 1.01 * whole)
+    ]  # fmt: skip
+    return min(good, key=lambda p: p["bytes"]) if good else None
+
+
+def budgets_of(result: dict[str, Any]) -> list[float]:
+    """All of them, the largest first."""
+    return sorted({c["budget"] for c in result["cells"] if c["budget"] and c["tool"] == "compress"}, reverse=True)
+
+
 def text(result: dict[str, Any]) -> str:
-    """Tables in Markdown."""
-    budgets = sorted({c["budget"] for c in result["cells"] if c["budget"] and c["tool"] == "compress"}, reverse=True)
+    """Every table, in Markdown."""
+    budgets = budgets_of(result)
+    header = ["| | " + " | ".join(f"{100 * b:g} %" for b in budgets) + " |", "|---|" + "---:|" * len(budgets)]
     lines = []
-    for title, belongs, kind, better in PANELS:
-        found = points(result, belongs, kind)
-        lines += [
-            f"**{title}**",
-            "",
-            "| | " + " | ".join(f"{100 * b:g} %" for b in budgets) + " |",
-            "|---|" + "---:|" * len(budgets),
-        ]
-        names = sorted({(p["tool"], p["method"]) for p in found})
-        for tool, method in names:
+    for panel in panels(result):
+        found = points(result, panel)
+        lines += [f"## {panel.title}", "", *header]
+        for tool, method in sorted({(p["tool"], p["method"]) for p in found if p["reads"] is None}):
+            mine = [p for p in found if (p["tool"], p["method"]) == (tool, method)]
             cells = []
             for budget in budgets:
-                mine = [p for p in found if (p["tool"], p["method"]) == (tool, method)]
                 chosen = [p for p in mine if fits(p, budget) or p["method"].startswith("full")]
                 cells.append(f"{chosen[0]['value']:.2f}" if chosen else "")
-            lines.append(f"| {tool}: {method} | " + " | ".join(cells) + " |")
-        lines.append("")
+            size = f" ({100 * mine[0]['bytes']:.3g} % of the bytes)" if mine[0]["budget"] is None else ""
+            if any(cells) or size:
+                lines.append(f"| {tool}: {method}{size} | " + " | ".join(cells) + " |")
+        lines += ["", *_selections(found, budgets, panel)]
         for budget in budgets:
-            ours, theirs = best(found, "compress", budget, better), best(found, "kvpress", budget, better)
+            ours, theirs = best(found, "compress", budget, panel), best(found, "kvpress", budget, panel)
             if ours and theirs:
                 lines.append(
-                    f"- {100 * budget:g} %: ours {ours['value']:.2f} ({ours['method']}, {100 * ours['bytes']:.1f} % of the bytes), "
+                    f"- {100 * budget:g} %: ours {ours['value']:.2f} ({ours['method']}, {100 * ours['bytes']:.3g} % of the bytes), "
                     f"kvpress {theirs['value']:.2f} ({theirs['method']})"
                 )
-        for row in pairs(found, better):
-            mark = "" if row["gain"] >= -2 * row["noise"] - 0.005 else "  <-- BEHIND"
+        for row in pairs(found, panel.better):
+            mark = "  <-- BEHIND" if behind(row) else ""
             lines.append(
-                f"- {row['method']} against {row['peer']} at {100 * row['budget']:g} %: {row['gain']:+.2f} +- {row['noise']:.2f}{mark}"
+                f"- {row['method']} against {row['peer']}{at(row)}: {row['gain']:+.2f} +- {row['noise']:.2f}{mark}"
             )
         lines.append("")
     return "\n".join(lines)
 
 
+def _selections(found: list[dict[str, Any]], budgets: list[float], panel: Panel) -> list[str]:
+    """What steps read of a cache that is kept whole: the share, and the number."""
+    names = sorted({p["method"] for p in found if p["reads"] is not None})
+    if not names:
+        return []
+    lines = ["Cache kept, reads cut (share of the tokens held that steps read, first layers and all):", ""]
+    lines += ["| wanted | " + " | ".join(f"{100 * b:g} %" for b in budgets) + " |", "|---|" + "---:|" * len(budgets)]
+    for name in names:
+        mine = {p["budget"]: p for p in found if p["method"] == name}
+        cells = [f"{mine[b]['value']:.2f} ({100 * mine[b]['reads']:.0f} %)" if b in mine else "" for b in budgets]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    return [*lines, ""]
+
+
 def summary(result: dict[str, Any]) -> str:
     """The table of the README: the best of each tool at each budget, and how far our versions of their methods are from theirs."""
-    budgets = sorted({c["budget"] for c in result["cells"] if c["budget"] and c["tool"] == "compress"}, reverse=True)
-    head = ["cache at most", *(name for panel in PANELS for name in (f"{panel[0]}: ours", "kvpress"))]
-    lines = ["| " + " | ".join(head) + " |", "|---" * len(head) + "|"]
-    for budget in budgets:
-        cells = [f"{100 * budget:g} %"]
-        for _, belongs, kind, better in PANELS:
-            found = points(result, belongs, kind)
-            for tool in ("compress", "kvpress"):
-                chosen = best(found, tool, budget, better)
-                digits = 1 if kind == "accuracy" else 2
-                text = (
-                    ""
-                    if chosen is None
-                    else f"{chosen['value']:.{digits}f} ({chosen['method']}, {100 * chosen['bytes']:.3g} %)"
-                )
-                cells.append(text)
+    budgets = budgets_of(result)
+    head = ["ours / kvpress", *(f"{100 * b:g} %" for b in budgets), "smallest as good as the full cache"]
+    lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * len(budgets) + "|---|"]
+    compared = []
+    for panel in panels(result):
+        found = points(result, panel)
+        digits = 1 if panel.better else 2
+        cells = [panel.title]
+        for budget in budgets:
+            two = [best(found, tool, budget, panel) for tool in ("compress", "kvpress")]
+            cells.append(" / ".join("" if one is None else f"{one['value']:.{digits}f}" for one in two))
+        few = [least(found, tool, panel) for tool in ("compress", "kvpress")]
+        cells.append(" / ".join("-" if one is None else f"{100 * one['bytes']:.3g} % ({one['method']})" for one in few))
+        if panel.decodes:
+            cells[-1] = ""
         lines.append("| " + " | ".join(cells) + " |")
-    compared = [
-        (row, kind) for _, belongs, kind, better in PANELS for row in pairs(points(result, belongs, kind), better)
-    ]
-    behind = [row for row, _ in compared if row["gain"] < -2 * row["noise"] - 0.005]
-    named = "; ".join(f"{r['method']} at {100 * r['budget']:g} %: {r['gain']:+.2f} +- {r['noise']:.2f}" for r in behind)
+        compared += pairs(found, panel.better)
+    lost = [row for row in compared if behind(row)]
+    named = "; ".join(f"{r['method']}{at(r)}: {r['gain']:+.2f} +- {r['noise']:.2f}" for r in lost)
     lines += [
         "",
         f"Our versions of kvpress's methods beside theirs at equal shares of tokens: {len(compared)} cells, behind by more than the noise "
-        f"in {len(behind)}{': ' + named if named else ''}.",
+        f"in {len(lost)}{': ' + named if named else ''}.",
     ]
     return "\n".join(lines)
 
@@ -170,17 +256,18 @@ def draw(result: dict[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, len(PANELS), figsize=(16, 5))
-    for axis, (title, belongs, kind, better) in zip(axes, PANELS, strict=True):
-        found = points(result, belongs, kind)
-        _draw_panel(axis, found, better)
-        axis.set_title(title, fontsize=9)
+    drawn = [panel for panel in panels(result) if panel.drawn]
+    figure, axes = pyplot.subplots(1, len(drawn), figsize=(5.3 * len(drawn), 5))
+    for axis, panel in zip(axes, drawn, strict=True):
+        _draw_panel(axis, [p for p in points(result, panel) if p["reads"] is None], panel.better)
+        axis.set_title(panel.title, fontsize=9)
         axis.set_xlabel("bytes of the cache, % of a plain one")
         axis.set_xscale("log", base=2)
         axis.set_xticks([6.25, 12.5, 25, 50, 100], ["6.25", "12.5", "25", "50", "100"])
-        if kind == "perplexity":
+        if panel.kind == "perplexity":
             axis.set_yscale("log")
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="lower center", ncols=6, fontsize=8, frameon=False)
+    named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(named.values(), named.keys(), loc="lower center", ncols=6, fontsize=8, frameon=False)
     figure.tight_layout(rect=(0, 0.12, 1, 1))
     figure.savefig(file)
 
@@ -211,11 +298,17 @@ def _draw_panel(axis: Any, found: list[dict[str, Any]], better: bool) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--plot", type=Path, default=PLOT)
+    parser.add_argument("--plot", type=Path, default=DOCS / "kv_quality.svg")
+    parser.add_argument("--report", type=Path, default=DOCS / "kv_quality.md", help="every table")
     parser.add_argument("--readme", type=Path, help="whose table between the marks is written anew")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text())
-    print(text(result))
+    intro = (
+        "# Quality of compressed caches\n\nWritten by `benchmarks/kv_report.py`; measured by `benchmarks/kv_quality.py`, beside "
+        f"kvpress {result['kvpress'].get('kvpress', '')}, three seeds.\n\n"
+    )
+    arguments.report.write_text(intro + text(result))
+    print(summary(result))
     draw(result, arguments.plot)
     if arguments.readme:
         before, rest = arguments.readme.read_text().split(MARKS[0])

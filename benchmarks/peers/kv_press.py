@@ -8,11 +8,13 @@ Run by the Python of `setup_kv.sh`. The job:
      "items": [{"id": ..., "context": [ids], "questions": [{"ids": [...], "answer": [...]}]}],
      "texts": [{"id": ..., "ids": [...], "prompt": n}],
      "steps": [{"id": ..., "ids": [...], "prompt": n}],
+     "gates": [[...]],
      "methods": [{"name": "snapkv", "press": "SnapKVPress", "options": {...}}],
      "budgets": [0.5, 0.25]}
 
 An option that is itself `{"press": ..., "options": ...}`, or a list of such, is a press within the press. Without
-"methods", every press that needs nothing but the model runs (`DEFAULT_METHODS`). A budget is the share of the prefilled
+"methods", every press that needs nothing but the model runs (`DEFAULT_METHODS`), and DuoAttention on the job's gates, `[layer][key
+head]`, if it has any, with heads streaming as they do in ours, whatever the budget (null then). A budget is the share of the prefilled
 tokens that stays: `compression_ratio = 1 - budget`.
 
 An item is prefilled under the press; every question then starts from a copy of that cache, at the position after the last
@@ -48,6 +50,7 @@ from pathlib import Path
 from typing import Any
 
 import kvpress
+import numpy
 import torch
 import transformers
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -68,10 +71,10 @@ def method(name: str, kind: str, **options: Any) -> dict[str, Any]:
 
 
 # Left out: presses that need files from the Hub for the very model (QFilter, KVzap, FastKVzip, RestoreKV, LUKV,
-# ExpectedAttentionStats) or a data set (DuoAttention); those without a budget to set (DMS, SimLayerKV); those that compress
-# while decoding (Decoding, CompressionRatioDecoding, PrefillDecoding, CAM); KVCompose with structured=False, which leaves
-# the repeated context in the cache. The variants with a window of 16 and with a lag of 32 are there because what is
-# always kept, 64 tokens or up to 256, would be the whole budget of a short context.
+# ExpectedAttentionStats), or a data set (DuoAttention's own gates: it gets ours); those without a budget to set (DMS,
+# SimLayerKV); those that compress while decoding (Decoding, CompressionRatioDecoding, PrefillDecoding, CAM); KVCompose
+# with structured=False, which leaves the repeated context in the cache. The variants with a window of 16 and with a lag
+# of 32 are there because what is always kept, 64 tokens or up to 256, would be the whole budget of a short context.
 DEFAULT_METHODS: list[dict[str, Any]] = [
     method("random", "RandomPress"),
     method("streaming_llm", "StreamingLLMPress"),
@@ -132,6 +135,13 @@ DECODING_METHODS: list[dict[str, Any]] = [
     method("decoding_snapkv_w16", "SnapKVPress", window_size=16),
     method("decoding_adakv_snapkv_w16", "AdaKVPress", press=spec("SnapKVPress", window_size=16)),
 ]
+#: Shares of heads that stream.
+DUO_METHODS: list[dict[str, Any]] = [
+    {**method(f"duo_attention_{name}", "DuoAttentionPress", head_compression_ratio=share), "fixed": True}
+    for name, share in (("3_of_6", 0.5), ("5_of_6", 5 / 6))
+]
+#: Of a streaming head, as ours.
+DUO_SINKS, DUO_RECENT = 4, 28
 FULL: dict[str, Any] = {"name": "full", "press": None}
 
 
@@ -145,6 +155,12 @@ def build(wanted: Any) -> Any:
     return wanted
 
 
+def give_gates(gates: list[list[float]]) -> None:
+    """Let DuoAttention find these instead of files of the Hub."""
+    found = DUO_SINKS, DUO_RECENT, numpy.array(gates)
+    kvpress.DuoAttentionPress.load_attention_pattern = staticmethod(lambda model: found)
+
+
 def parts(press: Any) -> Iterator[Any]:
     """A press and those within it."""
     yield press
@@ -153,11 +169,13 @@ def parts(press: Any) -> Iterator[Any]:
             yield from parts(within)
 
 
-def press_of(wanted: dict[str, Any], budget: float) -> Any:
-    """The press that keeps `budget`, or None for the cache as it is."""
+def press_of(wanted: dict[str, Any], budget: float | None) -> Any:
+    """The press that keeps `budget` (None: what it keeps by itself), or None for the cache as it is."""
     if wanted["press"] is None:
         return None
     press = build(wanted)
+    if budget is None:
+        return press
     if not isinstance(press, kvpress.ComposedPress):
         # Only looked up, not read: some presses know their ratio after a prompt, and raise before.
         if "compression_ratio" not in dir(press):
@@ -319,7 +337,7 @@ class Peer:
         return True
 
     def retrieve(
-        self, wanted: dict[str, Any], budget: float, item: dict[str, Any], query_aware: bool
+        self, wanted: dict[str, Any], budget: float | None, item: dict[str, Any], query_aware: bool
     ) -> dict[str, Any]:
         """The questions of an item."""
         questions = item["questions"]
@@ -332,7 +350,7 @@ class Peer:
             correct += self.answers(fills[-1], [] if query_aware else question["ids"], question["answer"])
         return {"correct": correct, "asked": len(questions), **averages(fills)}
 
-    def follow(self, wanted: dict[str, Any], budget: float, text: dict[str, Any]) -> dict[str, Any]:
+    def follow(self, wanted: dict[str, Any], budget: float | None, text: dict[str, Any]) -> dict[str, Any]:
         """The mean negative log-likelihood of the rest of a text."""
         ids, prompt = text["ids"], text["prompt"]
         filled = self.prefill(press_of(wanted, budget), ids[:prompt], 0)
@@ -364,7 +382,7 @@ class Peer:
         return {"nll": nll / rest, "tokens": rest, **held, "prefill_seconds": round(seconds, 4)}
 
     def row(
-        self, wanted: dict[str, Any], budget: float, task: str, case: dict[str, Any], query_aware: bool
+        self, wanted: dict[str, Any], budget: float | None, task: str, case: dict[str, Any], query_aware: bool
     ) -> dict[str, Any]:
         """One method at one budget on one item or text; what it raises is its result."""
         row: dict[str, Any] = {"method": wanted["name"], "budget": budget, "task": task, "id": case["id"]}
@@ -405,7 +423,7 @@ def averages(fills: list[Filled]) -> dict[str, Any]:
 def progress(rows: list[dict[str, Any]]) -> str:
     """A line about the rows of one method and budget."""
     done = [row for row in rows if row["error"] is None]
-    line = f"{rows[0]['method']:36} {rows[0]['budget']:7.4f}"
+    line = f"{rows[0]['method']:36} {rows[0]['budget'] or 1.0:7.4f}"
     if done:
         held = sum(row["nominal_bytes"] for row in done) / sum(row["full_bytes"] for row in done)
         line += f"  held {held:.4f}"
@@ -433,7 +451,11 @@ def main() -> None:
     peer = Peer(model, masking, job.get("seed", 0))
     cases = [("retrieval", one) for one in job.get("items", [])] + [("text", one) for one in job.get("texts", [])]
     cases += [("steps", one) for one in job.get("steps", [])]
-    methods = job.get("methods") or (DECODING_METHODS if job.get("steps") else DEFAULT_METHODS)
+    gates = job.get("gates")
+    if gates:
+        give_gates(gates)
+    usual = [*DEFAULT_METHODS, *(DUO_METHODS if gates else [])]
+    methods = job.get("methods") or (DECODING_METHODS if job.get("steps") else usual)
     query_aware = job.get("query_aware", False)
     head = {
         **{name: importlib.metadata.version(name) for name in ("kvpress", "transformers", "torch")},
@@ -441,7 +463,7 @@ def main() -> None:
     }
     head["job"]["methods"] = methods
     rows: list[dict[str, Any]] = []
-    for wanted, budgets in [(FULL, [1.0]), *((one, job["budgets"]) for one in methods)]:
+    for wanted, budgets in [(FULL, [1.0]), *((one, [None] if one.get("fixed") else job["budgets"]) for one in methods)]:
         for budget in budgets:
             new = [peer.row(wanted, budget, task, case, query_aware) for task, case in cases]
             if new:

@@ -94,8 +94,9 @@ DECODING = tuple(
     Method(f"{name}, decoding", {**_evict(score, interval=32, **options), **storage}, peers, decodes=True)
     for name, score, options, storage, peers in (
         ("streamingllm", "streaming", {}, {}, ("decoding_streaming_llm",)),
-        ("rpc w16", "snapkv", _W16, {}, ("decoding_snapkv_w16",)),
-        ("rpc w16, adaptive heads", "snapkv", {**_W16, "heads": "adaptive"}, {}, ("decoding_adakv_snapkv_w16",)),
+        ("snapkv w16", "snapkv", _W16, {}, ("decoding_snapkv_w16",)),
+        ("adakv w16", "snapkv", {**_W16, "heads": "adaptive"}, {}, ("decoding_adakv_snapkv_w16",)),
+        ("rpc w16", "rpc", {**_W16, "prompt": "keep"}, {}, ()),
         ("tova", "tova", {}, {}, ("decoding_tova",)),
         ("h2o", "h2o", {"recent": 16}, {}, ()),
         ("keyformer", "keyformer", {"recent": 16}, {}, ()),

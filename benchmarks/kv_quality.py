@@ -75,6 +75,7 @@ def options() -> argparse.Namespace:
     parser.add_argument("--add", action="store_true", help="to --output, whose other cells stay")
     parser.add_argument("--work", help="where finished jobs are kept, so that a run can go on")
     parser.add_argument("--lengths", type=int, nargs="*", default=[2048, 4096])
+    parser.add_argument("--tasks", nargs="*", default=[task for task, _ in RETRIEVAL], help="of retrieval")
     parser.add_argument("--examples", type=int, default=6, help="contexts a task, length and seed")
     parser.add_argument("--questions", type=int, default=8, help="of a context, where they are not known before")
     parser.add_argument("--aware-questions", type=int, default=2, help="of a context, where each is part of the prompt")
@@ -93,7 +94,7 @@ def jobs(arguments: argparse.Namespace, work: Path) -> list[tuple[str, dict[str,
     found = []
     for seed in arguments.seeds:
         for length in arguments.lengths:
-            for task, aware in RETRIEVAL:
+            for task, aware in (known for known in RETRIEVAL if known[0] in arguments.tasks):
                 count = arguments.aware_questions if aware else arguments.questions
                 items = retrieval_items(task, length, arguments.examples, count, seed)
                 name = f"{task}-{length}-{'known' if aware else 'later'}-{seed}"

@@ -10,7 +10,15 @@ from typing import Any
 import typer
 
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
-from compress.commands.output import duration, print_json, print_table, show_cache, size, stdout_reserved
+from compress.commands.output import (
+    duration,
+    print_json,
+    print_table,
+    show_cache,
+    show_cache_quality,
+    size,
+    stdout_reserved,
+)
 from compress.last import remember_artifact
 from runtime.errors import CompressError
 
@@ -119,6 +127,7 @@ def _show(result: dict[str, Any]) -> None:
         from runtime.kv_cache.policy import Policy
 
         show_cache(Policy.parse(result["kv_cache"]).describe(), result["kv_cache_bytes"])
+        show_cache_quality(metrics)
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")
     path = _quoted(result["path"])

@@ -80,6 +80,8 @@ def _show(result: dict[str, Any]) -> None:
             other = base.get(key) if base else None
             ratio = f"{other / result[key]:.2f}x" if other and result[key] > 0 else ""
             rows.append((label, size(result[key]), size(other) if other is not None else "", ratio))
+        if key == "cache_bytes" and result.get("kv_cache_read_share") is not None:
+            rows.append(("of the tokens held, read by a step", f"{result['kv_cache_read_share']:.1%}", "", ""))
     print_table("", ("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
     print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
     print(f"Runs on: {result['decoder']}")

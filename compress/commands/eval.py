@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
-from compress.commands.output import print_json, print_table, size, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, PATH, THREADS, TRUST, load_options
+from compress.commands.output import print_json, print_table, show_cache_quality, size, stdout_reserved
+from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, PATH, THREADS, TRUST, load_options
 from runtime.errors import RequestError
 
 
@@ -51,22 +51,27 @@ def evaluate_model(
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
     threads: int | None = THREADS,
+    kv_cache: str | None = KV_CACHE,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
     """Measure a model: perplexity on text; with --reference also KL divergence and agreement; size and speed.
 
-    The text is cut into windows without overlap, and every token but the first of a window is scored.
+    The text is cut into windows without overlap, and every token but the first of a window is scored. Where the artifact or --kv-cache
+    gives a policy, the last quarter of each window is scored from the compressed cache of the rest too, against a plain one.
 
     \b
     Examples:
       compress eval out/llama_w4_sparse
       compress eval out/my-w4 --text my.txt --sequence-length 512 --reference ~/models/my-llama --json
+      compress eval out/my-w4 --kv-cache '{"method": "snapkv", "keys": "int4", "values": "int4"}' --sequence-length 4096
       compress eval out/my-w4 --tasks arc_easy,hellaswag --limit 200
     """
-    options = load_options(device, kernels, dtype, threads, trust_remote_code)
+    options = load_options(device, kernels, dtype, threads, trust_remote_code, kv_cache=kv_cache)
     names = _names(tasks)
     _check_combination(names, text, reference, task_path, num_fewshot, limit)
+    if names and kv_cache is not None:
+        raise RequestError("--kv-cache does not go with --tasks: likelihoods of answers are computed without a cache")
     with stdout_reserved(as_json):
         from compress.evaluate import evaluate, evaluate_tasks
         from compress.evaluate.lm_eval import require_lm_eval
@@ -137,6 +142,12 @@ def _show(result: dict[str, Any]) -> None:
     rows.append(("tokens read a second", f"{result['tokens_per_second']:,.0f}", ""))
     print_table("", ("", "model", "reference" if base else ""), rows, right=(1, 2))
     print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
+    if "kv_cache" in result:
+        facts = result["kv_cache"]
+        saved = f"{size(facts['cache_bytes'])} instead of {size(facts['full_bytes'])}"
+        read = f", of which steps read {facts['read_share']:.1%}" if "read_share" in facts else ""
+        print(f"KV cache: {facts['policy']}: {saved} at the end of a window{read}")
+        show_cache_quality(result)
 
 
 def _show_tasks(tasks: dict[str, dict[str, Any]]) -> None:

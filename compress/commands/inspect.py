@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from compress.commands.output import print_json, print_table, show_cache, size, stdout_reserved
+from compress.commands.output import print_json, print_table, show_cache, show_cache_quality, size, stdout_reserved
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
@@ -126,6 +126,7 @@ def _show(result: dict[str, Any]) -> None:
         from runtime.kv_cache.policy import Policy
 
         show_cache(Policy.parse(result["kv_cache"]).describe(), result.get("kv_cache_bytes") or [])
+        show_cache_quality(result.get("metrics") or {})
     metrics = result.get("metrics") or {}
     if "after" in metrics:
         before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]

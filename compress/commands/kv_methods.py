@@ -8,9 +8,10 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from runtime.kv_cache.bounds import Range, range_of
 from runtime.kv_cache.methods import AXES, Method, Table
 from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_fields import Range, annotation, calibrated_fields, choices, options_of, range_of
+from runtime.kv_cache.policy_fields import annotation, calibrated_fields, choices, options_of
 from runtime.kv_cache.policy_parts import Choice
 from runtime.kv_cache.presets import PRESETS, Preset
 
@@ -107,7 +108,7 @@ def _type(field: dataclasses.Field[Any]) -> str:
     }
     kinds = [kind.strip() for kind in annotation(field).split("|")]
     words = " or ".join(names.get(kind, kind) for kind in kinds if kind != "None")
-    limits = range_of(field.name)
+    limits = range_of(field)
     return words if limits == Range() or not {"int", "float"} & set(kinds) else f"{words} {limits}"
 
 

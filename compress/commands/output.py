@@ -65,6 +65,23 @@ def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequenc
         print(f"  {row['tokens']:,} tokens of a text: about {saved}")
 
 
+def show_cache_quality(metrics: dict[str, Any]) -> None:
+    """What a compressed cache does to the perplexity of what follows a prompt, as `through_cache` has measured it; else nothing."""
+    facts = metrics.get("kv_cache") or {}
+    if "perplexity_with_cache" in metrics:
+        print(
+            f"  perplexity with it {metrics['perplexity_with_cache']:.4g}, {facts['plain_perplexity']:.4g} with a plain cache "
+            f"({metrics['perplexity_increase_with_cache']:+.2%}): {facts['tokens']:,} tokens after prompts of {facts['prompt_tokens']}; "
+            f"KL {facts['kl']:.4g} nats a token, same most likely token {facts['top1_agreement']:.1%}"
+        )
+    if "perplexity_increase_overall" in metrics:
+        print(
+            f"  increase of the perplexity by weights and cache together: {metrics['perplexity_increase_overall']:+.2%}"
+        )
+    if "warning" in facts:
+        print(f"  {facts['warning']}")
+
+
 def size(count: float) -> str:
     """Bytes in words: `12.3 MB` (powers of 1000)."""
     for unit in ("B", "kB", "MB", "GB", "TB"):

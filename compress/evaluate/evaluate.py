@@ -1,4 +1,4 @@
-"""Measure a model on text: perplexity, and with a reference KL divergence and agreement; size and speed beside them."""
+"""Measure a model on text: perplexity, with a policy also through the compressed cache, with a reference KL divergence; size and speed."""
 
 from __future__ import annotations
 
@@ -9,15 +9,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.evaluate.metrics import TokenMetrics
+from compress.evaluate.metrics import TokenMetrics, rows_at_once
 from compress.evaluate.sizes import sizes
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from runtime.model import Model
-
-LOGIT_BYTES = 512 * 2**20
-"""A forward pass takes fewer rows than asked for when its float32 logits would be larger than this."""
 
 
 def evaluate(
@@ -34,7 +31,8 @@ def evaluate(
     """Perplexity of a model on text, and how far it is from a reference.
 
     The text is cut into windows of `sequence_length` tokens without overlap; every token but the first of a window is scored.
-    Model and reference run in lockstep, batch by batch, so no logits are kept.
+    Model and reference run in lockstep, batch by batch, so no logits are kept. These numbers are of whole windows, which no cache has
+    a part in; what a compressed one does to them is measured apart (`compress.evaluate.through_cache`), if the model has a policy.
 
     Args:
         model: an artifact, a plain checkpoint, or a loaded model.
@@ -44,21 +42,24 @@ def evaluate(
         samples: only the first windows; None takes all.
         batch_size: windows in one forward pass.
         reference: the model to compare with, usually the uncompressed one; it must have the same tokenizer.
-        load_options: for `runtime.load` where a path is given: device, kernels, dtype, ...
+        load_options: for `runtime.load` where a path is given: device, kernels, dtype, kv_cache (None: the artifact's own policy,
+            False: a plain cache), ... A reference has a plain cache, whatever they say.
 
     Returns:
         `perplexity`, `nll`, `tokens`, `sequence_length`, `windows`, `seconds`, `tokens_per_second` (of `model` alone), what
-        `sizes` says, and with a reference `kl`, `top1_agreement` and `reference` (its perplexity and sizes).
+        `sizes` says; with a policy what `through_cache` says (`perplexity_with_cache`, `perplexity_increase_with_cache`, `kv_cache`); with
+        a reference `kl`, `top1_agreement`, `perplexity_increase` and `reference` (its perplexity and sizes).
 
     Raises:
-        RequestError: a path or a text that cannot be used, values out of range, a reference with another tokenizer.
+        RequestError: a path or a text that cannot be used, values out of range, a reference with another tokenizer, a policy that
+            the model cannot have.
         CompressError: the model gives NaN.
     """
     if batch_size < 1:
         raise RequestError(f"batch_size must be at least 1, not {batch_size}")
     trust = bool((load_options or {}).get("trust_remote_code", False))
     ours = _loaded(model, load_options)
-    base = None if reference is None else _loaded(reference, load_options)
+    base = None if reference is None else _loaded(reference, {**(load_options or {}), "kv_cache": False})
     if base is not None:
         _check_same_tokens(ours, base)
     if windows is None:
@@ -67,7 +68,7 @@ def evaluate(
         raise RequestError(f"windows must be token ids of shape [n, at least 2], not {list(windows.shape)}")
     metrics, reference_metrics = TokenMetrics(), TokenMetrics()
     seconds = 0.0
-    for rows in windows.split(_rows(ours, windows, batch_size)):
+    for rows in windows.split(rows_at_once(windows, ours.engine.vocab_size, batch_size)):
         start = time.perf_counter()
         logits = ours.logits(rows)
         _wait(logits)
@@ -85,6 +86,10 @@ def evaluate(
         "tokens_per_second": windows.numel() / seconds,
         **sizes(ours, trust),
     }
+    if getattr(ours.engine, "held", None) is not None:
+        from compress.evaluate.through_cache import through_cache
+
+        result |= through_cache(ours, windows, batch_size)
     if base is not None:
         result["reference"] = {"perplexity": reference_metrics.result()["perplexity"], **sizes(base, trust)}
         result["perplexity_increase"] = result["perplexity"] / result["reference"]["perplexity"] - 1
@@ -95,8 +100,7 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
     if isinstance(model, (str, Path)):
         import runtime
 
-        # Logits come from whole windows, which no cache has a part in: without a policy the leanest engine computes them.
-        loaded = runtime.load(model, **{**(options or {}), "kv_cache": False})
+        loaded = runtime.load(model, **(options or {}))
         if not isinstance(loaded, runtime.Model):
             raise RequestError(
                 f"{model} holds a {type(loaded).__name__}; perplexity is measured of causal language models"
@@ -125,11 +129,6 @@ def _windows(model: Model, text: str | Path, sequence_length: int | None, sample
         raise RequestError(f"{problem['loc'][0]}: {problem['msg']}, not {problem['input']!r}") from None
     config.locate(Origin(overrides={("evaluate", "data"): "text"}), ("evaluate",))
     return load_evaluation(config, model.tokenizer, model.engine.vocab_size)
-
-
-def _rows(model: Model, windows: torch.Tensor, batch_size: int) -> int:
-    per_row = int(windows.shape[1]) * model.engine.vocab_size * 4
-    return max(1, min(batch_size, LOGIT_BYTES // per_row))
 
 
 def _check_same_tokens(model: Model, reference: Model) -> None:

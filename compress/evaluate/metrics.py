@@ -12,6 +12,14 @@ from runtime.errors import CompressError
 CHUNK_VALUES = 8 * 2**20
 """Logits that are turned into float32 log-probabilities at once: 32 MiB each for model and reference, whatever the vocabulary."""
 
+LOGIT_BYTES = 512 * 2**20
+"""A forward pass takes fewer rows than asked for when its float32 logits would be larger than this."""
+
+
+def rows_at_once(windows: torch.Tensor, vocabulary: int, batch_size: int) -> int:
+    """Rows of `windows` `[n, s]` that one forward pass takes: `batch_size`, or as many as have logits of at most `LOGIT_BYTES`."""
+    return max(1, min(batch_size, LOGIT_BYTES // (int(windows.shape[1]) * vocabulary * 4)))
+
 
 class TokenMetrics:
     """Perplexity, and agreement with a reference model, over all tokens that were added.

@@ -68,7 +68,8 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         `load_seconds`, `prefill_tokens_per_second`, `decode_tokens_per_second` (over the whole batch), `first_token_seconds`,
         `weight_bytes`, `resident_bytes` (growth of the process by loading), `peak_bytes` (largest size of the process), on a
         GPU `device_peak_bytes`, `kernels` ({what computes a layer, for each shape class where they differ: number of layers}),
-        `decoder` (what runs them).
+        `decoder` (what runs them); of our runtime `cache_bytes` (at their largest), `kv_cache` (the policy in words; None: plain) and
+        `kv_cache_read_share` (of the tokens held, those that steps read; None: the policy has no selection).
 
     Raises:
         RequestError: the prompt and the new tokens do not fit the model's context, or the model cannot be loaded.
@@ -148,7 +149,7 @@ def _load_runtime(request: SpeedRequest) -> _Loaded:
         return stats["prefill_seconds"], stats["decode_seconds"]
 
     def cache() -> dict[str, Any]:
-        return {key: model.stats[key] for key in ("cache_bytes", "kv_cache")}
+        return {key: model.stats[key] for key in ("cache_bytes", "kv_cache", "kv_cache_read_share")}
 
     engine = model.engine
     kernels = dict(Counter(model.explain().values()).most_common())

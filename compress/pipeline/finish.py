@@ -11,6 +11,7 @@ import torch
 import yaml
 
 from compress import calibration
+from compress.evaluate.through_cache import LEAST
 from compress.pipeline.cache import cache_facts
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
@@ -19,7 +20,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.streamed_eval import compare
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, RequestError
 from runtime.quantization_config import build, entry_from_dict
 
 if TYPE_CHECKING:
@@ -37,10 +38,16 @@ COMPANIONS = (
 
 
 def evaluation_windows(session: Session) -> torch.Tensor | None:
-    """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation."""
+    """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation.
+
+    Raises:
+        RequestError: a text that cannot be used, or windows too short to measure the recipe's cache on.
+    """
     config = session.recipe.evaluate
     if config is None:
         return None
+    if session.cache_policy is not None and config.sequence_length < LEAST:
+        raise RequestError(config.at("sequence_length", f"a kv_cache stage needs windows of at least {LEAST} tokens"))
     return session.framed(calibration.load_evaluation(config, session.tokenizer, session.vocabulary))
 
 
@@ -119,6 +126,11 @@ def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict
             "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
             "max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"],
         }  # fmt: skip
+    return held_to(values, limits)
+
+
+def held_to(values: dict[str, float], limits: dict[str, float]) -> list[dict[str, Any]]:
+    """[{"name", "limit", "value", "ok"}] of the limits on one of `values`: those named min_ are the least allowed, others the most."""
     return [
         {
             "name": name,

@@ -18,6 +18,7 @@ from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.cache import calibrated_policy
+from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, RunDirectory
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
@@ -94,7 +95,11 @@ def apply(
 
     with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
         reporter.info(plan.headline())
-        for warning in [*plan.warnings, *([session.calibration.warning] if session.reads_text else [])]:
+        for warning in [
+            *plan.warnings,
+            too_large(session, plan.bytes_after),
+            *([session.calibration.warning] if session.reads_text else []),
+        ]:
             if warning:
                 reporter.warn(warning)
         allocate_sparsity(session, directory, reporter, plan.spill)
@@ -109,6 +114,9 @@ def apply(
         policy = calibrated_policy(session, directory, reporter)
         if policy is not None and policy.needs:
             clock.lap("calibrate cache")
+        metrics = evaluate_cache(session, directory, evaluation, policy, metrics, reporter)
+        if "kv_cache" in metrics:
+            clock.lap("evaluate cache")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy)
         directory.finish()
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
@@ -119,7 +127,10 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
     """The artifact, unless the recipe's limits refuse it."""
     failed = [limit for limit in result.metrics.get("limits", []) if not limit["ok"]]
     if failed:
-        sentence = "; ".join(f"{x['name']} is {x['value']:.4g}, the limit is {x['limit']:.4g}" for x in failed)
+        found = ("was not measured" if x["value"] is None else f"is {x['value']:.4g}" for x in failed)
+        sentence = "; ".join(
+            f"{x['name']} {text}, the limit is {x['limit']:.4g}" for x, text in zip(failed, found, strict=True)
+        )
         raise LimitError(
             f"{sentence}; the artifact is complete in {result.path}, but the recipe does not accept it", result
         )

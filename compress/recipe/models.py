@@ -95,8 +95,8 @@ class EvaluateConfig(TextSource):
 
     Attributes:
         samples: rows to evaluate, from the start of the text; None is all of it.
-        max_perplexity: largest perplexity of the artifact.
-        max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1).
+        max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
+        max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), held to both too.
         max_kl: largest mean KL divergence from the source model, in nats a token.
         min_top1_agreement: smallest share of positions where both models would say the same token.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings

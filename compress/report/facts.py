@@ -137,7 +137,8 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
         found.append(str(calibration["warning"]))
     for limit in (manifest.get("metrics") or {}).get("limits", []):
         if not limit["ok"]:
-            found.append(f"{limit['name']} is {limit['value']:.4g}; the recipe's limit is {limit['limit']:.4g}")
+            value = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
+            found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
     for name, account in manifest["tensors"].items():
         reason = account.get("reason", "")
         if account["action"] == "dropped":

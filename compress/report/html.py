@@ -4,23 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from compress.commands.output import size
 from compress.report import charts
+from compress.report.cache import cache_quality, cache_section
+from compress.report.elements import folded, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.style import CSS
 from runtime.errors import RequestError
 
 FILE = "report.html"
-_MANY = 60
-"""Tables with more rows than this start folded."""
 _LIMIT_NAMES = {
     "max_perplexity": "perplexity at most",
     "max_perplexity_increase": "increase of the perplexity at most",
+    "max_perplexity_overall": "perplexity with weights and cache at most",
+    "max_perplexity_increase_overall": "increase of the perplexity by weights and cache at most",
     "max_kl": "KL divergence at most",
     "min_top1_agreement": "same most likely token at least",
     "min_cosine": "mean cosine similarity at least",
@@ -52,7 +53,7 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts), _layers_chart(facts), _bytes(facts), _cache(facts),
+        _headline(facts), _warnings(facts), _quality(facts), _layers_chart(facts), _bytes(facts), cache_section(facts),
         _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts),
     ]  # fmt: skip
     body = "\n".join(part for part in sections if part)
@@ -90,6 +91,11 @@ def _headline(facts: Facts) -> str:
     if "cosine" in metrics:
         worst = f"worst text {metrics['cosine']['min']:.4f}"
         numbers.append((f"{metrics['cosine']['mean']:.4f}", "cosine similarity to the original's embeddings", worst))
+    if "perplexity_with_cache" in metrics:
+        span = f"{metrics['kv_cache']['plain_perplexity']:.4g} → {metrics['perplexity_with_cache']:.4g}, what follows a prompt"
+        numbers.append(
+            (f"{metrics['perplexity_increase_with_cache']:+.1%}", "perplexity by the compressed cache", span)
+        )
     if facts.layer_bits is not None:
         numbers.append(
             (f"{facts.layer_bits:.2f}", "bits a weight", f"in {len(facts.layers)} compressed layers, all included")
@@ -115,9 +121,9 @@ def _warnings(facts: Facts) -> str:
 def _quality(facts: Facts) -> str:
     metrics = facts.metrics
     if "cosine" in metrics:
-        return _section("Quality", _embeddings(metrics))
+        return section("Quality", _embeddings(metrics))
     if "after" not in metrics:
-        return _section("Quality", '<p class="soft">The recipe asked for no evaluation.</p>')
+        return section("Quality", '<p class="soft">The recipe asked for no evaluation.</p>')
     before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
     rows: list[list[tuple[str, str]]] = [
         [
@@ -131,13 +137,13 @@ def _quality(facts: Facts) -> str:
         rows.append([("KL to the original, nats a token", ""), ("", ""), (f"{metrics['kl']:.5g}", "right"), ("", "")])
     if "top1_agreement" in metrics:
         rows.append([("Same most likely token", ""), ("", ""), (f"{metrics['top1_agreement']:.2%}", "right"), ("", "")])
-    content = _table(("", "before>", "after>", "change>"), rows)
+    content = table(("", "before>", "after>", "change>"), rows)
     content += _limits(metrics)
     content += charts.quality_chart(before, after)
     tokens = f"{metrics['tokens']:,} tokens" if "tokens" in metrics else "the held-out text"
     length = f", windows of {metrics['sequence_length']} tokens" if "sequence_length" in metrics else ""
     content += f'<p class="soft">Measured on {tokens}{length}; every token but the first of a window is scored.</p>'
-    return _section("Quality", content)
+    return section("Quality", content + cache_quality(metrics))
 
 
 def _embeddings(metrics: dict[str, Any]) -> str:
@@ -148,20 +154,23 @@ def _embeddings(metrics: dict[str, Any]) -> str:
         f"Measured on {metrics['windows']:,} held-out texts of {metrics['sequence_length']} tokens: the embedding that the artifact "
         "gives a text, against the original's."
     )
-    table = _table(("cosine similarity to the original", "value>"), rows)
-    return f'{table}{_limits(metrics)}<p class="soft">{text}</p>'
+    shown = table(("cosine similarity to the original", "value>"), rows)
+    return f'{shown}{_limits(metrics)}<p class="soft">{text}</p>'
 
 
 def _limits(metrics: dict[str, Any]) -> str:
     limits = metrics.get("limits") or []
     if not limits:
         return ""
-    return "<p></p>" + _table(("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits])
+    return "<p></p>" + table(("limit of the recipe", "allowed>", "found>", ""), [_limit_row(x) for x in limits])
 
 
 def _limit_row(limit: dict[str, Any]) -> list[tuple[str, str]]:
-    share = limit["name"] in ("max_perplexity_increase", "min_top1_agreement")
-    allowed, found = (f"{value:.2%}" if share else f"{value:.5g}" for value in (limit["limit"], limit["value"]))
+    share = limit["name"].startswith(("max_perplexity_increase", "min_top1_agreement"))
+    allowed, found = (
+        "not measured" if value is None else f"{value:.2%}" if share else f"{value:.5g}"
+        for value in (limit["limit"], limit["value"])
+    )  # fmt: skip
     verdict = ("kept", "ok") if limit["ok"] else ("exceeded", "failed")
     return [(_LIMIT_NAMES.get(limit["name"], limit["name"]), ""), (allowed, "right"), (found, "right"), verdict]
 
@@ -171,7 +180,7 @@ def _layers_chart(facts: Facts) -> str:
     if not chart:
         return ""
     text = "How far each layer's output moved on the calibration text, relative to the output itself (squared norms)."
-    return _section("Error of every layer", f'<p class="soft">{text}</p>{chart}')
+    return section("Error of every layer", f'<p class="soft">{text}</p>{chart}')
 
 
 def _bytes(facts: Facts) -> str:
@@ -186,28 +195,8 @@ def _bytes(facts: Facts) -> str:
             )
     total = [("all tensors", ""), *((size(n), "right") for n in (facts.bytes_before, facts.bytes_after))]
     total += [(f"{facts.bytes_before / max(facts.bytes_after, 1):.2f}×", "right"), ("", "right")]
-    table = _table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
-    return _section("Where the bytes are", charts.bytes_chart(facts.before, facts.after) + table)
-
-
-def _cache(facts: Facts) -> str:
-    """How keys and values are held while the model writes."""
-    if not facts.manifest.get("kv_cache"):
-        return ""
-    from runtime.kv_cache.policy import Policy
-
-    policy = Policy.parse(facts.manifest["kv_cache"])
-    rows = []
-    for row in facts.manifest.get("kv_cache_bytes") or []:
-        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%}"
-        cells = (f"{row['tokens']:,}", size(row["full_bytes"]), size(row["bytes"]), share)
-        rows.append([(text, "right") for text in cells])
-    content = f"<p>{escape(policy.describe())}</p>"
-    content += _table(("tokens of a text>", "plain cache>", "compressed, about>", "of it>"), rows)
-    if policy.calibrated is not None and policy.needs:
-        found = ", ".join(sorted(policy.needs)).replace("_", " ")
-        content += f'<p class="soft">Calibrated for this model: {escape(found)}.</p>'
-    return _section("Keys and values", content)
+    shown = table(("part", "before>", "after>", "smaller>", "share of the artifact>"), [*rows, total])
+    return section("Where the bytes are", charts.bytes_chart(facts.before, facts.after) + shown)
 
 
 def _layers_table(facts: Facts) -> str:
@@ -229,7 +218,7 @@ def _layers_table(facts: Facts) -> str:
             ]
         )  # fmt: skip
     columns = ("layer", "method", "format", "error>", "bits>", "zeros>", "before>", "after>", "notes")
-    return _section("Layers", _folded(_table(columns, rows), len(rows), "layers"))
+    return section("Layers", folded(table(columns, rows), len(rows), "layers"))
 
 
 def _kept(facts: Facts) -> str:
@@ -246,16 +235,16 @@ def _kept(facts: Facts) -> str:
     ]
     if not rows:
         return ""
-    table = _table(("tensor", "what happened", "bytes>", "reason"), rows)
-    return _section(
-        "Tensors that were not compressed", f"<details><summary>{len(rows)} tensors</summary>{table}</details>"
+    shown = table(("tensor", "what happened", "bytes>", "reason"), rows)
+    return section(
+        "Tensors that were not compressed", f"<details><summary>{len(rows)} tensors</summary>{shown}</details>"
     )
 
 
 def _recipe(facts: Facts) -> str:
     if not facts.recipe:
         return ""
-    return _section("Recipe, as resolved", f"<pre>{escape(facts.recipe)}</pre>")
+    return section("Recipe, as resolved", f"<pre>{escape(facts.recipe)}</pre>")
 
 
 def _origin(facts: Facts) -> str:
@@ -268,33 +257,4 @@ def _origin(facts: Facts) -> str:
     entries += [("calibration", calibration.get("description")), ("recipe SHA-256", manifest.get("recipe_sha256"))]
     entries += list((manifest.get("toolchain") or {}).items())
     items = "".join(f"<dt>{escape(str(k))}</dt><dd>{escape(str(v))}</dd>" for k, v in entries if v is not None)
-    return _section("Where it comes from", f"<dl>{items}</dl>")
-
-
-# -------------------------------------------------------------------- building blocks
-def _section(title: str, content: str) -> str:
-    return f"<section><h2>{escape(title)}</h2>{content}</section>"
-
-
-def _folded(table: str, rows: int, what: str) -> str:
-    return table if rows <= _MANY else f"<details><summary>{rows} {what}</summary>{table}</details>"
-
-
-def _table(columns: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> str:
-    """A table; a column that ends in `>` is right-aligned; a cell is (text, CSS classes), and `meter 0.3` draws a bar behind it."""
-    head = "".join(
-        f'<th class="right">{escape(name[:-1])}</th>' if name.endswith(">") else f"<th>{escape(name)}</th>"
-        for name in columns
-    )
-    body = "".join(f"<tr>{''.join(_cell(text, classes) for text, classes in row)}</tr>" for row in rows)
-    return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
-
-
-def _cell(text: str, classes: str) -> str:
-    names = classes.split()
-    style = ""
-    if "meter" in names:
-        share = min(1.0, max(0.0, float(names.pop())))
-        style = f' style="--share: {share:.3f}"'
-    attribute = f' class="{" ".join(names)}"' if names else ""
-    return f"<td{attribute}{style}>{escape(text)}</td>"
+    return section("Where it comes from", f"<dl>{items}</dl>")

@@ -17,7 +17,7 @@ from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.store import Store
-from runtime.kv_cache.support import check_module
+from runtime.kv_cache.support import check_asked, check_module, probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -43,6 +43,7 @@ class HeldCache:
         self.policy, self.plan = policy, policy.plan()
         self.description, self.prefix = policy.describe(), policy.prefix_tokens
         prepare(module)
+        probe(module)
         self._module = module
         self._shape = Shape.of(module.config, module.dtype)
         try:
@@ -59,12 +60,15 @@ class HeldCache:
 
     def explain(self) -> dict[str, str]:
         """{"kv_cache.LAYER": the kernel that steps read the layer's cache with}, or "kv-reference" and why none of them does."""
-        heads, sizes, dtype, device = self._shape.heads, self._shape.sizes, self._shape.dtype, self._module.device
-        query = torch.empty(heads, self._shape.query_heads // heads, sizes[0], dtype=dtype, device=device)
-        found = {}
+        device, found = self._module.device, {}
+        shapes = iter(self._shape.layers)
         for index, layer in enumerate(self.new().layers):
             if isinstance(layer, CompressedLayer):
-                store = Store(heads, sizes, dtype, device, layer.storage)
+                shape = next(shapes)
+                query = torch.empty(
+                    shape.heads, shape.query_heads // shape.heads, shape.sizes[0], dtype=shape.dtype, device=device
+                )
+                store = Store(shape.heads, shape.sizes, shape.dtype, device, layer.storage)
                 ways = dict.fromkeys(explain(query, region) for region in store.every)
                 found[f"kv_cache.{index}"] = ", ".join(ways)
         return found
@@ -88,10 +92,7 @@ class HeldCache:
 
     def check_read(self, cache: CompressedCache, before: int, count: int) -> None:
         """PolicyError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow."""
-        for layer in cache.layers:
-            if isinstance(layer, CompressedLayer) and layer.seen != before + count:
-                text = "computes attention in a way that does not read compressed caches; load it with kv_cache=False"
-                raise PolicyError((), f"{type(self._module).__name__} {text}")
+        check_asked(self._module, cache, before + count)
 
     def length(self, cache: CompressedCache) -> int:
         """Tokens of the longest row so far, prefix and padding included."""

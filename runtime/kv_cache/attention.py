@@ -88,7 +88,7 @@ def _capped(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = slice_of(query.shape[0] * query.shape[1] * held)
     columns = torch.arange(held, device=query.device)
-    pieces = []
+    result = query.new_empty(*query.shape[:3], value.shape[-1])
     for start in range(0, count, step):
         part = query[:, :, start : start + step]
         if mask is None:
@@ -96,8 +96,8 @@ def _capped(
             seen = (columns <= place[:, None])[None, None]
         else:
             seen = mask[:, :, start : start + step]
-        pieces.append(ragged_attention(part, key, value, seen, scale, softcap))
-    return torch.cat(pieces, 2).transpose(1, 2)
+        result[:, :, start : start + step] = ragged_attention(part, key, value, seen, scale, softcap)
+    return result.transpose(1, 2)
 
 
 def masks(**arguments: Any) -> torch.Tensor | None:

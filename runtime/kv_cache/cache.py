@@ -6,14 +6,17 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 from runtime.kv_cache import attention
 from runtime.kv_cache.eviction import Eviction
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.plan import CachePlan
+from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy_fields import PolicyError
 from runtime.kv_cache.storage.plain import Plain
 from runtime.kv_cache.storage.plan import Tier
+from runtime.kv_cache.support import check_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,23 +32,26 @@ class CompressedCache(Cache):
 
     Args:
         model: whose cache it is; its attention implementation must be "compress_kv" (`prepare`).
-        plan: what is evicted, stored and read; None: everything, as it comes.
+        plan: what is evicted, stored and read; None: everything, as it comes. A `Policy` is checked against the model as
+            `runtime.load` does it; a `CachePlan` is taken as it is.
 
     Attributes:
         reads: how much of what they held steps have read; None without a selection, all of it.
 
     Raises:
-        ValueError: the model's attention is another one, or no layer has full attention.
+        ValueError: the model's attention is another one, no layer has full attention, or the policy cannot be for this model:
+            it was calibrated for another, needs calibration and has none, or wants tokens before the prompts, which only
+            `runtime.load` puts there.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: CachePlan | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, plan: Policy | CachePlan | None = None) -> None:
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "_attn_implementation", None) != attention.NAME:
             raise ValueError(
                 f"{type(model).__name__} computes attention with {config._attn_implementation!r}, which reads no compressed cache; "
                 "call runtime.kv_cache.prepare(model) first"
             )
-        plan = plan or CachePlan()
+        plan = _checked(plan, model) if isinstance(plan, Policy) else plan or CachePlan()
         layers: list[Any] = list(DynamicCache(config=config).layers)
         compressed = compressed_layers(config)
         if not compressed:
@@ -70,6 +76,19 @@ class CompressedCache(Cache):
             previous.following = layers[compressed[0]]
         super().__init__(layers=layers)
 
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """As transformers' own; what a sliding window no longer needs is freed, too."""
+        found: tuple[torch.Tensor, torch.Tensor] = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        layer = self.layers[layer_idx]
+        if isinstance(layer, DynamicSlidingWindowLayer) and not layer.record_past:
+            assert layer.keys is not None
+            assert layer.values is not None
+            # They keep a view of all that came, so that a whole prompt would stay in memory until the next step.
+            layer.keys, layer.values = _own(layer.keys), _own(layer.values)
+        return found
+
     @property
     def offloaded_bytes(self) -> int:
         """Of tokens that are held elsewhere (a disk, the host of a GPU), as allocated there."""
@@ -80,7 +99,10 @@ class CompressedCache(Cache):
         """Memory as allocated, all layers; what is offloaded is counted apart."""
         own = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
-        tensors = [value for layer in others for value in vars(layer).values() if isinstance(value, torch.Tensor)]
+        values = [value for layer in others for value in vars(layer).values()]
+        # Recurrent layers have their states in dictionaries.
+        values += [state for value in values if isinstance(value, dict) for state in value.values()]
+        tensors = [value for value in values if isinstance(value, torch.Tensor)]
         return sum(layer.nbytes for layer in own) + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
@@ -90,6 +112,34 @@ def compressed_layers(config: Any) -> list[int]:
 
 
 def prepare(model: PreTrainedModel) -> None:
-    """Let the model's attention read compressed caches; without one it computes as with sdpa."""
+    """Let the model's attention read compressed caches; without one it computes as with sdpa.
+
+    Raises:
+        ValueError: the model's attention cannot be asked to.
+    """
+    try:
+        check_module(model)
+    except PolicyError as error:
+        raise ValueError(error.text) from error
     attention.register()
     model.set_attn_implementation(attention.NAME)
+
+
+def _checked(policy: Policy, model: PreTrainedModel) -> CachePlan:
+    """The plan of a policy that is for this model; ValueError where it is not."""
+    try:
+        policy.check_model(model.config)
+        plan = policy.plan()
+    except PolicyError as error:
+        raise ValueError(str(error)) from error
+    if policy.prefix == "calibrated":
+        raise ValueError(
+            "kv_cache.prefix: calibrated prefix tokens are put before every prompt by runtime.load, not by a cache; load the model "
+            "with it, or put them there yourself and say how many they are (prefix: n)"
+        )
+    return plan
+
+
+def _own(states: torch.Tensor) -> torch.Tensor:
+    """The same states, copied where more than an eighth of the memory behind them is not theirs: not at every step of decoding."""
+    return states.clone() if states.untyped_storage().nbytes() * 8 > states.nbytes * 9 else states

@@ -91,9 +91,15 @@ def fingerprint(config: Any) -> str:
     compression or a reader of the config changes: dtypes, the length of the context, whether embeddings are tied.
     """
     inner = config.get_text_config(decoder=True)
-    facts = {name: getattr(inner, name, None) for name in _CONFIG}
+    facts = {name: _fact(inner, name) for name in _CONFIG}
     written = json.dumps(facts, sort_keys=True, default=str)
     return hashlib.sha256(written.encode()).hexdigest()[:_DIGITS]
+
+
+def _fact(config: Any, name: str) -> Any:
+    """A field of a config: one value, or one a layer where layers differ (Gemma 4's head sizes), which the config as a whole refuses."""
+    values = [getattr(layer, name, None) for layer in config.per_layer_config]
+    return values[0] if all(value == values[0] for value in values) else values
 
 
 def _nested(path: Path, value: Any, depth: int, check: Any, what: str) -> Any:

@@ -17,45 +17,34 @@ if TYPE_CHECKING:
     from runtime.kv_cache.eviction import EvictionPlan
     from runtime.kv_cache.plan import CachePlan
 
-_ATTENDED = ("full_attention", "sliding_attention", "chunked_attention")
+_WINDOWED = ("sliding_attention", "chunked_attention")
 _SPARE = 8 / 7  # an eighth of a pool's pages may be free before it is packed
+# How many float32 copies of keys, or of values, there are at once while they are encoded, or merged.
+_ENCODED = {"int2": 6.5, "int4": 6.5, "int8": 6.5}
+_LEAST, _MERGED = 3, 5
+_SCORED = 40  # bytes a token and head while tokens are scored: ages, and scores in the making
 _LENGTHS = (1024, 8192, 32768, 131072)
 
 
 @dataclass(frozen=True)
-class Shape:
-    """What of a model decides the size of its cache.
+class LayerShape:
+    """What decides the size of one layer's cache.
 
     Attributes:
-        layers: with full attention, which a policy is about.
-        windows: of the other layers with attention, the tokens each sees.
         heads: key heads.
         sizes: channels of a key and of a value.
         query_heads: for queries that scores remember.
         dtype: of queries, keys and values as they come.
+        window: tokens that it holds at most; None: all of them.
         floats: dtype that tokens which stay floats are held in; None: as they come.
     """
 
-    layers: int
-    windows: tuple[int, ...]
     heads: int
     sizes: tuple[int, int]
     query_heads: int
     dtype: torch.dtype
+    window: int | None = None
     floats: torch.dtype | None = None
-
-    @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> Shape:
-        """Of a model's config."""
-        text = config.get_text_config(decoder=True)
-        layers = len(compressed_layers(text))
-        kinds = getattr(text, "layer_types", None) or ["full_attention"] * layers
-        others = sum(kind in _ATTENDED[1:] for kind in kinds)
-        window = getattr(text, "sliding_window", None) or getattr(text, "attention_chunk_size", None) or 0
-        queries = int(text.num_attention_heads)
-        heads = int(getattr(text, "num_key_value_heads", None) or queries)
-        size = int(getattr(text, "head_dim", None) or text.hidden_size // queries)
-        return cls(layers, (int(window),) * others, heads, (size, size), queries, dtype)
 
     @property
     def held(self) -> torch.dtype:
@@ -64,69 +53,184 @@ class Shape:
 
     @property
     def token(self) -> int:
-        """Bytes of a token in one layer as floats."""
+        """Bytes of a token as floats."""
         return self.heads * sum(self.sizes) * self.held.itemsize
 
     @property
+    def arriving(self) -> int:
+        """Bytes of a token as it comes."""
+        return self.heads * sum(self.sizes) * self.dtype.itemsize
+
+    @property
     def query(self) -> int:
-        """Bytes of a token's queries in one layer."""
+        """Bytes of a token's queries."""
         return self.query_heads * self.sizes[0] * self.dtype.itemsize
+
+    def whole(self, tokens: int) -> int:
+        """Bytes of so many tokens in a plain cache."""
+        return self.token * (tokens if self.window is None else min(tokens, self.window))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What of a model decides the size of its cache; layers may differ (Gemma 4). Recurrent states, which do not grow, are not in it.
+
+    Attributes:
+        layers: with full attention, which a policy is about.
+        others: with attention, but of a window.
+    """
+
+    layers: tuple[LayerShape, ...]
+    others: tuple[LayerShape, ...] = ()
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype) -> Shape:
+        """Of a model's config."""
+        text = config.get_text_config(decoder=True)
+        kinds = getattr(text, "layer_types", None) or ()
+        parts = list(text.per_layer_config)
+        layers = compressed_layers(text)
+        windows = [
+            index
+            for index, (kind, part) in enumerate(zip(kinds, parts, strict=False))
+            if kind in _WINDOWED and index not in layers
+        ]
+        others = []
+        for index in windows:
+            part = parts[index]
+            window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
+            others.append(replace(_layer(part, dtype), window=window))
+        return cls(tuple(_layer(parts[index], dtype) for index in layers), tuple(others))
+
+    def holding(self, floats: torch.dtype | None) -> Shape:
+        """The same with tokens of compressed layers held in another dtype."""
+        return replace(self, layers=tuple(replace(layer, floats=floats) for layer in self.layers))
+
+
+def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
+    queries = int(config.num_attention_heads)
+    heads = int(getattr(config, "num_key_value_heads", None) or queries)
+    size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
+    return LayerShape(heads, (size, size), queries, dtype)
 
 
 def full_bytes(shape: Shape, tokens: int) -> int:
     """Of one sequence in a plain cache."""
-    return shape.token * (shape.layers * tokens + _windowed(shape, tokens))
+    return sum(layer.whole(tokens) for layer in (*shape.layers, *shape.others))
 
 
 def held_bytes(shape: Shape, policy: Policy, prompt: int, new: int = 0) -> int:
     """Of one sequence once its prompt has been read and `new` tokens were made, half a page a head that is not full included."""
     plan = policy.draft()
-    shape = replace(shape, floats=plan.storage.floats)
-    layer = _layer_bytes(shape, policy, plan, prompt, new, PAGE // 2)
-    return round(layer * shape.layers) + shape.token * _windowed(shape, prompt + new)
+    shape = shape.holding(plan.storage.floats)
+    held = sum(_layer_bytes(layer, policy, plan, prompt, new, PAGE // 2) for layer in shape.layers)
+    return round(held) + sum(layer.whole(prompt + new) for layer in shape.others)
 
 
 def needed_bytes(shape: Shape, policy: Policy, prompt: int, new: int) -> int:
     """Of one sequence at its largest, with all that is held beside its tokens: the larger of two moments.
 
-    - The last layer reads the prompt. It holds all of it as floats, opens it once (for its attention, its score or its storage) and
-      remembers the queries that the score asks for: all of them if it adds up what all tokens look at. The layers before hold what they
-      will keep, as floats where the budget of each waits for the layers to come.
+    - A layer reads the prompt, the last or the largest. It holds all of it as floats, opens it once (for its attention, its score or
+      its storage) and remembers the queries that the score asks for: all of them if it adds up what all tokens look at. The other
+      layers hold what they will keep, as floats where the budget of each waits for the layers to come.
     - The last step. What is left is held by all layers, and one is opened to be evicted from or stored.
 
-    What attention computes in between is not counted: slices of scores are of a bounded size.
+    What attention computes in between is not counted: slices of scores, and of states made float32, are of a bounded size.
     """
     plan = policy.draft()
-    shape = replace(shape, floats=plan.storage.floats)
+    shape = shape.holding(plan.storage.floats)
     read = prompt + len(policy.prefix_tokens)
+    windows = sum(layer.whole(read + new) for layer in shape.others)
+    kept = [_SPARE * _layer_bytes(layer, policy, plan, read, 0, PAGE) for layer in shape.layers]
+    moments = [
+        sum(kept) + layer.token * read for layer in shape.others
+    ]  # all of the prompt, and of it the window is kept
+    for number, layer in enumerate(shape.layers):
+        others = kept[:number] + kept[number + 1 :]
+        moments.append(_waiting(shape, policy, plan, read, others) + _reading(layer, policy, plan, read))
+    moments.append(_stepping(shape, policy, plan, read, new))
+    return round(max(moments)) + windows
+
+
+def _reading(layer: LayerShape, policy: Policy, plan: CachePlan, read: int) -> float:
+    """Of a layer that reads a prompt of so many tokens, whether it is padded or not, and then stores what eviction leaves."""
     rule, storage = plan.eviction, plan.storage
-    others = _SPARE * (shape.layers - 1) * _layer_bytes(shape, policy, plan, read, 0, PAGE)
-    if rule is not None and rule.layer_share.cascades:
-        # Until the last layer has been seen, the budget of all is shared by those that were, and none is stored yet.
-        waiting = min(shape.layers * _kept(policy, plan, rule, read), (shape.layers - 1) * read)
-        others = max(others, _SPARE * (waiting + shape.layers * PAGE) * shape.token)
     asked = 0 if rule is None else max(1, rule.score.window(read))
     asked += 0 if storage.saliency is None else storage.saliency.window(read)
     # Remembered queries are put together, which is a copy.
-    reading = (2 * read + PAGE) * shape.token + _notes(rule, shape) * read + 2 * asked * shape.query
+    beside = _notes(rule, layer) * read + 2 * asked * layer.query
+    if rule is not None or storage.saliency is not None:
+        beside += _SCORED * layer.heads * read
+    # Keys and values are opened, and either is copied twice more while its pages are put in order.
+    opened = 2 * layer.token
+    if layer.held != layer.dtype:  # attention has them as they came
+        opened = max(opened, layer.token + layer.arriving)
+    left = read if rule is None else _kept(policy, plan, rule, read)
+    if rule is not None and rule.layer_share.cascades:  # a layer may be given more than the mean
+        left = min(read, left * 3 // 2)
+    return max(
+        _pool(layer, read) + opened * read + beside, _pool(layer, left) + _storing(layer, policy, plan, left) + beside
+    )
 
-    held = _SPARE * shape.layers * _layer_bytes(shape, policy, plan, read, new, PAGE)
+
+def _storing(layer: LayerShape, policy: Policy, plan: CachePlan, count: int) -> float:
+    """Of what is copied while older ones of `count` tokens are stored otherwise."""
+    storage = plan.storage
+    if not storage.moves and policy.offload is None:
+        return 0.0
+    older = max(0, count - storage.recent - storage.prefix) if storage.tiers or policy.offload is not None else 0
+    wide = 4 * layer.heads * max(layer.sizes)
+    if storage.clusters is not None:
+        older = max(0, count - storage.recent - storage.prefix)
+        return (count + older) * layer.token + _MERGED * older * wide
+    encoded = [
+        tier.share * _ENCODED.get(codec.name, _LEAST)
+        for tier in policy.tiers
+        for codec in (tier.keys, tier.values)
+        if codec.name != "plain"
+    ]
+    return (count + older) * layer.token + max(encoded, default=0.0) * older * wide
+
+
+def _pool(layer: LayerShape, count: int) -> float:
+    """Of so many tokens as floats, each head's last page whole."""
+    return (count + PAGE) * layer.token
+
+
+def _waiting(shape: Shape, policy: Policy, plan: CachePlan, read: int, kept: list[float]) -> float:
+    """Of all layers but the one that reads; `kept` is what each of them will hold."""
+    rule = plan.eviction
+    if rule is None or not rule.layer_share.cascades:
+        return sum(kept)
+    # Until the last layer has been seen, the budget of all is shared by those that were, and none is stored yet.
+    count = len(shape.layers)
+    token = max(layer.token for layer in shape.layers)
+    waiting = min(count * _kept(policy, plan, rule, read), (count - 1) * read)
+    return max(sum(kept), _SPARE * (waiting + count * PAGE) * token)
+
+
+def _stepping(shape: Shape, policy: Policy, plan: CachePlan, read: int, new: int) -> float:
+    """Of all layers at the last step, one of them opened."""
+    rule, storage = plan.eviction, plan.storage
+    held = _SPARE * sum(_layer_bytes(layer, policy, plan, read, new, PAGE) for layer in shape.layers)
     moves = storage.moves or policy.offload is not None
     opened = storage.recent + storage.prefix + storage.chunk if moves else 0
+    asked = 0
     if rule is not None and rule.interval is not None:
         asked = min(rule.interval, new) if isinstance(rule.score, Accumulating) else rule.score.window(read + new)
         # What is evicted from is opened, and of what is held otherwise all is held as floats until it is stored anew.
         opened = (2 if moves else 1) * _held(policy, plan, read, new)
-        held += asked * shape.query
     if policy.offload is not None and policy.offload.to == "host":
         # Of older tokens, those of the layer at hand and of the next are on the GPU too.
         near = replace(policy, offload=None)
-        older = [_layer_bytes(shape, which, plan, read, new, PAGE) for which in (near, policy)]
-        held += 2 * (older[0] - older[1])
-    return round(max(others + reading, held + opened * shape.token)) + shape.token * _windowed(shape, read + new)
+        older = [
+            [_layer_bytes(layer, which, plan, read, new, PAGE) for layer in shape.layers] for which in (near, policy)
+        ]
+        held += 2 * max(inside - outside for inside, outside in zip(*older, strict=True))
+    return held + max(opened * layer.token + asked * layer.query for layer in shape.layers)
 
 
-def _layer_bytes(shape: Shape, policy: Policy, plan: CachePlan, prompt: int, new: int, spare: int) -> float:
+def _layer_bytes(shape: LayerShape, policy: Policy, plan: CachePlan, prompt: int, new: int, spare: int) -> float:
     """Of one layer after a prompt and `new` more tokens, with room for `spare` tokens in each head's last page.
 
     Remembered queries and sums are included.
@@ -145,7 +249,7 @@ def _layer_bytes(shape: Shape, policy: Policy, plan: CachePlan, prompt: int, new
     # Tokens go to a tier a chunk at a time: on average half of one waits. Eviction leaves whole chunks, and none that waits.
     waiting = storage.chunk * spare // PAGE
     if rule is not None:
-        waiting = min(waiting, count - _kept(policy, plan, rule, prompt if rule.interval is None else prompt + new))
+        waiting = min(waiting, count - _kept(policy, plan, rule, prompt, 0 if rule.interval is None else new))
     near = min(count, storage.recent + storage.prefix + waiting)
     older: float = count - near
     if not storage.tiers and storage.clusters is None and policy.offload is None:
@@ -165,11 +269,13 @@ def _held(policy: Policy, plan: CachePlan, prompt: int, new: int) -> int:
     if rule is None:
         return count
     late = new if rule.interval is None else min(new, rule.interval)
-    return min(count, _kept(policy, plan, rule, prompt if rule.interval is None else count) + late)
+    return min(count, _kept(policy, plan, rule, prompt, 0 if rule.interval is None else new) + late)
 
 
-def _kept(policy: Policy, plan: CachePlan, rule: EvictionPlan, seen: int) -> int:
-    """Tokens that eviction leaves a head on average of the `seen` that came."""
+def _kept(policy: Policy, plan: CachePlan, rule: EvictionPlan, prompt: int, new: int = 0) -> int:
+    """Tokens that eviction leaves a head on average of a prompt and `new` more that came."""
+    whole = prompt if rule.keeps_prompt else 0
+    seen = prompt + new - whole
     kept = rule.tokens if rule.ratio is None else round(rule.ratio * seen)
     assert kept is not None
     storage = plan.storage
@@ -182,18 +288,18 @@ def _kept(policy: Policy, plan: CachePlan, rule: EvictionPlan, seen: int) -> int
     floats = storage.recent + storage.prefix
     if (storage.tiers or policy.offload is not None) and kept > floats:  # the rest is whole chunks
         kept = floats + storage.chunk * max(1, round((kept - floats) / storage.chunk))
-    return min(kept, seen)
+    return whole + min(kept, seen)
 
 
-def _notes(rule: EvictionPlan | None, shape: Shape) -> int:
-    """Bytes a token that a layer keeps for a score beside keys and values: its sum, and its place."""
+def _notes(rule: EvictionPlan | None, shape: LayerShape) -> int:
+    """Bytes a token that a layer keeps for eviction beside keys and values: its sum, its place, whose it is."""
     if rule is None:
         return 0
     sums = rule.interval is not None and isinstance(rule.score, Accumulating)
-    return 4 * shape.heads * (int(sums) + int(isinstance(rule.score, Placed)))
+    return shape.heads * (4 * int(sums) + 4 * int(isinstance(rule.score, Placed)) + int(rule.keeps_prompt))
 
 
-def tier_bytes(shape: Shape, tier: TierChoice) -> float:
+def tier_bytes(shape: LayerShape, tier: TierChoice) -> float:
     """Bytes of a token in one layer as a tier holds it."""
     total = 0.0
     for codec, size in zip((tier.keys, tier.values), shape.sizes, strict=True):
@@ -209,7 +315,3 @@ def table(shape: Shape, policy: Policy, limit: int | None) -> list[dict[str, int
         {"tokens": tokens, "bytes": held_bytes(shape, policy, tokens), "full_bytes": full_bytes(shape, tokens)}
         for tokens in lengths
     ]
-
-
-def _windowed(shape: Shape, tokens: int) -> int:
-    return sum(min(tokens, window) if window else tokens for window in shape.windows)

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.kv_cache.bounds import COUNT, SHARE, bounded, check_bounds
 from runtime.kv_cache.budgets.base import HeadShare, LayerFacts, LayerShare
+from runtime.kv_cache.budgets.uniform import UniformLayers
+from runtime.kv_cache.generated import Generated
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.pages import Part
 from runtime.kv_cache.scores.base import Accumulating, Placed, Score
@@ -24,17 +27,37 @@ class EvictionPlan:
         score: which tokens matter.
         layer_share: what each layer may keep.
         head_share: what each head of a layer may keep.
-        ratio: tokens that a head keeps on average, of all that its sequence has had; None where `tokens` says it.
+        ratio: tokens that a head keeps on average, of all that its sequence has had, in (0, 1]; None where `tokens` says it.
         tokens: tokens that a head keeps on average; None where `ratio` says it.
         interval: decode steps from one eviction to the next; None: only after prompts.
+        keeps_prompt: all that came in prompts stays, and the budget is about what was generated; only with an interval and
+            equal shares of layers, since other shares are found when a prompt is cut.
+
+    Raises:
+        ValueError: a number is out of its range, both or none of ratio and tokens are given, or prompts stay and nothing is
+            ever cut, or layers differ.
     """
 
     score: Score
     layer_share: LayerShare
     head_share: HeadShare
-    ratio: float | None = None
-    tokens: int | None = None
-    interval: int | None = None
+    ratio: float | None = bounded(None, SHARE)
+    tokens: int | None = bounded(None, COUNT)
+    interval: int | None = bounded(None, COUNT)
+    keeps_prompt: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if (self.ratio is None) == (self.tokens is None):
+            raise ValueError("EvictionPlan needs ratio or tokens, one of them")
+        if self.keeps_prompt and self.interval is None:
+            raise ValueError(
+                "EvictionPlan.keeps_prompt needs an interval: what is generated is cut only every so many steps"
+            )
+        if self.keeps_prompt and not isinstance(self.layer_share, UniformLayers):
+            raise ValueError(
+                f"EvictionPlan.keeps_prompt needs equal shares of layers: those of {self.layer_share.name} are found when a prompt is cut"
+            )
 
     @property
     def least(self) -> int:
@@ -63,8 +86,10 @@ class Eviction:
 
     @property
     def notes(self) -> dict[str, Part]:
-        """What layers must keep of each token for the score: "mass", what it has gathered; "place", where in its sequence it was."""
+        """What layers must keep of each token: "mass", what it has gathered for the score; "place", where in its sequence it was; "given",
+        whether it came in a prompt."""
         parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
+        parts |= {"given": Part(1, torch.bool)} if self.plan.keeps_prompt else {}
         return parts | ({"place": Part(1, torch.int32)} if isinstance(self.plan.score, Placed) else {})
 
     def window(self, count: int, step: bool) -> int:
@@ -81,10 +106,15 @@ class Eviction:
             self._cuts = not layer.is_final
         if not self._cuts:
             return
+        if plan.keeps_prompt:
+            if self.accumulates:  # what its queries look at of what was generated before
+                self._cut_generated(layer, scale, softcap, cuts=False)
+            self._forget(layer)
+            return
         seen = self._observe(layer, scale, softcap)
-        self._prompt[layer.index] = layer, LayerFacts(plan.score(seen), plan.layer_share.prefer(seen))
+        self._prompt[layer.index] = layer, LayerFacts.of(plan.score(seen), plan.layer_share.prefer(seen))
         order = sorted(self._prompt)
-        mean = self._mean(layer)
+        mean = self._mean(layer.arrived)
         shares = plan.layer_share.shares(
             [self._prompt[index][1] for index in order], self.layers, mean, self._least(layer)
         )
@@ -95,7 +125,7 @@ class Eviction:
             kept = self._cut(other, facts.score)
             if not plan.layer_share.cascades:  # nobody asks for it again
                 kept = kept[..., :0]
-            self._prompt[index] = other, LayerFacts(kept, facts.preference)
+            self._prompt[index] = other, facts.cut(kept)
         if len(self._prompt) == self.layers:
             waiting = [other for other, _ in self._prompt.values() if other is not layer]
             self._prompt = {}
@@ -112,8 +142,13 @@ class Eviction:
         self._steps.pop(layer.index, None)
         self._prompt.pop(layer.index, None)
 
+    def take_back(self, layer: CompressedLayer, count: int) -> None:
+        """Steps of `count` tokens that `after_step` has counted did not stay."""
+        if layer.index in self._steps:
+            self._steps[layer.index] = max(0, self._steps[layer.index] - count)
+
     def after_step(self, layer: CompressedLayer, count: int, scale: float, softcap: float) -> None:
-        """Cut the layer when its turn has come, `count` tokens after the last step."""
+        """Cut the layer when its turn has come, `count` tokens, which stay, after the last step."""
         if self.plan.interval is None:
             layer.watched.forget(0)
             return
@@ -121,47 +156,73 @@ class Eviction:
         self._steps[layer.index] = steps % self.plan.interval
         if steps < self.plan.interval:
             return
-        self._cut(layer, self.plan.score(self._observe(layer, scale, softcap)))
+        if self.plan.keeps_prompt:
+            self._cut_generated(layer, scale, softcap)
+        else:
+            self._cut(layer, self.plan.score(self._observe(layer, scale, softcap)))
         self._forget(layer)
 
     def _observe(self, layer: CompressedLayer, scale: float, softcap: float) -> Observation:
-        score = self.plan.score
-        seen = layer.observe(self.window(layer.seen, False), scale, softcap)
+        return self._gather(layer, layer.observe(self.window(layer.seen, False), scale, softcap))
+
+    def _gather(self, layer: CompressedLayer, seen: Observation, part: Generated | None = None) -> Observation:
+        """What a score sees, its sums with what these queries add; with `part` of these tokens alone."""
+        score, whole = self.plan.score, seen.mass
+        seen = seen if part is None else part.seen
         if isinstance(score, Accumulating):
             added = score.added(seen)
             seen = seen.with_mass(added if seen.mass is None else seen.mass + added)
             if self.accumulates:
                 assert seen.mass is not None
-                layer.remember_mass(seen.mass)
+                assert whole is not None
+                layer.remember_mass(seen.mass if part is None else part.spread(seen.mass, whole))
         return seen
 
-    def _mean(self, layer: CompressedLayer) -> torch.Tensor:
-        """Tokens of a head on average over the model, float64 `[batch]`."""
-        plan, arrived = self.plan, layer.arrived
-        if plan.tokens is not None:
-            return torch.full_like(arrived, plan.tokens).double()
-        return arrived.double() * (1.0 if plan.ratio is None else plan.ratio)
+    def _cut_generated(self, layer: CompressedLayer, scale: float, softcap: float, cuts: bool = True) -> None:
+        """Evict from what was generated, and nothing that came in prompts; `cuts` False: only sums are brought up to date."""
+        seen = layer.observe(self.window(layer.seen, False), scale, softcap)
+        part = Generated.of(seen, layer.given())
+        near = self._gather(layer, seen, part)
+        if not cuts:
+            return
+        score = self.plan.score(near)
+        mean = self._mean(layer.arrived - part.beside.amax(1))
+        counts = part.beside + self.plan.head_share.counts(score, mean, self.plan.least)
+        prompt = torch.zeros_like(seen.ages, dtype=torch.float32).masked_fill(seen.held, float("inf"))
+        self._keep(layer, part.spread(score, prompt.masked_fill(~seen.held, float("-inf"))), counts)
+
+    def _mean(self, arrived: torch.Tensor) -> torch.Tensor:
+        """Tokens of a head on average over the model, float64 `[batch]`, of int64 `[batch]` that have come."""
+        if self.plan.tokens is not None:
+            return torch.full_like(arrived, self.plan.tokens).double()
+        assert self.plan.ratio is not None
+        return arrived.double() * self.plan.ratio
 
     def _cut(self, layer: CompressedLayer, score: torch.Tensor) -> torch.Tensor:
         """Evict; returns the scores of what is left, in its order."""
-        plan = self.plan
-        mean = self._mean(layer)
+        mean = self._mean(layer.arrived)
         if layer.share is not None:
             mean = mean * layer.share.double()
-        counts = plan.head_share.counts(score, mean.round().long(), self._least(layer))
-        there = (score > float("-inf")).sum(-1)
-        counts = torch.where(counts < there, torch.minimum(self._whole(layer, counts), there), counts)
-        return layer.keep(score, counts)
+        return self._keep(layer, score, self.plan.head_share.counts(score, mean, self._least(layer)))
 
-    def _whole(self, layer: CompressedLayer, counts: torch.Tensor) -> torch.Tensor:
-        """Counts that leave nothing but the recent tokens as floats: what is stored otherwise is stored in whole pages."""
+    def _keep(self, layer: CompressedLayer, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+        """Keep as many tokens of each head, `[batch, kv_heads]`, and where older ones are stored in pages about as many."""
+        # What a score keeps for ever no share may take: of equal scores the oldest would go first, which are the sinks.
+        always = (score == float("inf")).sum(-1)
+        there = (score > float("-inf")).sum(-1)
+        counts = torch.minimum(torch.maximum(counts, always), there)
+        whole = self._whole(layer, counts, torch.maximum(always, counts.clamp(max=self._least(layer))))
+        return layer.keep(score, torch.where(counts < there, torch.minimum(whole, there), counts))
+
+    def _whole(self, layer: CompressedLayer, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+        """Counts that leave nothing but the recent tokens as floats, but `least`: what is stored otherwise is stored in whole pages."""
         storage = layer.storage
         if not storage.tiers:
             return counts
         floats = storage.recent + storage.prefix
         pages = ((counts - floats).double() / storage.chunk).round().long()
         rounded = floats + storage.chunk * pages
-        rounded = torch.where(rounded < self._least(layer), rounded + storage.chunk, rounded)
+        rounded = torch.where(rounded < least, rounded + storage.chunk, rounded)
         return torch.where(counts > floats, rounded, counts)
 
     def _least(self, layer: CompressedLayer) -> int:

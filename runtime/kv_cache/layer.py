@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,6 +25,25 @@ if TYPE_CHECKING:
 
 #: So many new tokens at most are steps of decoding (a draft to verify), more are a piece of a prompt.
 STEP_TOKENS = 16
+#: Of so many drafted tokens at most queries are held beside those that scores ask for, until it is known which tokens stay.
+_DRAFTED = 4 * STEP_TOKENS
+
+
+@dataclass(frozen=True)
+class _Owed:
+    """What is still to be done after a piece of a text: to evict and to store, once it is known which of its tokens stay.
+
+    Attributes:
+        step: whether it was a step, not a piece of a prompt.
+        count: tokens of it that have not been taken back.
+        scale: of the scores.
+        softcap: 0: none.
+    """
+
+    step: bool
+    count: int
+    scale: float
+    softcap: float
 
 
 class CompressedLayer(CacheLayerMixin):
@@ -47,7 +66,10 @@ class CompressedLayer(CacheLayerMixin):
         generated: tokens that have come in steps since the last piece of a prompt.
         watched: queries since the last eviction, as many as the score will ask for.
         reads_all: whether the last step read all of its older tokens, chosen none of them.
-        changes: how often tokens left their places (evicted, reordered, taken back); what was known of places is void then.
+        changes: how often tokens left their places (evicted, reordered); what was known of places is void then.
+        taken_back: newest tokens of every row that were taken back so far, of all crops together: what was known of older places
+            stays right.
+        record_past: whether any piece may be taken back (speculative decoding has begun), so that what follows a piece is put off.
     """
 
     is_sliding = False
@@ -66,7 +88,8 @@ class CompressedLayer(CacheLayerMixin):
         self.index, self.eviction, self.selection = index, eviction, selection
         self.storage, self.elsewhere = storage or StoragePlan(), elsewhere
         self.following: CompressedLayer | None = None  # whose tokens are fetched while this layer computes
-        self.changes = 0
+        self.changes = self.taken_back = 0
+        self.record_past = False
         self.reset()
 
     def reset(self) -> None:
@@ -80,6 +103,7 @@ class CompressedLayer(CacheLayerMixin):
         self.pieces = self.generated = 0
         self._asked = False  # by update, and not yet by attention
         self._intact = 0  # newest tokens of every row that are in the tail as they came
+        self._owed: _Owed | None = None
         self.changes += 1
         if self.eviction is not None:
             self.eviction.forget(self)
@@ -143,13 +167,15 @@ class CompressedLayer(CacheLayerMixin):
         self.batch_select_indices(torch.arange(self.shape[0]).repeat_interleave(repeats))
 
     def activate_past_recording(self) -> None:
-        """Nothing to do: the newest tokens are always there to be taken back."""
+        """From now on tokens are evicted and stored when the next forward begins, prompts too: a piece may end in a draft."""
+        self.record_past = True
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Take back the newest `-tokens_to_remove` tokens (speculative decoding).
+        """Take back the newest `-tokens_to_remove` tokens of every row (speculative decoding).
 
         Raises:
-            ValueError: some of them have been evicted or stored in few bits, or the number is positive.
+            ValueError: some of them have been evicted or stored in few bits, some row has not so many behind its padding, or the number
+                is positive.
         """
         count = -tokens_to_remove
         if count < 0:
@@ -164,13 +190,19 @@ class CompressedLayer(CacheLayerMixin):
         self.store.tail.pages.crop(self.store.tail.lengths - count)
         if self._notes is not None:
             self._notes.crop(self._notes.lengths - count)
+        counted = count
+        if self._owed is not None:
+            counted = max(0, count - self._owed.count)
+            self._owed = replace(self._owed, count=max(0, self._owed.count - count))
+        if counted and self.eviction is not None:
+            self.eviction.take_back(self, counted)
         self.generated = max(0, self.generated - count)
         self.arrived = self.arrived - count
         self.seen -= count
         self._intact -= count
         for window in (self.watched, self._newest):
             window.take_back(count)
-        self.changes += 1
+        self.taken_back += count
 
     @property
     def nbytes(self) -> int:
@@ -197,6 +229,9 @@ class CompressedLayer(CacheLayerMixin):
     ) -> torch.Tensor:
         """Attention of new tokens over what is held and each other; then they are stored, and some may be evicted.
 
+        After several tokens at once, which may be a draft to verify, that is done when the next forward begins: until then all of them
+        can be taken back.
+
         Args:
             query: `[batch, heads, q, size]`.
             key: `[batch, kv_heads, q, size]`.
@@ -210,36 +245,61 @@ class CompressedLayer(CacheLayerMixin):
         """
         assert self.store is not None
         self._asked = False
+        if self._owed is not None:
+            self._finish_all()
         count = query.shape[2]
-        step = self.seen > 0 and count <= STEP_TOKENS and valid is None
+        step = self.seen > 0 and count <= STEP_TOKENS
+        one = step and count == 1 and valid is None
         before = self.store.lengths
-        if step and count == 1:
+        if one:
             self.store.tail.append_one(key.flatten(0, 2), value.flatten(0, 2))
             self.arrived = self.arrived + 1
         else:
             self.append(key, value, valid)
         if self._notes is not None:
-            self._note(self._notes, (self.store.lengths - before).clamp(min=0), count, step)
+            self._note(self._notes, (self.store.lengths - before).clamp(min=0), count, one)
         if step:
-            output = step_attention(self, query, scale, softcap)
+            output = step_attention(self, query, valid, scale, softcap)
         else:
             output = prompt_attention(self, query, key, value, valid, before.view(self.shape), scale, softcap)
         self.seen += count
         self.pieces += not step
         self.generated = self.generated + count if step else 0
-        self._intact += count
-        if self.eviction is not None:
-            window = self.eviction.window(self.seen, step)
-            if window:
-                self.watched.append(query, window)
-            if step:
-                self.eviction.after_step(self, count, scale, softcap)
-            else:
-                self.eviction.after_prompt(self, scale, softcap)
-        if self.storage.saliency is not None:
-            self._newest.append(query, max(1, self.storage.saliency.window(self.seen)))
-        self.settle(scale, softcap)
+        # With padding the newest columns are not tokens of every row, so no more than this piece's can be taken back.
+        self._intact = self._intact + count if valid is None else int(valid.sum(1).min())
+        self._owed = _Owed(step, count, scale, softcap)
+        later = self.record_past or (step and count > 1)
+        self._watch(query, valid, step, min(count, _DRAFTED) if later else 0)
+        if not later:
+            self._finish()
         return output
+
+    def _watch(self, query: torch.Tensor, valid: torch.Tensor | None, step: bool, drafted: int) -> None:
+        """Remember the queries that scores will ask for, even when the newest `drafted` of them are taken back."""
+        window = 0 if self.eviction is None else self.eviction.window(self.seen, step)
+        if window:
+            self.watched.append(query, window + drafted, valid)
+        if self.storage.saliency is not None:
+            self._newest.append(query, max(1, self.storage.saliency.window(self.seen)) + drafted, valid)
+
+    def _finish_all(self) -> None:
+        """Do what was put off, in all layers and in their order: layers that share a budget wait for each other."""
+        layer: CompressedLayer | None = self
+        while layer is not None:
+            layer._finish()
+            layer = None if layer.following is self else layer.following
+
+    def _finish(self) -> None:
+        """Evict and store after a piece of a text."""
+        owed, self._owed = self._owed, None
+        if owed is None:
+            return
+        if self.eviction is not None:
+            if owed.step:
+                self.eviction.after_step(self, owed.count, owed.scale, owed.softcap)
+            else:
+                self.eviction.after_prompt(self, owed.scale, owed.softcap)
+        self.settle(owed.scale, owed.softcap)
 
     def settle(self, scale: float, softcap: float) -> None:
         """Store older tokens as the plan says."""
@@ -296,14 +356,20 @@ class CompressedLayer(CacheLayerMixin):
         notes = {name: self._notes.dense(name)[..., 0].view(*self.shape, -1) for name in self._notes.parts}
         return replace(seen, mass=notes.get("mass"), positions=notes["place"].long() if "place" in notes else None)
 
-    def _note(self, notes: Pages, added: torch.Tensor, count: int, step: bool) -> None:
-        """Begin the notes of new tokens, `added[row]` of each row, at most `count`; all of them if they are a step of decoding."""
+    def given(self) -> torch.Tensor:
+        """Which tokens came in prompts, bool `[batch, kv_heads, longest]`, in the order of `observe`; where eviction keeps them."""
+        assert self._notes is not None
+        return self._notes.dense("given")[..., 0].view(*self.shape, -1)
+
+    def _note(self, notes: Pages, added: torch.Tensor, count: int, one: bool) -> None:
+        """Begin the notes of new tokens, `added[row]` of each row, at most `count`; `one`: one of each."""
         first = self.arrived.repeat_interleave(self.shape[1]) - added
         fresh = {
             "mass": torch.zeros(notes.rows, count, 1, device=self.device),
             "place": (first[:, None] + torch.arange(count, device=self.device)).unsqueeze(-1),
+            "given": torch.full((notes.rows, count, 1), self.seen == 0 or count > STEP_TOKENS, device=self.device),
         }
-        if step and count == 1:
+        if one:
             notes.append_one({name: fresh[name][:, 0] for name in notes.parts})
         else:
             notes.append({name: fresh[name] for name in notes.parts}, added)

@@ -74,6 +74,7 @@ SCORES = Table(
     Method("defensive", "scores.defensive:Defensive"),
     Method("normalized", "scores.zipcache:Normalized"),
     Method("duo", "scores.duo:Duo"),
+    Method("rpc", "scores.rpc:ReasoningPath"),
 )
 LAYER_SHARES = Table(
     "share of layers",

@@ -7,6 +7,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from runtime.kv_cache.reference import scores_of
+
 CHUNK_BYTES = 32 << 20  # of one slice of attention weights
 
 
@@ -74,29 +76,29 @@ class Observation:
     def logits(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of queries with their scores, float32 `[batch, kv_heads, groups, slice, n]`; minus infinity where a query may not look.
 
-        Never more than about 32 MB at a time, however long the prompt is (or one query's worth).
+        Never more than about 32 MB at a time, however long the prompt is (or one query's worth). They are the caller's to change.
         """
         batch, heads, width, size = self.queries.shape
         kv_heads, count = self.keys.shape[1:3]
-        keys = self.keys.float().transpose(-1, -2)
         step = max(1, CHUNK_BYTES // max(1, 4 * batch * heads * count))
         for start in range(0, width, step):
             part = slice(start, min(start + step, width))
             queries = self.queries[:, :, part].float()
             rows = queries.shape[2]
             # Query heads of a key head side by side: torch would copy the keys for each of them otherwise.
-            scores = (queries.reshape(batch, kv_heads, -1, size) * self.scale) @ keys
+            scores = scores_of(queries.reshape(batch, kv_heads, -1, size) * self.scale, self.keys, self.softcap)
             scores = scores.view(batch, kv_heads, self.groups, rows, count)
-            if self.softcap:
-                scores = self.softcap * torch.tanh(scores / self.softcap)
             own = torch.arange(width - 1 - part.start, width - 1 - part.stop, -1, device=self.ages.device)
             seen = self.ages.unsqueeze(2) >= own[:, None]  # the query's own token and all before it
-            yield part, scores.masked_fill(~(seen & self.held.unsqueeze(2)).unsqueeze(2), float("-inf"))
+            yield part, scores.masked_fill_(~(seen & self.held.unsqueeze(2)).unsqueeze(2), float("-inf"))
 
     def weights(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of queries with their attention weights, as `logits`; 0 for queries that see nothing (padding)."""
         for part, scores in self.logits():
-            yield part, scores.softmax(-1).nan_to_num(0.0)
+            weights = scores.softmax(-1).nan_to_num_(0.0)
+            del scores  # a slice of scores and one of weights at once are enough
+            yield part, weights
+            del weights
 
     def finish(self, score: torch.Tensor, newest: int) -> torch.Tensor:
         """A score with the newest and the pinned tokens always kept, and minus infinity where there is no token."""

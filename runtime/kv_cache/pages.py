@@ -54,8 +54,10 @@ class Pages:
         self.table = torch.full((rows, 0), _NONE, dtype=torch.int64, device=device)
         self.lengths = torch.zeros(rows, dtype=torch.int64, device=device)
         self._free: list[int] = []
-        self._room = 0  # tokens that every row can take before any needs a page
-        self._next = self.lengths  # slot of each row's next token, while there is room
+        self._counts = torch.zeros(
+            rows, dtype=torch.int64
+        )  # lengths on the host, so that a step need not ask the device
+        self._next: torch.Tensor | None = None  # slot of each row's next token, where it has a page for it
         self.longest = 0
 
     # ---------------------------------------------------------------- size
@@ -94,16 +96,13 @@ class Pages:
 
     def append_one(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """As `append` with one token for every row, `[rows, width]`; cheap, since it is done at every step."""
-        if self._room == 0:
-            self._reserve(self.lengths + 1)
-            self._next = self._slots(torch.arange(self.rows, device=self.device), self.lengths)
-            self._room = PAGE - int((self.lengths % PAGE).max())
+        following = self._following()
         for name, values in tensors.items():
             pool = self.pools[name]
-            pool.view(-1, pool.shape[-1]).index_copy_(0, self._next, values.to(pool.dtype))
-        self._next = self._next + 1
+            pool.view(-1, pool.shape[-1]).index_copy_(0, following, values.to(pool.dtype))
+        self._next = following + 1
         self.lengths = self.lengths + 1
-        self._room -= 1
+        self._counts += 1
         self.longest += 1
 
     def append_pages(self, tensors: Mapping[str, torch.Tensor], counts: torch.Tensor) -> None:
@@ -156,8 +155,8 @@ class Pages:
         self.__dict__.update(fresh.__dict__)
 
     def crop(self, counts: torch.Tensor) -> None:
-        """Keep the first `counts[row]` tokens of each row."""
-        counts = torch.minimum(counts, self.lengths)
+        """Keep the first `counts[row]` tokens of each row; none where that is below 0."""
+        counts = torch.minimum(counts, self.lengths).clamp(min=0)
         self._release(-(-counts // PAGE))
         self._set_lengths(counts)
 
@@ -189,29 +188,52 @@ class Pages:
 
     def _set_lengths(self, lengths: torch.Tensor) -> None:
         self.lengths = lengths
-        self.longest = int(lengths.max()) if len(lengths) else 0
-        self._room = 0
+        self._counts = lengths.to("cpu", copy=True)
+        self.longest = int(self._counts.max()) if len(lengths) else 0
+        self._next = None
 
     def _slots(self, rows: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         return self.table[rows, places // PAGE] * PAGE + places % PAGE
 
-    def _reserve(self, lengths: torch.Tensor) -> None:
-        """Pages for so many tokens of each row."""
-        needed = -(-lengths // PAGE)
-        most = int(needed.max()) if needed.numel() else 0
-        if most > self.table.shape[1]:
-            more = self.table.new_full((len(self.table), most - self.table.shape[1]), _NONE)
+    def _following(self) -> torch.Tensor:
+        """The slot of each row's next token, int64 `[rows]`; rows whose pages are full get one. Nothing is fetched from the device."""
+        full = (self._counts % PAGE == 0).nonzero()[:, 0]
+        columns = self._counts[full] // PAGE
+        if len(full):
+            self._widen(int(columns.max()) + 1)
+        if self._next is None:
+            last = self.lengths.clamp(max=PAGE * self.table.shape[1] - 1)
+            self._next = self._slots(torch.arange(self.rows, device=self.device), last)
+        if not len(full):
+            return self._next
+        pages = torch.tensor(self._take(len(full)), dtype=torch.int64)
+        rows, columns, pages = (part.to(self.device, non_blocking=True) for part in (full, columns, pages))
+        self.table[rows, columns] = pages
+        return self._next.index_copy(0, rows, PAGE * pages)
+
+    def _widen(self, columns: int) -> None:
+        """At least so many columns in the table."""
+        if columns > self.table.shape[1]:
+            more = self.table.new_full((len(self.table), columns - self.table.shape[1]), _NONE)
             self.table = torch.cat([self.table, more], 1)
-        columns = torch.arange(self.table.shape[1], device=self.table.device)
-        missing = (columns[None] < needed[:, None]) & (self.table == _NONE)
-        count = int(missing.sum())
-        if not count:
-            return
+
+    def _take(self, count: int) -> list[int]:
+        """Free pages, made where there are not enough."""
         if count > len(self._free):
             self._grow(count - len(self._free))
         taken = self._free[-count:][::-1]
         del self._free[-count:]
-        self.table[missing] = torch.tensor(taken, dtype=torch.int64, device=self.table.device)
+        return taken
+
+    def _reserve(self, lengths: torch.Tensor) -> None:
+        """Pages for so many tokens of each row."""
+        needed = -(-lengths // PAGE)
+        self._widen(int(needed.max()) if needed.numel() else 0)
+        columns = torch.arange(self.table.shape[1], device=self.table.device)
+        missing = (columns[None] < needed[:, None]) & (self.table == _NONE)
+        count = int(missing.sum())
+        if count:
+            self.table[missing] = torch.tensor(self._take(count), dtype=torch.int64, device=self.table.device)
 
     def _grow(self, count: int) -> None:
         old = self.pages

@@ -115,7 +115,13 @@ class Policy:
         if self.evict is not None:
             plan = self.evict
             eviction = EvictionPlan(
-                plan.score.build(known), plan.layers.build(), plan.heads.build(), plan.ratio, plan.tokens, plan.interval
+                plan.score.build(known),
+                plan.layers.build(),
+                plan.heads.build(),
+                plan.ratio,
+                plan.tokens,
+                plan.interval,
+                plan.prompt == "keep",
             )
         storage = StoragePlan(
             tuple(tier.build() for tier in self.tiers),
@@ -156,7 +162,10 @@ class Policy:
             )
             shares = [c.name for c in (self.evict.layers, self.evict.heads) if c.name not in ("uniform", "equal")]
             every = [] if self.evict.interval is None else [f"every {self.evict.interval} steps"]
-            words.append(" ".join([self.evict.score.name, "to", kept, *(f"({share})" for share in shares), *every]))
+            whole = ["beside the prompt"] if self.evict.prompt == "keep" else []
+            words.append(
+                " ".join([self.evict.score.name, "to", kept, *whole, *(f"({share})" for share in shares), *every])
+            )
         for tier in self.tiers:
             share = f"{tier.share:.3g} in " if len(self.tiers) > 1 else ""
             words.append(f"{share}keys {tier.keys.name}, values {tier.values.name}")

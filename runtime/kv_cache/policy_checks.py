@@ -48,13 +48,25 @@ def check_positions(policy: Policy, positions: int, name: str) -> None:
 
 def _eviction(policy: Policy) -> None:
     plan = policy.evict
-    if plan is None or plan.tokens is None:
+    if plan is None:
+        return
+    if plan.prompt == "keep" and plan.interval is None:
+        text = (
+            "prompts stay whole and nothing is cut while decoding, so nothing would ever be evicted; give an interval"
+        )
+        raise PolicyError(("evict", "prompt"), text)
+    if plan.prompt == "keep" and plan.layers.name != "uniform":
+        text = f"what {plan.layers.name} gives each layer is found when a prompt is cut; leave out layers, or prompt"
+        raise PolicyError(("evict", "prompt"), text)
+    if plan.tokens is None:
         return
     least, who = _always_kept(policy)
     if plan.tokens <= least:
         text = f"{plan.tokens} tokens are not more than the {least} that {who}"
         raise PolicyError(("evict", "tokens"), f"{text}; raise tokens, or shorten the window of the score")
     if not policy.tiers and policy.clusters is None and policy.offload is None:
+        return
+    if plan.prompt == "keep":  # of the prompt at least, much is held otherwise
         return
     prefix = policy.prefix if isinstance(policy.prefix, int) else 0
     floats = policy.recent + prefix
@@ -68,10 +80,7 @@ def _always_kept(policy: Policy) -> tuple[int, str]:
     """Tokens that no budget takes from a head, the prefix included, and what to call them."""
     assert policy.evict is not None
     choice = policy.evict.score
-    score = choice.build()
-    inner = getattr(score, "inner", None)
-    ends = getattr(score, "sinks", 0) + getattr(score, "recent", 0)  # of DuoAttention's streaming heads both stay
-    kept = max(score.kept(), ends, 0 if inner is None else inner.kept())
+    kept = choice.build().kept()
     prefix = policy.prefix if isinstance(policy.prefix, int) else 0
     return kept + prefix, f"{choice.name} and the prefix always keep" if prefix else f"{choice.name} always keeps"
 

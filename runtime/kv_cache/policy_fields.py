@@ -5,13 +5,13 @@ from __future__ import annotations
 import ast
 import dataclasses
 import difflib
-import math
 import re
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from runtime.decoding.checks import is_integer, show
 from runtime.errors import RequestError
+from runtime.kv_cache.bounds import Range, range_of
 from runtime.kv_cache.methods import CALIBRATED, plain
 
 Path = tuple[str | int, ...]
@@ -28,38 +28,6 @@ class PolicyError(RequestError):
     def at(self, where: str) -> PolicyError:
         """The same about a policy of another name."""
         return PolicyError(self.path, self.text, where)
-
-
-@dataclasses.dataclass(frozen=True)
-class Range:
-    """Numbers from `low` to `high`; `open_low`, `open_high`: without these themselves."""
-
-    low: float = 0
-    high: float = math.inf
-    open_low: bool = False
-    open_high: bool = False
-
-    def holds(self, value: float) -> bool:
-        above = value > self.low if self.open_low else value >= self.low
-        return above and (value < self.high if self.open_high else value <= self.high)
-
-    def __str__(self) -> str:
-        low = f"{'above' if self.open_low else 'at least'} {self.low:g}"
-        if self.high == math.inf:
-            return low
-        return f"{low} and {'below' if self.open_high else 'at most'} {self.high:g}"
-
-
-SHARE = Range(0, 1, open_low=True)
-_ABOVE = Range(0, open_low=True)
-#: What fields of these names hold, whatever dataclass has them; others hold numbers from 0 up. More is checked by `__post_init__`.
-_RANGES = {
-    "ratio": SHARE, "sparsity": Range(0, 1, True, True), "safeguard": Range(0, 1, open_high=True), "prior": Range(0, 1),
-    "streaming": Range(0, 1), "beta": Range(1, open_low=True), "temperature": _ABOVE, "last_temperature": _ABOVE,
-    "entropy_temperature": _ABOVE, "variance_temperature": _ABOVE, "observe": Range(1), "kernel": Range(1), "tokens": Range(1),
-    "chunk": Range(1), "interval": Range(1), "generation_length": Range(1),
-}  # fmt: skip
-_ODD = ("kernel",)
 
 
 def unknown(path: Path, word: Any, names: Iterable[str], what: str) -> PolicyError:
@@ -167,7 +135,7 @@ def _value(field: dataclasses.Field[Any], value: Any, path: Path, scores: Callab
     kinds = [kind.strip() for kind in annotation(field).split("|")]
     if value is None and "None" in kinds:
         return None
-    within = range_of(field.name)
+    within = range_of(field)
     allowed = choices(field)
     if allowed:
         if not isinstance(value, str) or value not in allowed:
@@ -183,7 +151,7 @@ def _value(field: dataclasses.Field[Any], value: Any, path: Path, scores: Callab
         return value
     if "int" in kinds:
         whole = integer(path, value, int(within.low))
-        if field.name in _ODD and whole % 2 == 0:
+        if within.odd and whole % 2 == 0:
             raise PolicyError(path, f"expected an odd integer, got {whole}")
         return whole
     if "float" in kinds:
@@ -193,11 +161,6 @@ def _value(field: dataclasses.Field[Any], value: Any, path: Path, scores: Callab
     if "Score" in kinds:
         return scores(path, value)
     raise PolicyError(path, f"the field cannot be written in a policy (its type is {annotation(field)})")
-
-
-def range_of(name: str) -> Range:
-    """What numbers a field of this name holds."""
-    return _RANGES.get(name, Range())
 
 
 def choices(field: dataclasses.Field[Any]) -> tuple[str, ...]:

@@ -6,10 +6,10 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from runtime.kv_cache.bounds import SHARE
 from runtime.kv_cache.calibrated import Calibrated
 from runtime.kv_cache.methods import CODECS, HEAD_SHARES, LAYER_SHARES, SCORES, Method, Table
 from runtime.kv_cache.policy_fields import (
-    SHARE,
     Path,
     PolicyError,
     calibrated_fields,
@@ -19,6 +19,7 @@ from runtime.kv_cache.policy_fields import (
     number,
     options_of,
     read_fields,
+    text,
     unknown,
 )
 from runtime.kv_cache.presets import find_preset
@@ -27,7 +28,8 @@ from runtime.kv_cache.storage.plan import Tier
 RATIO = 0.25  # that a policy evicts to where it says neither ratio nor tokens
 # Stand-ins for what has not been calibrated, of one layer and head.
 _UNKNOWN: dict[str, Any] = {"gates": ((0.0,),), "channels": (((0,),),)}
-_EVICT = ("score", "ratio", "tokens", "layers", "heads", "interval")
+_EVICT = ("score", "ratio", "tokens", "layers", "heads", "interval", "prompt")
+_PROMPT = ("evict", "keep")
 
 
 @dataclass(frozen=True)
@@ -132,7 +134,7 @@ def _score(path: Path, value: Any) -> Choice:
 
 @dataclass(frozen=True)
 class Evict:
-    """What is evicted; see `runtime.kv_cache.eviction.EvictionPlan`."""
+    """What is evicted; see `runtime.kv_cache.eviction.EvictionPlan`. `prompt` is "keep" where `EvictionPlan.keeps_prompt`."""
 
     score: Choice
     layers: Choice
@@ -140,6 +142,7 @@ class Evict:
     ratio: float | None = RATIO
     tokens: int | None = None
     interval: int | None = None
+    prompt: str = "evict"
 
     @classmethod
     def parse(cls, value: Any, path: Path) -> Evict:
@@ -155,6 +158,9 @@ class Evict:
         else:
             tokens = integer((*path, "tokens"), tokens, 1)
         interval = own.get("interval")
+        prompt = "evict" if own.get("prompt") is None else text((*path, "prompt"), own["prompt"])
+        if prompt not in _PROMPT:
+            raise unknown((*path, "prompt"), prompt, _PROMPT, "way with prompts")
         return cls(
             chosen,
             Choice.parse(LAYER_SHARES, own.get("layers") or "uniform", (*path, "layers"), "share"),
@@ -162,12 +168,14 @@ class Evict:
             ratio,
             tokens,
             None if interval is None else integer((*path, "interval"), interval, 1),
+            prompt,
         )
 
     def resolved(self) -> dict[str, Any]:
         budget = {"ratio": self.ratio} if self.tokens is None else {"tokens": self.tokens}
         shares = {"layers": self.layers.resolved("share"), "heads": self.heads.resolved("share")}
-        return {**self.score.resolved("score", short=False), **budget, **shares, "interval": self.interval}
+        when = {"interval": self.interval, "prompt": self.prompt}
+        return {**self.score.resolved("score", short=False), **budget, **shares, **when}
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
+from runtime.kv_cache.bounds import SHARE
 from runtime.kv_cache.calibrated import Calibrated
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.methods import SCORES, SELECTIONS, plain
@@ -20,6 +21,7 @@ from runtime.kv_cache.policy_fields import (
     found,
     integer,
     mapping,
+    number,
     options_of,
     read_fields,
     text,
@@ -199,6 +201,10 @@ def _select(value: Any, path: Path) -> Choice:
         raise PolicyError((*path, "tokens"), "ratio and tokens both say how much is read; give one of them")
     if not budget:
         given["ratio"] = READ
+    elif budget == ["tokens"]:
+        given["tokens"] = integer((*path, "tokens"), given["tokens"], 1)
+    else:
+        given["ratio"] = number((*path, "ratio"), given["ratio"], SHARE)
     return Choice.parse(SELECTIONS, given, path, "method")
 
 

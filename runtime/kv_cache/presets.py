@@ -69,13 +69,13 @@ PRESETS: dict[str, Preset] = {
         Preset(
             "defensivekv",
             "keeps what any observed query needed badly: worst case instead of mean, heads share a layer's budget",
-            "Taming the Fragility of KV Cache Eviction in LLM Inference",
+            "DefensiveKV (Taming the Fragility of KV Cache Eviction in LLM Inference), arXiv 2510.13334",
             {"evict": {"score": "defensive", "heads": "adaptive", "ratio": 0.25}},
         ),
         Preset(
             "layer-defensivekv",
             "DefensiveKV with layers that compete for one budget",
-            "Taming the Fragility of KV Cache Eviction in LLM Inference",
+            "DefensiveKV (Taming the Fragility of KV Cache Eviction in LLM Inference), arXiv 2510.13334",
             {"evict": {"score": "defensive", "layers": "defensive", "heads": "adaptive", "ratio": 0.25}},
         ),
         Preset(
@@ -104,9 +104,9 @@ PRESETS: dict[str, Preset] = {
         ),
         Preset(
             "rpc",
-            "reasoning-path compression: every 1024 steps the cache is cut to a quarter by what the newest queries look at",
-            "Reasoning Path Compression",
-            {"evict": {"score": "snapkv", "ratio": 0.25, "interval": 1024}},
+            "prompts stay whole; every 1024 steps what was generated is cut to a quarter of it by what the newest queries look at",
+            "Reasoning Path Compression, arXiv 2505.13866",
+            {"evict": {"score": "rpc", "ratio": 0.25, "interval": 1024, "prompt": "keep"}},
         ),
         Preset(
             "kivi",

@@ -43,6 +43,9 @@ def prompt_attention(
     count = query.shape[2]
     alone = not int(before.max())
     if alone and valid is None and not softcap:
+        if layer.storage.floats is not None:
+            # As they are held: a result must not depend on whether padding, or an earlier piece, had them read back from the store.
+            key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
         return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
     assert layer.store is not None
     keys, values, used, bias = layer.store.everything()
@@ -55,7 +58,7 @@ def prompt_attention(
     fused = not softcap and bias is None
     if fused:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-    pieces = []
+    result = query.new_empty(*query.shape[:3], values.shape[-1])
     for start in range(0, count, step):
         part = query[:, :, start : start + step]
         # Query i of `count` is the (i - padding)-th new token; those of padding see nothing.
@@ -68,13 +71,12 @@ def prompt_attention(
             output = functional.scaled_dot_product_attention(
                 part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
             )
-            pieces.append(
-                output.masked_fill(~mask.any(-1, keepdim=True), 0.0)
-            )  # padding sees nothing, which is no number
+            output = output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
         else:
             wide = None if bias is None else bias.view(shape)
-            pieces.append(ragged_attention(part, keys, values, seen, scale, softcap, wide))
-    return torch.cat(pieces, 2)
+            output = ragged_attention(part, keys, values, seen, scale, softcap, wide)
+        result[:, :, start : start + step] = output
+    return result
 
 
 def slice_of(numbers: int) -> int:

@@ -14,12 +14,15 @@ if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
 
 
-def step_attention(layer: CompressedLayer, query: torch.Tensor, scale: float, softcap: float) -> torch.Tensor:
-    """Outputs `[batch, heads, q, size]` in the query's dtype; the new tokens are in the layer's tail already.
+def step_attention(
+    layer: CompressedLayer, query: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Outputs `[batch, heads, q, size]` in the query's dtype, zeros at padding; the new tokens are in the layer's tail already.
 
     Args:
         layer: whose tokens are attended to.
-        query: `[batch, heads, q, size]`, no padding among them.
+        query: `[batch, heads, q, size]`.
+        valid: bool `[batch, q]`, False at padding on the left; None: there is none.
         scale: of the scores.
         softcap: 0: none.
 
@@ -30,21 +33,25 @@ def step_attention(layer: CompressedLayer, query: torch.Tensor, scale: float, so
     batch, heads = layer.shape
     count, size = query.shape[2:]
     rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
+    groups = rows.shape[1] // count
+    counted = None if valid is None else valid.repeat_interleave(heads, 0).repeat(1, groups)
     regions, tail = layer.store.regions, layer.store.tail
     chosen: list[Chosen | None] = [None] * len(regions)
     if layer.selection is not None:
-        chosen = layer.selection.choose(layer, Queries(rows, count, scale, softcap), regions)
+        chosen = layer.selection.choose(layer, Queries(rows, count, scale, softcap, counted), regions)
     visible = None
     if count > 1:
-        newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(rows.shape[1] // count)
-        visible = tail.lengths[:, None] - newer
+        newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(groups)
+        # A row's new tokens are its tail's last; what padding would see is dropped in the end, and may be nothing.
+        visible = (tail.lengths[:, None] - newer).clamp(min=0)
     pieces = [
         attend_region(rows, near, scale, softcap, visible if region is tail else None, some)
         for region, near, some in zip(regions, _near(layer, regions, chosen), chosen, strict=True)
     ]
     if layer.elsewhere is not None:
         layer.elsewhere.leave(layer.store.tiers)
-    return merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
+    output = merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
+    return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0)
 
 
 def _near(layer: CompressedLayer, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:

@@ -69,19 +69,10 @@ class Store:
         return sum(region.nbytes for region in self.every)
 
     @property
-    def is_settled(self) -> bool:
-        """Whether any tokens are stored otherwise than they came."""
-        return any(tier.longest for tier in self.tiers)
-
-    @property
     def tier_bytes(self) -> int:
         """Of `nbytes`, the pools of older tokens: what is elsewhere where they are offloaded."""
         pools = [pool for tier in self.tiers for pool in tier.pages.pools.values()]
         return sum(pool.untyped_storage().nbytes() for pool in pools)
-
-    @property
-    def is_empty(self) -> bool:
-        return all(region.longest == 0 for region in self.regions)
 
     # ---------------------------------------------------------------- reading
     def states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,6 +13,7 @@ from runtime.kv_cache.policy_fields import PolicyError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from runtime.kv_cache.cache import CompressedCache
     from runtime.kv_cache.policy import Policy
 
 
@@ -35,10 +37,16 @@ def check_policy(policy: Policy, config: Any) -> None:
         )
     if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         raise PolicyError((), f"{name} has layers that share the cache of others, which compressed caches do not know")
-    layers = compressed_layers(text) if getattr(text, "num_attention_heads", None) else []
+    parts = list(text.per_layer_config)
+    layers = compressed_layers(text) if any(getattr(part, "num_attention_heads", None) for part in parts) else []
     if not layers:
-        windowed = ["sliding_attention"] if getattr(text, "sliding_window", None) else []
+        windowed = ["sliding_attention"] if any(getattr(part, "sliding_window", None) for part in parts) else []
         kinds = sorted(set(getattr(text, "layer_types", None) or windowed))
+        if "hybrid" in kinds:
+            raise PolicyError(
+                (),
+                f"{name} has layers of attention and a recurrent state side by side (hybrid), which compressed caches do not know",
+            )
         what = f" (its layers: {', '.join(kinds)})" if kinds else ""
         raise PolicyError((), f"{name} has no layer with full attention{what}, so there is no cache to compress")
     positions = getattr(text, "max_position_embeddings", None)
@@ -60,22 +68,24 @@ def check_policy(policy: Policy, config: Any) -> None:
             ("calibrated", "fingerprint"),
             f"the policy was calibrated for another model: its fingerprint is {known.fingerprint}, that of {name} is {own}",
         )
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
+    shapes = Shape.of(config, torch.float32).layers
     for field in ("gates", "channels"):
         table = getattr(known, field)
-        if table is not None and (len(table), len(table[0])) != (len(layers), heads):
-            found = f"{len(table)} layers of {len(table[0])} key heads"
+        if table is not None and [len(row) for row in table] != [shape.heads for shape in shapes]:
+            found = f"{len(table)} layers of {_several(len(row) for row in table)} key heads"
+            heads = _several(shape.heads for shape in shapes)
             raise PolicyError(
                 ("calibrated", field),
                 f"they are for {found}; {name} has {len(layers)} layers with full attention, of {heads}",
             )
-    size = Shape.of(config, torch.float32).sizes[0]
-    beyond = [channel for layer in known.channels or () for head in layer for channel in head if channel >= size]
-    if beyond:
-        raise PolicyError(
-            ("calibrated", "channels"),
-            f"channel {beyond[0]} is outside the head size {size} of {name} (0 to {size - 1})",
-        )
+    for layer, shape in zip(known.channels or (), shapes, strict=False):  # as many, if there are any
+        size = shape.sizes[0]
+        beyond = [channel for head in layer for channel in head if channel >= size]
+        if beyond:
+            raise PolicyError(
+                ("calibrated", "channels"),
+                f"channel {beyond[0]} is outside the head size {size} of {name} (0 to {size - 1})",
+            )
     wrong = [token for token in known.prefix_tokens or () if token >= text.vocab_size]
     if wrong:
         raise PolicyError(
@@ -84,13 +94,61 @@ def check_policy(policy: Policy, config: Any) -> None:
 
 
 def check_module(module: PreTrainedModel) -> None:
-    """PolicyError where the model's attention cannot be asked to read compressed caches."""
+    """PolicyError where the code of the model's attention cannot be asked to read compressed caches; weights may be on meta."""
     name = type(module).__name__
-    if not getattr(module, "_supports_attention_backend", False):
+    # Not `_supports_attention_backend`: many families call the interface without saying so.
+    if not module._can_set_attn_implementation():
         text = "computes attention in a way of its own (not through transformers' attention interface), which reads no compressed cache"
         raise PolicyError((), f"{name} {text}")
     if any(part == "sinks" for full, _ in module.named_parameters() for part in full.rsplit(".", 1)[-1:]):
         raise PolicyError((), f"{name} has learned attention sinks, which compressed caches do not know")
+
+
+@torch.inference_mode()
+def probe(module: PreTrainedModel) -> None:
+    """Run two tokens over a compressed cache where transformers itself does not vouch for the model's attention.
+
+    Those that it vouches for are asked by `check_asked` after each forward pass; a model that is read from a disk layer by layer
+    need not be read once more for it.
+
+    Args:
+        module: prepared, its weights in place.
+
+    Raises:
+        PolicyError: a layer's attention did not ask its cache, or has an argument that compressed caches do not know.
+    """
+    from runtime.kv_cache.cache import CompressedCache
+
+    if getattr(module, "_supports_attention_backend", False):
+        return
+    try:
+        cache = CompressedCache(module)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
+        module(input_ids=ids, past_key_values=cache, use_cache=True)
+    except ValueError as error:
+        raise PolicyError((), str(error)) from error
+    check_asked(module, cache, 2)
+
+
+def check_asked(module: PreTrainedModel, cache: CompressedCache, tokens: int) -> None:
+    """PolicyError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow.
+
+    Args:
+        module: the model.
+        cache: what it has filled.
+        tokens: how many have come, padding included.
+    """
+    from runtime.kv_cache.layer import CompressedLayer
+
+    for layer in cache.layers:
+        if isinstance(layer, CompressedLayer) and layer.seen != tokens:
+            text = "computes attention in a way that does not read compressed caches; load it with kv_cache=False"
+            raise PolicyError((), f"{type(module).__name__} {text}")
+
+
+def _several(numbers: Iterable[int]) -> str:
+    """One number, or the different ones: "2", "1, 4"."""
+    return ", ".join(str(number) for number in sorted(set(numbers)))
 
 
 def _name(config: Any) -> str:

@@ -261,7 +261,7 @@ def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
             assert method["description"]
             assert all(field["description"] for field in method["fields"]), (name, method["fields"])
     code, out, _ = run(capsys, "methods", "show", "layer-defensivekv")
-    assert "evict.prior: a number at least 0 and at most 1 (default: 0.1)" in out
+    assert "evict.prior: a number at least 0 and at most 1 (default: 1.0)" in out
     assert "evict.layers.safeguard" in out
 
 

@@ -12,6 +12,7 @@ import torch
 import compress
 import runtime
 from compress.cli import main
+from compress.pipeline.run import LimitError
 from compress.recipe import load
 from runtime.artifact import Artifact
 from runtime.errors import RequestError
@@ -107,6 +108,93 @@ def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
     assert len(known.gates) == 3
     assert set(known.notes["seconds"]) == {"channels", "gates"}
     runtime.load(written.path, device="cpu")
+
+
+FEW = {
+    "evict": {"score": "snapkv", "ratio": 0.1, "observe": 8}, "keys": "int2", "values": "int2", "recent": 8,
+}  # fmt: skip
+HELDOUT = {"data": "bundled", "sequence_length": 128, "samples": 8}
+
+
+def test_a_limit_holds_for_weights_and_cache_together(bundled, recipe, tmp_path, capsys):
+    limited = recipe(bundled, {"kv_cache": FEW}, evaluate={**HELDOUT, "max_perplexity_increase": "3%"})
+    with pytest.raises(LimitError, match=r"max_perplexity_increase_overall is 0\.\d+, the limit is 0\.03") as failure:
+        compress.apply(limited, output=tmp_path / "few", quiet=True, device="cpu")
+    metrics = failure.value.result.metrics
+    assert abs(metrics["perplexity_increase"]) < 0.001, "the weights are as they were"
+    assert metrics["perplexity_increase_with_cache"] > 0.03
+    both = (1 + metrics["perplexity_increase"]) * (1 + metrics["perplexity_increase_with_cache"]) - 1
+    assert metrics["perplexity_increase_overall"] == pytest.approx(both)
+    limits = {limit["name"]: limit["ok"] for limit in metrics["limits"]}
+    assert limits == {"max_perplexity_increase": True, "max_perplexity_increase_overall": False}
+    page = (tmp_path / "few" / "report.html").read_text(encoding="utf-8")
+    assert "Perplexity of what follows a prompt" in page
+    assert "increase of the perplexity by weights and cache at most" in page
+    file = tmp_path / "few.yaml"
+    file.write_text(json.dumps(limited), encoding="utf-8")  # JSON is YAML
+    capsys.readouterr()
+    assert main(["apply", str(file), "-o", str(tmp_path / "again"), "-q", "--device", "cpu", "--prompt", ""]) == 1
+    captured = capsys.readouterr()
+    assert "max_perplexity_increase_overall" in captured.err
+    assert "perplexity with it" in captured.out
+    runtime.load(tmp_path / "again", device="cpu")
+
+
+def test_a_limit_that_the_cache_keeps(bundled, recipe, tmp_path):
+    mild = {"kv_cache": {"keys": "int8", "values": "int8", "recent": 8}}
+    limits = {"max_perplexity": 50.0, "max_perplexity_increase": "3%"}
+    written = compress.apply(recipe(bundled, mild, evaluate={**HELDOUT, **limits}), output=tmp_path / "out", quiet=True)
+    assert [limit["name"] for limit in written.metrics["limits"]] == [
+        "max_perplexity", "max_perplexity_increase", "max_perplexity_increase_overall", "max_perplexity_overall",
+    ]  # fmt: skip
+    assert abs(written.metrics["perplexity_increase_with_cache"]) < 0.03
+    assert written.manifest["metrics"] == written.metrics
+    assert written.seconds["evaluate cache"] > 0
+
+
+def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tmp_path):
+    evaluation = {"data": str(text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "300%"}
+    written = compress.apply(recipe(make_checkpoint(), RTN, evaluate=evaluation), output=tmp_path / "out", quiet=True)
+    assert not [key for key in written.metrics if "cache" in key or "overall" in key]
+    assert [limit["name"] for limit in written.metrics["limits"]] == ["max_perplexity_increase"]
+
+
+def test_what_does_not_fit_is_not_measured_and_keeps_no_limit(make_checkpoint, recipe, text, tmp_path, monkeypatch):
+    from compress.pipeline import cache_eval
+
+    monkeypatch.setattr(cache_eval, "available_bytes", lambda device: 1000)
+    evaluation = {"data": str(text), "sequence_length": 32, "samples": 2}
+    model = make_checkpoint()
+    written = compress.apply(recipe(model, RTN, KV4, evaluate=evaluation), output=tmp_path / "out", quiet=True)
+    (warning,) = [
+        sentence for sentence in written.warnings if "quality of the compressed cache is not measured" in sentence
+    ]
+    assert written.metrics["kv_cache"] == {"warning": warning}
+    assert warning in (written.path / "report.html").read_text(encoding="utf-8")
+    limited = {**evaluation, "max_perplexity_increase": "300%"}
+    with pytest.raises(LimitError, match="max_perplexity_increase_overall was not measured, the limit is 3"):
+        compress.apply(recipe(model, RTN, KV4, evaluate=limited), output=tmp_path / "limited", quiet=True)
+    assert "not measured" in (tmp_path / "limited" / "report.html").read_text(encoding="utf-8")
+
+
+def test_prefix_tokens_shorten_the_windows(make_checkpoint, recipe, text, tmp_path):
+    from runtime.kv_cache.calibrated import fingerprint
+    from runtime.skeleton import read_config
+
+    model = make_checkpoint()
+    known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": [7, 8]}
+    stage = {"kv_cache": {"method": "prefixquant", "recent": 8, "calibrated": known}}
+    evaluation = {"data": str(text), "sequence_length": 128, "samples": 2}
+    written = compress.apply(recipe(model, stage, evaluate=evaluation), output=tmp_path / "out", quiet=True)
+    assert written.metrics["sequence_length"] == 128
+    assert written.metrics["kv_cache"]["sequence_length"] == 126
+
+
+def test_windows_too_short_for_a_cache_are_refused_at_once(make_checkpoint, recipe, text, tmp_path):
+    evaluation = {"data": str(text), "sequence_length": 2, "samples": 2}
+    with pytest.raises(RequestError, match=r"evaluate\.sequence_length: a kv_cache stage needs windows of at least 3"):
+        compress.apply(recipe(make_checkpoint(), KV4, evaluate=evaluation), output=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
 
 
 RECIPE = """name: x

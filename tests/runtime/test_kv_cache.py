@@ -12,6 +12,7 @@ from random_models import padded_rows, random_llama
 
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
 from runtime.kv_cache.budgets.cake import Cake
+from runtime.kv_cache.budgets.defensive import DefensiveLayers
 from runtime.kv_cache.budgets.pyramid import Pyramid
 from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
@@ -23,11 +24,12 @@ from runtime.kv_cache.scores.cake import CakeIndicator
 from runtime.kv_cache.scores.defensive import Defensive
 from runtime.kv_cache.scores.h2o import H2O
 from runtime.kv_cache.scores.keyformer import Keyformer, gumbel
+from runtime.kv_cache.scores.rpc import ReasoningPath
 from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.scores.streaming import Streaming
 from runtime.kv_cache.scores.tova import Tova
 
-SCORES = [SnapKV(8), H2O(8), Tova(), Keyformer(8), Defensive(8), Streaming(), CakeIndicator(8)]
+SCORES = [SnapKV(8), H2O(8), Tova(), Keyformer(8), Defensive(8), Streaming(), CakeIndicator(8), ReasoningPath(8)]
 
 
 # ---------------------------------------------------------------- pages
@@ -127,18 +129,35 @@ def test_a_text_in_pieces_gives_the_logits_of_the_whole(llama: Any) -> None:
     torch.testing.assert_close(torch.cat(pieces, 1), whole, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("share", [UniformLayers(), Pyramid(), Cake(8)], ids=lambda s: s.name)
+@pytest.mark.parametrize("ratio", [0.1, 0.4, 0.95])
+@pytest.mark.parametrize("share", [UniformLayers(), Pyramid(), Cake(8), DefensiveLayers()], ids=lambda s: s.name)
 @pytest.mark.parametrize("heads", [EqualHeads(), AdaptiveHeads()], ids=lambda s: s.name)
 @pytest.mark.parametrize("score", SCORES, ids=lambda s: s.name)
-def test_the_budget_is_kept_and_memory_is_freed(llama: Any, score: Any, heads: Any, share: Any) -> None:
+def test_the_budget_is_kept_and_memory_is_freed(llama: Any, score: Any, heads: Any, share: Any, ratio: float) -> None:
+    """Layer by layer and row by row exactly as many tokens as the shares say, and the shares are those of one budget."""
     made, ids, mask, _ = llama
-    cache = CompressedCache(made, CachePlan(plan(score, ratio=0.4, layer_share=share, head_share=heads)))
+    cache = CompressedCache(made, CachePlan(plan(score, ratio=ratio, layer_share=share, head_share=heads)))
     with torch.no_grad():
         logits = made(ids, attention_mask=mask, past_key_values=cache).logits
     assert bool(logits.isfinite().all())
-    held = sum(int(layer.store.lengths.sum()) for layer in cache.layers)
-    # Least counts of a head may lift small layers; never more than a tenth above the budget here.
-    assert held <= 0.44 * int(mask.sum()) * 2 * 3 + 3 * 3 * 2 * (score.kept() + 1)
+    lengths, least = mask.sum(1).tolist(), score.kept() + 1
+    shares = [
+        torch.ones(3).double() if layer.share is None else layer.share.double() for layer in cache.layers
+    ]  # `[batch]` each
+    for row, tokens in enumerate(lengths):
+        if isinstance(share, DefensiveLayers):  # as many tokens as the best of all layers are, if there are as many
+            whole = round(max(ratio * tokens, least) * 2 * 3)
+            assert sum(float(of[row]) for of in shares) * 2 * ratio * tokens == pytest.approx(min(whole, 6 * tokens))
+        else:
+            assert sum(float(of[row]) for of in shares) == pytest.approx(3, abs=1e-5)
+        for layer, of in zip(cache.layers, shares, strict=True):
+            mean = max(ratio * tokens * float(of[row]), least)
+            held = layer.store.lengths.view(layer.shape)[row].tolist()
+            if isinstance(heads, EqualHeads):
+                assert held == [min(round(mean), tokens)] * 2
+            else:
+                assert sum(held) == min(round(mean * 2), tokens * 2)
+                assert min(held) >= min(least, tokens)
     assert cache.layers[0].get_seq_length() == 70
 
 
@@ -327,7 +346,7 @@ def test_adaptive_heads_keep_the_best_of_all_and_a_share_each() -> None:
 def test_pyramid_averages_one() -> None:
     from runtime.kv_cache.budgets.base import LayerFacts
 
-    facts = [LayerFacts(torch.zeros(1, 1, 100), torch.ones(1)) for _ in range(7)]
+    facts = [LayerFacts.of(torch.zeros(1, 1, 100), torch.ones(1)) for _ in range(7)]
     shares = torch.cat(Pyramid(beta=20.0).shares(facts, 7, torch.full((1,), 50.0), 1))
     assert float(shares.mean()) == pytest.approx(1.0)
     assert float(shares[-1]) == pytest.approx(0.05)
@@ -337,7 +356,7 @@ def test_pyramid_averages_one() -> None:
 def test_pyramid_gives_later_layers_what_the_first_cannot_use() -> None:
     from runtime.kv_cache.budgets.base import LayerFacts
 
-    facts = [LayerFacts(torch.zeros(1, 1, 60), torch.ones(1)) for _ in range(5)]
+    facts = [LayerFacts.of(torch.zeros(1, 1, 60), torch.ones(1)) for _ in range(5)]
     counts = 40 * torch.cat(Pyramid(beta=20.0).shares(facts, 5, torch.full((1,), 40.0), 1))
     assert counts.tolist() == pytest.approx([60, 50, 40, 30, 20])
     flat = torch.cat(Pyramid(beta=20.0).shares(facts, 5, torch.full((1,), 20.0), 17))
@@ -381,7 +400,7 @@ def test_layers_tell_scores_where_tokens_were_and_how_many_were_generated(
             made(new[:, step : step + 1], attention_mask=longer[:, : 71 + step], past_key_values=cache)
         full = CompressedCache(made, None)
         made(texts, attention_mask=longer, past_key_values=full)
-    assert [generated for generated, _ in seen] == [0, 3, 5, 8]  # the token taken back was a step all the same
+    assert [generated for generated, _ in seen] == [0, 3, 6]  # a token taken back is no step
     lengths = longer.sum(1)
     true = full.layers[0].store.states()[0].view(4, 2, 78, -1)
     for generated, found in seen[1:]:

@@ -18,7 +18,7 @@ from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.selection.base import Queries
-from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, heavy_channels, quantized
+from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, quantized
 from runtime.kv_cache.selection.places import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
 from runtime.kv_cache.selection.recycled import Recycled
@@ -111,6 +111,7 @@ class Recorder:
             {"layer": layer.index, "query": queries.states, "count": queries.count, "softcap": queries.softcap,
              "keys": keys, "values": values, "biases": biases, "starts": starts,
              "lengths": [region.lengths.tolist() for region in regions], "changes": layer.changes, "seen": layer.seen,
+             "taken": layer.taken_back,
              "chosen": chosen, "read": places(regions, chosen)}
         )  # fmt: skip
         return chosen
@@ -221,6 +222,14 @@ def assert_best(score: torch.Tensor, candidates: range, count: int, found: list[
     assert len(found) == max(0, count) or hidden
 
 
+def first_weights(step: dict[str, Any], row: int) -> torch.Tensor:
+    """Attention of the first new token's queries of a row to each token, summed, zeros at the newer ones: `[n]`."""
+    before = len(step["keys"][row]) - step["count"] + 1
+    logits = scored(step, step["query"][row][:: step["count"]] @ step["keys"][row][:before].T)
+    votes = (logits + step["biases"][row][:before]).softmax(-1).sum(0)
+    return torch.cat([votes, votes.new_zeros(step["count"] - 1)])
+
+
 def share(options: Any, length: int) -> int:
     return min(options.tokens, length) if options.tokens is not None else round(options.ratio * length)
 
@@ -314,11 +323,12 @@ def test_double_sparsity_reads_what_scores_highest_in_few_channels(
         if layer == 0:
             continue
         state = step["changes"], None if storage in STORAGES else step["lengths"][:-1]
-        void = known.get(layer) != state
-        known[layer] = state
+        void = layer not in known or known[layer][0] != state
+        back = 0 if void else step["taken"] - known[layer][1]
+        known[layer] = state, step["taken"]
         for row, read in enumerate(step["read"]):
             keys = step["keys"][row][:, list(CHANNELS[layer][row % HEADS])]
-            old = keys[:0] if void else labels[layer, row]
+            old = keys[:0] if void else labels[layer, row][: len(labels[layer, row]) - back]
             codes, scale = quantized(keys[len(old) :])
             label = labels[layer, row] = torch.cat([old, codes * scale.float()])
             query = step["query"][row][:, list(CHANNELS[layer][row % HEADS])]
@@ -370,8 +380,8 @@ def test_token_select_chooses_anew_only_for_sequences_whose_queries_changed() ->
     life.attend(1, query=other)
     assert life.selection.votes == [BATCH + 1]
     life.layers[0].crop(-1)
-    life.attend(1, query=other)
-    assert life.selection.votes == [2 * BATCH + 1]
+    life.attend(1, query=other)  # what is older than what was taken back is where it was
+    assert life.selection.votes == [BATCH + 1]
 
 
 @pytest.mark.parametrize(("storage", "budget", "softcap"), CASES, ids=str)
@@ -420,11 +430,13 @@ def test_recycled_reads_what_the_last_full_step_looked_at(storage: str, budget: 
             continue
         noted = full[layer][1]
         for row, read in enumerate(step["read"]):
-            before, length = len(noted["keys"][row]), len(step["keys"][row])
+            before, length = len(noted["keys"][row]) - noted["count"] + 1, len(step["keys"][row])
             recent = newest(options, step)
             assert read[-recent:] == list(range(length - recent, length))
             wanted = share(options, before) - newest(options, noted)
-            assert_best(weights(noted, row), range(before), wanted, read[:-recent], range(length - recent, length))
+            assert_best(
+                first_weights(noted, row), range(before), wanted, read[:-recent], range(length - recent, length)
+            )
     assert life.selection.full == count
 
 
@@ -435,6 +447,72 @@ def test_recycled_attends_to_everything_at_its_stride() -> None:
         life.attend(1)
     whole = [n for n, step in enumerate(life.recorder.steps) if step["chosen"] == [None] * len(step["chosen"])]
     assert whole == [0, 7, 14, 21]
+
+
+# ---------------------------------------------------------------- drafts
+DRAFT = 3  # tokens that are drafted, all wrongly
+
+
+def with_drafts(options: Any, storage: str) -> list[tuple[Life, list[dict[str, Any]]]]:
+    """The same text without drafts, and with drafts in two of three steps: each life, and its steps of one layer, the last."""
+    lives = [Life(options, STORAGES[storage]) for _ in range(2)]
+    for life in lives:
+        life.prompt(0, 61, 12)
+    generator = torch.Generator().manual_seed(9)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator)
+
+    about = random(BATCH, HEADS * GROUPS, 1, SIZE)
+    for number in range(45):
+        if number == 22:  # a draft is verified, and queries are others from then on
+            about = random(BATCH, HEADS * GROUPS, 1, SIZE)
+        query = about + 0.05 * random(BATCH, HEADS * GROUPS, 1 + DRAFT, SIZE)
+        states = [random(2, BATCH, HEADS, 1 + DRAFT, SIZE) for _ in range(LAYERS)]
+        for life, count in zip(lives, (1, 1 + DRAFT if number % 3 else 1), strict=True):
+            for layer, (key, value) in zip(life.layers, states, strict=True):
+                layer.update(key, value)
+                layer.attend(query[:, :, :count], key[:, :, :count], value[:, :, :count], None, SCALE, 0.0)
+            for layer in life.layers:
+                layer.crop(1 - count)
+    return [(life, [step for step in life.recorder.steps if step["layer"] == LAYERS - 1]) for life in lives]
+
+
+@pytest.mark.parametrize("name", ["quest", "double-sparsity", "token-select", "tidal", "recycled"])
+@pytest.mark.parametrize("storage", STORAGES)
+def test_drafts_that_are_taken_back_change_no_later_choice(storage: str, name: str) -> None:
+    options = next(one for one in every(tokens=90, recent=20) if one.name == name)
+    if name == "recycled":
+        options = Recycled(tokens=90, recent=20, stride=7)
+    (plain, steps), (drafts, found) = with_drafts(options, storage)
+    read_all = [n for n, step in enumerate(steps) if step["chosen"] == [None] * len(step["chosen"])]
+    assert read_all == [n for n, step in enumerate(found) if step["chosen"] == [None] * len(step["chosen"])]
+    for number, (step, drafted) in enumerate(zip(steps, found, strict=True)):
+        if not number % 3:
+            assert drafted["read"] == step["read"]
+        elif name == "recycled" or (
+            name == "token-select" and number != 22
+        ):  # what was chosen before; the newest are others
+            for old, new, keys in zip(step["read"], drafted["read"], step["keys"], strict=True):
+                assert [i for i in old if i < len(keys) - 20] == [i for i in new if i < len(keys) - 20]
+    if name == "recycled":
+        assert plain.selection.full == drafts.selection.full == [7] * LAYERS
+    if name == "token-select":
+        assert plain.selection.votes == drafts.selection.votes == [2 * BATCH] * LAYERS
+
+
+def test_what_looked_is_looked_for_again_when_it_was_taken_back() -> None:
+    life = Life(Recycled(tokens=60, stride=1000, recent=10), StoragePlan(), layers=1)
+    life.prompt(0, 61, 12)
+    for _ in range(2):
+        life.attend(4)
+        life.layers[0].crop(-4)
+    life.attend(1)
+    assert life.selection.full == [3]
+    life.attend(4)
+    life.layers[0].crop(-4)
+    life.attend(1)
+    assert life.selection.full == [3]
 
 
 # ---------------------------------------------------------------- budgets, memory, refusals
@@ -538,6 +616,12 @@ def test_pages_and_labels_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) ->
             # The tail's few pages at most: those in few bits were not opened again.
             assert opened <= 40 * 3 * BATCH * HEADS
             opened = 0
+            for _ in range(40):
+                life.attend(4)
+                life.layers[0].crop(-3)
+            # With drafts those that they touch, besides.
+            assert opened <= 40 * 5 * BATCH * HEADS
+            opened = 0
 
 
 def test_a_budget_is_one_of_two_numbers() -> None:
@@ -561,19 +645,6 @@ def test_channels_are_those_of_the_model() -> None:
         life.prompt(0, 0, 0)
         with pytest.raises(ValueError, match=words):
             life.attend(1)
-
-
-def test_heavy_channels_are_found() -> None:
-    generator = torch.Generator().manual_seed(3)
-    queries, keys = torch.randn(4, 30, 8, generator=generator), torch.randn(2, 50, 8, generator=generator)
-    keys[0, :, 5] *= 9
-    queries[2:, :, 1] *= 9
-    keys[1, :, 6] *= 0.01
-    found = heavy_channels(queries, keys, 2)
-    assert 5 in found[0]
-    assert 1 in found[1]
-    true = (queries.view(2, 2, 30, 1, 8) * keys[:, None, None]).abs().mean((1, 2, 3))
-    assert [set(row) for row in found] == [set(row.topk(2).indices.tolist()) for row in true]
 
 
 @pytest.mark.parametrize("options", [TokenSelect(tokens=50, skip_layers=0), Tidal(tokens=50, full_layers=0)], ids=str)

@@ -287,6 +287,21 @@ def test_nothing_is_lost_by_disk(llama: Any, tmp_path: Path) -> None:
     assert cache.nbytes == near.nbytes - cache.offloaded_bytes
 
 
+def test_eviction_storage_and_disk_together_lose_nothing_more(llama: Any, tmp_path: Path) -> None:
+    """DuoAttention, whose streaming heads evict while decoding, in 4 bits, on a disk."""
+    model, ids, mask = llama
+    plan = CachePlan(EVICTIONS["duo"], StoragePlan((KIVI,), recent=8, prefix=4))
+    expected, near = run(model, ids, mask, plan)
+    found, cache = run(model, ids, mask, replace(plan, offload=OffloadPlan("disk", str(tmp_path))))
+    assert torch.equal(found, expected)
+    assert not list(tmp_path.iterdir())
+    assert cache.offloaded_bytes > 0
+    assert cache.nbytes == near.nbytes - cache.offloaded_bytes
+    lengths = cache.layers[0].store.lengths.view(3, 2)
+    assert lengths[:, 1].tolist() == (mask.sum(1) + 60).tolist()
+    assert int(lengths[:, 0].max()) < 4 + 32 + 16 + PAGE
+
+
 def test_a_directory_that_cannot_be_written_is_said(llama: Any, tmp_path: Path) -> None:
     model, _, _ = llama
     plan = CachePlan(offload=OffloadPlan("disk", str(tmp_path / "nothing")))
@@ -588,6 +603,61 @@ def test_beam_search_is_as_with_transformers_own_cache(llama: Any, beams: int) -
             ids, past_key_values=CompressedCache(model, CachePlan(storage=StoragePlan(prefix=4))), **options
         )
     assert torch.equal(found, expected)
+
+
+BEAMS = {
+    "int4": CachePlan(storage=StoragePlan((KIVI,), recent=8)),
+    "h2o every 4 steps": CachePlan(EvictionPlan(H2O(8), UniformLayers(), EqualHeads(), tokens=60, interval=4)),
+    "h2o every 8 steps in int4": CachePlan(
+        EvictionPlan(H2O(8), UniformLayers(), EqualHeads(), tokens=80, interval=8), StoragePlan((KIVI,), recent=8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", BEAMS)
+def test_reordered_rows_are_those_that_were_there(llama: Any, name: str) -> None:
+    """Codes, grids, sums of attention and queries go with their rows, and rows that are doubled go their own ways."""
+    model, ids, mask = llama
+    caches: list[Any] = [CompressedCache(model, BEAMS[name]) for _ in range(2)]
+    orders = [torch.tensor(order) for order in ([2, 0, 0], [0, 2, 1], [1, 1, 2])]
+    total = orders[0][orders[1]][orders[2]]
+    tokens = torch.randint(1, 257, (3, 40), generator=torch.Generator().manual_seed(5))
+    cache, straight = caches
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for order in orders:
+            before = [layer.store.states() for layer in cache.layers]
+            cache.reorder_cache(order)
+            picked = (order[:, None] * 2 + torch.arange(2)).flatten()
+            for layer, states in zip(cache.layers, before, strict=True):
+                for one, other in zip(layer.store.states(), states, strict=True):
+                    assert torch.equal(one, other[picked][:, : one.shape[1]])
+        model(ids[total], attention_mask=mask[total], past_key_values=straight)
+        for step in range(40):
+            new = tokens[:, step : step + 1]
+            grown = torch.cat([mask[total], mask.new_ones(3, step + 1)], 1)
+            found, expected = (model(new, attention_mask=grown, past_key_values=one).logits for one in caches)
+            torch.testing.assert_close(found, expected, atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("name", BEAMS)
+def test_a_beam_is_as_likely_as_its_text_alone(llama: Any, name: str) -> None:
+    model, ids, _ = llama
+    prompt = ids[2:]
+    options = {"max_new_tokens": 40, "do_sample": False, "num_beams": 3, "num_return_sequences": 3}
+    with torch.no_grad():
+        found = model.generate(
+            prompt, past_key_values=CompressedCache(model, BEAMS[name]), return_dict_in_generate=True,
+            output_scores=True, **options,
+        )  # fmt: skip
+        for text, score in zip(found.sequences, found.sequences_scores.tolist(), strict=True):
+            cache: Any = CompressedCache(model, BEAMS[name])
+            logits, likelihood = model(prompt, past_key_values=cache).logits[0, -1], 0.0
+            for token in text[prompt.shape[1] :]:
+                likelihood += float(logits.log_softmax(-1)[token])
+                logits = model(token.view(1, 1), past_key_values=cache).logits[0, -1]
+            assert likelihood / 40 == pytest.approx(score, abs=1e-3)
+    assert len({tuple(text.tolist()) for text in found.sequences}) == 3
 
 
 def test_a_speculative_draft_is_as_with_transformers_own_cache(llama: Any) -> None:

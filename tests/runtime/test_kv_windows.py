@@ -38,6 +38,20 @@ def test_a_window_is_the_end_of_all_that_came(seed: int) -> None:
     assert held.nbytes == 0
 
 
+def test_padding_of_a_later_piece_goes_before_what_is_held() -> None:
+    """A row's newest queries are those of its newest tokens, however many of the piece were its own."""
+    generator = torch.Generator().manual_seed(0)
+    held, rows = QueryWindow(), [torch.zeros(2, 0, 4) for _ in range(3)]
+    for count, padding in ((7, (3, 0, 0)), (1, (0, 0, 0)), (5, (0, 4, 5)), (1, (1, 0, 0)), (6, (2, 0, 1))):
+        new = torch.randn(3, 2, count, 4, generator=generator)
+        valid = torch.arange(count) >= torch.tensor(padding)[:, None]
+        held.append(new, 8, valid if any(padding) else None)
+        rows = [torch.cat([row, new[i][:, valid[i]]], 1) for i, row in enumerate(rows)]
+        for i, row in enumerate(rows):
+            most = min(8, row.shape[1])
+            assert torch.equal(held.newest(8)[i, :, -most:], row[:, -most:])
+
+
 def test_the_best_tokens_stay_in_their_order() -> None:
     generator = torch.Generator().manual_seed(0)
     score = torch.randint(0, 5, (2, 3, 40), generator=generator).float()

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import Range, bounded, check_bounds
 from runtime.kv_cache.scores.base import NEVER
 
 
@@ -19,7 +20,10 @@ class AdaptiveHeads:
     """
 
     name: ClassVar[str] = "adaptive"
-    safeguard: float = 0.2
+    safeguard: float = bounded(0.2, Range(0, 1, open_high=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
         batch, heads, count = score.shape
@@ -28,7 +32,7 @@ class AdaptiveHeads:
         rank = score.argsort(-1, descending=True).argsort(-1)
         # Each head's safe tokens come before anything else; the total is then what the best of all heads make of it.
         ranked = score.masked_fill(rank < safe.unsqueeze(-1), float("inf")).masked_fill(~there, float("-inf"))
-        total = torch.minimum(mean.clamp(min=least) * heads, there.sum((1, 2))).clamp(min=0)
+        total = torch.minimum((mean.double().clamp(min=least) * heads).round().long(), there.sum((1, 2)))
         order = ranked.reshape(batch, -1).argsort(-1, descending=True)
         taken = torch.zeros(batch, heads * count, dtype=torch.bool, device=score.device)
         best = torch.arange(heads * count, device=score.device)[None] < total[:, None]

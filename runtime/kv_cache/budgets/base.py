@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar, Protocol
 
 import torch
 
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
@@ -15,12 +16,24 @@ class LayerFacts:
     """What a layer share may look at, of one layer.
 
     Attributes:
-        score: float32 `[batch, kv_heads, n]`, of all tokens that were there before any was evicted.
+        score: float32 `[batch, kv_heads, n]`, of the tokens that the layer still has: all, if it was not cut yet.
         preference: float32 `[batch]`, of the share's own making.
+        total: float32 `[batch]`, the sum of the finite scores of all tokens, before any was evicted.
     """
 
     score: torch.Tensor
     preference: torch.Tensor
+    total: torch.Tensor
+
+    @classmethod
+    def of(cls, score: torch.Tensor, preference: torch.Tensor) -> LayerFacts:
+        """Of a layer that was not cut yet."""
+        counted = score.isfinite() & (score > NEVER)
+        return cls(score, preference, score.masked_fill(~counted, 0.0).sum((1, 2)))
+
+    def cut(self, score: torch.Tensor) -> LayerFacts:
+        """The same layer with fewer tokens."""
+        return replace(self, score=score)
 
 
 class LayerShare(Protocol):
@@ -39,6 +52,8 @@ class LayerShare(Protocol):
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less).
+
+        A share that cascades may give the layers seen so far what is there for all; they are cut again.
 
         Args:
             facts: of the layers that the prompt has gone through.
@@ -67,6 +82,6 @@ class HeadShare(Protocol):
 
         Args:
             score: float32 `[batch, kv_heads, n]`, minus infinity where there is no token, NEVER where it leaves anyway.
-            mean: int64 `[batch]`, tokens of a head on average.
+            mean: float64 `[batch]`, tokens of a head on average.
             least: that every head gets if it has them.
         """

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import ABOVE_ZERO, COUNT, bounded, check_bounds
 from runtime.kv_cache.budgets.base import LayerFacts
 from runtime.kv_cache.observation import Observation
 
@@ -25,9 +26,12 @@ class Cake:
 
     name: ClassVar[str] = "cake"
     cascades: ClassVar[bool] = True
-    observe: int = 32
-    entropy_temperature: float = 1.0
-    variance_temperature: float = 1.0
+    observe: int = bounded(32, COUNT)
+    entropy_temperature: float = bounded(1.0, ABOVE_ZERO)
+    variance_temperature: float = bounded(1.0, ABOVE_ZERO)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def prefer(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)

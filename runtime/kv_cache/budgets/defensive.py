@@ -7,42 +7,54 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import Range, bounded, check_bounds
 from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
 from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
 class DefensiveLayers(NoPreference):
-    """A layer gets as much as it has tokens among the best of all layers seen so far (Layer-DefensiveKV).
+    """A layer gets as much as it has tokens among the best of all layers (Layer-DefensiveKV, arXiv 2510.13334).
 
-    Scores are compared as shares of their layer's total, so that a layer of large values does not take everything; budgets cascade,
-    since what later layers deserve is known only when the prompt has reached them.
+    Budgets cascade: the layers that the prompt has gone through share the whole budget, and give way to later ones that deserve it
+    more. What a layer has lost by then is not among the best of more layers either, so that in the end each has as many tokens as
+    if all scores had been ranked at once.
+
+    Scores are compared as shares of the total of their layer's tokens, those that have left counted too, so that a layer of large
+    values does not take everything; the paper's code compares them as they are, its values' norms being shares of all heads'.
 
     Attributes:
-        safeguard: share of the mean that every layer gets at least.
+        safeguard: share of the mean that every layer gets at least; 0 in the paper.
     """
 
     name: ClassVar[str] = "defensive"
     cascades: ClassVar[bool] = True
-    safeguard: float = 0.2
+    safeguard: float = bounded(0.2, Range(0, 1, open_high=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         heads = facts[0].score.shape[1]
-        # Of the whole budget, what is not yet asked for by layers to come is theirs at an equal share.
-        total = mean * heads * len(facts)
-        flat = [fact.score.flatten(1) for fact in facts]
-        normed = []
-        for score in flat:
-            chosen = score.masked_fill(~score.isfinite() | (score <= NEVER), 0.0)
-            normed.append(
-                (chosen / chosen.sum(-1, keepdim=True).clamp(min=1e-20)).masked_fill(
-                    score == float("inf"), float("inf")
-                )
-            )
-        every = torch.cat(normed, 1)
-        ranked = every.sort(-1, descending=True).values
-        place = (total.long() - 1).clamp(0, ranked.shape[1] - 1)
-        bar = ranked.gather(1, place[:, None])
-        counts = torch.stack([(score >= bar.clamp(min=1e-30)).sum(-1) for score in normed]).double()
-        counts = counts.clamp(min=0) + self.safeguard * mean * heads / (1 - self.safeguard)
-        return list((counts * len(facts) / counts.sum(0)).float())
+        whole = (mean.clamp(min=least) * heads * layers).round().long()
+        safe = (mean * self.safeguard).clamp(min=least) * heads
+        claims = [self._claims(fact, safe.round().long()) for fact in facts]
+        ranked = torch.cat(claims, 1).sort(-1, descending=True).values
+        bar = ranked.gather(1, (whole - 1).clamp(0, ranked.shape[1] - 1)[:, None])
+        counts = torch.stack([(claim > bar).sum(-1) for claim in claims])
+        # Of equal claims those of the first layers go before; minus infinity is no claim.
+        ties = torch.stack([((claim == bar) & (claim > float("-inf"))).sum(-1) for claim in claims])
+        left = whole - counts.sum(0) - (ties.cumsum(0) - ties)
+        counts = counts + torch.minimum(left.clamp(min=0), ties)
+        return list(counts / (mean * heads).clamp(min=1e-9))
+
+    @staticmethod
+    def _claims(fact: LayerFacts, safe: torch.Tensor) -> torch.Tensor:
+        """What a layer's tokens compete with, float32 `[batch, kv_heads * n]`: infinity for the `safe[batch]` best of them."""
+        score = fact.score.flatten(1)
+        there = score > NEVER
+        score = (score / fact.total.clamp(min=1e-20)[:, None]).masked_fill(~there, float("-inf"))
+        order = score.argsort(dim=-1, descending=True, stable=True)
+        certain = torch.arange(score.shape[1], device=score.device) < safe[:, None]
+        best = torch.zeros_like(there).scatter_(1, order, certain)
+        return score.masked_fill(best & there, float("inf"))

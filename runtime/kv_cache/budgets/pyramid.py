@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import Range, bounded, check_bounds
 from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
 
 
@@ -20,7 +21,10 @@ class Pyramid(NoPreference):
     """
 
     name: ClassVar[str] = "pyramid"
-    beta: float = 20.0
+    beta: float = bounded(20.0, Range(1, open_low=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         # What the first layer cannot use, since it has no more tokens, the last ones get.

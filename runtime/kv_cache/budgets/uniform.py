@@ -29,4 +29,4 @@ class EqualHeads:
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
         there = (score > NEVER).sum(-1)
-        return torch.minimum(mean.clamp(min=least)[:, None].expand_as(there), there)
+        return torch.minimum(mean.round().long().clamp(min=least)[:, None].expand_as(there), there)

@@ -25,7 +25,7 @@ class Score(Protocol):
         """How many of the newest queries it looks at, of `count` that there are."""
 
     def kept(self) -> int:
-        """Newest tokens that it keeps whatever they score; a budget must be larger."""
+        """Tokens that it keeps of a head whatever the budget, at most (the newest, the first); a budget must be larger."""
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         """Importance, float32 `[batch, kv_heads, n]`, higher is kept longer; infinity: always kept; minus infinity: no token there."""

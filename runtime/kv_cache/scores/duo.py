@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import Range, bounded, check_bounds
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.scores.base import NEVER, Score
 
@@ -16,21 +17,26 @@ class Duo:
     """Gates learned on synthetic data say what a head is (DuoAttention, arXiv 2410.10819).
 
     A streaming head keeps a constant number of tokens whatever the budget; the others share the budget by another score.
+    Within one piece of a prompt all heads look at all of it: streaming heads are cut when the piece has been read, so their
+    attention costs there what that of the others does, while the paper's computes a window only and saves that memory too.
 
     Attributes:
         gates: `[layers][kv_heads]` in [0, 1], 1: a retrieval head.
         streaming: share of the heads that stream, those with the lowest gates.
         sinks: first tokens that a streaming head keeps.
         recent: newest tokens that it keeps.
-        inner: score of the retrieval heads' tokens; None: they keep them all (with a ratio of 1).
+        inner: score of the retrieval heads' tokens; None: they keep them all (with a ratio of 1), or the sinks and the newest.
     """
 
     name: ClassVar[str] = "duo"
     gates: tuple[tuple[float, ...], ...]
-    streaming: float = 0.5
+    streaming: float = bounded(0.5, Range(0, 1))
     sinks: int = 16
     recent: int = 64
     inner: Score | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def streams(self) -> list[list[bool]]:
         """Which heads stream: the lowest gates over all layers, as many as `streaming` says."""
@@ -42,17 +48,20 @@ class Duo:
         return 1 if self.inner is None else self.inner.window(count)
 
     def kept(self) -> int:
-        return self.recent if self.inner is None else min(self.recent, self.inner.kept())
+        # Both ends of a streaming head; the sinks are its oldest tokens and would go first.
+        ends = self.sinks + self.recent
+        return ends if self.inner is None else max(ends, self.inner.kept())
 
     def __call__(self, seen: Observation) -> torch.Tensor:
+        oldest_first = torch.arange(seen.keys.shape[2], device=seen.keys.device)
+        first = oldest_first < max(self.sinks, seen.pinned)
         if self.inner is None:
-            score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
-            score = seen.finish(score - seen.ages.float(), 1)
+            score = seen.finish(-seen.ages.float(), 1)
+            score = score.masked_fill(first & seen.held, float("inf"))
         else:
             score = self.inner(seen)
         streams = torch.tensor(self.streams()[seen.layer], device=score.device)
-        oldest_first = torch.arange(score.shape[-1], device=score.device)
-        stays = (seen.ages < self.recent) | (oldest_first < max(self.sinks, seen.pinned))
+        stays = (seen.ages < self.recent) | first
         streaming = (
             torch.full_like(score, NEVER).masked_fill(stays, float("inf")).masked_fill(~seen.held, float("-inf"))
         )

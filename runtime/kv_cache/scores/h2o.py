@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import check_bounds
 from runtime.kv_cache.observation import Observation
 
 
@@ -22,6 +23,9 @@ class H2O:
     name: ClassVar[str] = "h2o"
     recent: int = 32
     normalize: bool = False
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def window(self, count: int) -> int:
         return count

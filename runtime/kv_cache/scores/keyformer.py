@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import ABOVE_ZERO, COUNT, bounded, check_bounds
 from runtime.kv_cache.observation import Observation
 
 _WORD = 0xFFFFFFFF
@@ -32,10 +33,13 @@ class Keyformer:
     name: ClassVar[str] = "keyformer"
     placed: ClassVar[bool] = True
     recent: int = 32
-    temperature: float = 1.0
-    last_temperature: float = 2.0
-    generation_length: int = 100
+    temperature: float = bounded(1.0, ABOVE_ZERO)
+    last_temperature: float = bounded(2.0, ABOVE_ZERO)
+    generation_length: int = bounded(100, COUNT)
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def window(self, count: int) -> int:
         return count

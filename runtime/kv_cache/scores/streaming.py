@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import check_bounds
 from runtime.kv_cache.observation import Observation
 
 
@@ -20,6 +21,9 @@ class Streaming:
 
     name: ClassVar[str] = "streaming"
     sinks: int = 4
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def window(self, count: int) -> int:
         return 1

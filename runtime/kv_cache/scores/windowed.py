@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from runtime.kv_cache.bounds import COUNT, Range, bounded, check_bounds
+
 
 @dataclass(frozen=True)
 class Windowed:
@@ -14,8 +16,11 @@ class Windowed:
         kernel: neighbours that are pooled, odd.
     """
 
-    observe: int = 32
-    kernel: int = 5
+    observe: int = bounded(32, COUNT)
+    kernel: int = bounded(5, Range(1, odd=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def window(self, count: int) -> int:
         return min(self.observe, count)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import COUNT, bounded, check_bounds
 from runtime.kv_cache.observation import Observation
 
 
@@ -22,7 +23,10 @@ class Normalized:
     """
 
     name: ClassVar[str] = "normalized"
-    observe: int = 64
+    observe: int = bounded(64, COUNT)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def window(self, count: int) -> int:
         return min(self.observe, count)

@@ -28,7 +28,7 @@ class DoubleSparsity(Budget):
     where keys and values in 16 bits are 512.
 
     Attributes:
-        channels: `[layers][kv_heads][heavy channels]`, found by calibration (`heavy_channels`); as many for every head.
+        channels: `[layers][kv_heads][heavy channels]`, found by calibration; as many for every head.
         skip_layers: first layers, which read everything.
         recent: newest tokens that are always read.
     """
@@ -54,21 +54,6 @@ class DoubleSparsity(Budget):
                 f"{self.name}.channels are those of {len(self.channels)} layers, and the cache has {layers}"
             )
         return DoubleSparsitySelection(self, layers)
-
-
-def heavy_channels(queries: torch.Tensor, keys: torch.Tensor, count: int) -> tuple[tuple[int, ...], ...]:
-    """The channels of each key head that products of queries and keys are mostly made of, ascending.
-
-    Args:
-        queries: `[heads, q, size]`, rotary embedding applied, as `keys`.
-        keys: `[kv_heads, n, size]`.
-        count: of channels.
-    """
-    heads, size = keys.shape[0], keys.shape[2]
-    wanted = queries.float().abs().reshape(heads, -1, size).mean(1)
-    weight = wanted * keys.float().abs().mean(1)  # of all pairs the mean of |q_c k_c|
-    found = weight.topk(count).indices.sort(-1).values
-    return tuple(tuple(row) for row in found.tolist())
 
 
 class DoubleSparsitySelection(Selection[DoubleSparsity]):
@@ -99,7 +84,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
             return [None] * len(regions)
         query = queries.states
         channels = self._channels(layer, query)
-        labels = self._known(layer, layout, channels, queries.count)
+        labels = self._known(layer, layout, channels, queries)
         recent = max(options.recent, queries.count)
         found = query.float().gather(2, channels.unsqueeze(1).expand(-1, query.shape[1], -1))
         table = labels.table.clamp(min=0)
@@ -109,7 +94,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         if bias is not None:
             logits = logits + bias[:, None, : logits.shape[2]]
         held = between(layout.lengths, logits.shape[2], 0, 0).unsqueeze(1)
-        votes = logits.masked_fill(~held, float("-inf")).softmax(-1).sum(1)
+        votes = queries.votes(logits.masked_fill(~held, float("-inf")))
         open_ = between(layout.lengths, votes.shape[1], 0, recent)
         counts = (options.counts(layout.lengths) - recent).clamp(min=0)
         picked = best(votes.masked_fill(~open_, float("-inf")), counts, max(0, options.most(layout.longest) - recent))
@@ -132,18 +117,22 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         self._rows[layer.index] = made
         return made
 
-    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor, count: int) -> Pages:
+    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor, queries: Queries) -> Pages:
         """Labels of all tokens in the order of arrival, those of new ones added."""
         labels, seen = self._labels[layer.index], self._seen[layer.index]
-        self._seen[layer.index] = layer.seen + count
-        void = self._watches[layer.index].void(layer, layout.regions)
-        if not void and labels is not None and count == 1 and layer.seen == seen:
+        self._seen[layer.index] = layer.seen + queries.count
+        watch = self._watches[layer.index]
+        void = watch.void(layer, layout)
+        usual = queries.count == 1 and queries.counted is None and layer.seen == seen and watch.stays is None
+        if not void and labels is not None and usual:
             # The common step: one token more in every row, so that no number need be fetched from the device.
             labels.append_one(_parts(_newest(layout.regions[-1]).gather(1, channels)))
             return labels
         if void or labels is None:
             parts = {"codes": Part(channels.shape[1], torch.int8), "scale": Part(1, _SCALE)}
             labels = self._labels[layer.index] = Pages(len(channels), parts, channels.device)
+        elif watch.stays is not None:
+            labels.crop(watch.stays)
         counts = layout.lengths - labels.lengths
         most = int(counts.max())
         if not most:

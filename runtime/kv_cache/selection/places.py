@@ -70,6 +70,11 @@ class Picked:
     def nbytes(self) -> int:
         return self.index.untyped_storage().nbytes() + self.counts.untyped_storage().nbytes()
 
+    def before(self, ends: torch.Tensor) -> Picked:
+        """Those before the places `ends`, int64 `[rows]`."""
+        counted = torch.arange(self.index.shape[1], device=ends.device) < self.counts[:, None]
+        return Picked(self.index, (counted & (self.index < ends[:, None])).sum(1))
+
     def per_head(self, heads: int) -> Picked:
         """Of sequences: the same for each of their key heads."""
         return Picked(self.index.repeat_interleave(heads, 0), self.counts.repeat_interleave(heads, 0))
@@ -240,19 +245,29 @@ def in_order(layer: CompressedLayer) -> bool:
 
 
 class Watch:
-    """Notices when places in a layer's order of arrival are no longer those of the same tokens."""
+    """Notices when places in a layer's order of arrival are no longer those of the same tokens.
+
+    Attributes:
+        stays: from the time before it was last asked, tokens before these places are where they were, int64 `[rows]`; None: all that
+            there were. Only where nothing was void.
+    """
 
     def __init__(self) -> None:
+        self.stays: torch.Tensor | None = None
         self._changes: int | None = None
         self._older: list[torch.Tensor] = []
+        self._taken = 0
+        self._lengths: torch.Tensor | None = None
 
-    def void(self, layer: CompressedLayer, regions: list[Region]) -> bool:
-        """Whether that happened since it was last asked; True the first time."""
+    def void(self, layer: CompressedLayer, layout: Layout) -> bool:
+        """Whether that happened to any but the newest tokens since it was last asked; True the first time."""
         # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
-        older = [region.lengths for region in regions[:-1]]
+        older = [region.lengths for region in layout.regions[:-1]]
         stored = len(older) != len(self._older) or any(a is not b for a, b in zip(older, self._older, strict=True))
         void = layer.changes != self._changes or (stored and not in_order(layer))
-        self._changes, self._older = layer.changes, older
+        taken = layer.taken_back - self._taken
+        self.stays = None if self._lengths is None or not taken else (self._lengths - taken).clamp(min=0)
+        self._changes, self._older, self._taken, self._lengths = layer.changes, older, layer.taken_back, layout.lengths
         return void
 
 

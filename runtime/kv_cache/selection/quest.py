@@ -61,6 +61,7 @@ class QuestSelection(Selection[Quest]):
     def __init__(self, options: Quest, layers: int) -> None:
         super().__init__(options, layers)
         self._changes: list[int | None] = [None] * layers
+        self._taken = [0] * layers  # tokens taken back when a layer's bounds were last complete
         self._bounds: list[WeakKeyDictionary[Region, _Bounds]] = [WeakKeyDictionary() for _ in range(layers)]
 
     def nbytes(self, index: int) -> int:
@@ -109,6 +110,9 @@ class QuestSelection(Selection[Quest]):
         if self._changes[layer.index] != layer.changes:
             self._changes[layer.index] = layer.changes
             bounds.clear()
+        if regions[-1] in bounds and layer.taken_back != self._taken[layer.index]:
+            bounds[regions[-1]].take_back(layer.taken_back - self._taken[layer.index])
+        self._taken[layer.index] = layer.taken_back
         # A tail in front of which there are storages is short, and its pages are others whenever some tokens leave it. (Into a prefix
         # alone tokens go before a page of them is full.)
         stay = regions[:-1] if layer.storage.tiers or layer.storage.clusters else regions
@@ -135,7 +139,7 @@ class QuestSelection(Selection[Quest]):
         score = queries.scores(score) if capped else score * queries.scale
         if bias is not None:
             score = score + bias.unsqueeze(1)
-        return score.amax(1), columns < known[:, None]
+        return queries.highest(score), columns < known[:, None]
 
 
 class _Bounds:
@@ -176,6 +180,11 @@ class _Bounds:
             pool = region.pages.pools["bias"]
             new["bias"][rows, steps] = pool[ids.to(pool.device)].amax(1).to(counts.device)
         self.pages.append(new, counts)
+
+    def take_back(self, count: int) -> None:
+        """Forget pages that the newest `count` tokens of when it was last looked at were in."""
+        assert self._seen is not None
+        self.pages.crop((self._seen - count).clamp(min=0) // PAGE)
 
     def dense(self, count: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """Copies of the first `count` pages' bounds, `[rows, count, size]`, and biases `[rows, count]`; whatever where none is known."""

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class Recycled(Budget):
     """Full attention now and then; the steps between read the tokens that had most of it (Recycled Attention, arXiv 2411.05787).
 
+    In a step of several tokens it is what the first looked at: the others may be drafts.
+
     Attributes:
         stride: tokens from one step with full attention to the next.
         recent: newest tokens, which are always read; with fewer than `stride` there are tokens between that no step reads until the
@@ -39,7 +41,7 @@ class Recycled(Budget):
 
 @dataclass(frozen=True)
 class _Noted:
-    """What one layer's heads looked at, and how many tokens had come before that."""
+    """What one layer's heads looked at in a step, and how many tokens had come before that."""
 
     picked: Picked
     seen: int
@@ -73,17 +75,25 @@ class RecycledSelection(Selection[Recycled]):
         if options.most(layout.longest) >= layout.longest:
             return everything
         recent = max(options.recent, queries.count)
-        void = self._watches[layer.index].void(layer, regions)
-        noted = None if void else self._noted[layer.index]
-        if noted is None or layer.seen - noted.seen >= options.stride:
+        watch = self._watches[layer.index]
+        noted = None if watch.void(layer, layout) else self._noted[layer.index]
+        if noted is not None and watch.stays is not None:
+            noted = _Noted(noted.picked.before(watch.stays), noted.seen)
+            self._noted[layer.index] = noted
+        # (With fewer tokens than then, the one that looked was taken back.)
+        if noted is None or layer.seen <= noted.seen or layer.seen - noted.seen >= options.stride:
             self.full[layer.index] += 1
-            self._noted[layer.index] = _Noted(self._look(layout, queries, recent), layer.seen)
+            looked = queries.counted is None or bool(queries.counted.any(1).all())
+            # A row that had no token in this step has not looked: all do so again in the next.
+            self._noted[layer.index] = _Noted(self._look(layout, queries, recent), layer.seen) if looked else None
             return everything
         return layout.chosen(with_ends(noted.picked, layout.lengths, 0, recent))
 
     def _look(self, layout: Layout, queries: Queries, recent: int) -> Picked:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
-        votes = layout.logits(queries).softmax(-1).sum(1)
-        votes = votes.masked_fill(~between(layout.lengths, votes.shape[1], 0, 0), float("-inf"))
-        counts = (self.options.counts(layout.lengths) - recent).clamp(min=0)
+        first, lengths = queries.first(), layout.lengths - queries.later
+        logits = layout.logits(first)
+        seen = between(lengths, logits.shape[2], 0, 0)
+        votes = first.votes(logits.masked_fill(~seen.unsqueeze(1), float("-inf"))).masked_fill(~seen, float("-inf"))
+        counts = (self.options.counts(lengths) - recent).clamp(min=0)
         return best(votes, counts, max(0, self.options.most(layout.longest) - recent))

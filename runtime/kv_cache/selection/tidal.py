@@ -103,7 +103,7 @@ class TidalSelection(Selection[Tidal]):
             self._checked[layer.index] = layer.changes
         lengths = layout.lengths.view(batch, heads)[:, 0]
         recent = max(options.recent, queries.count)
-        votes = layout.logits(queries).softmax(-1).sum(1).view(batch, heads, -1).sum(1)
+        votes = queries.votes(layout.logits(queries)).view(batch, heads, -1).sum(1)
         votes = votes.masked_fill(~between(lengths, votes.shape[1], 0, recent), float("-inf"))
         counts = (options.counts(lengths) - recent).clamp(min=0)
         picked = best(votes, counts, max(0, options.most(layout.longest) - recent))

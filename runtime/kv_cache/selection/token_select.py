@@ -20,7 +20,8 @@ class TokenSelect(Budget):
     """Heads of a layer read the tokens that get most attention, summed over all of them (TokenSelect, arXiv 2411.02886).
 
     Every head's weights add up to 1, so that none outvotes the others by large scores. A sequence keeps its tokens until a query is
-    less like the one they were chosen for than `similarity`; sinks and the newest tokens, which it reads too, move on.
+    less like the one they were chosen for than `similarity`; sinks and the newest tokens, which it reads too, move on. In a step of
+    several tokens all of them vote if one is less like it, and what is kept is what the first would have chosen: the others may be drafts.
 
     Attributes:
         similarity: cosine, of all heads' queries together, from which on tokens are chosen anew.
@@ -42,7 +43,7 @@ class TokenSelect(Budget):
 
 @dataclass
 class _Vote:
-    """What one layer's sequences read: the queries it was chosen for `[batch, heads * q * size]`, and the tokens, `[batch, ...]`."""
+    """What one layer's sequences read: the queries it was chosen for `[batch, heads * size]`, and the tokens, `[batch, ...]`."""
 
     queries: torch.Tensor
     picked: Picked
@@ -75,26 +76,75 @@ class TokenSelectSelection(Selection[TokenSelect]):
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
         batch, heads = layer.shape
-        void = self._watches[layer.index].void(layer, regions)
-        vote = None if void else self._held[layer.index]
+        watch = self._watches[layer.index]
+        vote = None if watch.void(layer, layout) else self._held[layer.index]
         # What was aligned stays so until tokens leave.
         held = layout.lengths
         lengths = sequences(layer, held, options.name) if vote is None else held.view(batch, heads)[:, 0]
+        if vote is not None and watch.stays is not None:
+            vote = _Vote(vote.queries, vote.picked.before(watch.stays.view(batch, heads)[:, 0]))
+            self._held[layer.index] = vote
         recent = max(options.recent, queries.count)
-        flat = queries.states.reshape(batch, -1)
-        if vote is None or vote.queries.shape != flat.shape:
-            again = torch.arange(batch, device=flat.device)
-        else:
-            alike = torch.cosine_similarity(flat.float(), vote.queries.float(), dim=-1)
-            again = (~(alike >= options.similarity)).nonzero().flatten()
+        first = queries.first()
+        own = first.states.reshape(batch, -1)
+        unlike, changed = self._unlike(vote, queries, own)
+        picked = None if vote is None else vote.picked
+        again = unlike.nonzero().flatten()
         if len(again):
             self.votes[layer.index] += len(again)
-            picked = self._elect(layout, queries, again, lengths[again], recent, heads)
-            fresh = _Vote(flat[again].clone(), picked)
-            vote = fresh if vote is None or len(again) == batch else _updated(vote, again, fresh)
+            picked = _updated(picked, again, self._elect(layout, queries, again, lengths[again], recent, heads))
+            vote = self._kept(vote, picked, changed, layout, queries, lengths, recent, heads)
             self._held[layer.index] = vote
-        assert vote is not None
-        return layout.chosen(with_ends(vote.picked, lengths, options.sinks, recent).per_head(heads))
+        assert picked is not None
+        return layout.chosen(with_ends(picked, lengths, options.sinks, recent).per_head(heads))
+
+    def _unlike(self, vote: _Vote | None, queries: Queries, own: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """bool `[batch]` each: sequences with a query unlike the one that voted, and those whose step's first query, `own`, is."""
+        batch = len(own)
+        if vote is None:
+            every = torch.ones(batch, dtype=torch.bool, device=own.device)
+            return every, every
+
+        def differs(states: torch.Tensor) -> torch.Tensor:
+            alike = torch.cosine_similarity(states.float(), vote.queries.float().unsqueeze(1), dim=-1)
+            return ~(alike >= self.options.similarity)
+
+        first = differs(own.unsqueeze(1))[:, 0]
+        if queries.count == 1:
+            return first, first
+        shape = batch, -1, queries.count, queries.states.shape[2]
+        tokens = differs(queries.states.reshape(shape).transpose(1, 2).flatten(2))
+        if queries.counted is not None:
+            tokens = tokens & queries.counted.view(batch, -1, queries.count)[:, 0]
+        return tokens.any(1), first
+
+    def _kept(
+        self,
+        vote: _Vote | None,
+        picked: Picked,
+        changed: torch.Tensor,
+        layout: Layout,
+        queries: Queries,
+        lengths: torch.Tensor,
+        recent: int,
+        heads: int,
+    ) -> _Vote | None:
+        """What later steps read: of the sequences `changed` what the first of this step's tokens chose, of others what it was."""
+        which = changed.nonzero().flatten()
+        if not len(which):
+            return vote
+        first = queries.first()
+        own = first.states.reshape(len(changed), -1)
+        if queries.count > 1:
+            later = queries.later
+            ends = lengths - (later if isinstance(later, int) else later.view(-1, heads)[:, 0])
+            fresh = self._elect(layout, first, which, ends[which], recent, heads)
+            picked = _updated(None if vote is None else vote.picked, which, fresh)
+        if vote is None:
+            return _Vote(own.clone(), picked)
+        kept = vote.queries.clone()
+        kept[which] = own[which]
+        return _Vote(kept, picked)
 
     def _elect(
         self,
@@ -105,25 +155,28 @@ class TokenSelectSelection(Selection[TokenSelect]):
         recent: int,
         heads: int,
     ) -> Picked:
-        """What the sequences `which` read, of what they need not read anyway."""
+        """What the sequences `which` read of their first `lengths` tokens, but for those that they need not choose."""
         options = self.options
         rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
-        weights = layout.logits(queries.rows(rows), rows).softmax(-1)
-        votes = weights.sum(1).view(len(which), heads, -1).sum(1)
+        some = queries.rows(rows)
+        logits = layout.logits(some, rows)
+        seen = between(lengths, logits.shape[2], 0, 0).repeat_interleave(heads, 0)
+        votes = some.votes(logits.masked_fill(~seen.unsqueeze(1), float("-inf"))).view(len(which), heads, -1).sum(1)
         fixed = options.sinks + recent
         counts = (options.counts(lengths) - fixed).clamp(min=0)
         votes = votes.masked_fill(~between(lengths, votes.shape[1], options.sinks, recent), float("-inf"))
         return best(votes, counts, max(0, options.most(layout.longest) - fixed))
 
 
-def _updated(vote: _Vote, which: torch.Tensor, fresh: _Vote) -> _Vote:
-    """`vote` with that of the sequences `which` replaced."""
-    most = max(vote.picked.index.shape[1], fresh.picked.index.shape[1])
+def _updated(picked: Picked | None, which: torch.Tensor, fresh: Picked) -> Picked:
+    """`picked` with what is fresh for the sequences `which` (int64); all of them where nothing was picked before."""
+    if picked is None or len(which) == len(picked.counts):
+        return fresh
+    most = max(picked.index.shape[1], fresh.index.shape[1])
 
     def wide(index: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.pad(index, (0, most - index.shape[1]))
 
-    queries, counts = vote.queries.clone(), vote.picked.counts.clone()
-    index = wide(vote.picked.index).clone()
-    queries[which], counts[which], index[which] = fresh.queries, fresh.picked.counts, wide(fresh.picked.index)
-    return _Vote(queries, Picked(index, counts))
+    counts, index = picked.counts.clone(), wide(picked.index).clone()
+    counts[which], index[which] = fresh.counts, wide(fresh.index)
+    return Picked(index, counts)

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.kv_cache.bounds import Range, bounded, check_bounds
 from runtime.kv_cache.storage.base import Packed, Part
 
 
@@ -22,7 +23,10 @@ class Bitmap:
     """
 
     name: ClassVar[str] = "bitmap"
-    sparsity: float = 0.5
+    sparsity: float = bounded(0.5, Range(0, 1, open_low=True, open_high=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     def kept(self, size: int) -> int:
         """Channels of a token that are held."""

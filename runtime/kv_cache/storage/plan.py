@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from runtime.kv_cache.bounds import SHARE, bounded, check_bounds
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.storage.base import Codec
 
@@ -27,7 +28,10 @@ class Tier:
 
     keys: Codec
     values: Codec
-    share: float = 1.0
+    share: float = bounded(1.0, SHARE)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,9 @@ class StoragePlan:
     saliency: Score | None = None
     clusters: Clusters | None = None
     floats: torch.dtype | None = None
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
 
     @property
     def chunk(self) -> int:

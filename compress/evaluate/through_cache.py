@@ -1,0 +1,116 @@
+"""What a compressed KV cache costs in quality: tokens predicted from it, beside the same tokens predicted with a plain one."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.evaluate.metrics import TokenMetrics, rows_at_once
+from runtime.decoding.memory import cache_bound
+from runtime.errors import RequestError
+from runtime.kv_cache.estimate import Shape, full_bytes
+from runtime.kv_cache.layer import STEP_TOKENS
+
+if TYPE_CHECKING:
+    from compress.kv_cache.statistics import Progress
+    from runtime.kv_cache.policy import Policy
+    from runtime.model import Model
+
+PROMPT_SHARE = 0.75
+"""Of a window, what is read into the cache as a prompt. The rest is enough to score, and the cache is large by then."""
+LEAST = 3
+"""Tokens of a window: a prompt, a token that is read from the cache, and one that it predicts."""
+
+
+def through_cache(
+    model: Model, windows: torch.Tensor, batch_size: int = 8, progress: Progress | None = None
+) -> dict[str, Any]:
+    """Perplexity of what follows a prompt, computed from the model's compressed cache and, of the very same tokens, without one.
+
+    The first three quarters of a window are a prompt. The rest is read in pieces of at most 16 tokens, which a cache takes as steps of
+    decoding, so that selections and evictions at intervals have their effect too. The token after the prompt is not scored: the
+    prompt's own pass predicts it. Without a cache the window is computed in one pass by the same modules.
+
+    Args:
+        model: loaded with a policy.
+        windows: token ids `[n, at least 3]`, int64.
+        batch_size: windows at once; fewer where caches or logits would be too large.
+        progress: who is told.
+
+    Returns:
+        `perplexity_with_cache`; `perplexity_increase_with_cache`, relative to a plain cache (0.05 is 5 %); `kv_cache`: the `policy` in
+        words, `plain_perplexity`, `kl` (nats a token) and `top1_agreement` to the same model with a plain cache, `tokens` scored,
+        `sequence_length` and `prompt_tokens` of a window, `cache_bytes` and `full_bytes` of one sequence at its end, as held and plain,
+        with a selection `read_share`, and `warning`, a sentence, where windows are too short to show what the policy does.
+
+    Raises:
+        RequestError: the model has a plain cache; windows too short, or longer than the context; a cache that does not fit the memory.
+        CompressError: the model gives NaN.
+    """
+    engine: Any = model.engine
+    held = getattr(engine, "held", None)
+    if held is None:
+        raise RequestError("the model was loaded with a plain cache: there is nothing to measure of it")
+    length = int(windows.shape[1])
+    prompt = _prompt_tokens(length)
+    need = held.need(prompt, length - prompt)
+    rows = min(rows_at_once(windows, engine.vocab_size, batch_size), cache_bound(engine, [need], None) // max(need, 1))
+    shape = Shape.of(engine.module.config, engine.module.dtype)
+    plain, ours = TokenMetrics(), TokenMetrics()
+    batches = windows.split(max(1, rows))
+    if progress is not None:
+        progress.phase("evaluate cache", len(batches))
+    size, read, could = 0, 0, 0
+    for number, ids in enumerate(batches, 1):
+        expected = model.logits(ids[:, :-1])
+        cache = engine.new_cache()
+        engine.forward(ids[:, :prompt].to(engine.device), cache, None, None, last_only=True)
+        for start in range(prompt, length - 1, STEP_TOKENS):
+            end = min(start + STEP_TOKENS, length - 1)
+            logits = engine.forward(ids[:, start:end].to(engine.device), cache, None, None).flatten(0, 1)
+            targets, reference = ids[:, start + 1 : end + 1].reshape(-1), expected[:, start:end].flatten(0, 1)
+            ours.add(logits, targets, reference)
+            plain.add(reference, targets)
+        size += engine.cache_bytes(cache)
+        if cache.reads is not None:
+            read, could = (a + b for a, b in zip((read, could), cache.reads.totals, strict=True))
+        if progress is not None:
+            progress.step(f"batch {number}")
+    measured, base = ours.result(), plain.result()["perplexity"]
+    facts = {
+        "policy": held.description, "plain_perplexity": base, "kl": measured["kl"], "top1_agreement": measured["top1_agreement"],
+        "tokens": measured["tokens"], "sequence_length": length, "prompt_tokens": prompt,
+        "cache_bytes": size // len(windows), "full_bytes": full_bytes(shape, length - 1),
+    }  # fmt: skip
+    if could:
+        facts["read_share"] = read / could
+    short = _too_short(held.policy, facts)
+    return {
+        "perplexity_with_cache": measured["perplexity"],
+        "perplexity_increase_with_cache": measured["perplexity"] / base - 1,
+        "kv_cache": facts | ({"warning": short} if short else {}),
+    }
+
+
+def _prompt_tokens(length: int) -> int:
+    if length < LEAST:
+        raise RequestError(
+            f"windows of {length} tokens are too short for what follows a prompt: a compressed cache needs {LEAST}"
+        )
+    return max(1, min(int(PROMPT_SHARE * length), length - 2))
+
+
+def _too_short(policy: Policy, facts: dict[str, Any]) -> str:
+    """Why windows of this length do not show what the policy does to longer texts; empty: they do."""
+    rest = facts["sequence_length"] - facts["prompt_tokens"]
+    interval = None if policy.evict is None else policy.evict.interval
+    lacks = []
+    saves = (policy.evict, policy.tiers, policy.clusters, policy.offload)
+    if any(saves) and policy.select is None and facts["cache_bytes"] >= facts["full_bytes"]:
+        lacks.append("the compressed cache is no smaller than a plain one")
+    if interval is not None and interval >= rest:
+        lacks.append(f"the {rest} tokens that follow a prompt are no more than the interval of {interval}")
+    if not lacks:
+        return ""
+    return f"in windows of {facts['sequence_length']} tokens {' and '.join(lacks)}: a longer sequence_length says more"

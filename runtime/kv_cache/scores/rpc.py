@@ -1,0 +1,46 @@
+"""Reasoning Path Compression: what the newest queries look at among all older tokens, all heads of a layer together."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+from torch.nn import functional
+
+from runtime.kv_cache.bounds import Range, bounded
+from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.windowed import Windowed
+
+
+@dataclass(frozen=True)
+class ReasoningPath(Windowed):
+    """Attention of a window of selectors over the tokens before it and no others, averaged over all heads of the layer, then pooled
+    (Reasoning Path Compression, arXiv 2505.13866).
+
+    The softmax leaves out the window itself, and with `prompt: keep` the prompt, so that a query counts the same however much of
+    its attention these get. Heads hold the same tokens only while their budgets are equal; where they are not, a head's own
+    average counts.
+
+    Attributes:
+        observe: queries of the window, which is always kept.
+        kernel: neighbours that are averaged, odd.
+    """
+
+    name: ClassVar[str] = "rpc"
+    kernel: int = bounded(7, Range(1, odd=True))
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        newest = seen.newest(self.observe)
+        width = newest.queries.shape[2]
+        past = (seen.ages >= width)[:, :, None, None]
+        score = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
+        for _, logits in newest.logits():
+            weights = (
+                logits.masked_fill(~past, float("-inf")).softmax(-1).nan_to_num(0.0)
+            )  # 0 where there is nothing before
+            score += weights.sum(3).mean(2) / width
+        if bool((seen.ages == seen.ages[:, :1]).all()):
+            score = score.mean(1, keepdim=True).expand_as(score)
+        score = functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
+        return seen.finish(score, width)

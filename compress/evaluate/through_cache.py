@@ -9,8 +9,9 @@ import torch
 from compress.evaluate.metrics import TokenMetrics, rows_at_once
 from runtime.decoding.memory import cache_bound
 from runtime.errors import RequestError
-from runtime.kv_cache.estimate import Shape, full_bytes
+from runtime.kv_cache.estimate import full_bytes
 from runtime.kv_cache.layer import STEP_TOKENS
+from runtime.kv_cache.shape import Shape
 
 if TYPE_CHECKING:
     from compress.kv_cache.statistics import Progress

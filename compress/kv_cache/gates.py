@@ -13,7 +13,7 @@ from compress.kv_cache.gradients import differentiable, recomputed
 from compress.kv_cache.passkeys import Passkeys
 from compress.kv_cache.statistics import Progress, hidden_states
 from runtime.errors import RequestError
-from runtime.kv_cache.cache import compressed_layers
+from runtime.kv_cache.shape import Shape
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -257,9 +257,13 @@ class _Trainer:
         return max(sum(self._distance(index, closed).item() for index in range(SCALE_BATCHES)) / SCALE_BATCHES, 1e-12)
 
     def _shape(self) -> tuple[int, int]:
-        config = self.model.config.get_text_config(decoder=True)
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        return len(compressed_layers(config)), int(heads)
+        layers = Shape.of(self.model.config, self.model.dtype).layers
+        heads = {layer.heads for layer in layers}
+        if len(heads) > 1:
+            raise RequestError(
+                f"gates are trained for layers with equally many key heads; those of this model have {', '.join(map(str, sorted(heads)))}"
+            )
+        return len(layers), heads.pop()
 
     def _settled(self, history: list[torch.Tensor]) -> bool:
         window = self.options.window

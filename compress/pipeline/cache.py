@@ -60,7 +60,8 @@ def cache_facts(session: Session, policy: Policy | None) -> dict[str, Any] | Non
     """For plans and reports: the policy in words and in full, and the bytes of one sequence's cache; None without a policy."""
     if policy is None:
         return None
-    from runtime.kv_cache.estimate import Shape, table
+    from runtime.kv_cache.estimate import table
+    from runtime.kv_cache.shape import Shape
 
     text = session.streamed.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)

@@ -10,11 +10,12 @@ import torch
 
 from runtime.errors import CompressError
 from runtime.kv_cache.cache import CompressedCache, prepare
-from runtime.kv_cache.estimate import Shape, needed_bytes
+from runtime.kv_cache.estimate import needed_bytes
 from runtime.kv_cache.kernels import explain
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
 from runtime.kv_cache.store import Store
 from runtime.kv_cache.support import check_asked, check_module, probe

@@ -109,8 +109,10 @@ class TorchEngine:
     def cache_bytes(self, cache: Any) -> int:
         if self.held is not None:
             return int(cache.nbytes)
-        tensors = [value for layer in cache.layers for value in vars(layer).values() if isinstance(value, torch.Tensor)]
-        return tensor_bytes(tensors)
+        values = [value for layer in cache.layers for value in vars(layer).values()]
+        # Recurrent layers have their states in dictionaries.
+        values += [state for value in values if isinstance(value, dict) for state in value.values()]
+        return tensor_bytes([value for value in values if isinstance(value, torch.Tensor)])
 
     def explain(self) -> dict[str, str]:
         return explain_modules(self.module) | ({} if self.held is None else self.held.explain())

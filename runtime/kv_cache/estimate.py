@@ -2,116 +2,25 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
-import torch
-
-from runtime.kv_cache.cache import compressed_layers
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_parts import TierChoice
 from runtime.kv_cache.scores.base import Accumulating, Placed
+from runtime.kv_cache.shape import LayerShape, Shape
 
 if TYPE_CHECKING:
     from runtime.kv_cache.eviction import EvictionPlan
     from runtime.kv_cache.plan import CachePlan
 
-_WINDOWED = ("sliding_attention", "chunked_attention")
 _SPARE = 8 / 7  # an eighth of a pool's pages may be free before it is packed
 # How many float32 copies of keys, or of values, there are at once while they are encoded, or merged.
 _ENCODED = {"int2": 6.5, "int4": 6.5, "int8": 6.5}
 _LEAST, _MERGED = 3, 5
 _SCORED = 40  # bytes a token and head while tokens are scored: ages, and scores in the making
 _LENGTHS = (1024, 8192, 32768, 131072)
-
-
-@dataclass(frozen=True)
-class LayerShape:
-    """What decides the size of one layer's cache.
-
-    Attributes:
-        heads: key heads.
-        sizes: channels of a key and of a value.
-        query_heads: for queries that scores remember.
-        dtype: of queries, keys and values as they come.
-        window: tokens that it holds at most; None: all of them.
-        floats: dtype that tokens which stay floats are held in; None: as they come.
-    """
-
-    heads: int
-    sizes: tuple[int, int]
-    query_heads: int
-    dtype: torch.dtype
-    window: int | None = None
-    floats: torch.dtype | None = None
-
-    @property
-    def held(self) -> torch.dtype:
-        """What tokens that stay floats are held in."""
-        return self.floats or self.dtype
-
-    @property
-    def token(self) -> int:
-        """Bytes of a token as floats."""
-        return self.heads * sum(self.sizes) * self.held.itemsize
-
-    @property
-    def arriving(self) -> int:
-        """Bytes of a token as it comes."""
-        return self.heads * sum(self.sizes) * self.dtype.itemsize
-
-    @property
-    def query(self) -> int:
-        """Bytes of a token's queries."""
-        return self.query_heads * self.sizes[0] * self.dtype.itemsize
-
-    def whole(self, tokens: int) -> int:
-        """Bytes of so many tokens in a plain cache."""
-        return self.token * (tokens if self.window is None else min(tokens, self.window))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What of a model decides the size of its cache; layers may differ (Gemma 4). Recurrent states, which do not grow, are not in it.
-
-    Attributes:
-        layers: with full attention, which a policy is about.
-        others: with attention, but of a window.
-    """
-
-    layers: tuple[LayerShape, ...]
-    others: tuple[LayerShape, ...] = ()
-
-    @classmethod
-    def of(cls, config: Any, dtype: torch.dtype) -> Shape:
-        """Of a model's config."""
-        text = config.get_text_config(decoder=True)
-        kinds = getattr(text, "layer_types", None) or ()
-        parts = list(text.per_layer_config)
-        layers = compressed_layers(text)
-        windows = [
-            index
-            for index, (kind, part) in enumerate(zip(kinds, parts, strict=False))
-            if kind in _WINDOWED and index not in layers
-        ]
-        others = []
-        for index in windows:
-            part = parts[index]
-            window = getattr(part, "sliding_window", None) or getattr(part, "attention_chunk_size", None)
-            others.append(replace(_layer(part, dtype), window=window))
-        return cls(tuple(_layer(parts[index], dtype) for index in layers), tuple(others))
-
-    def holding(self, floats: torch.dtype | None) -> Shape:
-        """The same with tokens of compressed layers held in another dtype."""
-        return replace(self, layers=tuple(replace(layer, floats=floats) for layer in self.layers))
-
-
-def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
-    queries = int(config.num_attention_heads)
-    heads = int(getattr(config, "num_key_value_heads", None) or queries)
-    size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-    return LayerShape(heads, (size, size), queries, dtype)
 
 
 def full_bytes(shape: Shape, tokens: int) -> int:

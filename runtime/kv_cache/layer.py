@@ -10,8 +10,8 @@ from transformers.cache_utils import CacheLayerMixin
 
 from runtime.kv_cache import attention
 from runtime.kv_cache.kept import best_places, newest_run
+from runtime.kv_cache.notes import Notes
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.pages import Pages
 from runtime.kv_cache.prompt import prompt_attention
 from runtime.kv_cache.query_window import QueryWindow
 from runtime.kv_cache.step import step_attention
@@ -99,7 +99,7 @@ class CompressedLayer(CacheLayerMixin):
         self.arrived = torch.zeros(0, dtype=torch.int64)
         self.watched, self.reads_all = QueryWindow(), True
         self._newest = QueryWindow()  # by which storages are told apart
-        self._notes: Pages | None = None  # what a score keeps of each token: its sum, its place in the sequence
+        self._notes: Notes | None = None  # what a score keeps of each token: its sum, its place in the sequence
         self.pieces = self.generated = 0
         self._asked = False  # by update, and not yet by attention
         self._intact = 0  # newest tokens of every row that are in the tail as they came
@@ -117,7 +117,7 @@ class CompressedLayer(CacheLayerMixin):
         self.store = Store(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
         self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
         if self.eviction is not None and self.eviction.notes:
-            self._notes = Pages(batch * heads, self.eviction.notes, self.device)
+            self._notes = Notes(self.shape, self.eviction.notes, self.device)
         self.is_initialized = True
 
     def update(
@@ -154,7 +154,7 @@ class CompressedLayer(CacheLayerMixin):
         rows = (indices[:, None] * heads + torch.arange(heads, device=self.device)).reshape(-1)
         self.store.select_rows(rows)
         if self._notes is not None:
-            self._notes.select_rows(rows)
+            self._notes.select_rows(rows, len(indices))
         self.shape = (len(indices), heads)
         self.arrived = self.arrived[indices]
         if self.share is not None:
@@ -189,7 +189,7 @@ class CompressedLayer(CacheLayerMixin):
             )
         self.store.tail.pages.crop(self.store.tail.lengths - count)
         if self._notes is not None:
-            self._notes.crop(self._notes.lengths - count)
+            self._notes.take_back(count)
         counted = count
         if self._owed is not None:
             counted = max(0, count - self._owed.count)
@@ -257,7 +257,9 @@ class CompressedLayer(CacheLayerMixin):
         else:
             self.append(key, value, valid)
         if self._notes is not None:
-            self._note(self._notes, (self.store.lengths - before).clamp(min=0), count, one)
+            added = (self.store.lengths - before).clamp(min=0)
+            first = self.arrived.repeat_interleave(self.shape[1]) - added
+            self._notes.begin(first, added, count, self.seen == 0 or count > STEP_TOKENS, one)
         if step:
             output = step_attention(self, query, valid, scale, softcap)
         else:
@@ -353,34 +355,19 @@ class CompressedLayer(CacheLayerMixin):
         seen = replace(seen, generated=self.generated)
         if self._notes is None:
             return seen
-        notes = {name: self._notes.dense(name)[..., 0].view(*self.shape, -1) for name in self._notes.parts}
-        return replace(seen, mass=notes.get("mass"), positions=notes["place"].long() if "place" in notes else None)
+        places = self._notes.dense("place")
+        return replace(seen, mass=self._notes.dense("mass"), positions=None if places is None else places.long())
 
     def given(self) -> torch.Tensor:
         """Which tokens came in prompts, bool `[batch, kv_heads, longest]`, in the order of `observe`; where eviction keeps them."""
-        assert self._notes is not None
-        return self._notes.dense("given")[..., 0].view(*self.shape, -1)
-
-    def _note(self, notes: Pages, added: torch.Tensor, count: int, one: bool) -> None:
-        """Begin the notes of new tokens, `added[row]` of each row, at most `count`; `one`: one of each."""
-        first = self.arrived.repeat_interleave(self.shape[1]) - added
-        fresh = {
-            "mass": torch.zeros(notes.rows, count, 1, device=self.device),
-            "place": (first[:, None] + torch.arange(count, device=self.device)).unsqueeze(-1),
-            "given": torch.full((notes.rows, count, 1), self.seen == 0 or count > STEP_TOKENS, device=self.device),
-        }
-        if one:
-            notes.append_one({name: fresh[name][:, 0] for name in notes.parts})
-        else:
-            notes.append({name: fresh[name] for name in notes.parts}, added)
+        given = None if self._notes is None else self._notes.dense("given")
+        assert given is not None
+        return given
 
     def remember_mass(self, mass: torch.Tensor) -> None:
         """What has been gathered of every token, float32 `[batch, kv_heads, longest]`."""
         assert self._notes is not None
-        lengths = self._notes.lengths
-        notes = {name: self._notes.dense(name) for name in self._notes.parts if name != "mass"}
-        self._notes.crop(torch.zeros_like(lengths))
-        self._notes.append({"mass": mass.flatten(0, 1).unsqueeze(-1), **notes}, lengths)
+        self._notes.set_mass(mass)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.
@@ -394,7 +381,7 @@ class CompressedLayer(CacheLayerMixin):
         places, wanted = best_places(score, counts)
         self.store.keep(places.flatten(0, 1), counts.flatten())
         if self._notes is not None:
-            self._notes.keep(places.flatten(0, 1), counts.flatten())
+            self._notes.pages.keep(places.flatten(0, 1), counts.flatten())
         self._intact = min(self._intact, newest_run(places, counts, score))
         self.changes += 1
         return score.gather(-1, places).masked_fill(~wanted, float("-inf"))

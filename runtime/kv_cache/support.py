@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 def check_policy(policy: Policy, config: Any) -> None:
     """PolicyError where a model of this config has nothing to compress, or the policy was calibrated for another."""
     from runtime.kv_cache.cache import compressed_layers
-    from runtime.kv_cache.estimate import Shape
     from runtime.kv_cache.policy_checks import check_positions
+    from runtime.kv_cache.shape import Shape
     from runtime.skeleton import model_kind
 
     name = _name(config)

@@ -14,9 +14,10 @@ import runtime.kv_cache
 from runtime.engines.held_cache import HeldCache
 from runtime.kv_cache import CompressedCache, Policy, prepare
 from runtime.kv_cache.calibrated import fingerprint
-from runtime.kv_cache.estimate import Shape, held_bytes, needed_bytes
+from runtime.kv_cache.estimate import held_bytes, needed_bytes
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.shape import Shape
 
 _SMALL = {
     "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 99,

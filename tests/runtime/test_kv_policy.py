@@ -18,11 +18,12 @@ from random_models import random_config, random_llama
 import runtime
 from runtime.errors import CompressError, RequestError
 from runtime.kv_cache.calibrated import Calibrated, fingerprint
-from runtime.kv_cache.estimate import Shape, full_bytes, held_bytes, needed_bytes
+from runtime.kv_cache.estimate import full_bytes, held_bytes, needed_bytes
 from runtime.kv_cache.methods import AXES, CODECS, SCORES, SELECTIONS
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
 from runtime.kv_cache.presets import PRESETS
+from runtime.kv_cache.shape import Shape
 
 KEPT = {"keys": "int4", "values": "int4"}
 

@@ -426,3 +426,16 @@ def test_keyformer_keeps_the_same_of_a_text_in_any_batch(llama: Any) -> None:
     for (lengths, places), (own, alone) in zip(held(ids, mask), held(ids[:1, 30:], mask[:1, 30:]), strict=True):
         assert torch.equal(lengths, own)
         assert torch.equal(places[:, : alone.shape[1]], alone)
+
+
+@pytest.mark.parametrize("share", [UniformLayers(), Pyramid(), Cake(4), DefensiveLayers()], ids=lambda s: s.name)
+def test_a_prompt_shorter_than_the_budget_leaves_room_for_what_is_decoded(llama: Any, share: Any) -> None:
+    """Shares of layers are found when a prompt has been read, which may be far shorter than what layers may keep later."""
+    made, ids, _, _ = llama
+    cache = CompressedCache(made, CachePlan(plan(tokens=30, interval=1, layer_share=share)))
+    with torch.no_grad():
+        made(ids[2:, :10], past_key_values=cache)
+        for step in range(10, 70):
+            made(ids[2:, step : step + 1], past_key_values=cache)
+    kept = [int(layer.store.lengths.sum()) for layer in cache.layers]
+    assert sum(kept) == pytest.approx(len(kept) * 2 * 30, abs=2 * len(kept)), kept

@@ -46,7 +46,9 @@ class DefensiveLayers(NoPreference):
         ties = torch.stack([((claim == bar) & (claim > float("-inf"))).sum(-1) for claim in claims])
         left = whole - counts.sum(0) - (ties.cumsum(0) - ties)
         counts = counts + torch.minimum(left.clamp(min=0), ties)
-        return list(counts / (mean * heads).clamp(min=1e-9))
+        # What a short prompt does not need is there for what is decoded, in all layers alike.
+        spare = (whole - counts.sum(0)).clamp(min=0) / len(facts)
+        return list((counts + spare) / (mean * heads).clamp(min=1e-9))
 
     @staticmethod
     def _claims(fact: LayerFacts, safe: torch.Tensor) -> torch.Tensor:

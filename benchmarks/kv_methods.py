@@ -27,6 +27,8 @@ def _duo(streaming: float) -> dict[str, Any]:
     return _evict("duo", ratio=1.0, streaming=streaming, sinks=4, recent=28, interval=32)
 
 
+_CAKE16: dict[str, Any] = {"share": "cake", "observe": 16}
+_HEADS16: dict[str, Any] = {"observe": 16, "heads": "adaptive"}
 _W16: dict[str, Any] = {"observe": 16}
 _LAYERS: dict[str, Any] = {"observe": 16, "layers": "defensive", "heads": "adaptive"}
 
@@ -43,7 +45,7 @@ EVICTIONS = tuple(
         Method("keyformer", _evict("keyformer", recent=16)),
         Method("pyramidkv w16", _evict("snapkv", observe=16, layers="pyramid"), ("pyramidkv_w16",)),
         Method("adakv w16", _evict("snapkv", observe=16, heads="adaptive"), ("adakv_snapkv_w16",)),
-        Method("cake w16", _evict("cake", observe=16, layers={"share": "cake", "observe": 16})),
+        Method("cake w16", _evict("cake", observe=16, layers=_CAKE16)),
         Method("defensivekv w16", _evict("defensive", observe=16, heads="adaptive")),
         Method("layer-defensivekv w16", _evict("defensive", observe=16, layers="defensive", heads="adaptive")),
     )
@@ -86,6 +88,7 @@ COMBINATIONS = tuple(
         ("defensivekv", _evict("defensive", observe=64, heads="adaptive")),
         ("layer-defensivekv", _evict("defensive", observe=64, layers="defensive", heads="adaptive")),
         ("layer-defensivekv w16", _evict("defensive", observe=16, layers="defensive", heads="adaptive")),
+        ("defensivekv w16, cake layers", _evict("defensive", prior=0.1, layers=_CAKE16, **_HEADS16)),
     )
 )
 

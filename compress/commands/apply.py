@@ -20,7 +20,7 @@ from compress.commands.output import (
     stdout_reserved,
 )
 from compress.last import remember_artifact
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
 SAMPLE_TOKENS = 48
 
@@ -89,10 +89,17 @@ def apply(
         raise typer.Exit(failure.exit_code)
 
 
-def _sample(path: Path, prompt: str, device: str) -> str:
+def _sample(path: Path, prompt: str, device: str) -> str | None:
+    """What the finished artifact writes; None, with a word of why, where this machine cannot run it as it will be."""
     import runtime
 
-    return str(runtime.load(path, device=device).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+    try:
+        return str(runtime.load(path, device=device).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+    except RequestError as error:
+        print(
+            f"compress: {path} is complete, but its sample cannot be written on this machine: {error}", file=sys.stderr
+        )
+        return None
 
 
 def _result(artifact: Any) -> dict[str, Any]:

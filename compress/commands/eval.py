@@ -42,7 +42,7 @@ def evaluate_model(
     tasks: str | None = typer.Option(
         None,
         "--tasks",
-        help="Names of lm-eval tasks, separated by commas, instead of a text (pip install 'compress[eval]').",
+        help="Names of lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]').",
     ),
     task_path: Path | None = typer.Option(None, "--task-path", help="Directory with lm-eval task files of your own."),
     num_fewshot: int | None = typer.Option(None, "--num-fewshot", min=0, help="Examples in the prompt of a task."),

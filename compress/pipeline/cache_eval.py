@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -55,6 +56,8 @@ def evaluate_cache(
         return metrics | {"kv_cache": {"warning": reason}, "limits": metrics["limits"] + failed}
     # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
     blueprint = Blueprint(artifact, session.streamed.device, "auto", None, False)
+    # Where tokens lie changes no number, and the machine that compresses need not be the one that offloads.
+    policy = replace(policy, offload=None)
     model = Model(lean(blueprint.build(), blueprint, policy), None, artifact, frozenset())
     # Prefix tokens of a policy take places of the context.
     found = through_cache(model, windows[:, : model.engine.context_length], config.batch_size, reporter)

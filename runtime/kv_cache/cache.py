@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,8 @@ class CompressedCache(Cache):
 
     Args:
         model: whose cache it is; its attention implementation must be "compress_kv" (`prepare`).
-        plan: what is evicted, stored and read; None: everything, as it comes. A `Policy` is checked against the model as
-            `runtime.load` does it; a `CachePlan` is taken as it is.
+        plan: what is evicted, stored and read; None: everything, as it comes. A `Policy`, or what `Policy.parse` takes (a published
+            name, a mapping), is checked against the model as by `runtime.load`; a `CachePlan` is taken as it is.
 
     Attributes:
         reads: how much of what they held steps have read; None without a selection, all of it.
@@ -44,7 +45,11 @@ class CompressedCache(Cache):
             `runtime.load` puts there.
     """
 
-    def __init__(self, model: PreTrainedModel, plan: Policy | CachePlan | None = None) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: Policy | CachePlan | str | Mapping[str, Any] | None = None
+    ) -> None:
+        if isinstance(plan, (str, Mapping)):
+            plan = Policy.parse(plan)
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "_attn_implementation", None) != attention.NAME:
             raise ValueError(

@@ -40,7 +40,8 @@ class OffloadPlan:
         if self.to == "host":
             if device.type != "cuda":
                 raise ValueError(
-                    f"offload: host is for caches of a GPU; on {device.type} they are in the host's memory already"
+                    f"offload: host is for caches of a GPU; on {device.type} they are in the host's memory already: "
+                    "offload to disk, or leave offload out"
                 )
             return HostOffload(device)
         if device.type != "cpu":

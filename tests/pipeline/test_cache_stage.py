@@ -152,6 +152,19 @@ def test_a_limit_that_the_cache_keeps(bundled, recipe, tmp_path):
     assert written.seconds["evaluate cache"] > 0
 
 
+def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tmp_path, capsys):
+    """Offloading to the host is for GPUs: what was compressed on a CPU is measured without, complete, and says what cannot run here."""
+    there = recipe(bundled, {"kv_cache": {**FEW, "offload": "host"}}, evaluate=HELDOUT) | {"sample": "import os"}
+    file = tmp_path / "host.yaml"
+    file.write_text(json.dumps(there), encoding="utf-8")
+    assert main(["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu", "--json"]) == 0
+    out, err = capsys.readouterr()
+    assert json.loads(out)["metrics"]["perplexity_with_cache"] > 1
+    assert "is complete, but its sample cannot be written on this machine: kv_cache: offload: host is for caches of a GPU" in err
+    with pytest.raises(ValueError, match="offload to disk, or leave offload out"):
+        runtime.load(tmp_path / "out", device="cpu")
+
+
 def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tmp_path):
     evaluation = {"data": str(text), "sequence_length": 32, "samples": 2, "max_perplexity_increase": "300%"}
     written = compress.apply(recipe(make_checkpoint(), RTN, evaluate=evaluation), output=tmp_path / "out", quiet=True)

@@ -233,6 +233,10 @@ def test_a_policy_is_checked_wherever_a_cache_is_made_of_it() -> None:
     model = random_llama(max_position_embeddings=1024)
     prepare(model)
     ids = torch.randint(1, 257, (1, 300), generator=torch.Generator().manual_seed(0))
+    for written in ("snapkv", {"method": "snapkv"}):
+        assert CompressedCache(model, written).layers[0].eviction is not None
+    with pytest.raises(ValueError, match="unknown method"):
+        CompressedCache(model, "no such method")
     cache = CompressedCache(model, Policy.parse("snapkv"))
     model.generate(ids, past_key_values=cache, max_new_tokens=3, do_sample=False)
     assert int(cache.layers[0].store.lengths.max()) < 80

@@ -64,7 +64,7 @@ def main() -> None:
         "machine": cpu_name(), "threads": arguments.threads, "dtype": arguments.dtype, "kvpress": versions or before.get("kvpress", {}),
         "cells": [*kept, *({**cell, "commit": commit()} for cell in measured)],
     }  # fmt: skip
-    arguments.output.write_text(json.dumps(result, indent=1) + "\n")
+    arguments.output.write_text(written(result))
     print(f"{len(rows)} rows, {len(measured)} cells, {len(kept)} kept: {arguments.output}", file=sys.stderr)
 
 
@@ -256,6 +256,13 @@ def peer(python: str, job: dict[str, Any], name: str, work: Path) -> tuple[list[
 
 
 # ---------------------------------------------------------------- cells
+def written(result: dict[str, Any]) -> str:
+    """As JSON, a cell a line."""
+    head = json.dumps({key: value for key, value in result.items() if key != "cells"}, indent=1)
+    lines = ",\n".join(f"  {json.dumps(cell)}" for cell in result["cells"])
+    return f'{head[:-2]},\n "cells": [\n{lines}\n ]\n}}\n'
+
+
 def identity(cell: dict[str, Any]) -> tuple[Any, ...]:
     """What a cell is of."""
     return tuple(cell[key] for key in ("tool", "method", "budget", "job", "seed"))

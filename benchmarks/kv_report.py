@@ -249,50 +249,63 @@ def summary(result: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def front(found: list[dict[str, Any]], tool: str, better: bool) -> list[dict[str, Any]]:
+    """Points of a tool that no smaller one of it equals, the smallest first."""
+    kept: list[dict[str, Any]] = []
+    mine = [p for p in found if p["tool"] == tool and p["method"] not in ("full", "full cache")]
+    for point in sorted(mine, key=lambda p: (p["bytes"], -p["value"] if better else p["value"])):
+        if not kept or (point["value"] > kept[-1]["value"] if better else point["value"] < kept[-1]["value"]):
+            kept.append(point)
+    return kept
+
+
 def draw(result: dict[str, Any], file: Path) -> None:
-    """Quality against bytes: every method a line, ours in colour, kvpress's in grey."""
+    """Quality against bytes: every method and budget a point, the best of each tool a line."""
     import matplotlib
 
     matplotlib.use("Agg")
+    matplotlib.rcParams["svg.fonttype"] = "none"  # letters, not their outlines
     from matplotlib import pyplot
 
     drawn = [panel for panel in panels(result) if panel.drawn]
-    figure, axes = pyplot.subplots(1, len(drawn), figsize=(5.3 * len(drawn), 5))
-    for axis, panel in zip(axes, drawn, strict=True):
-        _draw_panel(axis, [p for p in points(result, panel) if p["reads"] is None], panel.better)
-        axis.set_title(panel.title, fontsize=9)
-        axis.set_xlabel("bytes of the cache, % of a plain one")
-        axis.set_xscale("log", base=2)
-        axis.set_xticks([6.25, 12.5, 25, 50, 100], ["6.25", "12.5", "25", "50", "100"])
-        if panel.kind == "perplexity":
-            axis.set_yscale("log")
-    named = {label: handle for axis in axes for handle, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(named.values(), named.keys(), loc="lower center", ncols=6, fontsize=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.12, 1, 1))
+    figure, axes = pyplot.subplots(2, -(-len(drawn) // 2), figsize=(6.5 * -(-len(drawn) // 2), 9))
+    for axis, panel in zip(axes.flat, drawn, strict=False):
+        _draw_panel(axis, [p for p in points(result, panel) if p["reads"] is None], panel)
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="lower center", ncols=5, frameon=False)
+    figure.tight_layout(rect=(0, 0.04, 1, 1))
     figure.savefig(file)
 
 
-def _draw_panel(axis: Any, found: list[dict[str, Any]], better: bool) -> None:
-    theirs = sorted({p["method"] for p in found if p["tool"] == "kvpress" and p["budget"]})
-    for index, method in enumerate(theirs):
-        line = sorted((100 * p["bytes"], p["value"]) for p in found if p["tool"] == "kvpress" and p["method"] == method)
-        axis.plot(*zip(*line, strict=True), color="0.75", lw=1, label="kvpress, every method" if index == 0 else None)
-    mine = [p for p in found if p["tool"] == "compress" and p["budget"]]
-    for method in sorted({p["method"] for p in mine if "+" not in p["method"]}):
-        line = sorted((100 * p["bytes"], p["value"]) for p in mine if p["method"] == method)
-        axis.plot(*zip(*line, strict=True), "--", lw=1, label=method)
-    for method in sorted({p["method"] for p in mine if "+" in p["method"]}):
-        line = sorted((100 * p["bytes"], p["value"]) for p in mine if p["method"] == method)
-        axis.plot(*zip(*line, strict=True), "-o", ms=3, lw=1.6, label=method)
-    for point in found:
-        if point["tool"] == "compress" and not point["budget"] and point["method"] != "full cache":
-            axis.plot(100 * point["bytes"], point["value"], "k*", ms=6)
-            axis.annotate(point["method"], (100 * point["bytes"], point["value"]), fontsize=6)
+def _draw_panel(axis: Any, found: list[dict[str, Any]], panel: Panel) -> None:
+    for tool, colour, name in (("kvpress", "0.55", "kvpress"), ("compress", "tab:blue", "ours")):
+        mine = [p for p in found if p["tool"] == tool and p["method"] not in ("full", "full cache")]
+        axis.plot(
+            [100 * p["bytes"] for p in mine],
+            [p["value"] for p in mine],
+            ".",
+            color=colour,
+            ms=5,
+            alpha=0.5,
+            label=f"{name}, all",
+        )
+        best_ones = front(found, tool, panel.better)
+        line = [(100 * p["bytes"], p["value"]) for p in best_ones]
+        line.append((100.0, line[-1][1]))
+        axis.step(*zip(*line, strict=True), where="post", color=colour, lw=1.8, label=f"{name}, best for its bytes")
+        for point in best_ones if tool == "compress" else []:
+            axis.annotate(
+                point["method"], (100 * point["bytes"], point["value"]), fontsize=6, rotation=-35 if panel.better else 35,
+                va="top" if panel.better else "bottom",
+            )  # fmt: skip
     whole = [p["value"] for p in found if p["method"] == "full cache"]
-    if whole:
-        axis.axhline(whole[0], color="k", lw=0.6)
-    if not better and whole:
-        axis.set_ylim(whole[0] * 0.98, whole[0] * 4)
+    axis.axhline(whole[0], color="k", lw=0.7, ls=":", label="full cache")
+    axis.set_title(panel.title, fontsize=10)
+    axis.set_xlabel("bytes of the cache, % of a plain one" + (" of the whole text" if panel.decodes else ""))
+    axis.set_xscale("log", base=2)
+    axis.set_xticks([3.125, 6.25, 12.5, 25, 50, 100], ["3.1", "6.25", "12.5", "25", "50", "100"])
+    axis.set_xlim(2.5, 110)
+    if not panel.better:
+        axis.set_ylim(whole[0] * 0.98, whole[0] * 1.35)
 
 
 def main() -> None:

@@ -73,7 +73,7 @@ class W8A8Cpu(Kernel):
 
 def integer_product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`codes weight^T` in exact integers: int8 `[n, in]` and `[out, in]` to int32 `[n, out]`."""
-    if codes.shape[1] == 1:  # torch._int_mm leaves all but the first column of such a product unwritten (seen with torch 2.13)
+    if codes.shape[1] == 1:  # torch._int_mm (2.13) leaves all but the first column of such a product unwritten
         return codes.int() * weight.int().t()
     if cpu.multiplies(torch.int8):
         return torch._int_mm(codes, weight.t())

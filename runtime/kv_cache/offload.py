@@ -83,6 +83,8 @@ class DiskOffload:
     """
 
     def __init__(self, directory: Path) -> None:
+        if not directory.is_dir():
+            raise ValueError(f"offload: there is no directory {directory}")
         self.directory = directory
         self._madvise = ctypes.CDLL(None, use_errno=True).madvise
         self._madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]

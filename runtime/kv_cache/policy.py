@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.kv_cache.calibrated import Calibrated, fingerprint
@@ -66,7 +67,8 @@ class Policy:
         try:
             return read(value)
         except PolicyError as error:
-            raise error.at(where) from None
+            in_file = isinstance(value, str) and value.lower().endswith(".json") and Path(value).is_file()
+            raise error.at(f"{value}: {where}" if in_file else where) from None
 
     # ---------------------------------------------------------------- calibration
     @property

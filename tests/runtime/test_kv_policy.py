@@ -78,6 +78,9 @@ def test_policies_come_from_json_texts_and_files(tmp_path: Path) -> None:
     file = tmp_path / "policy.json"
     file.write_text(json.dumps(written), encoding="utf-8")
     assert Policy.parse(str(file)) == Policy.parse(json.dumps(written)) == Policy.parse(written)
+    file.write_text('{"recent": -1}', encoding="utf-8")
+    with pytest.raises(PolicyError, match=r"policy\.json: kv_cache\.recent: expected an integer"):
+        Policy.parse(str(file))
 
 
 _codecs = st.one_of(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ from runtime.kv_cache.support import check_asked, check_module, probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+_log = logging.getLogger("compress.kv_cache")
 
 
 class HeldCache:
@@ -47,6 +50,8 @@ class HeldCache:
         probe(module)
         self._module = module
         self._shape = Shape.of(module.config, module.dtype)
+        for sentence in policy.idle(module.config):
+            _log.warning("kv_cache.%s", sentence)
         try:
             self.new()  # what cannot be made is known now
         except ValueError as error:

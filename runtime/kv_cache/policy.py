@@ -149,6 +149,13 @@ class Policy:
 
         check_policy(self, config)
 
+    def idle(self, config: Any) -> list[str]:
+        """What of it can do nothing to a model of this config, whose texts are too short; sentences that begin with the key."""
+        from runtime.kv_cache.policy_checks import idle
+
+        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
+        return [] if not isinstance(limit, int) else idle(self, limit)
+
     def resolved(self) -> dict[str, Any]:
         """As JSON, every default filled in; `parse` gives an equal policy."""
         from runtime.kv_cache.policy_reading import write

@@ -76,6 +76,28 @@ def _eviction(policy: Policy) -> None:
         raise PolicyError(("evict", "tokens"), f"{text}; raise tokens above {floats}, or lower recent")
 
 
+def idle(policy: Policy, limit: int) -> list[str]:
+    """What of a policy does nothing to a model whose texts have at most `limit` tokens, a sentence each."""
+    evict, select = policy.evict, policy.select
+    long = f"the longest text of this model, {limit} tokens"
+    found = []
+    if evict is not None and (evict.tokens or 0) >= limit:
+        found.append(f"evict.tokens: {evict.tokens} are no fewer than {long}, so nothing is ever evicted; lower tokens")
+    if evict is not None and evict.prompt == "keep" and (evict.interval or 0) >= limit:
+        found.append(
+            f"evict.interval: {evict.interval} steps are no fewer than {long}, so nothing is ever evicted; lower interval"
+        )
+    tokens = 0 if select is None else select.fields.get("tokens") or 0
+    if tokens >= limit:
+        found.append(f"select.tokens: {tokens} are no fewer than {long}, so steps read everything; lower tokens")
+    floats = policy.recent + (policy.prefix if isinstance(policy.prefix, int) else 0)
+    if (policy.tiers or policy.clusters is not None or policy.offload is not None) and floats >= limit:
+        found.append(
+            f"recent: {floats} tokens that stay floats are no fewer than {long}, so none is held otherwise; lower recent"
+        )
+    return found
+
+
 def _always_kept(policy: Policy) -> tuple[int, str]:
     """Tokens that no budget takes from a head, the prefix included, and what to call them."""
     assert policy.evict is not None

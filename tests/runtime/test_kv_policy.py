@@ -644,3 +644,28 @@ def test_a_disk_that_is_full_in_the_middle_of_a_text_is_a_sentence(
     assert caught.value.exit_code == 1
     monkeypatch.undo()
     assert model.generate(list(range(1, 90)), max_new_tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("policy", "wanted"),
+    [
+        ("streamingllm", "evict.tokens: 1024 are no fewer than the longest text of this model, 1024 tokens, so nothing is ever evicted"),
+        ("rpc", "evict.interval: 1024 steps are no fewer than"),
+        ({"select": {"method": "quest", "tokens": 2048}}, "select.tokens: 2048 are no fewer than"),
+        ({"keys": "int4", "recent": 1020, "prefix": 4}, "recent: 1024 tokens that stay floats are no fewer than"),
+        ("snapkv", None), ("kivi", None), ({"select": "quest"}, None), ({"recent": 4096}, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_what_can_do_nothing_is_said(
+    bundled: Path, policy: Any, wanted: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.from_pretrained(bundled)
+    assert config.max_position_embeddings == 1024
+    found = Policy.parse(policy).idle(config)
+    assert [sentence.startswith(wanted or "") for sentence in found] == ([True] if wanted else [])
+    runtime.load(bundled, kv_cache=policy, device="cpu")
+    said = [record.message for record in caplog.records if record.name == "compress.kv_cache"]
+    assert said == [f"kv_cache.{sentence}" for sentence in found]

@@ -12,7 +12,7 @@ import torch
 from compress.kv_cache.channels import HeavyChannels, Rank
 from compress.kv_cache.gates import GateOptions, train_gates
 from compress.kv_cache.prefix import RATIO, OutlierTokens
-from compress.kv_cache.statistics import Progress, observe
+from compress.kv_cache.statistics import Observer, Progress, observe
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -69,7 +69,7 @@ def calibrate(
 
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}
     heavy, outliers = HeavyChannels(rank), OutlierTokens(ratio)
-    observers = {"channels": heavy, "prefix_tokens": outliers}
+    observers: dict[str, Observer] = {"channels": heavy, "prefix_tokens": outliers}
     asked = [name for name in observers if name in wanted]
     if asked:
         began = time.perf_counter()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
@@ -53,7 +53,9 @@ def hidden_states(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
 
 
 @torch.no_grad()
-def observe(model: PreTrainedModel, rows: torch.Tensor, observers: list[Any], progress: Progress | None = None) -> None:
+def observe(
+    model: PreTrainedModel, rows: torch.Tensor, observers: Sequence[Observer], progress: Progress | None = None
+) -> None:
     """Run the rows `[n, length]` through the model, a few at a time, and show each observer what it asks to see.
 
     Rows may be on any device; the model's is where observers are shown them.
@@ -81,7 +83,7 @@ def observe(model: PreTrainedModel, rows: torch.Tensor, observers: list[Any], pr
 
 
 @contextmanager
-def _activations(model: PreTrainedModel, observers: list[Any]) -> Iterator[None]:
+def _activations(model: PreTrainedModel, observers: Sequence[Observer]) -> Iterator[None]:
     """Show observers each block's input, and the input of the last linear layer that runs in it (the MLP's down projection)."""
     handles = []
     last: dict[str, torch.Tensor] = {}

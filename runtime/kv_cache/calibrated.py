@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from runtime.decoding.checks import is_integer
+from runtime.kv_cache.layer_configs import layer_configs
 from runtime.kv_cache.policy_fields import Path, PolicyError, mapping, text
 
 _CONFIG = (
@@ -98,7 +99,7 @@ def fingerprint(config: Any) -> str:
 
 def _fact(config: Any, name: str) -> Any:
     """A field of a config: one value, or one a layer where layers differ (Gemma 4's head sizes), which the config as a whole refuses."""
-    values = [getattr(layer, name, None) for layer in config.per_layer_config]
+    values = [getattr(layer, name, None) for layer in layer_configs(config)]
     return values[0] if all(value == values[0] for value in values) else values
 
 

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_parts import TierChoice
-from runtime.kv_cache.scores.base import Accumulating, Placed
 from runtime.kv_cache.shape import LayerShape, Shape
 
 if TYPE_CHECKING:
@@ -126,7 +125,7 @@ def _stepping(shape: Shape, policy: Policy, plan: CachePlan, read: int, new: int
     opened = storage.recent + storage.prefix + storage.chunk if moves else 0
     asked = 0
     if rule is not None and rule.interval is not None:
-        asked = min(rule.interval, new) if isinstance(rule.score, Accumulating) else rule.score.window(read + new)
+        asked = min(rule.interval, new) if rule.accumulates else rule.score.window(read + new)
         # What is evicted from is opened, and of what is held otherwise all is held as floats until it is stored anew.
         opened = (2 if moves else 1) * _held(policy, plan, read, new)
     if policy.offload is not None and policy.offload.to == "host":
@@ -148,7 +147,7 @@ def _layer_bytes(shape: LayerShape, policy: Policy, plan: CachePlan, prompt: int
     count = _held(policy, plan, prompt, new)
     beside = float(_notes(rule, shape) * count)
     if rule is not None and rule.interval is not None:
-        if isinstance(rule.score, Accumulating):  # queries stay until they are added
+        if rule.accumulates:  # queries stay until they are added
             beside += min(rule.interval, new) * shape.query
         else:
             beside += rule.score.window(prompt + new) * shape.query
@@ -202,10 +201,8 @@ def _kept(policy: Policy, plan: CachePlan, rule: EvictionPlan, prompt: int, new:
 
 def _notes(rule: EvictionPlan | None, shape: LayerShape) -> int:
     """Bytes a token that a layer keeps for eviction beside keys and values: its sum, its place, whose it is."""
-    if rule is None:
-        return 0
-    sums = rule.interval is not None and isinstance(rule.score, Accumulating)
-    return shape.heads * (4 * int(sums) + 4 * int(isinstance(rule.score, Placed)) + int(rule.keeps_prompt))
+    parts = {} if rule is None else rule.notes
+    return shape.heads * sum(part.width * part.dtype.itemsize for part in parts.values())
 
 
 def tier_bytes(shape: LayerShape, tier: TierChoice) -> float:

@@ -64,6 +64,19 @@ class EvictionPlan:
         """Tokens that every head keeps: those the score always keeps, and one to choose."""
         return self.score.kept() + 1
 
+    @property
+    def accumulates(self) -> bool:
+        """Whether layers must keep sums for the score from one eviction to the next."""
+        return self.interval is not None and isinstance(self.score, Accumulating)
+
+    @property
+    def notes(self) -> dict[str, Part]:
+        """What layers must keep of each token: "mass", what it has gathered for the score; "place", where in its sequence it was; "given",
+        whether it came in a prompt."""
+        parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
+        parts |= {"given": Part(1, torch.bool)} if self.keeps_prompt else {}
+        return parts | ({"place": Part(1, torch.int32)} if isinstance(self.score, Placed) else {})
+
 
 class Eviction:
     """Evicts from the compressed layers of one cache.
@@ -78,19 +91,6 @@ class Eviction:
         self._prompt: dict[int, tuple[CompressedLayer, LayerFacts]] = {}  # of layers that this prompt has gone through
         self._steps: dict[int, int] = {}
         self._cuts = True  # whether this piece of a text is cut at all; the same for all layers
-
-    @property
-    def accumulates(self) -> bool:
-        """Whether layers must keep sums for the score from one eviction to the next."""
-        return self.plan.interval is not None and isinstance(self.plan.score, Accumulating)
-
-    @property
-    def notes(self) -> dict[str, Part]:
-        """What layers must keep of each token: "mass", what it has gathered for the score; "place", where in its sequence it was; "given",
-        whether it came in a prompt."""
-        parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
-        parts |= {"given": Part(1, torch.bool)} if self.plan.keeps_prompt else {}
-        return parts | ({"place": Part(1, torch.int32)} if isinstance(self.plan.score, Placed) else {})
 
     def window(self, count: int, step: bool) -> int:
         """Queries that a layer of `count` tokens must remember after a prompt, or a step."""
@@ -107,7 +107,7 @@ class Eviction:
         if not self._cuts:
             return
         if plan.keeps_prompt:
-            if self.accumulates:  # what its queries look at of what was generated before
+            if plan.accumulates:  # what its queries look at of what was generated before
                 self._cut_generated(layer, scale, softcap, cuts=False)
             self._forget(layer)
             return
@@ -172,7 +172,7 @@ class Eviction:
         if isinstance(score, Accumulating):
             added = score.added(seen)
             seen = seen.with_mass(added if seen.mass is None else seen.mass + added)
-            if self.accumulates:
+            if self.plan.accumulates:
                 assert seen.mass is not None
                 assert whole is not None
                 layer.remember_mass(seen.mass if part is None else part.spread(seen.mass, whole))
@@ -231,7 +231,7 @@ class Eviction:
     def _forget(self, layer: CompressedLayer) -> None:
         """Queries that the next eviction cannot want are dropped."""
         interval = self.plan.interval
-        if interval is None or self.accumulates:
+        if interval is None or self.plan.accumulates:
             layer.watched.forget(0)
         else:
             layer.watched.forget(max(0, self.window(layer.seen, True) - interval))

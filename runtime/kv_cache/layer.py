@@ -116,8 +116,8 @@ class CompressedLayer(CacheLayerMixin):
         allocate = None if self.elsewhere is None else self.elsewhere.allocate
         self.store = Store(batch * heads, sizes, self.dtype, self.device, self.storage, allocate)
         self.arrived = torch.zeros(batch, dtype=torch.int64, device=self.device)
-        if self.eviction is not None and self.eviction.notes:
-            self._notes = Notes(self.shape, self.eviction.notes, self.device)
+        if self.eviction is not None and self.eviction.plan.notes:
+            self._notes = Notes(self.shape, self.eviction.plan.notes, self.device)
         self.is_initialized = True
 
     def update(

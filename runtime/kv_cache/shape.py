@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from runtime.kv_cache.cache import compressed_layers
+from runtime.kv_cache.layer_configs import layer_configs
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -74,7 +75,7 @@ class Shape:
         """Of a model's config."""
         text = config.get_text_config(decoder=True)
         kinds = getattr(text, "layer_types", None) or ()
-        parts = list(text.per_layer_config)
+        parts = layer_configs(text)
         layers = compressed_layers(text)
         windows = [
             index

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.kv_cache.calibrated import fingerprint
+from runtime.kv_cache.layer_configs import layer_configs
 from runtime.kv_cache.policy_fields import PolicyError
 
 if TYPE_CHECKING:
@@ -37,7 +38,7 @@ def check_policy(policy: Policy, config: Any) -> None:
         )
     if getattr(text, "num_kv_shared_layers", None) or "reuse" in (getattr(text, "kv_sharing_modes", None) or ()):
         raise PolicyError((), f"{name} has layers that share the cache of others, which compressed caches do not know")
-    parts = list(text.per_layer_config)
+    parts = layer_configs(text)
     layers = compressed_layers(text) if any(getattr(part, "num_attention_heads", None) for part in parts) else []
     if not layers:
         windowed = ["sliding_attention"] if any(getattr(part, "sliding_window", None) for part in parts) else []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -285,3 +286,12 @@ def test_floats_of_another_dtype_give_the_same_with_padding_and_without() -> Non
 
 def test_random_configs_of_one_shape_have_one_fingerprint_whatever_their_weights() -> None:
     assert fingerprint(random_config()) == fingerprint(random_llama(seed=3).config)
+
+
+def test_a_config_of_a_transformers_that_knows_no_layers_apart() -> None:
+    from runtime.kv_cache.layer_configs import layer_configs
+
+    config = SimpleNamespace(num_hidden_layers=3, head_dim=16)
+    assert layer_configs(config) == [config] * 3
+    known = random_llama().config
+    assert [part.head_dim for part in layer_configs(known)] == [known.head_dim] * known.num_hidden_layers

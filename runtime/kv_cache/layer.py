@@ -139,6 +139,9 @@ class CompressedLayer(CacheLayerMixin):
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self.seen + query_length, 0
 
+    def get_max_cache_shape(self) -> int:  # what transformers 5.10 calls the next one
+        return self.get_max_length()
+
     def get_max_length(self) -> int:
         return -1
 

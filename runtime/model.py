@@ -16,6 +16,7 @@ from runtime.decoding.options import GenerationOptions
 from runtime.decoding.progress import reporting
 from runtime.decoding.prompts import PromptReader, read_ids
 from runtime.decoding.request import Request
+from runtime.decoding.speculation import Speculation
 from runtime.decoding.stats import GenerationStats
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Engine
@@ -48,15 +49,22 @@ class Model:
         artifact: the directory it came from.
         engine: what computes.
         eos_token_ids: tokens that end a text.
+        speculation: drafts that are verified several tokens at a time; None: every step gives one token.
     """
 
     def __init__(
-        self, engine: Engine, tokenizer: Any, artifact: Artifact | Export, eos_token_ids: frozenset[int]
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        artifact: Artifact | Export,
+        eos_token_ids: frozenset[int],
+        speculation: Speculation | None = None,
     ) -> None:
         self.engine = engine
         self.tokenizer = tokenizer
         self.artifact = artifact
         self.eos_token_ids = eos_token_ids
+        self.speculation = speculation
         self._turns = Turns()
         self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
         self._last = GenerationStats()  # of the last call in any thread
@@ -130,7 +138,14 @@ class Model:
         options = GenerationOptions.from_keywords(keywords, function)
         prompts = self._reader.read(prompt)
         return Request(
-            self.engine, self._turns, prompts, options, self.tokenizer, self.eos_token_ids, self.artifact.path
+            self.engine,
+            self._turns,
+            prompts,
+            options,
+            self.tokenizer,
+            self.eos_token_ids,
+            self.artifact.path,
+            self.speculation,
         )
 
     def _store(self, stats: GenerationStats) -> None:
@@ -176,7 +191,7 @@ class Model:
     def stats(self) -> dict[str, Any]:
         """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`;
         `kv_cache`, how keys and values are compressed (None: they are not); `kv_cache_read_share`, how much of what they held steps
-        have read (None: the policy has no selection).
+        have read (None: the policy has no selection); `drafter`, how drafts are made, verified and accepted (None: there are none).
 
         Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
         """
@@ -188,6 +203,7 @@ class Model:
             "engine": self.engine.description,
             "kv_cache": None if held is None else held.description,
             "kv_cache_read_share": last.read_share,
+            "drafter": None if self.speculation is None else self.speculation.describe(),
         }
 
     def explain(self) -> dict[str, str]:

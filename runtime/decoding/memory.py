@@ -14,13 +14,14 @@ _SHARE = 0.25  # of the memory that is free, for a call that says nothing
 _MOST = 0.75  # of it, where a single prompt needs more than that
 
 
-def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None) -> int:
+def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None, drafts: bool = False) -> int:
     """How many pages the pool of a call gets: what all requests together could use, as far as the memory bound allows.
 
     Args:
         positions: cache positions that each request takes at most.
         cache_memory: the user's bound in bytes; None: the engine's `cache_budget` where it has one, else the default of
             `GenerationOptions`.
+        drafts: drafted tokens want places too, where memory allows.
 
     Raises:
         RequestError: a request could never be finished within the bound.
@@ -44,7 +45,7 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
         raise RequestError(f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}")
-    return min(bound, sum(pages))
+    return min(bound, sum(pages) + (len(pages) if drafts else 0))
 
 
 def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) -> int:

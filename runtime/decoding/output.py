@@ -55,6 +55,11 @@ class SequenceOutput:
         """How many tokens were decoded, those dropped because of a stop string included."""
         return len(self._all)
 
+    @property
+    def left(self) -> int:
+        """How many more tokens it takes at most."""
+        return 0 if self.finished else self._limit - len(self._all)
+
     def push(self, token: int) -> None:
         """One more token from the model."""
         self._all.append(token)

@@ -14,6 +14,7 @@ from runtime.decoding.options import DEFAULT_NEW_TOKENS, GenerationOptions
 from runtime.decoding.output import SequenceOutput
 from runtime.decoding.prompts import Prompts
 from runtime.decoding.scheduler import Scheduler
+from runtime.decoding.speculation import Speculation
 from runtime.decoding.stats import GenerationStats
 from runtime.decoding.stops import StopStrings
 from runtime.decoding.turns import Caller, Turns
@@ -29,6 +30,7 @@ class Request:
         tokenizer: None when the model has none.
         eos: tokens that end a text.
         path: the model's directory, for messages.
+        speculation: of the model; None: plain decoding.
 
     Attributes:
         outputs: one a prompt, in the order of the prompts.
@@ -43,7 +45,9 @@ class Request:
         tokenizer: Any,
         eos: Collection[int],
         path: Path,
+        speculation: Speculation | None = None,
     ) -> None:
+        self._speculation = speculation
         self.prompts = prompts
         self.progress = options.progress
         self._engine = engine
@@ -66,7 +70,7 @@ class Request:
         if isinstance(engine, PagedEngine):
             # The last new token never enters the cache.
             positions = [len(ids) + new - 1 for ids, new in zip(prompts.ids, rooms, strict=True)]
-            self._pages = pool_pages(engine, positions, options.cache_memory)
+            self._pages = pool_pages(engine, positions, options.cache_memory, speculation is not None)
         elif held is not None:
             self._needs = [held.need(len(ids), new) for ids, new in zip(prompts.ids, rooms, strict=True)]
             self._bound = cache_bound(engine, self._needs, options.cache_memory)
@@ -90,7 +94,10 @@ class Request:
         assert isinstance(engine, PagedEngine)
         assert pages is not None
         caller = Caller(self._turns)
-        return Scheduler(engine, pages, self.prompts.ids, self._options, self.outputs, self._seeds, stats, caller).run()
+        scheduler = Scheduler(
+            engine, pages, self.prompts.ids, self._options, self.outputs, self._seeds, stats, caller, self._speculation
+        )
+        return scheduler.run()
 
     def _padded(self, stats: GenerationStats) -> Iterator[int]:
         ids, caller = self.prompts.ids, Caller(self._turns)

@@ -12,7 +12,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as Ids
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
 
@@ -21,12 +21,23 @@ from runtime.decoding.output import SequenceOutput
 from runtime.decoding.pages import Pages
 from runtime.decoding.sampling import generators, next_tokens, seen_tokens
 from runtime.decoding.sequence import Sequence
+from runtime.decoding.speculation import Speculation, Speculator
 from runtime.decoding.stats import GenerationStats
+from runtime.decoding.tree import Tree
 from runtime.decoding.turns import Caller
-from runtime.engines.base import PagedEngine
+from runtime.engines.base import PagedEngine, Piece, SpeculativeEngine
 
 # Sequences that decode together. Beyond it the weights are read for nothing more, while every sequence takes memory.
 MOST_SEQUENCES = 256
+
+
+class Ready(NamedTuple):
+    """A sequence whose next token can be chosen, what was drafted for it, and which rows of logits and hidden states are its."""
+
+    sequence: Sequence
+    tree: Tree
+    rows: slice
+    tokens: slice
 
 
 class Scheduler:
@@ -38,6 +49,7 @@ class Scheduler:
         seeds: one a prompt; used when `options.temperature` is above 0.
         stats: counted in, also when the caller stops early.
         caller: whose turn it is, where threads share the engine.
+        speculation: of the model; None: every step gives a sequence one token.
     """
 
     def __init__(
@@ -50,6 +62,7 @@ class Scheduler:
         seeds: Ids[int],
         stats: GenerationStats,
         caller: Caller,
+        speculation: Speculation | None = None,
     ) -> None:
         self.pages = Pages(pages, engine.page_size)
         self._engine = engine
@@ -64,6 +77,13 @@ class Scheduler:
         self._waiting = deque(Sequence(prompt, output, generator) for prompt, output, generator in rows)
         self._running: list[Sequence] = []
         self._no_room = False  # for the next in line, until somebody ends
+        self._speculator: Speculator | None = None
+        if speculation is not None and speculation.off is None:
+            if not isinstance(engine, SpeculativeEngine):
+                raise TypeError(f"{type(engine).__name__} verifies no drafts")  # refused when the model was loaded
+            self._speculator = Speculator(
+                speculation, options, stats, engine.trees, engine.most_rows, engine.vocab_size
+            )
 
     def run(self) -> Iterator[int]:
         """Fill the outputs until all are finished; yields after every step how many ended in it."""
@@ -79,27 +99,52 @@ class Scheduler:
                 sequence.leave(self.pages)
             self._running = []
             self._waiting.clear()
+            if self._speculator is not None:
+                self._speculator.close()
 
     # ---------------------------------------------------------------- a step
     def _step(self, pool: Any) -> int:
         started = time.perf_counter()
         self._admit()
         parts = self._pack()
-        pieces = [sequence.piece(count) for sequence, count in parts]
-        logits = self._caller.run(self._engine.step, pool, pieces)
+        trees = self._drafts(parts)
+        logits, hidden = self._compute(pool, parts, trees)
         stats = self._stats
         rows = decoding = 0
-        ready: list[int] = []
-        for place, (sequence, count) in enumerate(parts):
+        ready: list[Ready] = []
+        row = token = 0  # where a part's logits and its tokens begin
+        for (sequence, count), tree in zip(parts, trees, strict=True):
             rows += count
             decoding += self._count(sequence, count)
+            outputs = 1 + len(tree)
+            if sequence.rest == count:
+                ready.append(
+                    Ready(
+                        sequence, tree, slice(row, row + outputs), slice(token + count - 1, token + count + len(tree))
+                    )
+                )
+            if (
+                self._speculator is not None
+                and self._speculator.prompts
+                and hidden is not None
+                and sequence.computed < sequence.prompt
+            ):
+                self._speculator.read(
+                    sequence, sequence.computed, sequence.piece(count).tokens, hidden[token : token + count]
+                )
             sequence.advance(count, self.pages)
-            if not sequence.rest:
-                ready.append(place)
-        chosen = [parts[place][0] for place in ready]
-        if len(ready) < len(parts):
-            logits = logits[torch.tensor(ready, dtype=torch.int64, device=logits.device)]
-        ended = self._choose(chosen, logits) if chosen else 0
+            row += outputs
+            token += count + len(tree)
+        if self._speculator is not None and self._speculator.on:
+            ended = self._verify(pool, ready, logits, hidden)
+            if decoding == rows:
+                self._speculator.timed(row, time.perf_counter() - started - self._drafting)
+        else:
+            if len(ready) < len(parts):
+                logits = logits[
+                    torch.tensor([each.rows.start for each in ready], dtype=torch.int64, device=logits.device)
+                ]
+            ended = self._choose([each.sequence for each in ready], logits) if ready else 0
         stats.steps += 1
         stats.cache_bytes = max(stats.cache_bytes, self.pages.touched * self._engine.page_bytes)
         seconds = time.perf_counter() - started
@@ -107,15 +152,84 @@ class Scheduler:
         stats.prefill_seconds += seconds * (rows - decoding) / rows
         return ended
 
+    def _compute(
+        self, pool: Any, parts: list[tuple[Sequence, int]], trees: list[Tree]
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        pieces = [sequence.piece(count, tree) for (sequence, count), tree in zip(parts, trees, strict=True)]
+        speculator = self._speculator
+        if speculator is None or not (speculator.hidden or any(map(len, trees))):
+            return self._caller.run(self._engine.step, pool, pieces), None
+        engine = cast(SpeculativeEngine, self._engine)
+        return self._caller.run(engine.verify, pool, pieces, speculator.hidden)
+
+    # ---------------------------------------------------------------- drafts
+    def _drafts(self, parts: list[tuple[Sequence, int]]) -> list[Tree]:
+        """What is proposed for each part; prompts that are being read get nothing."""
+        self._drafting = 0.0
+        trees = [Tree() for _ in parts]
+        speculator = self._speculator
+        if speculator is None or not speculator.on:
+            return trees
+        started = time.perf_counter()
+        decoding = [place for place, (sequence, count) in enumerate(parts) if sequence.decodes and count == 1]
+        texts = [parts[place][0] for place in decoding]
+        context = self._engine.context_length
+        rooms = [text.output.left - 1 for text in texts]
+        if context is not None:
+            rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
+        rows = sum(count for _, count in parts)
+        found = self._caller.run(speculator.propose, texts, rooms, [text.generator for text in texts], rows)
+        for place, text, tree in zip(decoding, texts, found, strict=True):
+            if len(tree):
+                trees[place] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))
+        self._drafting = time.perf_counter() - started
+        return trees
+
+    def _verify(self, pool: Any, ready: list[Ready], logits: torch.Tensor, hidden: torch.Tensor | None) -> int:
+        """What follows each sequence, with what is accepted of its draft; returns how many ended."""
+        speculator = self._speculator
+        assert speculator is not None
+        best = speculator.greedy(logits)
+        ended = 0
+        for sequence, tree, rows, tokens in ready:
+            seen = self._seen(sequence, logits)
+            mine = logits[rows]
+            verdict = speculator.accept(tree, mine, sequence.generator, seen, None if best is None else best[rows])
+            path = verdict.path
+            if path:
+                # The last token was computed with the tree: its place is the one before the root's children.
+                piece = Piece((), sequence.computed, sequence.pages)
+                self._caller.run(cast(SpeculativeEngine, self._engine).keep, pool, piece, path)
+            new = [*(tree.tokens[node] for node in path), verdict.token]
+            output = sequence.output
+            if not output.produced:
+                self._stats.first_tokens += 1
+            for count, token in enumerate(new, 1):  # noqa: B007
+                output.push(token)
+                sequence.tokens.append(token)
+                if sequence.seen is not None:
+                    sequence.seen[token] = True
+                if output.finished:
+                    break
+            self._stats.new_tokens += count
+            sequence.advance(min(count, len(path)), self.pages)
+            sequence.high = max(sequence.high, sequence.computed)
+            states = None if hidden is None else hidden[tokens]
+            self._caller.run(speculator.learn, sequence, tree, path, new[:count], mine, states)
+            if output.finished:
+                ended += 1
+                sequence.leave(self.pages)
+                self._caller.run(speculator.end, sequence)
+        self._forget(ended)
+        return ended
+
+    # ---------------------------------------------------------------- tokens
     def _choose(self, chosen: list[Sequence], logits: torch.Tensor) -> int:
         """The next token of each sequence; returns how many ended."""
         options = self._options
         seen = None
         if options.repetition_penalty != 1.0:
-            for sequence in chosen:
-                if sequence.seen is None:
-                    sequence.seen = seen_tokens(sequence.tokens, logits)
-            seen = torch.stack([sequence.seen for sequence in chosen])  # type: ignore[misc]
+            seen = torch.stack([self._seen(sequence, logits) for sequence in chosen])  # type: ignore[misc]
         draws = [sequence.generator for sequence in chosen if sequence.generator is not None]
         tokens = next_tokens(logits, seen, options, draws).tolist()
         ended = 0
@@ -131,10 +245,19 @@ class Scheduler:
                 ended += 1
                 sequence.leave(self.pages)
         self._stats.new_tokens += len(chosen)
+        self._forget(ended)
+        return ended
+
+    def _seen(self, sequence: Sequence, logits: torch.Tensor) -> torch.Tensor | None:
+        """Bool `[vocab]`, the tokens of the sequence; None where nobody asks."""
+        if self._options.repetition_penalty != 1.0 and sequence.seen is None:
+            sequence.seen = seen_tokens(sequence.tokens, logits)
+        return sequence.seen
+
+    def _forget(self, ended: int) -> None:
         if ended:
             self._running = [sequence for sequence in self._running if not sequence.output.finished]
             self._no_room = False
-        return ended
 
     def _count(self, sequence: Sequence, count: int) -> int:
         """Book `count` tokens that are being computed; returns how many of them are decoded ones (not of a prompt, not again)."""

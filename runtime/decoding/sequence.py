@@ -8,6 +8,7 @@ import torch
 
 from runtime.decoding.output import SequenceOutput
 from runtime.decoding.pages import ROOT, Content, Pages
+from runtime.decoding.tree import Tree
 from runtime.engines.base import Piece
 
 
@@ -49,6 +50,11 @@ class Sequence:
         return len(self.tokens) - self.computed
 
     @property
+    def decodes(self) -> bool:
+        """Whether its prompt and all that it wrote is read, but for the last token."""
+        return self.rest == 1 and len(self.tokens) > self.prompt
+
+    @property
     def waits(self) -> bool:
         """Whether another sequence still computes pages that this one shares."""
         return self.awaited is not None and not self.awaited.ready
@@ -80,9 +86,21 @@ class Sequence:
         """Whether the next token needs another page."""
         return self.computed == len(self.pages) * pages.size
 
-    def piece(self, count: int) -> Piece:
-        """The next `count` tokens, for the engine."""
-        return Piece(self.tokens[self.computed : self.computed + count], self.computed, self.pages)
+    def piece(self, count: int, tree: Tree | None = None) -> Piece:
+        """The next `count` tokens, for the engine; `tree`: what may follow the last of them, `count` being 1 then."""
+        tokens = self.tokens[self.computed : self.computed + count]
+        if tree is None or not len(tree):
+            return Piece(tokens, self.computed, self.pages)
+        parents = None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]
+        return Piece([*tokens, *tree.tokens], self.computed, self.pages, 1 + len(tree), parents)
+
+    def stretch(self, count: int, pages: Pages, spare: int) -> int:
+        """Pages for `count` drafted tokens after the next one, as long as more than `spare` are free; returns how many have a place."""
+        free = len(self.pages) * pages.size - self.computed - 1
+        while free < count and pages.available > spare:
+            self.pages.append(pages.take())
+            free += pages.size
+        return max(0, min(count, free))
 
     def advance(self, count: int, pages: Pages) -> None:
         """`count` more tokens are in the cache."""

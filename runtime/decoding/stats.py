@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
+
+from runtime.decoding.tree import ROOT, Tree
 
 
 @dataclass
@@ -25,6 +28,10 @@ class GenerationStats:
         cache_bytes: the KV cache at its largest; it is freed when the call ends.
         held_tokens, read_tokens: what steps could have read of compressed caches, and what a selection let them read, summed over
             steps, layers and key heads; 0 without a selection.
+        drafted_tokens, accepted_tokens, draft_rounds: tokens that were verified, those of them that became text, and in how many
+            trees. draft_seconds: what proposing them took, which is part of `decode_seconds`.
+        reached_by_depth, accepted_by_depth: of these trees, how many had a token at depth 1, 2, ... after what was accepted, and how
+            many of them one that was accepted.
     """
 
     sequences: int = 0
@@ -40,7 +47,45 @@ class GenerationStats:
     cache_bytes: int = 0
     held_tokens: int = 0
     read_tokens: int = 0
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
+    draft_rounds: int = 0
+    draft_seconds: float = 0.0
+    reached_by_depth: list[int] = field(default_factory=list)
+    accepted_by_depth: list[int] = field(default_factory=list)
     finish_reasons: tuple[str, ...] = ()
+
+    def count_draft(self, tree: Tree, path: Sequence[int]) -> None:
+        """A tree was verified, of which `path` was accepted."""
+        self.draft_rounds += 1
+        self.drafted_tokens += len(tree)
+        self.accepted_tokens += len(path)
+        inner = set(tree.parents)
+        for depth, node in enumerate([ROOT, *path]):
+            if node not in inner:
+                return
+            if depth == len(self.reached_by_depth):
+                self.reached_by_depth.append(0)
+                self.accepted_by_depth.append(0)
+            self.reached_by_depth[depth] += 1
+            self.accepted_by_depth[depth] += depth < len(path)
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Of the tokens that the target looked at along accepted branches, those that it accepted; None where nothing was drafted."""
+        reached = sum(self.reached_by_depth)
+        return sum(self.accepted_by_depth) / reached if reached else None
+
+    @property
+    def mean_accepted(self) -> float | None:
+        """Tokens of a draft that were accepted on average; None where nothing was drafted."""
+        return self.accepted_tokens / self.draft_rounds if self.draft_rounds else None
+
+    @property
+    def acceptance_by_depth(self) -> list[float]:
+        """Of the drafts that had a token at depth 1, 2, ... and were accepted up to there, those of which it was accepted too."""
+        pairs = zip(self.accepted_by_depth, self.reached_by_depth, strict=True)
+        return [right / seen for right, seen in pairs]
 
     @property
     def tokens_per_second(self) -> float:
@@ -72,6 +117,12 @@ class GenerationStats:
             "preemptions": self.preemptions,
             "recomputed_tokens": self.recomputed_tokens,
             "steps": self.steps,
+            "drafted_tokens": self.drafted_tokens,
+            "accepted_tokens": self.accepted_tokens,
+            "acceptance_rate": self.acceptance_rate,
+            "acceptance_by_depth": self.acceptance_by_depth,
+            "mean_accepted": self.mean_accepted,
+            "draft_seconds": self.draft_seconds,
         }
 
 

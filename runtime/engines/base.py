@@ -161,11 +161,17 @@ class Piece:
         tokens: their ids, at least one.
         start: position of the first of them; everything before is in the cache already.
         pages: the sequence's pages in order; position p is in `pages[p // page_size]` at `p % page_size`. They cover the tokens.
+        outputs: of how many of the last tokens the logits are wanted; only `SpeculativeEngine.verify` takes more than 1.
+        parents: for tokens that form a tree, the index of the one before each (parents come first; -1: what is cached comes before).
+            A token's position is then `start` and the number of those before it in its branch, and it sees its branch alone; its
+            keys and values are where those of the token at `start` + its index would be. None: one after another.
     """
 
     tokens: Sequence[int]
     start: int
     pages: Sequence[int]
+    outputs: int = 1
+    parents: Sequence[int] | None = None
 
 
 @runtime_checkable
@@ -192,3 +198,33 @@ class PagedEngine(Engine, Protocol):
 
     def step(self, pool: Any, pieces: Sequence[Piece]) -> torch.Tensor:
         """Write the pieces' keys and values; logits after the last token of each piece, float32 `[len(pieces), vocab]`."""
+
+
+@runtime_checkable
+class SpeculativeEngine(PagedEngine, Protocol):
+    """A paged engine that computes tokens which may turn out wrong: those of a step that are not kept are simply overwritten.
+
+    Attributes:
+        trees: whether pieces may have `parents`; else they are chains.
+    """
+
+    trees: bool
+
+    def verify(
+        self, pool: Any, pieces: Sequence[Piece], hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `step`: logits, float32 `[sum of the pieces' outputs, vocab]`, of each piece the last `outputs` tokens in their order.
+
+        Numbers of a branch are those that its tokens would get alone.
+
+        Args:
+            pool: from `new_pages`.
+            pieces: of the step.
+            hidden: also give what the head reads (the last block's output after the final norm), float32 `[tokens of all pieces,
+                hidden]`; None otherwise.
+        """
+
+    def keep(self, pool: Any, piece: Piece, path: Sequence[int]) -> None:
+        """Of a verified piece, move the keys and values of the tokens `path` (ascending indices, one branch from its root on) to
+        the positions from `piece.start` on. The others' are overwritten sooner or later.
+        """

@@ -19,6 +19,7 @@ from torch import nn
 
 from runtime.engines.base import Piece
 from runtime.engines.batch import Batch
+from runtime.engines.branches import Branches
 from runtime.engines.llama_parts import Parts, read_parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
@@ -48,10 +49,11 @@ class Pool:
 
 
 class LlamaEngine:
-    """See `runtime.engines.base.PagedEngine`. Made by `take_over`."""
+    """See `runtime.engines.base.SpeculativeEngine`. Made by `take_over`."""
 
     page_size = PAGE
     padding_is_exact = True
+    trees = True
 
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
         found = library.load()
@@ -102,11 +104,34 @@ class LlamaEngine:
     def read(self, memory: Pool, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
         """Logits after the last token of each piece, or after `every` token, in one pass."""
         ends = list(accumulate(len(piece.tokens) for piece in pieces))
-        return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])
+        return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])[0]
+
+    def verify(
+        self, pool: Pool, pieces: Sequence[Piece], hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        outputs = [row for piece, end in zip(pieces, ends, strict=True) for row in range(end - piece.outputs, end)]
+        logits, x = self._run(pool, pieces, outputs)
+        return logits, self._normed(x) if hidden else None
+
+    def keep(self, pool: Pool, piece: Piece, path: Sequence[int]) -> None:
+        moves = [(index, place) for place, index in enumerate(path) if index != place]
+        if moves:
+            source, target = (torch.tensor([piece.start + each for each in side]) for side in zip(*moves, strict=True))
+            pages = torch.tensor(piece.pages, dtype=torch.int32)
+            self._library.decoder_copy(
+                ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
+            )
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the head reads of the residual stream `[rows, hidden]`."""
+        parts = self.parts
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + parts.decoder.eps)
+        return x * scale * parts.final_norm
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> torch.Tensor:
-        """One pass over all tokens of the pieces; logits of the rows `outputs`."""
+    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over all tokens of the pieces: logits of the rows `outputs`, and the residual stream after the last layer."""
         if len(pieces) == 1 and len(pieces[0].tokens) == 1:  # the common step: no loops in Python
             piece = pieces[0]
             ids = torch.tensor(piece.tokens)
@@ -118,6 +143,10 @@ class LlamaEngine:
             sequence = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(counts)
             position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in pieces])
             last = max(p.start + len(p.tokens) for p in pieces) - 1
+        branches = None
+        if any(piece.parents is not None for piece in pieces):
+            branches = Branches(pieces)
+            position = branches.position
         width = max(len(piece.pages) for piece in pieces)
         pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
         x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
@@ -134,6 +163,10 @@ class LlamaEngine:
             x=x.data_ptr(),
             sequence=sequence.data_ptr(),
             position=position.data_ptr(),
+            slot=None if branches is None else branches.slot.data_ptr(),
+            base=None if branches is None else branches.base.data_ptr(),
+            path=None if branches is None else branches.path.data_ptr(),
+            slots=None if branches is None else branches.slots.data_ptr(),
             pages=pages.data_ptr(),
             cosine=cosine.data_ptr(),
             sine=sine.data_ptr(),
@@ -143,7 +176,7 @@ class LlamaEngine:
             decoder=ctypes.pointer(pool.decoder),
         )
         self._compute(step, pool)
-        return logits
+        return logits, x
 
     def _compute(self, step: Step, pool: Pool) -> None:
         """All layers of a step, and the head."""

@@ -24,7 +24,7 @@ _MLP = ("gate_proj", "up_proj", "down_proj")
 
 @dataclass
 class Parts:
-    """A decoder in C structures; `keep` holds the tensors that they point to."""
+    """A decoder in C structures; `keep` holds the tensors that they point to. `final_norm` is float32 `[hidden]`."""
 
     blocks: list[Block]
     decoder: Decoder
@@ -33,6 +33,7 @@ class Parts:
     head_dim: int
     vocabulary: int
     cache_dtype: torch.dtype
+    final_norm: torch.Tensor
     keep: list[Any]
 
 
@@ -61,11 +62,12 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     decoder.cache_type = TYPES[dtype]
     decoder.digits = digits.pop() if digits else 1
     decoder.eps, decoder.scale = config.rms_norm_eps, attention.scaling
-    decoder.final_norm = _vector(model.model.norm.weight, keep)
+    final_norm = model.model.norm.weight.detach().float().contiguous()
+    decoder.final_norm = final_norm.data_ptr()
     decoder.head = head
     rotation = structure.rotation(model.model.rotary_emb)
     decoder.rotary = 2 * rotation(1)[0].shape[1]
-    return Parts(blocks, decoder, rotation, decoder.kv_heads, decoder.head_dim, int(head.rows), dtype, keep)
+    return Parts(blocks, decoder, rotation, decoder.kv_heads, decoder.head_dim, int(head.rows), dtype, final_norm, keep)
 
 
 class UnknownPartError(Exception):

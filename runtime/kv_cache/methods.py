@@ -18,7 +18,7 @@ class Method:
 
     Attributes:
         name: as policies say it.
-        target: "module:Class", under `runtime.kv_cache`.
+        target: "module:Class", the module under `runtime.kv_cache` or with its full name.
         fixed: fields that the name itself gives ("int4": bits).
     """
 
@@ -29,7 +29,8 @@ class Method:
     def load(self) -> type:
         """The dataclass."""
         module, _, name = self.target.partition(":")
-        found: type = getattr(import_module(f"runtime.kv_cache.{module}"), name)
+        whole = module if module.startswith("runtime.") else f"runtime.kv_cache.{module}"
+        found: type = getattr(import_module(whole), name)
         return found
 
 

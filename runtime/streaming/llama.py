@@ -37,7 +37,7 @@ class StreamedLlama(LlamaEngine):
         self._runs = list(_runs(len(parts.blocks), moves))
         self._lock = threading.RLock()
 
-    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> torch.Tensor:
+    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
             return super()._run(pool, pieces, outputs)
 

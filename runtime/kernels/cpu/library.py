@@ -74,6 +74,8 @@ def load(instruction_set: str | None = None) -> ctypes.CDLL | None:
     library.decoder_memory.argtypes = [p, q]
     library.decoder_step.restype = None
     library.decoder_step.argtypes = [p, i]
+    library.decoder_copy.restype = None
+    library.decoder_copy.argtypes = [p, p, q, p, p]
     functions = openmp()
     if functions is not None:
         library.set_pool(*functions)

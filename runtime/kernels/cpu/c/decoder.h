@@ -1,7 +1,8 @@
 /* A step of a Llama-like decoder: all layers (or some: weights may be streamed) in one parallel region, the residual stream in float32.
  *
  * A step takes `rows` tokens of any sequences at any positions. Row r belongs to sequence sequence[r], whose pages are
- * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. */
+ * pages[sequence[r] * pages_stride ...]; rows of one sequence are consecutive and in order. Rows of a tree (parents before children)
+ * have positions of their own and slots one after another; what a row sees of its tree is its path. */
 typedef struct {
     Linear query, key, value, output, gate, up, down;
     const float *input_norm, *mlp_norm;
@@ -25,6 +26,9 @@ typedef struct {
     float *x;                   /* [rows, hidden]: embeddings; overwritten */
     const int32_t *sequence;    /* [rows] */
     const int64_t *position;    /* [rows] */
+    const int64_t *slot;        /* [rows]: where its keys and values are put; NULL: at its position */
+    const int64_t *base, *path; /* [rows]: positions from base[r] on are at slots[path[r]], slots[path[r] + 1], ...; path[r] < 0: in order */
+    const int32_t *slots;
     const int32_t *pages;       /* [sequences, pages_stride] */
     const float *cosine, *sine; /* [positions, rotary / 2] */
     const int32_t *output;      /* [outputs]: rows whose logits are wanted */
@@ -112,8 +116,9 @@ static void place_heads(const Step *step, const Block *b, const Cache *cache, co
             float *k = s->k + (r * d->kv_heads + head) * d->head_dim;
             if (b->key_norm) rms_norm(k, b->key_norm, d->head_dim, d->eps, k);
             rotate(k, cosine, sine, (int)half);
-            int32_t page = step->pages[step->sequence[r] * step->pages_stride + at / PAGE];
-            cache_write(cache, (int)head, page, (int)(at % PAGE), k, s->v + (r * d->kv_heads + head) * d->head_dim);
+            int64_t slot = step->slot ? step->slot[r] : at;
+            int32_t page = step->pages[step->sequence[r] * step->pages_stride + slot / PAGE];
+            cache_write(cache, (int)head, page, (int)(slot % PAGE), k, s->v + (r * d->kv_heads + head) * d->head_dim);
         }
     }
 }
@@ -129,6 +134,9 @@ static void attend_rows(const Step *step, const Block *b, const Cache *cache, co
     for (int64_t unit = start; unit < end; unit++) {
         int64_t head = unit / step->rows, r = unit % step->rows; /* neighbours in time share a head's pages */
         const int32_t *pages = step->pages + step->sequence[r] * step->pages_stride;
+        Branch branch;
+        int branches = step->slot && step->path[r] >= 0;
+        if (branches) branch = (Branch){step->base[r], step->slots + step->path[r]};
         for (int64_t first = 0; first < shared; first += QUERIES) {
             int count = (int)(shared - first < QUERIES ? shared - first : QUERIES);
             for (int q = 0; q < count; q++) {
@@ -138,7 +146,7 @@ static void attend_rows(const Step *step, const Block *b, const Cache *cache, co
                 until[q] = step->position[r] + 1;
                 from[q] = b->window && until[q] > b->window ? until[q] - b->window : 0;
             }
-            attend(cache, (int)head, pages, count, query, from, until, d->scale, out);
+            attend(cache, (int)head, pages, count, query, from, until, branches ? &branch : NULL, d->scale, out);
         }
     }
 }
@@ -181,3 +189,12 @@ static void step_job(void *p, const Team *team) {
 }
 
 void decoder_step(const Step *step, int32_t threads) { parallel(step_job, (void *)step, threads); }
+
+/* Of one sequence's pages in all layers: what is at slot from[i] also to slot to[i], one after another. */
+void decoder_copy(const Decoder *d, const int32_t *pages, int64_t count, const int64_t *from, const int64_t *to) {
+    for (int64_t layer = 0; layer < d->layers; layer++) {
+        const Block *b = d->blocks + layer;
+        Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
+        for (int64_t i = 0; i < count; i++) cache_copy(&cache, pages, from[i], to[i]);
+    }
+}

@@ -1,0 +1,91 @@
+"""What decides how much is drafted. One file a policy in this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, NamedTuple
+
+from runtime.decoding.lengths.belief import Belief
+from runtime.decoding.lengths.curve import Curve
+from runtime.decoding.tree import Tree
+
+#: Most tokens of a branch and most nodes of a tree where nobody says otherwise.
+DEPTH, NODES = 8, 16
+
+
+class Plan(NamedTuple):
+    """What a drafter is asked for; 0 nodes: it is not asked. See `Ask`."""
+
+    nodes: int
+    depth: int
+    least: float = 0.0
+
+
+@dataclass
+class Costs:
+    """What was measured of a model and its drafter, for all calls.
+
+    Attributes:
+        step: seconds of the target's step by its number of rows.
+        draft: seconds of a drafter's turn by the tokens that it was asked for, deepest branch, for one text.
+        belief: in its chances.
+    """
+
+    step: Curve
+    draft: Curve
+    belief: Belief
+
+    @classmethod
+    def unknown(cls) -> Costs:
+        # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
+        return cls(Curve(0.3), Curve(1.0), Belief())
+
+
+@dataclass(eq=False)
+class Progress:
+    """One text as a length policy sees it.
+
+    Attributes:
+        belief: in the drafter's chances, for this text.
+        room: most tokens that may still follow, so that a longer branch is of no use.
+        memory: what the policy keeps between its turns.
+    """
+
+    belief: Belief
+    room: int = 0
+    memory: Any = None
+
+
+class Lengths:
+    """How much to draft next.
+
+    Attributes:
+        name: as `lengths=` says it.
+    """
+
+    name: ClassVar[str]
+
+    def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
+        """What to ask the drafter for, for each text.
+
+        Args:
+            costs: as measured so far.
+            rows: that the step has anyway: one of each text, and those of prompts.
+            most_rows: that a step can have.
+        """
+        raise NotImplementedError
+
+    def trim(
+        self, texts: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
+    ) -> list[Tree]:
+        """Of what was drafted, what is worth being verified. Drawn trees (`Tree.proposals`) must not be changed by what is in them.
+
+        Args:
+            drafted: seconds that drafting took.
+        """
+        return list(trees)
+
+    def describe(self) -> str:
+        """In a few words, for `Model.stats`."""
+        return self.name

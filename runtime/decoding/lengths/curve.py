@@ -1,0 +1,66 @@
+"""Seconds as a function of a whole number, learned while it is used."""
+
+from __future__ import annotations
+
+import bisect
+import statistics
+from collections import deque
+
+_KEPT = 9  # samples of a number; their median does not mind a disturbed few
+
+
+class Curve:
+    """What `n` rows (or tokens) take, from samples: their median where there are any, straight lines between, and beyond them.
+
+    Args:
+        slope: what one more adds, as a share of the time of one, as long as nothing else is known.
+    """
+
+    def __init__(self, slope: float) -> None:
+        self._slope = slope
+        self._samples: dict[int, deque[float]] = {}
+        self._places: list[int] = []
+        self._values: list[float] = []
+
+    @property
+    def known(self) -> bool:
+        return bool(self._places)
+
+    def add(self, n: int, seconds: float) -> None:
+        """One more measurement."""
+        samples = self._samples.get(n)
+        if samples is None:
+            samples = self._samples[n] = deque(maxlen=_KEPT)
+            place = bisect.bisect(self._places, n)
+            self._places.insert(place, n)
+            self._values.insert(place, seconds)
+        samples.append(seconds)
+        self._values[bisect.bisect_left(self._places, n)] = statistics.median(samples)
+
+    def count(self, n: int) -> int:
+        """How many samples of this number there are, at most as many as are kept."""
+        return len(self._samples.get(n, ()))
+
+    def __call__(self, n: int) -> float:
+        """Seconds that `n` take; 0 where nothing is known."""
+        places, values = self._places, self._values
+        if not places:
+            return 0.0
+        place = bisect.bisect_left(places, n)
+        if place < len(places) and places[place] == n:
+            return values[place]
+        if place == 0:  # below all: the line that the slope alone draws through the first
+            return values[0] * (1 + self._slope * (n - 1)) / (1 + self._slope * (places[0] - 1))
+        before, low = places[place - 1], values[place - 1]
+        if place < len(places):
+            share = (n - before) / (places[place] - before)
+            return low + share * (values[place] - low)
+        return low + (n - before) * self._step()
+
+    def _step(self) -> float:
+        """What one more adds beyond all that was measured: as over the whole of it, or by the slope."""
+        first, last = self._places[0], self._places[-1]
+        guess = self._slope * self._values[0] / (1 + self._slope * (first - 1))
+        if first == last:
+            return guess
+        return max((self._values[-1] - self._values[0]) / (last - first), 0.1 * guess)

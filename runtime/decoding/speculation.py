@@ -1,0 +1,272 @@
+"""Speculative decoding of a model: its drafter, the rule by which tokens are accepted, how much is drafted, and what was learned.
+
+One `Speculation` a model; each call of generate or stream has a `Speculator` of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.decoding.drafters.base import Ask, Drafter, Draw, Text, Verified
+from runtime.decoding.drafters.watch import Watch
+from runtime.decoding.lengths.base import Costs, Lengths, Progress
+from runtime.decoding.lengths.belief import Belief
+from runtime.decoding.lengths.goodput import Goodput
+from runtime.decoding.options import GenerationOptions
+from runtime.decoding.sampling_cpu import greedy
+from runtime.decoding.stats import GenerationStats
+from runtime.decoding.tree import ROOT, Tree
+from runtime.decoding.verify.base import Rule, Verdict
+from runtime.decoding.verify.exact import Exact
+from runtime.decoding.verify.target import Target
+
+_log = logging.getLogger("compress.speculation")
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Speculation:
+    """How a model decodes speculatively.
+
+    Attributes:
+        drafter: proposes. rule: accepts. lengths: says how much.
+        costs: measured over all calls.
+        off: why the drafter was switched off; None: it works.
+    """
+
+    drafter: Drafter
+    rule: Rule = field(default_factory=Exact)
+    lengths: Lengths = field(default_factory=Goodput)
+    costs: Costs = field(default_factory=Costs.unknown)
+    off: str | None = None
+    watch: Watch = field(default_factory=Watch)
+
+    def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
+        """What a drafter does, or None: one that fails or does not come back is switched off, and texts go on without it."""
+        try:
+            return self.watch.run(what, *arguments) if self.drafter.watched else what(*arguments)
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            self.switch_off(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
+            return None
+
+    def switch_off(self, reason: str) -> None:
+        self.off = reason
+        _log.warning("the drafter %s is switched off: %s; decoding goes on without it", self.drafter.name, reason)
+
+    def describe(self) -> str:
+        """In a few words."""
+        text = f"{self.drafter.describe()}, {self.lengths.describe()} lengths, {self.rule.describe()} acceptance"
+        return text if self.off is None else f"{text}; switched off: {self.off}"
+
+
+@dataclass(eq=False)
+class Track:
+    """What a call knows of one text.
+
+    Attributes:
+        state: the drafter's.
+        progress: the length policy's.
+        whole: the tree as it was drafted, before any of it was left out.
+    """
+
+    state: Any
+    progress: Progress
+    whole: Tree = field(default_factory=Tree)
+
+
+class Speculator:
+    """The speculation of one call.
+
+    Args:
+        speculation: the model's.
+        options: of the call.
+        stats: drafted and accepted tokens are counted there.
+        trees: whether the engine verifies more than chains.
+        most_rows: tokens of a step.
+        vocabulary: ids are below it.
+    """
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        options: GenerationOptions,
+        stats: GenerationStats,
+        trees: bool,
+        most_rows: int,
+        vocabulary: int,
+    ) -> None:
+        self._speculation = speculation
+        self._options, self._stats = options, stats
+        self._trees, self._most_rows, self._vocabulary = trees, most_rows, vocabulary
+        # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
+        self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
+        self._tracks: dict[int, Track] = {}
+        self.hidden = "hidden" in speculation.drafter.wants
+        self.prompts = "prompt" in speculation.drafter.wants
+
+    @property
+    def on(self) -> bool:
+        return self._speculation.off is None
+
+    # ---------------------------------------------------------------- before a step
+    def propose(
+        self, texts: Sequence[Text], rooms: Sequence[int], sources: Sequence[torch.Generator | None], rows: int
+    ) -> list[Tree]:
+        """A tree for each text, maybe an empty one.
+
+        Args:
+            texts: that decode in this step.
+            rooms: of each, most tokens that may still follow besides the one that the target writes itself.
+            sources: of each, its random numbers; None: greedy.
+            rows: tokens of the step without any draft.
+        """
+        speculation = self._speculation
+        nothing = [Tree() for _ in texts]
+        if not self.on or not texts:
+            return nothing
+        tracks = [self._track(text) for text in texts]
+        for track, room in zip(tracks, rooms, strict=True):
+            track.whole = Tree()
+            track.progress.room = room
+        if not self.on:
+            return nothing
+        progress = [track.progress for track in tracks]
+        plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
+        asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
+        if not asked:
+            return nothing
+        asks = []
+        for index in asked:
+            source, plan = sources[index], plans[index]
+            draw = Draw(self._options, source) if self._drawn and source is not None else None
+            asks.append(Ask(tracks[index].state, texts[index], plan.nodes, plan.depth, draw, plan.least))
+        started = time.perf_counter()
+        found = speculation.guarded(speculation.drafter.draft, asks)
+        seconds = time.perf_counter() - started
+        self._stats.draft_seconds += seconds
+        found = None if found is None else self._checked(found, asks)
+        if found is None:
+            return nothing
+        deepest = max((max(tree.depths(), default=0) for tree in found), default=0)
+        if deepest:
+            speculation.costs.draft.add(deepest, seconds)
+        for index, tree in zip(asked, found, strict=True):
+            nothing[index] = tracks[index].whole = tree
+        return speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
+
+    def _track(self, text: Text) -> Track:
+        track = self._tracks.get(id(text))
+        if track is None:
+            state = self._speculation.guarded(self._speculation.drafter.begin, text)
+            track = self._tracks[id(text)] = Track(state, Progress(Belief(self._speculation.costs.belief)))
+        return track
+
+    def _checked(self, trees: Sequence[Tree], asks: Sequence[Ask]) -> list[Tree] | None:
+        """The trees as the engine can verify them; a drafter whose trees are none is switched off."""
+        if len(trees) != len(asks):
+            self._speculation.switch_off(f"it gave {len(trees)} trees for {len(asks)} texts")
+            return None
+        checked = []
+        for tree, ask in zip(trees, asks, strict=True):
+            wrong = _wrong(tree, self._vocabulary)
+            if wrong is not None:
+                self._speculation.switch_off(wrong)
+                return None
+            tree = tree.first(ask.nodes, ask.depth)
+            checked.append(tree if self._trees or tree.is_chain else tree.main_chain())
+        return checked
+
+    # ---------------------------------------------------------------- after it
+    def timed(self, rows: int, seconds: float) -> None:
+        """A step of decoding texts alone took so long."""
+        self._speculation.costs.step.add(rows, seconds)
+
+    def greedy(self, logits: torch.Tensor) -> list[int] | None:
+        """The most likely token of every row at once, where that is all that is asked."""
+        if self._options.temperature or self._options.repetition_penalty != 1.0:
+            return None
+        if logits.device.type != "cpu":
+            return None if bool(torch.isnan(logits.amax()).any()) else logits.argmax(-1).tolist()
+        tokens, broken = greedy(logits)
+        return None if broken else tokens
+
+    def accept(
+        self,
+        tree: Tree,
+        logits: torch.Tensor,
+        source: torch.Generator | None,
+        seen: torch.Tensor | None,
+        best: Sequence[int] | None,
+    ) -> Verdict:
+        """What of a tree becomes text.
+
+        Args:
+            logits: float32 `[1 + nodes, vocab]`.
+            source: the text's random numbers.
+            seen: bool `[vocab]`, for the repetition penalty.
+            best: from `greedy`, for these rows.
+        """
+        rule = self._speculation.rule if len(tree) else Exact()
+        verdict = rule.accept(tree, Target(logits, self._options, source, seen, best))
+        if len(tree):
+            self._stats.count_draft(tree, verdict.path)
+        return verdict
+
+    def learn(
+        self,
+        text: Text,
+        tree: Tree,
+        path: Sequence[int],
+        new: Sequence[int],
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """After the new tokens are at the text's end."""
+        if not self.on:
+            return
+        track = self._track(text)
+        if len(track.whole):
+            track.progress.belief.observe(track.whole, new)
+            self._speculation.costs.belief.observe(track.whole, new)
+        if self.on:
+            verified = Verified(text, tree, path, new, logits, hidden)
+            self._speculation.guarded(self._speculation.drafter.learn, track.state, verified)
+
+    def read(self, text: Text, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Tokens of a prompt were computed."""
+        if self.on:
+            self._speculation.guarded(self._speculation.drafter.read, self._track(text).state, start, tokens, hidden)
+
+    def end(self, text: Text) -> None:
+        """The text is finished, or thrown away."""
+        track = self._tracks.pop(id(text), None)
+        if track is not None and self.on:
+            self._speculation.guarded(self._speculation.drafter.end, track.state)
+
+    def close(self) -> None:
+        """The call is over."""
+        for track in self._tracks.values():
+            if self.on:
+                self._speculation.guarded(self._speculation.drafter.end, track.state)
+        self._tracks.clear()
+
+
+def _wrong(tree: Tree, vocabulary: int) -> str | None:
+    """What is wrong with a tree; None: nothing."""
+    if len(tree.parents) != len(tree.tokens) or (tree.chances and len(tree.chances) != len(tree.tokens)):
+        return "a tree has not as many parents or chances as tokens"
+    for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if not 0 <= token < vocabulary:
+            return f"it proposed token {token} of a vocabulary of {vocabulary}"
+        if not ROOT <= parent < index:
+            return f"node {index} of a tree comes before its parent {parent}"
+    if len(set(zip(tree.parents, tree.tokens, strict=True))) < len(tree.tokens):
+        return "a tree has the same token twice below a node"
+    return None

@@ -1,0 +1,151 @@
+"""What a drafter proposes: tokens that may follow a text, as a tree whose branches are alternatives."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+ROOT = -1  # the parent of nodes that follow the text itself
+
+
+@dataclass(slots=True)
+class Tree:
+    """Tokens in an order in which parents come before their children, and of siblings the first to be tried before the others.
+
+    Attributes:
+        tokens: ids, one a node.
+        parents: of each node, the index of the one before it; `ROOT`: it follows the text.
+        chances: of each node, how likely the drafter takes it to be right where its parent is, in [0, 1]; empty: it does not say.
+        proposals: {node or ROOT: distribution, float32 `[vocab]` on the CPU, that its children were drawn from, one after another
+            without replacement}. Children of others are guesses, as good as the drafter could make them. Whoever draws must not look
+            at a child to decide whether it is proposed: dropping an unlikely one afterwards changes what is sampled.
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    proposals: dict[int, torch.Tensor] = field(default_factory=dict)
+
+    @classmethod
+    def chain(cls, tokens: Sequence[int], chances: Sequence[float] = ()) -> Tree:
+        """Tokens one after another."""
+        return cls(list(tokens), list(range(-1, len(tokens) - 1)), list(chances))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    @property
+    def is_chain(self) -> bool:
+        return all(parent == index - 1 for index, parent in enumerate(self.parents))
+
+    def add(self, token: int, parent: int, chance: float | None = None) -> int:
+        """One more node; returns its index. Either all nodes of a tree have a chance or none has."""
+        self.tokens.append(token)
+        self.parents.append(parent)
+        if chance is not None:
+            self.chances.append(chance)
+        return len(self.tokens) - 1
+
+    def depths(self) -> list[int]:
+        """Of each node, how many tokens after the text it is; 1 for children of the root."""
+        depths: list[int] = []
+        for parent in self.parents:
+            depths.append(1 if parent == ROOT else depths[parent] + 1)
+        return depths
+
+    def children(self) -> dict[int, list[int]]:
+        """{node or ROOT: its children, first to be tried first}; leaves have no entry."""
+        found: dict[int, list[int]] = {}
+        for index, parent in enumerate(self.parents):
+            found.setdefault(parent, []).append(index)
+        return found
+
+    def path(self, node: int) -> list[int]:
+        """Indices from the root's child down to `node` itself."""
+        found = []
+        while node != ROOT:
+            found.append(node)
+            node = self.parents[node]
+        return found[::-1]
+
+    def reach(self) -> list[float]:
+        """Of each node, how likely it and all before it are right; needs `chances`."""
+        reach: list[float] = []
+        for parent, chance in zip(self.parents, self.chances, strict=True):
+            reach.append(chance if parent == ROOT else reach[parent] * chance)
+        return reach
+
+    # ---------------------------------------------------------------- smaller trees
+    def first(self, count: int, depth: int | None = None) -> Tree:
+        """The first `count` nodes, of these the ones no deeper than `depth`. Both looks at no token, so what is drawn stays exact."""
+        count = min(count, len(self))
+        if depth is None:
+            if count == len(self):
+                return self
+            return self.keep(range(count))
+        depths = self.depths()
+        if count == len(self) and max(depths, default=0) <= depth:
+            return self
+        return self.keep([index for index in range(count) if depths[index] <= depth])
+
+    def best(self, count: int) -> Tree:
+        """The `count` nodes that are most likely reached; only for trees of guesses (no `proposals`) with `chances`."""
+        if count >= len(self):
+            return self
+        reach = self.reach()
+        # A node is never likelier than its parent; of equals the earlier, so that parents stay.
+        order = sorted(range(len(self)), key=lambda index: (-reach[index], index))[:count]
+        return self.keep(sorted(order))
+
+    def main_chain(self) -> Tree:
+        """One branch, for engines that verify nothing else: at each node the likeliest of guesses, the first of what was drawn."""
+        children, kept, node = self.children(), [], ROOT
+        while node in children:
+            options = children[node]
+            if node in self.proposals or not self.chances:
+                node = options[0]
+            else:
+                node = max(options, key=lambda index: self.chances[index])
+            kept.append(node)
+        return self.keep(sorted(kept))
+
+    def keep(self, indices: Sequence[int]) -> Tree:
+        """The nodes of these ascending indices; with each its parent must be there."""
+        place = {old: new for new, old in enumerate(indices)}
+        place[ROOT] = ROOT
+        parents = [place[self.parents[index]] for index in indices]
+        used = set(parents)
+        return Tree(
+            [self.tokens[index] for index in indices],
+            parents,
+            [self.chances[index] for index in indices] if self.chances else [],
+            {place[node]: value for node, value in self.proposals.items() if place.get(node, -2) in used},
+        )
+
+    def merged(self, other: Tree) -> Tree:
+        """Both trees; nodes of the same tokens become one. Only for trees of guesses."""
+        both = Tree(list(self.tokens), list(self.parents), list(self.chances))
+        if not self.tokens:
+            both.chances = []
+        known = {
+            (parent, token): index for index, (parent, token) in enumerate(zip(both.parents, both.tokens, strict=True))
+        }
+        place = {ROOT: ROOT}
+        has_chances = bool(other.chances) and (bool(self.chances) or not self.tokens)
+        for index, (token, parent) in enumerate(zip(other.tokens, other.parents, strict=True)):
+            key = (place[parent], token)
+            if key not in known:
+                known[key] = both.add(token, place[parent], other.chances[index] if has_chances else None)
+            place[index] = known[key]
+        if not has_chances:
+            both.chances = []
+        return both
+
+    def branches(self) -> Iterator[list[int]]:
+        """The tokens of each path from the root to a leaf."""
+        inner = set(self.parents)
+        for index in range(len(self)):
+            if index not in inner:
+                yield [self.tokens[node] for node in self.path(index)]

@@ -1,0 +1,15 @@
+"""Acceptance rules: what of a drafted tree becomes text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from runtime.decoding.verify.base import Rule
+
+
+def read_rule(value: Any, where: str = "acceptance") -> Rule:
+    """A rule from a name or {name: settings}; RequestError where there is none such."""
+    from runtime.decoding.methods import RULES, read_method
+
+    rule: Rule = read_method(RULES, value, where)
+    return rule

@@ -1,0 +1,103 @@
+"""Models and drafters for tests of speculative decoding."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from test_llama_engine import engines, model_of
+
+from runtime.decoding.drafters.base import Ask, Drafter, Verified
+from runtime.decoding.lengths.base import Lengths
+from runtime.decoding.lengths.fixed import Fixed
+from runtime.decoding.speculation import Speculation
+from runtime.decoding.tree import ROOT, Tree
+from runtime.decoding.verify.base import Rule
+from runtime.decoding.verify.exact import Exact
+from runtime.model import Model
+
+VOCABULARY = 400
+
+
+def model(speculation: Speculation | None = None, name: str = "grouped", **changes: Any) -> Model:
+    """A tiny random Llama in C, with no tokenizer."""
+    _, lean = engines(model_of(name, **changes))
+    return Model(lean, None, SimpleNamespace(path=Path("tiny")), frozenset([3]), speculation)  # type: ignore[arg-type]
+
+
+def prompts(count: int, longest: int = 40, seed: int = 0) -> list[list[int]]:
+    draw = random.Random(seed)
+    return [[draw.randrange(4, VOCABULARY) for _ in range(draw.randint(1, longest))] for _ in range(count)]
+
+
+def speculation(drafter: Drafter, lengths: Lengths | None = None, rule: Rule | None = None) -> Speculation:
+    return Speculation(drafter, rule or Exact(), lengths or Fixed(depth=6, nodes=12))
+
+
+class Scripted(Drafter):
+    """Knows what will be written and proposes trees around it, with the truth at a random place and, at times, not at all.
+
+    Args:
+        answers: {prompt: what follows it}.
+        right: how often a token is the true one.
+        branches: most siblings.
+    """
+
+    name = "scripted"
+
+    def __init__(self, answers: dict[tuple[int, ...], list[int]], right: float = 0.8, branches: int = 3) -> None:
+        self._answers, self._right, self._branches = answers, right, branches
+        self._random = random.Random(0)
+        self.begun = self.ended = 0
+        self.verified: list[Verified] = []
+
+    @property
+    def watched(self) -> bool:
+        return False
+
+    def begin(self, text: Any) -> Any:
+        self.begun += 1
+        return tuple(text.tokens[: text.prompt])
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        return [self._tree(ask) for ask in asks]
+
+    def _tree(self, ask: Ask) -> Tree:
+        tree, draw = Tree(), self._random
+        truth = self._answers[ask.state][len(ask.text.tokens) - ask.text.prompt :]
+        levels = [ROOT]
+        for depth in range(min(ask.depth, len(truth))):
+            following = []
+            for parent in levels:
+                tokens = draw.sample(range(4, VOCABULARY), draw.randint(1, self._branches))
+                if draw.random() < self._right:
+                    tokens = [token for token in tokens if token != truth[depth]]
+                    tokens.insert(draw.randint(0, len(tokens)), truth[depth])
+                for token in tokens:
+                    if len(tree) < ask.nodes:
+                        following.append(tree.add(token, parent))
+            levels = following[:4]
+            draw.shuffle(levels)
+        return tree
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        assert verified.text.tokens[-len(verified.new) :] == list(verified.new)
+        assert verified.logits.shape[0] == 1 + len(verified.tree)
+        self.verified.append(verified)
+
+    def end(self, state: Any) -> None:
+        self.ended += 1
+
+
+def answers(plain: Model, texts: Sequence[list[int]], **options: Any) -> dict[tuple[int, ...], list[int]]:
+    """What plain decoding writes."""
+    return {tuple(text): new for text, new in zip(texts, plain.generate(list(texts), **options), strict=True)}
+
+
+def table_logits(vocabulary: int, seed: int, sharp: float = 2.0) -> torch.Tensor:
+    """Logits `[vocab, vocab]` of a model that sees only the last token."""
+    return sharp * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))

@@ -1,0 +1,262 @@
+"""Acceptance rules: what they let through is distributed as the target alone would write it, or as their source says."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from speculation_cases import table_logits
+
+from runtime.decoding.options import GenerationOptions
+from runtime.decoding.sampling import process
+from runtime.decoding.tree import ROOT, Tree
+from runtime.decoding.verify import read_rule
+from runtime.decoding.verify.base import Rule
+from runtime.decoding.verify.exact import Exact, rejected
+from runtime.decoding.verify.lenient import Lenient
+from runtime.decoding.verify.rollback import Rollback
+from runtime.decoding.verify.target import Target
+from runtime.decoding.verify.typical import Typical
+from runtime.errors import RequestError
+
+VOCABULARY, DRAWS = 7, 8_000
+SETTINGS = [
+    GenerationOptions(temperature=1.0),
+    GenerationOptions(temperature=0.6, top_k=4),
+    GenerationOptions(temperature=1.5, top_p=0.8),
+]
+
+
+def softmax(logits: torch.Tensor, options: GenerationOptions) -> torch.Tensor:
+    return torch.softmax(process(logits[None], None, options)[0].double(), -1)
+
+
+def drawn_tree(
+    draft: torch.Tensor, start: int, shape: list[int], options: GenerationOptions, source: torch.Generator
+) -> Tree:
+    """Children drawn without replacement from a bigram draft, `shape[d]` of each node at depth d."""
+    tree, level = Tree(), [(ROOT, start)]
+    for width in shape:
+        following = []
+        for parent, token in level:
+            q = softmax(draft[token], options)
+            tree.proposals[parent] = q.float()
+            count = min(width, int((q > 0).sum()))
+            for child in torch.multinomial(q, count, replacement=False, generator=source).tolist():
+                following.append((tree.add(child, parent), child))
+        level = following
+    return tree
+
+
+def written(
+    rule: Rule, shape: list[int], options: GenerationOptions, guesses: bool = False
+) -> Counter[tuple[int, ...]]:
+    """The first three tokens of many texts, written round by round from trees of this shape."""
+    target, draft = table_logits(VOCABULARY, 1), table_logits(VOCABULARY, 2)
+    source = torch.Generator().manual_seed(5)
+    found: Counter[tuple[int, ...]] = Counter()
+    for _ in range(DRAWS):
+        text = [0]
+        while len(text) < 4:
+            tree = drawn_tree(draft, text[-1], shape, options, source)
+            if guesses:
+                tree.proposals = {}
+            logits = target[torch.tensor([text[-1], *tree.tokens])]
+            verdict = rule.accept(tree, Target(logits, options, source))
+            text += [*(tree.tokens[node] for node in verdict.path), verdict.token]
+        found[tuple(text[1:4])] += 1
+    return found
+
+
+def expected(options: GenerationOptions) -> dict[tuple[int, ...], float]:
+    target = table_logits(VOCABULARY, 1)
+    rows = torch.stack([softmax(row, options) for row in target])
+    chances = {}
+    for a in range(VOCABULARY):
+        for b in range(VOCABULARY):
+            for c in range(VOCABULARY):
+                chances[a, b, c] = float(rows[0, a] * rows[a, b] * rows[b, c])
+    return chances
+
+
+def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
+    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell), in standard deviations above its mean."""
+    rest_found, rest_expected, statistic, cells = 0.0, 0.0, 0.0, 0
+    for key, chance in chances.items():
+        want = chance * DRAWS
+        if want < 5:
+            rest_found, rest_expected = rest_found + found[key], rest_expected + want
+            continue
+        statistic += (found[key] - want) ** 2 / want
+        cells += 1
+    if rest_expected > 5:
+        statistic += (rest_found - rest_expected) ** 2 / rest_expected
+        cells += 1
+    return (statistic - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+
+
+class KeepsResidual(Exact):
+    """Broken on purpose: after a rejection it draws from the target's distribution, not from what is left of it."""
+
+    def step(self, tree: Any, node: Any, options: Any, branch: Any, target: Any) -> Any:
+        proposal = tree.proposals.get(node)
+        if proposal is None or not options:
+            return super().step(tree, node, options, branch, target)
+        p, q = target.distribution(node, branch), proposal.double()
+        for child in options:
+            if target.uniform() * q[tree.tokens[child]] < p[tree.tokens[child]]:
+                return child, tree.tokens[child]
+        return None, target.choose(node, branch)
+
+
+class KeepsProposal(Exact):
+    """Broken on purpose: the next child is taken to be drawn with replacement."""
+
+    def step(self, tree: Any, node: Any, options: Any, branch: Any, target: Any) -> Any:
+        proposal = tree.proposals.get(node)
+        if proposal is None or not options:
+            return super().step(tree, node, options, branch, target)
+        p, q = target.distribution(node, branch), proposal.double()
+        for child in options:
+            if target.uniform() * q[tree.tokens[child]] < p[tree.tokens[child]]:
+                return child, tree.tokens[child]
+            p, _ = rejected(p, q, tree.tokens[child])
+        return None, int(torch.multinomial(p, 1, generator=target.generator))
+
+
+@pytest.mark.parametrize("options", SETTINGS)
+@pytest.mark.parametrize("shape", [[1, 1], [3, 2]])
+def test_exact_sampling_is_distributed_as_the_target(shape: list[int], options: GenerationOptions) -> None:
+    assert misfit(written(Exact(), shape, options), expected(options)) < 4
+
+
+def test_guesses_under_sampling_are_distributed_as_the_target() -> None:
+    assert misfit(written(Exact(), [2, 2], SETTINGS[0], guesses=True), expected(SETTINGS[0])) < 4
+
+
+@pytest.mark.parametrize(
+    ("rule", "shape"), [(KeepsResidual(), [1, 1]), (KeepsProposal(), [3, 2]), (Lenient(0.5), [1, 1])]
+)
+def test_the_test_sees_broken_rules(rule: Rule, shape: list[int]) -> None:
+    assert misfit(written(rule, shape, SETTINGS[0]), expected(SETTINGS[0])) > 8
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_rate_of_acceptance_is_the_overlap(seed: int) -> None:
+    """One drawn child is accepted as often as the two distributions overlap: nothing is given away."""
+    source = torch.Generator().manual_seed(seed)
+    logits, q = torch.randn(1, 50, generator=source) * 2, torch.softmax(torch.randn(50, generator=source) * 2, -1)
+    options = GenerationOptions(temperature=1.0)
+    target = Target(logits.expand(2, -1), options, source)
+    p = target.distribution(ROOT)
+    right, count = 0, 1500
+    for token in torch.multinomial(q, count, replacement=True, generator=source).tolist():
+        tree = Tree([token], [ROOT], [], {ROOT: q})
+        right += bool(Exact().accept(tree, target).path)
+    overlap = float(torch.minimum(p, q.double()).sum())
+    assert abs(right / count - overlap) < 4.5 * (overlap * (1 - overlap) / count) ** 0.5 + 1e-3
+
+
+def test_greedy_takes_the_longest_right_branch() -> None:
+    logits = torch.full((6, 9), -1.0)
+    for row, best in enumerate([4, 5, 6, 7, 8, 2]):
+        logits[row, best] = 1.0
+    #              0: 3   1: 4   2: 4->7  3: 7->? ...
+    tree = Tree([3, 4, 6, 7, 8], [ROOT, ROOT, 1, 2, 3])
+    logits[2, 6] = 3.0  # after node 1 (token 4) comes 6, node 2; then 7, node 3
+    logits[3, 7] = 3.0
+    logits[4, 1] = 3.0  # after node 3 comes 1, which is not node 4
+    assert Exact().accept(tree, Target(logits, GenerationOptions())) == ([1, 2, 3], 1)
+
+
+def test_equal_distributions_accept_everything() -> None:
+    logits = torch.randn(1, 30).expand(4, -1)
+    options = GenerationOptions(temperature=1.0)
+    q = torch.softmax(logits[0], -1)
+    source = torch.Generator().manual_seed(0)
+    for _ in range(200):
+        tokens = torch.multinomial(q, 3, replacement=True, generator=source).tolist()
+        tree = Tree.chain(tokens)
+        tree.proposals = dict.fromkeys((-1, 0, 1), q)
+        assert len(Exact().accept(tree, Target(logits, options, source)).path) == 3
+
+
+def test_impossible_proposals_are_never_written() -> None:
+    """A draft that draws what top-k forbids, or knows fewer tokens than there are children."""
+    logits = torch.randn(4, 12, generator=torch.Generator().manual_seed(0))
+    options = GenerationOptions(temperature=1.0, top_k=3)
+    allowed = set(torch.topk(logits[0], 3).indices.tolist())
+    q = torch.zeros(12)
+    outside = [token for token in range(12) if token not in allowed][:2]
+    q[outside] = 0.5
+    source = torch.Generator().manual_seed(0)
+    for _ in range(100):
+        tree = Tree([outside[0], outside[1], 5], [ROOT, ROOT, ROOT], [], {ROOT: q})
+        path, token = Exact().accept(tree, Target(logits, options, source))
+        assert (tree.tokens[path[0]] if path else token) in allowed
+
+
+def test_typical_acceptance_follows_its_formula() -> None:
+    options = GenerationOptions(temperature=1.0)
+    generator = torch.Generator().manual_seed(3)
+    for _ in range(200):
+        logits = torch.randn(3, 20, generator=generator) * 3
+        tokens = torch.randint(0, 20, (2,), generator=generator).tolist()
+        p = torch.softmax(logits.double(), -1)
+        count = 0
+        for row, token in enumerate(tokens):
+            entropy = float(-(p[row] * p[row].log()).sum())
+            if float(p[row, token]) <= min(0.09, 0.3 * 2.718281828459045**-entropy):
+                break
+            count += 1
+        verdict = Typical().accept(Tree.chain(tokens), Target(logits, options, generator))
+        assert len(verdict.path) == count
+    greedy = Target(logits, GenerationOptions())
+    assert Typical().accept(Tree.chain(tokens), greedy) == Exact().accept(Tree.chain(tokens), greedy)
+
+
+def test_typical_acceptance_takes_the_longest_branch() -> None:
+    logits = torch.zeros(5, 4)  # everything is plausible
+    tree = Tree([0, 1, 2, 3], [ROOT, ROOT, 1, 2])
+    assert Typical().accept(tree, Target(logits, GenerationOptions(temperature=1.0), torch.Generator())).path == [
+        1,
+        2,
+        3,
+    ]
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_rollback_begins_where_the_target_finds_a_token_unlikely(draws: bool) -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.9, 0.08, 0.02], [1 / 3, 1 / 3, 1 / 3]]))
+    options = GenerationOptions(temperature=1.0) if draws else GenerationOptions()
+    source = torch.Generator() if draws else None
+    tree = Tree.chain([2, 1])
+    assert Rollback(threshold=2.0).accept(tree, Target(logits, options, source)).path == [0]  # -log 0.08 = 2.5
+    assert Rollback(threshold=3.0).accept(tree, Target(logits, options, source)).path == [0, 1]
+    assert Rollback(threshold=1.0).accept(tree, Target(logits, options, source)).path == []
+
+
+def test_lenience_forgives_a_factor() -> None:
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.3, 0.2]]))
+    for factor, path in ((1.0, []), (0.61, []), (0.59, [0])):
+        assert Lenient(factor).accept(Tree.chain([1]), Target(logits, GenerationOptions())).path == path
+    # A token that the draft draws with certainty is accepted with probability p / factor.
+    q = torch.tensor([0.0, 0.0, 1.0])
+    source, options = torch.Generator().manual_seed(0), GenerationOptions(temperature=1.0)
+    tree = Tree([2], [ROOT], [], {ROOT: q})
+    right = sum(bool(Lenient(0.5).accept(tree, Target(logits, options, source)).path) for _ in range(4000))
+    assert abs(right / 4000 - 0.4) < 0.035
+
+
+def test_rules_are_read_from_names_and_mappings() -> None:
+    assert isinstance(read_rule("exact"), Exact)
+    assert read_rule({"typical": {"epsilon": 0.2}}) == Typical(epsilon=0.2)
+    assert Typical().describe() == "typical (lossy)"
+    with pytest.raises(RequestError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
+        read_rule("typcal")
+    with pytest.raises(RequestError, match="epsilon: expected a number above 0 and at most 1"):
+        read_rule({"typical": {"epsilon": 2}})
+    with pytest.raises(RequestError, match="unknown key 'eps'"):
+        read_rule({"typical": {"eps": 0.2}})

@@ -37,7 +37,7 @@ _TOKENIZER_FILES = (
     "vocab.txt",
     "spiece.model",
 )
-_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "trust_remote_code"]
+_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "drafter", "trust_remote_code"]
 
 
 def load(
@@ -50,6 +50,7 @@ def load(
     verify: bool | None = None,
     max_memory: int | str | None = None,
     kv_cache: str | Mapping[str, Any] | bool | None = None,
+    drafter: Any = None,
     trust_remote_code: bool = False,
     **unknown: Any,
 ) -> Any:
@@ -75,6 +76,10 @@ def load(
         kv_cache: how keys and values are held: a published name ("kivi", "snapkv", ...), a mapping such as {"keys": "int4", "values":
             "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`; docs/kv_cache.md). None: as the artifact
             says, if it does; False: as they come. What `compress apply` calibrated for the artifact is used where a policy needs it.
+        drafter: what proposes tokens that the model then verifies several at a time (docs/speculative.md): a name ("lookup", "suffix",
+            "recycling", ...), the directory of a draft model, settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance":
+            "exact", "lengths": "goodput"}), a list of these (the first that knows something proposes), or a `Drafter`. None: what the
+            artifact brings, if it does; False: nothing. Texts stay those of plain decoding.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:
@@ -97,6 +102,7 @@ def load(
             trust_remote_code,
             {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound},
             kv_cache,
+            drafter,
         )
     artifact = Artifact(path, trust_remote_code)
     if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
@@ -111,10 +117,19 @@ def load(
     blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
     policy = choose_policy(kv_cache, artifact, blueprint.module.config)
     if blueprint.kind != "decoder":
+        if drafter not in (None, False):
+            raise RequestError(
+                f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
+            )
         return _without_cache_file(blueprint, bound, trust_remote_code)
     engine = load_engine(blueprint, checked, bound, policy)
     tokenizer = load_tokenizer(artifact.path, trust_remote_code)
-    return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer))
+    speculation = None
+    if drafter is not None or (artifact.manifest or {}).get("draft") is not None:
+        from runtime.decoding.drafters.choose import Target, choose_speculation
+
+        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code))
+    return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer), speculation)
 
 
 def _exported(
@@ -124,8 +139,13 @@ def _exported(
     trust_remote_code: bool,
     options: dict[str, Any],
     kv_cache: Any,
+    drafter: Any,
 ) -> Model | EncoderModel | Seq2SeqModel:
     """What another engine runs, behind the same interface."""
+    if drafter not in (None, False):
+        raise RequestError(
+            f"drafter: {export.path} is an export, whose engine cannot take tokens back; load the artifact instead"
+        )
     if kv_cache is not None and not is_off(kv_cache):
         raise RequestError(
             f"kv_cache: {export.path} is an export, whose engine has a cache of its own; load the artifact instead"

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
+from runtime.decoding.drafters.base import Place
 from runtime.decoding.options import GenerationOptions
 from runtime.decoding.output import SequenceOutput
 from runtime.decoding.pages import Pages
@@ -107,7 +108,7 @@ class Scheduler:
         started = time.perf_counter()
         self._admit()
         parts = self._pack()
-        trees = self._drafts(parts)
+        trees = self._drafts(pool, parts)
         logits, hidden = self._compute(pool, parts, trees)
         stats = self._stats
         rows = decoding = 0
@@ -163,7 +164,7 @@ class Scheduler:
         return self._caller.run(engine.verify, pool, pieces, speculator.hidden)
 
     # ---------------------------------------------------------------- drafts
-    def _drafts(self, parts: list[tuple[Sequence, int]]) -> list[Tree]:
+    def _drafts(self, pool: Any, parts: list[tuple[Sequence, int]]) -> list[Tree]:
         """What is proposed for each part; prompts that are being read get nothing."""
         self._drafting = 0.0
         trees = [Tree() for _ in parts]
@@ -178,7 +179,13 @@ class Scheduler:
         if context is not None:
             rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
         rows = sum(count for _, count in parts)
-        found = self._caller.run(speculator.propose, texts, rooms, [text.generator for text in texts], rows)
+
+        def place(index: int, count: int) -> Place:
+            text = texts[index]
+            room = 1 + text.stretch(count, self.pages, spare=len(self._running))
+            return Place(self._engine, pool, text.pages, text.computed, room)
+
+        found = self._caller.run(speculator.propose, texts, rooms, [text.generator for text in texts], rows, place)
         for place, text, tree in zip(decoding, texts, found, strict=True):
             if len(tree):
                 trees[place] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))

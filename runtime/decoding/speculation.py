@@ -117,7 +117,12 @@ class Speculator:
 
     # ---------------------------------------------------------------- before a step
     def propose(
-        self, texts: Sequence[Text], rooms: Sequence[int], sources: Sequence[torch.Generator | None], rows: int
+        self,
+        texts: Sequence[Text],
+        rooms: Sequence[int],
+        sources: Sequence[torch.Generator | None],
+        rows: int,
+        places: Callable[[int, int], Place] | None = None,
     ) -> list[Tree]:
         """A tree for each text, maybe an empty one.
 
@@ -126,6 +131,7 @@ class Speculator:
             rooms: of each, most tokens that may still follow besides the one that the target writes itself.
             sources: of each, its random numbers; None: greedy.
             rows: tokens of the step without any draft.
+            places: (index of a text, tokens to draft) to its place in the target's cache; only paged engines have it.
         """
         speculation = self._speculation
         nothing = [Tree() for _ in texts]
@@ -146,7 +152,8 @@ class Speculator:
         for index in asked:
             source, plan = sources[index], plans[index]
             draw = Draw(self._options, source) if self._drawn and source is not None else None
-            asks.append(Ask(tracks[index].state, texts[index], plan.nodes, plan.depth, draw, plan.least))
+            place = places(index, plan.depth) if places is not None and speculation.drafter.inside else None
+            asks.append(Ask(tracks[index].state, texts[index], plan.nodes, plan.depth, draw, plan.least, place))
         started = time.perf_counter()
         found = speculation.guarded(speculation.drafter.draft, asks)
         seconds = time.perf_counter() - started
@@ -156,7 +163,7 @@ class Speculator:
             return nothing
         deepest = max((max(tree.depths(), default=0) for tree in found), default=0)
         if deepest:
-            speculation.costs.draft.add(deepest, seconds)
+            speculation.costs.draft.add(deepest, max(0.0, seconds - speculation.drafter.overhead))
         for index, tree in zip(asked, found, strict=True):
             nothing[index] = tracks[index].whole = tree
         return speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)

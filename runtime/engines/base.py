@@ -165,6 +165,8 @@ class Piece:
         parents: for tokens that form a tree, the index of the one before each (parents come first; -1: what is cached comes before).
             A token's position is then `start` and the number of those before it in its branch, and it sees its branch alone; its
             keys and values are where those of the token at `start` + its index would be. None: one after another.
+        cached: of a tree, how many tokens were computed by pieces before this one (with the same `start`); `parents` says theirs too,
+            `tokens` are those that come after them.
     """
 
     tokens: Sequence[int]
@@ -172,6 +174,7 @@ class Piece:
     pages: Sequence[int]
     outputs: int = 1
     parents: Sequence[int] | None = None
+    cached: int = 0
 
 
 @runtime_checkable

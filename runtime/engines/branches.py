@@ -25,9 +25,10 @@ class Branches:
         base: list[int] = []
         path: list[int] = []
         slots: list[int] = []
-        slot = [place for piece in pieces for place in range(piece.start, piece.start + len(piece.tokens))]
+        slot: list[int] = []
         for piece in pieces:
             count, start = len(piece.tokens), piece.start
+            slot += range(start + piece.cached, start + piece.cached + count)
             base += [start] * count
             if piece.parents is None:
                 position += range(start, start + count)
@@ -36,6 +37,7 @@ class Branches:
             branches: list[list[int]] = []
             for index, parent in enumerate(piece.parents):
                 branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
+            branches = branches[piece.cached :]
             lengths = [len(branch) for branch in branches]
             position += [start + length - 1 for length in lengths]
             path += accumulate(lengths[:-1], initial=len(slots))

@@ -146,7 +146,7 @@ class LlamaEngine:
         branches = None
         if any(piece.parents is not None for piece in pieces):
             branches = Branches(pieces)
-            position = branches.position
+            position, last = branches.position, int(branches.position.max())
         width = max(len(piece.pages) for piece in pieces)
         pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
         x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it

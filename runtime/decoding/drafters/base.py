@@ -38,6 +38,26 @@ class Draw:
 
 
 @dataclass(frozen=True)
+class Place:
+    """Where the target's own cache has a text, for drafters that are a part of the target (`Drafter.inside`).
+
+    What they write there at positions from `start` on is overwritten when the draft is verified.
+
+    Attributes:
+        engine: the target's. pool: its pages' memory, as `PagedEngine.step` takes it.
+        pages: of the text, as of `Piece`.
+        start: tokens of the text that are in the cache: all but the last.
+        room: tokens that the pages have room for from `start` on.
+    """
+
+    engine: Any
+    pool: Any
+    pages: Sequence[int]
+    start: int
+    room: int
+
+
+@dataclass(frozen=True)
 class Ask:
     """One text's turn.
 
@@ -49,6 +69,7 @@ class Ask:
         draw: None: guesses are wanted, the likeliest first. Drafters that have no distribution ignore it and guess.
         least: branches need not go on from nodes that are less likely to be reached than this, as far as the drafter can tell:
             they would cost more than they bring.
+        place: of the text in the target's cache; only for drafters that are `inside`.
     """
 
     state: Any
@@ -57,6 +78,7 @@ class Ask:
     depth: int
     draw: Draw | None = None
     least: float = 0.0
+    place: Place | None = None
 
 
 @dataclass(frozen=True)
@@ -94,12 +116,16 @@ class Drafter:
         name: as `drafter=` says it.
         wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts).
         draws: True: with `Ask.draw` its trees hold `proposals`.
+        inside: it computes with the target's own layers and cache, and is given a `Place`; only paged engines have one.
+        overhead: seconds of the last `draft` that it would not take each time (reading what it had missed).
         vocabulary: ids it proposes are below it; None: it only repeats what it saw.
     """
 
     name: ClassVar[str]
     wants: frozenset[str] = frozenset()
     draws: bool = False
+    inside: bool = False
+    overhead: float = 0.0
     vocabulary: int | None = None
 
     def begin(self, text: Text) -> Any:

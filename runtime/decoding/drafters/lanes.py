@@ -1,0 +1,191 @@
+"""Texts in the cache of a draft model: each lane holds what the model has read of one text, and can be cut back."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from runtime.engines.base import Piece
+
+
+@dataclass(eq=False)
+class Lane:
+    """One text.
+
+    Attributes:
+        tokens: ids that are in the cache, in order. notes: nodes of a tree that were read after them.
+        pages: that hold them (paged engines). cache: that holds them (others).
+    """
+
+    tokens: list[int] = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
+    cache: Any = None
+    notes: list[int] = field(default_factory=list)
+
+
+class Lanes(Protocol):
+    """The cache of a draft model.
+
+    Attributes:
+        trees: whether `branch` can be used.
+        most_rows: tokens of a pass.
+        vocabulary: width of the logits.
+    """
+
+    trees: bool
+    most_rows: int
+    vocabulary: int
+
+    def open(self) -> Lane:
+        """An empty one."""
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Read more of each text; logits after the last token of each, float32 `[lanes, vocab]`."""
+
+    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        """Tokens of a tree after what the lane holds: the last `len(tokens)` of `parents`, the others were given before. Logits after
+        each, float32 `[tokens, vocab]`. The lane itself does not grow.
+        """
+
+    def cut(self, lane: Lane, length: int) -> None:
+        """Forget all but the first `length` tokens."""
+
+    def close(self, lane: Lane) -> None:
+        """Give its memory back."""
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the caches."""
+
+
+class PagedLanes:
+    """Lanes over a paged engine, in memory that grows as they do.
+
+    Args:
+        engine: of the draft model.
+    """
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.trees: bool = getattr(engine, "trees", False)
+        self.most_rows: int = engine.most_rows
+        self.vocabulary: int = engine.logits_width
+        self._memory: Any = None
+        self._free: list[int] = []
+
+    def open(self) -> Lane:
+        return Lane()
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        found: list[torch.Tensor | None] = [None] * len(lanes)
+        waiting = [(index, list(each)) for index, each in enumerate(tokens)]
+        while waiting:
+            pieces, places, later, rows = [], [], [], self.most_rows
+            for index, rest in waiting:
+                now, after = rest[:rows], rest[rows:]
+                if now:
+                    lane = lanes[index]
+                    self._reserve(lane, len(lane.tokens) + len(now))
+                    pieces.append(Piece(now, len(lane.tokens), lane.pages))
+                    places.append((index, not after))
+                    lane.tokens += now
+                    rows -= len(now)
+                if after:
+                    later.append((index, after))
+            logits = self._engine.read(self._memory, pieces)
+            for row, (index, done) in enumerate(places):
+                if done:
+                    found[index] = logits[row]
+            waiting = later
+        return torch.stack([row for row in found if row is not None])
+
+    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        start = len(lane.tokens)
+        self._reserve(lane, start + len(parents))
+        piece = Piece(tokens, start, lane.pages, len(tokens), parents, len(parents) - len(tokens))
+        logits: torch.Tensor = self._engine.verify(self._memory, [piece])[0]
+        return logits
+
+    def cut(self, lane: Lane, length: int) -> None:
+        del lane.tokens[length:]
+
+    def close(self, lane: Lane) -> None:
+        self._free += lane.pages
+        lane.pages, lane.tokens = [], []
+
+    @property
+    def nbytes(self) -> int:
+        return 0 if self._memory is None else self._memory.count * self._engine.page_bytes
+
+    def _reserve(self, lane: Lane, length: int) -> None:
+        missing = -(-length // self._engine.page_size) - len(lane.pages)
+        if missing <= 0:
+            return
+        if len(self._free) < missing:
+            before = 0 if self._memory is None else self._memory.count
+            memory = self._engine.make_memory(max(2 * before, before + missing, 16))
+            if self._memory is not None:
+                for new, old in zip(memory.tensors, self._memory.tensors, strict=True):
+                    new[:before] = old
+            self._memory = memory
+            self._free += range(before, memory.count)
+        lane.pages += [self._free.pop() for _ in range(missing)]
+
+
+class PlainLanes:
+    """Lanes over an engine of transformers' modules: each has a cache of its own and is read by itself.
+
+    Args:
+        engine: of the draft model; all its layers must keep every token.
+    """
+
+    trees = False
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        self.most_rows = 512
+        self.vocabulary: int = engine.vocab_size
+        self._lanes: dict[int, Lane] = {}
+
+    def open(self) -> Lane:
+        lane = Lane(cache=self._engine.new_cache())
+        self._lanes[id(lane)] = lane
+        return lane
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        return torch.cat([self._read(lane, each) for lane, each in zip(lanes, tokens, strict=True)])
+
+    def _read(self, lane: Lane, tokens: Sequence[int]) -> torch.Tensor:
+        logits = torch.empty(0)
+        for start in range(0, len(tokens), self.most_rows):
+            part = list(tokens[start : start + self.most_rows])
+            ids = torch.tensor([part], device=self._engine.device)
+            positions = torch.arange(len(lane.tokens), len(lane.tokens) + len(part), device=self._engine.device)[None]
+            logits = self._engine.forward(ids, lane.cache, None, positions, True)[:, -1]
+            lane.tokens += part
+        return logits
+
+    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+        raise NotImplementedError
+
+    def cut(self, lane: Lane, length: int) -> None:
+        extra = len(lane.tokens) - length
+        if extra > 0:
+            lane.cache.crop(length)
+            del lane.tokens[length:]
+
+    def close(self, lane: Lane) -> None:
+        lane.cache, lane.tokens = None, []
+        self._lanes.pop(id(lane), None)
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self._engine.cache_bytes(lane.cache) for lane in self._lanes.values())
+
+
+def lanes_of(engine: Any) -> Lanes:
+    """The lanes that fit an engine."""
+    return PagedLanes(engine) if hasattr(engine, "make_memory") else PlainLanes(engine)

@@ -1,0 +1,215 @@
+"""Draft models: chains and trees, exact whatever they propose, and no dearer than they must be."""
+
+from __future__ import annotations
+
+from collections import Counter
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from speculation_cases import VOCABULARY, answers, model, prompts, speculation
+from test_llama_engine import engines, model_of
+
+from runtime.decoding.drafters.base import Ask, Draw
+from runtime.decoding.drafters.candidates import Candidates
+from runtime.decoding.drafters.lanes import PagedLanes, PlainLanes
+from runtime.decoding.drafters.model import ModelDrafter
+from runtime.decoding.drafters.model_tree import DynamicTree, LargeTree
+from runtime.decoding.lengths.fixed import Fixed
+from runtime.decoding.lengths.goodput import Goodput
+from runtime.decoding.options import GenerationOptions
+from runtime.decoding.tree import ROOT
+from runtime.kernels.cpu import library
+
+pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
+KINDS: dict[str, Any] = {"chain": ModelDrafter, "dynamic-tree": DynamicTree, "large-tree": LargeTree}
+
+
+def draft_model(noise: float = 0.01, **changes: Any) -> Any:
+    """The tiny target itself, its weights a little off: right often, not always."""
+    found = model_of("grouped", **changes)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in found.parameters():
+        if parameter.dim() == 2:
+            parameter.data += noise * parameter.std() * torch.randn(parameter.shape, generator=generator)
+    return found
+
+
+def drafter(kind: str = "chain", lanes: str = "paged", noise: float = 0.01, **settings: Any) -> Any:
+    plain, lean = engines(draft_model(noise))
+    held = PagedLanes(lean) if lanes == "paged" else PlainLanes(plain)
+    return KINDS[kind](lanes=held, candidates=Candidates(VOCABULARY), **settings)
+
+
+@pytest.fixture(scope="module")
+def plain() -> Any:
+    return model()
+
+
+@pytest.mark.parametrize(
+    ("kind", "lanes"), [("chain", "paged"), ("chain", "plain"), ("dynamic-tree", "paged"), ("large-tree", "paged")]
+)
+@pytest.mark.parametrize("lengths", [Fixed(depth=5, nodes=10), Goodput()])
+def test_greedy_texts_are_those_of_plain_decoding(plain: Any, kind: str, lanes: str, lengths: Any) -> None:
+    texts = prompts(10, 90)
+    truth = answers(plain, texts, max_new_tokens=50)
+    drafting = model(speculation(drafter(kind, lanes), lengths))
+    assert drafting.generate(texts, max_new_tokens=50) == list(truth.values())
+    if isinstance(lengths, Fixed):
+        assert drafting.stats["mean_accepted"] > 1.5
+        assert drafting.stats["steps"] < plain.stats["steps"]
+
+
+def test_a_draft_like_the_target_is_always_right(plain: Any) -> None:
+    texts = prompts(4, 30)
+    truth = answers(plain, texts, max_new_tokens=60, ignore_eos=True)
+    drafting = model(speculation(drafter(noise=0.0), Fixed(depth=5, nodes=5)))
+    assert drafting.generate(texts, max_new_tokens=60, ignore_eos=True) == list(truth.values())
+    assert drafting.stats["acceptance_rate"] == 1.0
+    assert drafting.generate(texts, max_new_tokens=30, temperature=1.0) != list(truth.values())
+    assert drafting.stats["acceptance_rate"] > 0.999
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_seed_gives_the_text_of_plain_decoding(plain: Any, kind: str) -> None:
+    texts = prompts(5, 30)
+    options = {"temperature": 0.9, "top_p": 0.95, "seed": 7, "max_new_tokens": 30}
+    assert model(speculation(drafter(kind))).generate(texts, **options) == plain.generate(texts, **options)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("lanes", ["paged"])
+def test_drawn_texts_are_distributed_as_those_of_plain_decoding(plain: Any, kind: str, lanes: str) -> None:
+    """First two tokens of many texts, against the exact probabilities."""
+    prompt, count = [5, 6, 7], 1500
+    options = GenerationOptions(temperature=0.8, top_k=4)
+    drafting = model(speculation(drafter(kind, lanes, noise=0.1), Fixed(depth=3, nodes=6)))
+    found: Counter[tuple[int, ...]] = Counter()
+    for _ in range(0, count, 250):
+        for text in drafting.generate([prompt] * 250, max_new_tokens=4, temperature=0.8, top_k=4, ignore_eos=True):
+            found[tuple(text[1:3])] += 1  # the first token comes from the prompt alone
+    expected: dict[tuple[int, ...], float] = {}
+
+    def chances(text: list[int]) -> list[tuple[int, float]]:
+        from runtime.decoding.sampling import process
+
+        p = torch.softmax(process(plain.logits([text])[0, -1:], None, options)[0].double(), -1)
+        return [(int(token), float(p[token])) for token in p.nonzero()[:, 0]]
+
+    for first, a in chances(prompt):
+        for second, b in chances([*prompt, first]):
+            for third, c in chances([*prompt, first, second]):
+                expected[second, third] = expected.get((second, third), 0.0) + a * b * c
+    cells = [(found[key], chance * count) for key, chance in expected.items() if chance * count >= 5]
+    statistic = sum((seen - want) ** 2 / want for seen, want in cells)
+    assert sum(found.values()) == count
+    assert set(found) <= set(expected)
+    assert (statistic - len(cells)) / (2 * len(cells)) ** 0.5 < 4.5
+    if kind != "large-tree":
+        assert drafting.stats["accepted_tokens"] > 60
+
+
+def test_little_memory_and_many_texts_keep_the_drafts_cache_in_step(plain: Any) -> None:
+    texts = prompts(9, 100)
+    truth = answers(plain, texts, max_new_tokens=120, ignore_eos=True)
+    own = drafter()
+    drafting = model(speculation(own, Fixed(depth=4, nodes=4)))
+    memory = 9 * drafting.engine.page_bytes
+    assert drafting.generate(texts, max_new_tokens=120, ignore_eos=True, cache_memory=memory) == list(truth.values())
+    assert drafting.stats["preemptions"] > 0
+    assert drafting.stats["mean_accepted"] > 2
+    held = own.lanes.nbytes
+    drafting.generate(texts, max_new_tokens=120, ignore_eos=True, cache_memory=memory)
+    assert own.lanes.nbytes == held  # pages come back
+
+
+def test_unsure_drafts_end_early(plain: Any) -> None:
+    text = prompts(1, 30)[0]
+    sure, always = drafter(confidence=0.9), drafter()
+    state = SimpleNamespace(tokens=text, prompt=len(text))
+    trees = [each.draft([Ask(each.begin(state), state, 8, 8)])[0] for each in (sure, always)]
+    assert len(trees[1]) == 8
+    assert all(chance >= 0.9 for chance in trees[0].chances[:-1])
+    assert trees[0].tokens == trees[1].tokens[: len(trees[0])]
+    reached = always.draft([Ask(always.begin(state), state, 8, 8, None, 0.5)])[0]
+    assert reached.reach()[-1] < 0.5 or len(reached) == 8
+    assert all(reach >= 0.5 for reach in reached.reach()[:-1])
+
+
+@pytest.mark.parametrize("kind", ["dynamic-tree", "large-tree"])
+def test_trees_hold_the_likeliest_nodes(kind: str) -> None:
+    """Against every path that could be: the best set of nodes by probability of being reached."""
+    own = drafter(kind, width=3, level=100)
+    text = prompts(1, 10)[0]
+    state = SimpleNamespace(tokens=text, prompt=len(text))
+    tree = own.draft([Ask(own.begin(state), state, 7, 3)])[0]
+    engine = engines(draft_model())[1]
+    every: list[tuple[float, tuple[int, ...]]] = []
+    level: list[tuple[float, tuple[int, ...]]] = [(1.0, ())]
+    for _ in range(3):
+        following = []
+        for reach, path in level:
+            logits = engine.forward(torch.tensor([[*text, *path]]), None, None, None, True)[0, -1]
+            p = torch.softmax(logits, -1)
+            values, ids = p.topk(3)
+            following += [(reach * float(v), (*path, int(i))) for v, i in zip(values, ids, strict=True)]
+        every += following
+        level = following
+    found = {tuple(tree.tokens[each] for each in tree.path(node)): reach for node, reach in enumerate(tree.reach())}
+    if kind == "large-tree":
+        best = sorted(every, reverse=True)[:7]
+        assert set(found) == {path for _, path in best}
+    for reach, path in every:
+        if path in found:
+            assert abs(found[path] - reach) < 1e-4
+    assert len(tree) == 7
+
+
+def test_kept_tokens_are_those_of_the_target() -> None:
+    kept = torch.tensor([3, 10, 11, 40])
+    candidates = Candidates(50, kept)
+    logits = torch.tensor([[0.0, 3.0, 1.0, 2.0]])
+    ids, chances = candidates.best(logits, 2)
+    assert ids == [[10, 40]]
+    assert abs(chances[0][0] - float(torch.softmax(logits[0], -1)[1])) < 1e-6
+    draw = Draw(GenerationOptions(temperature=1.0), torch.Generator().manual_seed(0))
+    q = candidates.distribution(logits[0], draw, [])
+    assert q.shape == (50,)
+    assert set(q.nonzero()[:, 0].tolist()) == {3, 10, 11, 40}
+    assert set(candidates.draw(q, draw, 9)) == {3, 10, 11, 40}
+    wide = Candidates(3).distribution(torch.tensor([0.0, 1.0, 2.0, 9.0]), draw, [])
+    assert wide.shape == (3,)  # padded embeddings propose nothing
+    assert abs(float(wide.sum()) - 1) < 1e-6
+    assert Candidates(3).best(torch.tensor([[0.0, 1.0, 2.0, 9.0]]), 1)[0] == [[2]]
+
+
+def test_lanes_grow_and_share_memory() -> None:
+    lean = engines(draft_model())[1]
+    lanes = PagedLanes(lean)
+    texts = prompts(20, 150, seed=3)
+    opened = [lanes.open() for _ in texts]
+    found = lanes.feed(opened, texts)
+    for row, text in zip(found, texts, strict=True):
+        assert torch.equal(row, lean.forward(torch.tensor([text]), None, None, None, True)[0, -1])
+    lanes.cut(opened[0], 1)
+    again = lanes.feed([opened[0]], [texts[0][1:] or [9]])
+    if len(texts[0]) > 1:
+        assert torch.equal(again[0], found[0])
+    for lane in opened:
+        lanes.close(lane)
+    before = lanes.nbytes
+    lanes.feed([lanes.open() for _ in texts], texts)
+    assert lanes.nbytes == before
+
+
+def test_branches_of_a_lane_are_computed_level_by_level() -> None:
+    lean = engines(draft_model())[1]
+    lanes = PagedLanes(lean)
+    lane, text = lanes.open(), [7, 8, 9]
+    lanes.feed([lane], [text])
+    first = lanes.branch(lane, [1, 2], [ROOT, ROOT])
+    second = lanes.branch(lane, [3, 4], [ROOT, ROOT, 1, 0])
+    for row, branch in ((first[0], [1]), (first[1], [2]), (second[0], [2, 3]), (second[1], [1, 4])):
+        assert torch.equal(row, lean.forward(torch.tensor([text + branch]), None, None, None, True)[0, -1])
+    assert lane.tokens == text

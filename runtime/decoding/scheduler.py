@@ -186,9 +186,9 @@ class Scheduler:
             return Place(self._engine, pool, text.pages, text.computed, room)
 
         found = self._caller.run(speculator.propose, texts, rooms, [text.generator for text in texts], rows, place)
-        for place, text, tree in zip(decoding, texts, found, strict=True):
+        for part, text, tree in zip(decoding, texts, found, strict=True):
             if len(tree):
-                trees[place] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))
+                trees[part] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))
         self._drafting = time.perf_counter() - started
         return trees
 

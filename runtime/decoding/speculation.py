@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from runtime.decoding.drafters.base import Ask, Drafter, Draw, Text, Verified
+from runtime.decoding.drafters.base import Ask, Drafter, Draw, Place, Text, Verified
 from runtime.decoding.drafters.watch import Watch
 from runtime.decoding.lengths.base import Costs, Lengths, Progress
 from runtime.decoding.lengths.belief import Belief

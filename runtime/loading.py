@@ -125,11 +125,12 @@ def load(
     engine = load_engine(blueprint, checked, bound, policy)
     tokenizer = load_tokenizer(artifact.path, trust_remote_code)
     speculation = None
-    if drafter is not None or (artifact.manifest or {}).get("draft") is not None:
+    brought = (artifact.manifest or {}).get("draft") is not None or (artifact.path / "drafter.json").is_file()
+    if drafter is not None or brought:
         from runtime.decoding.drafters.choose import Target, choose_speculation
 
         speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code))
-    return Model(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer), speculation)
+    return Model(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), speculation)
 
 
 def _exported(
@@ -159,8 +160,8 @@ def _exported(
         return EncoderModel(engine, tokenizer, export)
     if kind == "encoder-decoder":
         start, forced = decoder_start(export)
-        return Seq2SeqModel(engine, tokenizer, export, _end_of_sequence(export, tokenizer), start, forced)
-    return Model(engine, tokenizer, export, _end_of_sequence(export, tokenizer))
+        return Seq2SeqModel(engine, tokenizer, export, end_of_sequence(export, tokenizer), start, forced)
+    return Model(engine, tokenizer, export, end_of_sequence(export, tokenizer))
 
 
 def offer_kernels(path: Path, device: torch.device) -> None:
@@ -181,7 +182,7 @@ def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) ->
         return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
     start, forced = decoder_start(artifact)
     engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
-    return Seq2SeqModel(engine, tokenizer, artifact, _end_of_sequence(artifact, tokenizer), start, forced)
+    return Seq2SeqModel(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), start, forced)
 
 
 def _device(device: str | torch.device) -> torch.device:
@@ -253,7 +254,7 @@ def decoder_start(artifact: Artifact | Export) -> tuple[int, int | None]:
     return start, find("forced_bos_token_id")
 
 
-def _end_of_sequence(artifact: Artifact | Export, tokenizer: Any) -> frozenset[int]:
+def end_of_sequence(artifact: Artifact | Export, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
     file = artifact.path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}

@@ -7,7 +7,19 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, print_table, size, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, MAX_MEMORY, PATH, THREADS, TRUST, load_options
+from compress.commands.running import (
+    DEVICE,
+    DRAFTER,
+    DTYPE,
+    KERNELS,
+    KV_CACHE,
+    MAX_MEMORY,
+    PATH,
+    THREADS,
+    TRUST,
+    load_options,
+)
+from runtime.errors import RequestError
 
 
 def register(app: typer.Typer) -> None:
@@ -30,6 +42,20 @@ def bench(
     threads: int | None = THREADS,
     max_memory: str | None = MAX_MEMORY,
     kv_cache: str | None = KV_CACHE,
+    drafter: str | None = DRAFTER,
+    drafters: bool = typer.Option(
+        False,
+        "--drafters",
+        help="Measure every drafter that fits beside plain decoding, and keep the best for this artifact.",
+    ),
+    text: str | None = typer.Option(
+        None,
+        "--text",
+        help="With --drafters: a text file whose pieces are the prompts (default: prose, code, chat, edits).",
+    ),
+    save: bool = typer.Option(
+        True, "--save/--no-save", help="With --drafters: write the best into the artifact's drafter.json."
+    ),
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
@@ -41,11 +67,21 @@ def bench(
     Examples:
       compress bench out/llama_w4
       compress bench out/my-w4 --prompt-tokens 4096 --kv-cache kivi
+      compress bench out/my-w4 --drafters --text my_prompts.txt
       compress bench out/my-w4 --reference ~/models/my-llama --batch-size 4 --threads 2 --json
     """
     from compress.evaluate.speed import SpeedRequest, run_isolated
 
-    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache)
+    options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache, drafter)
+    if drafters:
+        from compress.commands.drafters import compare_drafters
+
+        if reference is not None or drafter is not None:
+            raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
+        compare_drafters(model, options, text, new_tokens, batch_size, repeat, save, as_json)
+        return
+    if text is not None:
+        raise RequestError("--text gives prompts to --drafters; add it")
     shape = (prompt_tokens, new_tokens, batch_size, repeat)
     with stdout_reserved(as_json):
         result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))

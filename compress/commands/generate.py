@@ -8,7 +8,18 @@ from typing import Any
 import typer
 
 from compress.commands.output import print_json, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, MAX_MEMORY, PATH, THREADS, TRUST, load_options
+from compress.commands.running import (
+    DEVICE,
+    DRAFTER,
+    DTYPE,
+    KERNELS,
+    KV_CACHE,
+    MAX_MEMORY,
+    PATH,
+    THREADS,
+    TRUST,
+    load_options,
+)
 from runtime.errors import RequestError
 
 
@@ -40,6 +51,7 @@ def generate(
     threads: int | None = THREADS,
     max_memory: str | None = MAX_MEMORY,
     kv_cache: str | None = KV_CACHE,
+    drafter: str | None = DRAFTER,
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object: the text and its statistics."),
 ) -> None:
@@ -66,7 +78,7 @@ def generate(
         loaded = runtime.load(
             model,
             verify=verify,
-            **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache),
+            **load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache, drafter),
         )
         if not hasattr(loaded, "stream" if stream else "generate"):
             what = (
@@ -90,7 +102,11 @@ def generate(
 
 
 def _speed(stats: dict[str, Any]) -> str:
-    return (
+    text = (
         f"{stats['new_tokens']} tokens, {stats['tokens_per_second']:.1f} a second; "
         f"prompt of {stats['prompt_tokens']} tokens read in {stats['prefill_seconds']:.2f} s"
     )
+    if stats.get("drafted_tokens"):
+        share = stats["accepted_tokens"] / stats["drafted_tokens"]
+        text += f"; {stats['drafted_tokens']} tokens drafted ({stats['drafter']}), {share:.0%} of them accepted"
+    return text

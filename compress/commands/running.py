@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import typer
+
+from runtime.errors import RequestError
 
 PATH = typer.Argument(
     ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
@@ -31,6 +34,13 @@ KV_CACHE = typer.Option(
     help="How keys and values are held: a published name (`compress methods`), a JSON object, a .json file, or none; default: as "
     "the artifact says.",
 )
+DRAFTER = typer.Option(
+    None,
+    "--drafter",
+    metavar="DRAFTER",
+    help="What proposes tokens that the model verifies several at a time: a name (lookup, suffix, ...), the directory of a draft model, "
+    "a JSON object or list, or none; default: as the artifact says.",
+)
 TRUST = typer.Option(False, "--trust-remote-code", help="Let the checkpoint bring Python code that is run.")
 
 
@@ -42,9 +52,20 @@ def load_options(
     trust_remote_code: bool,
     max_memory: str | None = None,
     kv_cache: str | None = None,
+    drafter: str | None = None,
 ) -> dict[str, Any]:
     """Keywords of `runtime.load`."""
     return {
         "device": device, "kernels": kernels, "dtype": dtype, "threads": threads, "trust_remote_code": trust_remote_code,
-        "max_memory": max_memory, "kv_cache": kv_cache,
+        "max_memory": max_memory, "kv_cache": kv_cache, "drafter": read_drafter(drafter),
     }  # fmt: skip
+
+
+def read_drafter(value: str | None) -> Any:
+    """What --drafter says: JSON where it begins like JSON, else a name or a directory."""
+    if value is None or value.strip()[:1] not in ("{", "["):
+        return value
+    try:
+        return json.loads(value)
+    except ValueError as error:
+        raise RequestError(f"--drafter: {value!r} is no JSON: {error}") from None

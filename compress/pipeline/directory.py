@@ -20,7 +20,9 @@ WORK = ".compress"
 MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
-NESTED = re.compile(r"[0-9]+_\w+/config\.json")  # 1_Pooling/config.json: how sentence-transformers pools
+DRAFT = "draft"  # directory of a draft model
+# 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
+NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft/[^/\\]+")
 # Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), and the report (made from the manifest).
 UNHASHED = (MANIFEST, LOG, REPORT)
 
@@ -103,6 +105,8 @@ class RunDirectory:
                 (self.path / name).unlink(missing_ok=True)
         for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp")]:
             leftover.unlink(missing_ok=True)
+        if (self.path / DRAFT).is_dir() and not any((self.path / DRAFT).iterdir()):
+            (self.path / DRAFT).rmdir()
         shutil.rmtree(self.work, ignore_errors=True)
 
     # ------------------------------------------------------------ records

@@ -13,7 +13,7 @@ import yaml
 from compress import calibration
 from compress.evaluate.through_cache import LEAST
 from compress.pipeline.cache import cache_facts
-from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
+from compress.pipeline.directory import DRAFT, MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
 from compress.pipeline.progress import Reporter
@@ -149,8 +149,9 @@ def write_manifest(
     identity: dict[str, Any],
     metrics: dict[str, Any],
     policy: Policy | None = None,
+    draft: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Account for every tensor and file, say how keys and values are held, and write compress.json last of all."""
+    """Account for every tensor and file, say how keys and values are held and what drafts, and write compress.json last of all."""
     done = records(session, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
     for name, reason in session.streamed.checkpoint.dropped.items():
@@ -163,7 +164,7 @@ def write_manifest(
         raise ArtifactError(
             f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
         )
-    nested = directory.path.glob("[0-9]*_*/config.json")
+    nested = [*directory.path.glob("[0-9]*_*/config.json"), *(directory.path / DRAFT).glob("*")]
     hashed = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in UNHASHED]
     files = {f.relative_to(directory.path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in hashed}
     for record in done:
@@ -193,6 +194,8 @@ def write_manifest(
     facts = cache_facts(session, policy)
     if policy is not None and facts is not None:
         manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": facts["bytes"]}
+    if draft is not None:
+        manifest["draft"] = draft
     write_json(directory.path / MANIFEST, manifest)
     from compress.report import write_report
 

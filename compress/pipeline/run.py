@@ -20,6 +20,7 @@ from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, RunDirectory
+from compress.pipeline.draft import make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.outside import compress_embeddings, compress_outside
@@ -117,7 +118,10 @@ def apply(
         metrics = evaluate_cache(session, directory, evaluation, policy, metrics, reporter)
         if "kv_cache" in metrics:
             clock.lap("evaluate cache")
-        manifest = finish.write_manifest(session, directory, identity, metrics, policy)
+        draft = make_draft(session, directory, reporter)
+        if draft is not None:
+            clock.lap("draft")
+        manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
     return _accept(result)

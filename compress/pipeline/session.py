@@ -14,6 +14,7 @@ from torch import nn
 from compress import calibration
 from compress.assign import assign
 from compress.pipeline.cache import check_cache
+from compress.pipeline.draft import check_draft
 from compress.pipeline.kinds import check_fits_model, check_shared, is_head
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -78,7 +79,9 @@ class Session:
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
                 )
         check_shared(streamed, work)
-        return cls(recipe, streamed.checkpoint, streamed, work)
+        session = cls(recipe, streamed.checkpoint, streamed, work)
+        check_draft(session)
+        return session
 
     # ------------------------------------------------------------ calibration
     @property
@@ -88,8 +91,9 @@ class Session:
 
     @property
     def reads_text(self) -> bool:
-        """Whether calibration text is read at all: for the weights, or for the cache."""
-        return self.needs_data or (self.cache_policy is not None and bool(self.cache_policy.missing))
+        """Whether calibration text is read at all: for the weights, the cache, or the draft."""
+        cache = self.cache_policy is not None and bool(self.cache_policy.missing)
+        return self.needs_data or cache or self.recipe.draft_stage is not None
 
     @property
     def cache_policy(self) -> Policy | None:

@@ -166,6 +166,11 @@ class Recipe(Located):
         return next((stage for stage in self.stages if stage.kind == "kv_cache"), None)
 
     @property
+    def draft_stage(self) -> Stage | None:
+        """The stage that says how the draft is made; its config is a `compress.distill.DraftConfig`."""
+        return next((stage for stage in self.stages if stage.kind == "draft"), None)
+
+    @property
     def output_directory(self) -> Path:
         """The directory the artifact is written to."""
         return Path(self.output) if self.output else Path("out") / self.name

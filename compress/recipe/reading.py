@@ -75,6 +75,10 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
         for second in caches[1:]:
             text = f"a model has one cache, and stage {caches[0].index} says how it is held; put all keys there"
             problems.append(origin.at(("stages", second.index, "kv_cache"), text))
+        drafts = [stage for stage in stages if stage.kind == "draft"]
+        for second in drafts[1:]:
+            text = f"an artifact has one draft, and stage {drafts[0].index} says how it is made"
+            problems.append(origin.at(("stages", second.index, "draft"), text))
     elif "stages" in data:
         text = (
             f"expected a list of at least one stage ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"

@@ -74,6 +74,12 @@ def _cache_methods() -> Mapping[str, Any]:
     return PRESETS
 
 
+def _draft_methods() -> Mapping[str, Any]:
+    from compress.distill import METHODS
+
+    return METHODS
+
+
 def _cache_policy(value: Any) -> Any:
     from runtime.kv_cache.policy import Policy
 
@@ -106,6 +112,7 @@ KINDS: dict[str, StageKind] = {
         StageKind(
             "kv_cache", "how keys and values are held while the model writes", _cache_methods, parse=_cache_policy
         ),
+        StageKind("draft", "make a small model that proposes what the artifact writes", _draft_methods),
     )
 }
 

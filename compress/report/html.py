@@ -11,6 +11,7 @@ from typing import Any
 from compress.commands.output import size
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
+from compress.report.draft import draft_section
 from compress.report.elements import folded, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.style import CSS
@@ -54,7 +55,7 @@ def render(facts: Facts) -> str:
     title = _recipe_name(facts) or "compressed model"
     sections = [
         _headline(facts), _warnings(facts), _quality(facts), _layers_chart(facts), _bytes(facts), cache_section(facts),
-        _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts),
+        draft_section(facts), _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts),
     ]  # fmt: skip
     body = "\n".join(part for part in sections if part)
     version = escape(str(facts.manifest.get("compress_version", "")))

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from runtime.artifact import MANIFEST, Artifact
+from runtime.checkpoint import read_json
 from runtime.decoding.drafters.base import Drafter
 from runtime.decoding.drafters.methods import FREE, GIVEN, MODELS, names
 from runtime.decoding.lengths.base import Lengths
@@ -22,6 +23,7 @@ from runtime.errors import RequestError
 from runtime.kv_cache.policy_fields import PolicyError, found, integer, read_fields, unknown
 
 WHERE = "drafter"
+CHOICE = "drafter.json"  # in an artifact: what `compress bench --drafters` found to be the fastest
 _OFF = ("none", "off")
 _KEYS = ("method", "model", "of", "nodes", "depth", "lengths", "acceptance")  # beside the settings of the method
 
@@ -52,6 +54,9 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
     if value is False or (isinstance(value, str) and value.lower() in _OFF):
         return None
     written = (target.artifact.manifest or {}).get("draft")
+    chosen = target.artifact.path / CHOICE
+    if value is None and chosen.is_file():
+        return _chosen(chosen, target)
     if value is None or value is True:
         if written is None:
             if value:
@@ -69,6 +74,29 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
     if reason is not None:
         raise RequestError(f"drafter: {reason}")
     return _made(value, target, WHERE)
+
+
+def _chosen(file: Path, target: Target) -> Speculation | None:
+    """What was found to be fastest for this directory; an engine that cannot draft goes without."""
+    value = read_json(file).get("drafter")
+    if value in (None, False) or why_not(target.engine) is not None:
+        return None
+    try:
+        _check_chosen(value)
+        return _made(value, target, str(file))
+    except PolicyError as error:
+        raise error.at(str(file)) from None
+
+
+def _check_chosen(value: Any) -> None:
+    """A choice names drafters of this package and the artifact's own, never a directory somewhere else."""
+    if value is True or (isinstance(value, str) and FREE.find(value) is not None):
+        return
+    if isinstance(value, Mapping) and "model" not in value:
+        for part in value.get("of", ()):
+            _check_chosen(part)
+        return
+    raise PolicyError((), f"expected names of drafters, true (the artifact's own) or {{of: [...]}}, got {found(value)}")
 
 
 def why_not(engine: Any) -> str | None:
@@ -152,6 +180,11 @@ def _check_memory(nodes: int, target: Target) -> None:
 
 
 def _drafter(value: Any, target: Target) -> Drafter:
+    if value is True:
+        written = (target.artifact.manifest or {}).get("draft")
+        if written is None:
+            raise PolicyError((), f"{target.artifact.path} brings no draft of its own")
+        value = _own(written, target.artifact)
     if isinstance(value, Drafter):
         _check_ids(value, target)
         return value

@@ -1,0 +1,42 @@
+"""DistillSpec: a draft cut out of the artifact learns to say what the artifact says."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from compress.distill.config import CutConfig, DraftMethod
+from compress.distill.making import Making
+from compress.distill.student import Student
+
+
+class DistillSpecConfig(CutConfig):
+    """Some layers of the artifact under its own embeddings and head, trained towards its distribution, on text that either of them writes.
+
+    The teacher is the artifact as it is stored, quantized and pruned, since that is what the draft will have to please. The weights of
+    the best held-out acceptance are kept.
+    """
+
+    method: Literal["distillspec"] = Field("distillspec", description="Name of the method.")
+
+
+def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
+    """See `DraftMethod.make`."""
+    given, held_out = making.split()
+    student = Student(making.cut(config), config.objective(), making.kept(config, given))
+    before = making.measure(config, student, held_out)
+    making.train(config, student, making.source(config, student, given), held_out)
+    after = making.measure(config, student, held_out)
+    making.facts |= {"before": before, "after": after}
+    making.settle(config, student)
+    return {"model": making.output.name}
+
+
+METHOD = DraftMethod(
+    name="distillspec",
+    config=DistillSpecConfig,
+    summary="a few layers of the artifact, distilled towards it, draft token by token",
+    paper="Zhou et al., DistillSpec, 2023, arXiv 2310.08461; vocabulary: VocabTrim, 2025, arXiv 2506.22694",
+    make=make,
+)

@@ -1,0 +1,91 @@
+"""What acceptance is worth: tokens of a step and expected speedup of speculative decoding.
+
+Fast Inference from Transformers via Speculative Decoding (Leviathan et al., arXiv 2211.17192).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from runtime.errors import RequestError
+
+#: What the target takes to read so many tokens in one pass, in units of what it takes for one.
+VerifyCost = Callable[[int], float] | Mapping[int, float] | float
+
+
+def expected_tokens(acceptance: float, length: int) -> float:
+    """Tokens that one pass of the target yields with `length` drafted ones of which each is accepted, if those before it are, with the same
+    probability: (1 - a^(length + 1)) / (1 - a)."""
+    _check(acceptance, length)
+    return sum(acceptance**count for count in range(length + 1))
+
+
+def tokens_of(by_position: Sequence[float]) -> float:
+    """As `expected_tokens` where each position has its own acceptance, given all before it."""
+    total, reach = 1.0, 1.0
+    for acceptance in by_position:
+        _check(acceptance, 0)
+        reach *= acceptance
+        total += reach
+    return total
+
+
+def speedup(tokens: float, length: int, draft_cost: float, verify_cost: VerifyCost = 1.0) -> float:
+    """How many times faster than one token at a time.
+
+    Args:
+        tokens: that a pass of the target yields (`expected_tokens`, `tokens_of`, or measured).
+        length: tokens that are drafted for it, 0: none.
+        draft_cost: of one drafted token, in units of the target's pass over one token (the paper's c). For drafts that propose all in one
+            pass, that pass divided by `length`.
+        verify_cost: of the target's pass over length + 1 tokens, in the same units: a number, {tokens: cost} (linear between entries), or
+            a function of the tokens. The paper's is 1, that of a target bound by memory.
+
+    Returns:
+        tokens / (length * draft_cost + verify_cost).
+    """
+    if draft_cost < 0:
+        raise RequestError(f"the cost of a drafted token must be at least 0, not {draft_cost}")
+    return tokens / (length * draft_cost + _cost(verify_cost, length + 1))
+
+
+def best_length(by_position: Sequence[float], draft_cost: float, verify_cost: VerifyCost = 1.0) -> tuple[int, float]:
+    """How many tokens to draft, 0 to as many positions as were measured, and the speedup of that: the largest, of equals the shorter."""
+    options = [
+        (speedup(tokens_of(by_position[:length]), length, draft_cost, verify_cost if length else 1.0), -length)
+        for length in range(len(by_position) + 1)
+    ]
+    found, length = max(options)
+    return -length, found
+
+
+def _cost(curve: VerifyCost, tokens: int) -> float:
+    if callable(curve):
+        cost = float(curve(tokens))
+    elif isinstance(curve, Mapping):
+        cost = _between(curve, tokens)
+    else:
+        cost = float(curve)
+    if not cost > 0:
+        raise RequestError(f"the cost of verifying {tokens} tokens must be above 0, not {cost}")
+    return cost
+
+
+def _between(curve: Mapping[int, float], tokens: int) -> float:
+    """Linear between the entries on both sides; beyond the last, along the last two; the entry itself where there is only one."""
+    known = sorted(curve)
+    if not known:
+        raise RequestError("the cost of verifying has no entries")
+    if tokens in curve or len(known) == 1:
+        return float(curve.get(tokens, curve[known[0]]))
+    high = next((index for index, count in enumerate(known) if count > tokens), len(known) - 1)
+    low, high = (high - 1, high) if high else (0, 1)
+    a, b = known[low], known[high]
+    return float(curve[a] + (curve[b] - curve[a]) * (tokens - a) / (b - a))
+
+
+def _check(acceptance: float, length: int) -> None:
+    if not 0 <= acceptance <= 1:
+        raise RequestError(f"an acceptance rate must be 0 to 1, not {acceptance}")
+    if length < 0:
+        raise RequestError(f"tokens to draft must be at least 0, not {length}")

@@ -1,0 +1,117 @@
+"""A draft's directory: a Hugging Face checkpoint that also loads by itself, and `draft.json`, which says what it is a draft of.
+
+draft.json:
+    schema_version  1
+    method          how it was made, as a recipe says it
+    target          fingerprint of the checkpoint it proposes for
+    vocabulary      ids it takes; the target's
+    layers          of the model
+    depths          the numbers of first layers that are drafts by themselves (nested drafts); absent: only all
+    parallel        {"mask_token", "tokens"} of a draft that proposes several tokens in a pass; absent: one by one
+    kept_tokens     file with "kept_tokens", int32 `[k]`, ascending: the ids that it proposes (`vocab_trim`); absent: all. The checkpoint
+                    has its whole head all the same (a tied one is its embeddings): whoever runs it takes these rows of it, and logit
+                    i is that of kept_tokens[i]
+    facts           what was measured, plain data
+    files           {name: {"bytes", "sha256"}} of all others
+"""
+
+from __future__ import annotations
+
+import copy
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress.distill.student import check_kept
+from compress.pipeline.files import disk_errors, sha256, sync_directory, write_json
+from runtime.checkpoint import read_json
+from runtime.errors import RequestError
+from runtime.file_rights import let_others_read
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+DRAFT = "draft.json"
+KEPT = "kept_tokens.safetensors"
+SCHEMA_VERSION = 1
+
+
+def write_draft(
+    directory: str | Path,
+    model: PreTrainedModel,
+    facts: Mapping[str, Any],
+    *,
+    method: str,
+    target: str,
+    dtype: torch.dtype = torch.bfloat16,
+    kept: torch.Tensor | None = None,
+    depths: Sequence[int] | None = None,
+    parallel: Mapping[str, int] | None = None,
+) -> Path:
+    """Write a draft; the directory is there whole or not at all.
+
+    Args:
+        directory: new, or an earlier draft's, which is replaced.
+        model: the draft. It is not changed.
+        facts: JSON-able: acceptance before and after, the curve, ...
+        method: how it was made.
+        target: fingerprint of its target (`runtime.checkpoint.Checkpoint.fingerprint`).
+        dtype: of the stored weights.
+        kept, depths, parallel: see above.
+
+    Returns:
+        The directory.
+
+    Raises:
+        RequestError: the directory holds something else, or what is given does not fit the model.
+    """
+    directory = Path(directory)
+    config: Any = model.config.get_text_config(decoder=True)
+    content: dict[str, Any] = {
+        "schema_version": SCHEMA_VERSION, "method": method, "target": target, "vocabulary": int(config.vocab_size),
+        "layers": int(config.num_hidden_layers), "facts": dict(facts),
+    }  # fmt: skip
+    if not target:
+        raise RequestError("a draft needs its target's fingerprint: another model's would not be refused")
+    if depths is not None:
+        content["depths"] = [int(depth) for depth in depths]
+    if parallel is not None:
+        content["parallel"] = {"mask_token": int(parallel["mask_token"]), "tokens": int(parallel["tokens"])}
+    if directory.exists() and not (directory / DRAFT).is_file() and (directory.is_file() or any(directory.iterdir())):
+        raise RequestError(f"{directory} is not empty and holds no draft; choose another directory")
+    ids = None if kept is None else check_kept(kept, int(config.vocab_size))
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    with disk_errors(f"writing {directory}"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        _save(model, temporary, dtype)
+        if ids is not None:
+            from safetensors.torch import save_file
+
+            save_file({"kept_tokens": ids.to(torch.int32).cpu()}, temporary / KEPT)
+            content["kept_tokens"] = KEPT
+        files = sorted(file for file in temporary.iterdir() if file.is_file())
+        for file in files:
+            let_others_read(file)
+        content["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+        write_json(temporary / DRAFT, content)
+        sync_directory(temporary, files=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+        sync_directory(directory.parent)
+    return directory
+
+
+def _save(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
+    stored: Any = copy.deepcopy(model)
+    stored.to(dtype)
+    stored.config.dtype = dtype
+    stored.save_pretrained(directory)
+
+
+def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
+    """Put what was measured after a draft was written into its draft.json."""
+    write_json(directory / DRAFT, {**read_json(directory / DRAFT), "facts": dict(facts)})

@@ -1,0 +1,223 @@
+"""Where in a growing list of tokens the n-grams of its end, or of another text's end, occurred before."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+_MASK = (1 << 64) - 1
+_BASE = 0x9E3779B97F4A7C15 | 1  # of the polynomial; odd, so that no token's part of a hash is lost
+_SPREAD = 0xD6E8FEB86659FD93  # tokens are small: their parts must reach the high bits, which are what is used
+_FIRST_BITS = 10
+_BULK = 256  # from so many tokens on numpy is quicker than a loop
+
+
+class Match(NamedTuple):
+    """An end of a text that occurred before: its length in tokens, and where (index of its last token), the latest first."""
+
+    length: int
+    places: list[int]
+
+
+class Suffix(NamedTuple):
+    """The end of a text, to be looked up in other lists: its last tokens, and of each indexed length the hash."""
+
+    tokens: list[int]
+    hashes: list[int]
+
+
+class Occurrences:
+    """Of each position and each of some lengths, where the n-gram that ends there occurred last before.
+
+    Hash chains, as compressors keep them (deflate, RFC 1951, section 4): a table of heads by hash, and from each position a link to
+    the one before it of the same hash. So a token costs one link and one head a length, whatever the text is, and n-grams that occur
+    often cost no more than others. What a chain says is compared with the tokens, so that hashes which collide cost time only.
+
+    Args:
+        tokens: the list; it may grow at its end, and `catch_up` reads on from where it stopped.
+        lengths: of the n-grams, ascending.
+    """
+
+    def __init__(self, tokens: list[int], lengths: Sequence[int]) -> None:
+        self.tokens = tokens
+        self.lengths = tuple(lengths)
+        self.seen = 0
+        self._hashes = [0] * len(self.lengths)
+        # What the token that leaves a window of each length weighs in its hash.
+        self._leaving = [_SPREAD * pow(_BASE, length, 1 << 64) & _MASK for length in self.lengths]
+        self._links = [array("i") for _ in self.lengths]
+        self._bits = _FIRST_BITS
+        self._heads = [self._empty() for _ in self.lengths]
+
+    def _empty(self) -> array[int]:
+        return array("i", b"\xff" * (4 << self._bits))
+
+    @property
+    def memory_bytes(self) -> int:
+        """Of tables and links; not of the tokens."""
+        return sum(sys.getsizeof(part) for part in (*self._links, *self._heads))
+
+    # ---------------------------------------------------------------- reading on
+    def follow(self, tokens: list[int]) -> None:
+        """Read on in this list, which begins with what was read: the same one, or a copy."""
+        self.tokens = tokens
+        self.catch_up()
+
+    def catch_up(self) -> None:
+        """Index the tokens that were added."""
+        new = len(self.tokens) - self.seen
+        if not new:
+            return
+        if len(self.tokens) > 1 << self._bits:
+            # As many heads as tokens at least, so that chains are about as long as n-grams are frequent.
+            self._bits = len(self.tokens).bit_length() + 1
+            self._heads = [self._empty() for _ in self.lengths]
+            self._links = [array("i") for _ in self.lengths]
+            self._hashes = [0] * len(self.lengths)
+            self.seen = 0
+            new = len(self.tokens)
+        if new >= _BULK:
+            self._read_many()
+        else:
+            for _ in range(new):
+                self._read_one()
+
+    def _read_one(self) -> None:
+        tokens, place, shift = self.tokens, self.seen, 64 - self._bits
+        part = tokens[place] * _SPREAD
+        hashes = self._hashes
+        for level, length in enumerate(self.lengths):
+            value = hashes[level] * _BASE + part
+            if place >= length:
+                value -= tokens[place - length] * self._leaving[level]
+            value &= _MASK
+            hashes[level] = value
+            if place + 1 < length:
+                self._links[level].append(-1)
+                continue
+            heads, slot = self._heads[level], value >> shift
+            self._links[level].append(heads[slot])
+            heads[slot] = place
+        self.seen = place + 1
+
+    def _read_many(self) -> None:
+        first, count = self.seen, len(self.tokens)
+        longest = self.lengths[-1]
+        start = max(0, first - longest + 1)
+        parts = np.array(self.tokens[start:], dtype=np.uint64) * np.uint64(_SPREAD)
+        values = parts.copy()
+        length, base = 1, np.uint64(_BASE)
+        for level, wanted in enumerate(self.lengths):
+            while length < wanted:
+                # In place it would read what it has just written.
+                values[1:] = parts[1:] + base * values[:-1]
+                length += 1
+            self._hashes[level] = int(values[-1])
+            begin = max(first, wanted - 1)
+            slots = (values[begin - start :] >> np.uint64(64 - self._bits)).astype(np.int64)
+            links = np.full(count - first, -1, dtype=np.int32)
+            self._link(level, slots, begin, links[begin - first :])
+            self._links[level].frombytes(links.tobytes())
+        self.seen = count
+
+    def _link(self, level: int, slots: np.ndarray, begin: int, links: np.ndarray) -> None:
+        """Links of positions from `begin` on, and the heads after them."""
+        if not len(slots):
+            return
+        heads = np.frombuffer(self._heads[level], dtype=np.int32)
+        order = np.sort((slots << 32) | np.arange(len(slots)))
+        slots, places = order >> 32, (order & 0xFFFFFFFF).astype(np.int32)
+        again = np.empty(len(slots), dtype=bool)  # not the first of its hash
+        again[0] = False
+        np.equal(slots[1:], slots[:-1], out=again[1:])
+        before = np.empty(len(slots), dtype=np.int32)
+        before[1:] = places[:-1] + begin
+        before[~again] = heads[slots[~again]]
+        links[places] = before
+        last = np.append(~again[1:], True)
+        heads[slots[last]] = places[last] + begin
+
+    # ---------------------------------------------------------------- looking up
+    def suffix(self) -> Suffix:
+        """The end of this list, for others with the same lengths; read after `catch_up`."""
+        return Suffix(self.tokens[-self.lengths[-1] :], self._hashes)
+
+    def own_match(self, most: int) -> Match:
+        """The longest end of this list that occurred before in it, of lengths from the first to the last of `lengths`.
+
+        Args:
+            most: occurrences that are looked at of an n-gram, the latest ones. Where there are more of one of the indexed lengths, and
+                none of the next, an older one may agree for longer.
+        """
+        tail = self.tokens[-self.lengths[-1] :]
+        for level in range(len(self.lengths) - 1, -1, -1):
+            if self.lengths[level] <= len(tail) and self._links[level][-1] >= 0:
+                found = self._walk(level, self._links[level][-1], tail, most)
+                if found.places:
+                    return found
+        return Match(0, [])
+
+    def match(self, suffix: Suffix, most: int) -> Match:
+        """The longest end of another text that occurred in this list, as for `own_match`."""
+        shift = 64 - self._bits
+        for level in range(len(self.lengths) - 1, -1, -1):
+            if self.lengths[level] <= len(suffix.tokens):
+                place = self._heads[level][suffix.hashes[level] >> shift]
+                if place >= 0:
+                    found = self._walk(level, place, suffix.tokens, most)
+                    if found.places:
+                        return found
+        return Match(0, [])
+
+    def places(self, suffix: Suffix, level: int, most: int) -> list[int]:
+        """The latest occurrences of another text's last `lengths[level]` tokens."""
+        length = self.lengths[level]
+        if length > len(suffix.tokens):
+            return []
+        head = self._heads[level][suffix.hashes[level] >> (64 - self._bits)]
+        return self._places(level, head, suffix.tokens[-length:], most)
+
+    def own_places(self, level: int, most: int) -> list[int]:
+        """The latest occurrences of this list's own last `lengths[level]` tokens, but for these themselves."""
+        length = self.lengths[level]
+        if length > len(self.tokens):
+            return []
+        return self._places(level, self._links[level][-1], self.tokens[-length:], most)
+
+    def agreement(self, place: int, known: int, most: int) -> int:
+        """How many tokens up to `place` are those of this list's end, at most `most`; `known` of them are so already."""
+        tokens, count, end = self.tokens, known, len(self.tokens) - 1
+        most = min(most, place + 1)
+        while count < most and tokens[place - count] == tokens[end - count]:
+            count += 1
+        return count
+
+    def _places(self, level: int, place: int, wanted: list[int], most: int) -> list[int]:
+        links, tokens, length = self._links[level], self.tokens, self.lengths[level]
+        places: list[int] = []
+        # Chains of hashes that collide are short; the bound is for texts made to collide.
+        for _ in range(4 * most):
+            if place < 0 or len(places) == most:
+                break
+            if tokens[place - length + 1 : place + 1] == wanted:
+                places.append(place)
+            place = links[place]
+        return places
+
+    def _walk(self, level: int, place: int, tail: list[int], most: int) -> Match:
+        length = self.lengths[level]
+        places = self._places(level, place, tail[-length:], most)
+        if not places or level + 1 == len(self.lengths):
+            return Match(length, places)
+        # None agrees over the next indexed length, but some may over one in between.
+        for longer in range(length + 1, min(self.lengths[level + 1], len(tail) + 1)):
+            token, back = tail[-longer], longer - 1
+            kept = [place for place in places if place >= back and self.tokens[place - back] == token]
+            if not kept:
+                break
+            length, places = longer, kept
+        return Match(length, places)

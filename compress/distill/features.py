@@ -32,7 +32,12 @@ class Features:
     """
 
     def __init__(
-        self, states: Callable[[torch.Tensor], torch.Tensor], parts: TargetParts, module: Any, base: Teacher, keep_bytes: int
+        self,
+        states: Callable[[torch.Tensor], torch.Tensor],
+        parts: TargetParts,
+        module: Any,
+        base: Teacher,
+        keep_bytes: int,
     ) -> None:
         self._states, self.parts, self.module = states, parts, module
         self.config: PretrainedConfig = module.config.get_text_config(decoder=True)
@@ -71,7 +76,9 @@ class Features:
                 f"heads are trained on what runtime.load returns or a causal language model of transformers, not a {type(target).__name__}"
             )
         size = target.get_input_embeddings().num_embeddings
-        engine = SimpleNamespace(module=target, device=target.device, vocab_size=size, description=type(target).__name__)
+        engine = SimpleNamespace(
+            module=target, device=target.device, vocab_size=size, description=type(target).__name__
+        )
         return cls(_Forward(target), TargetParts.of(engine, "target"), target, base, keep_bytes)
 
     @torch.no_grad()

@@ -218,26 +218,45 @@ def _drafter(value: Any, target: Target) -> Drafter:
 
 def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
     from runtime.decoding.drafters.candidates import Candidates
-    from runtime.decoding.drafters.draft_model import load_draft
+    from runtime.decoding.drafters.draft_model import draft_facts, load_draft
     from runtime.decoding.drafters.lanes import lanes_of
 
     path = Path(str(value["model"]))
     if not path.is_dir():
         raise PolicyError(("model",), f"there is no directory {str(path)!r}")
-    name = value.get("method", "chain")
+    facts = draft_facts(path)
+    name = value.get("method", "parallel" if "parallel" in facts else "chain")
     method = MODELS.find(name) if isinstance(name, str) else None
     if method is None:
         raise unknown(("method",), name, MODELS.names, "drafter with a model")
     device: torch.device = target.engine.device
     settings = read_fields(
-        method.load(), {key: each for key, each in value.items() if key not in _KEYS}, (), GIVEN, _nothing, _KEYS
+        method.load(),
+        {key: each for key, each in value.items() if key not in _KEYS},
+        (),
+        [*GIVEN, "mask_token", "most"],
+        _nothing,
+        _KEYS,
     )
+    if method.name == "parallel":
+        settings |= _trained(facts, path)
     draft = load_draft(path, target.artifact, device, target.trust_remote_code)
     candidates = Candidates(target.engine.vocab_size, draft.kept)
     drafter: Drafter = method.load()(
         lanes=lanes_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings
     )
     return drafter
+
+
+def _trained(facts: Mapping[str, Any], path: Path) -> dict[str, int]:
+    """What a parallel draft was trained for."""
+    parallel = facts.get("parallel")
+    if not isinstance(parallel, Mapping):
+        raise PolicyError(("method",), f"{path} was not trained to propose several tokens at once; use chain")
+    return {
+        "mask_token": integer(("mask_token",), parallel.get("mask_token")),
+        "most": integer(("tokens",), parallel.get("tokens"), 1),
+    }
 
 
 def _composed(values: Any, target: Target, settings: Mapping[str, Any] | None = None) -> Drafter:

@@ -52,8 +52,7 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
     """
     from runtime.engines.torch import Blueprint
 
-    artifact = Artifact(path, trust_remote_code)
-    facts = read_json(path / DRAFT) if (path / DRAFT).is_file() else {}
+    artifact, facts = Artifact(path, trust_remote_code), draft_facts(path)
     check_target(facts, artifact, target)
     blueprint = Blueprint(artifact, device, "auto", None, trust_remote_code)
     if blueprint.kind != "decoder":
@@ -63,6 +62,11 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
     if kept is not None:
         _trim(engine.module, kept, path)
     return DraftModel(lean_draft(engine), kept, facts)
+
+
+def draft_facts(path: Path) -> dict[str, Any]:
+    """The content of a directory's draft.json; empty without one."""
+    return read_json(path / DRAFT) if (path / DRAFT).is_file() else {}
 
 
 def lean_draft(engine: Any) -> Any:

@@ -79,8 +79,6 @@ class Hierarchy(Drafter):
         wanted = min(ask.nodes, self.enough)
         found = Guesses()
         for store, (tokens, match) in enumerate(self._matches(state.index)):
-            if len(found.tree) >= wanted:
-                break
             if match.length < self.shortest:
                 continue
             slope = OTHER if store else OWN
@@ -89,6 +87,8 @@ class Hierarchy(Drafter):
             for node, part in join(found.tree, more.tree, wanted):
                 found.kinds.append(more.kinds[node])
                 found.estimates.append(part * more.estimates[node])
+            if len(found.tree) >= wanted:
+                break
         found.length = len(ask.text.tokens)
         state.guesses = found
         return found.tree

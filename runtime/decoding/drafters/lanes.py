@@ -17,6 +17,7 @@ class Lane:
 
     Attributes:
         tokens: ids that are in the cache, in order. notes: nodes of a tree that were read after them.
+        unsure: how many tokens after them an unpaged cache holds that were not kept.
         pages: that hold them (paged engines). cache: that holds them (others).
     """
 
@@ -24,6 +25,7 @@ class Lane:
     pages: list[int] = field(default_factory=list)
     cache: Any = None
     notes: list[int] = field(default_factory=list)
+    unsure: int = 0
 
 
 class Lanes(Protocol):
@@ -44,6 +46,16 @@ class Lanes(Protocol):
 
     def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         """Read more of each text; logits after the last token of each, float32 `[lanes, vocab]`."""
+
+    def ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Read more of each text, at least one token, and tokens that may follow it: logits after the last of the text's and after each
+        of these, a float32 `[1 + more, vocab]` for each lane. `keep` says which stay; without it none does.
+        """
+
+    def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
+        """The first of those that `ahead` read after the text belong to it."""
 
     def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         """Tokens of a tree after what the lane holds: the last `len(tokens)` of `parents`, the others were given before. Logits after
@@ -101,6 +113,32 @@ class PagedLanes:
                     found[index] = logits[row]
             waiting = later
         return torch.stack([row for row in found if row is not None])
+
+    def ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        if sum(map(len, tokens)) + sum(map(len, more)) > self.most_rows:
+            return [
+                self._ahead([lane], [own], [extra])[0] for lane, own, extra in zip(lanes, tokens, more, strict=True)
+            ]
+        return self._ahead(lanes, tokens, more)
+
+    def _ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        pieces = []
+        for lane, own, extra in zip(lanes, tokens, more, strict=True):
+            if len(own) + len(extra) > self.most_rows:
+                self.feed([lane], [own[:-1]])
+                own = own[-1:]
+            self._reserve(lane, len(lane.tokens) + len(own) + len(extra))
+            pieces.append(Piece([*own, *extra], len(lane.tokens), lane.pages, 1 + len(extra)))
+            lane.tokens += own
+        logits: torch.Tensor = self._engine.verify(self._memory, pieces)[0]
+        return list(logits.split([piece.outputs for piece in pieces]))
+
+    def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
+        lane.tokens += tokens
 
     def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         start = len(lane.tokens)
@@ -160,6 +198,7 @@ class PlainLanes:
 
     def _read(self, lane: Lane, tokens: Sequence[int]) -> torch.Tensor:
         logits = torch.empty(0)
+        self.cut(lane, len(lane.tokens))
         for start in range(0, len(tokens), self.most_rows):
             part = list(tokens[start : start + self.most_rows])
             ids = torch.tensor([part], device=self._engine.device)
@@ -168,13 +207,32 @@ class PlainLanes:
             lane.tokens += part
         return logits
 
+    def ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        found = []
+        for lane, own, extra in zip(lanes, tokens, more, strict=True):
+            self._read(lane, own[:-1])
+            ids = torch.tensor([[*own[-1:], *extra]], device=self._engine.device)
+            start = len(lane.tokens)
+            positions = torch.arange(start, start + ids.shape[1], device=self._engine.device)[None]
+            found.append(self._engine.forward(ids, lane.cache, None, positions)[0])
+            lane.tokens += own[-1:]
+            lane.unsure = len(extra)
+        return found
+
+    def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
+        lane.tokens += tokens
+        lane.unsure -= len(tokens)
+
     def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         raise NotImplementedError
 
     def cut(self, lane: Lane, length: int) -> None:
-        extra = len(lane.tokens) - length
-        if extra > 0:
-            lane.cache.crop(length)
+        extra = max(0, len(lane.tokens) - length) + lane.unsure
+        if extra:
+            lane.cache.crop(-extra)
+            lane.unsure = 0
             del lane.tokens[length:]
 
     def close(self, lane: Lane) -> None:

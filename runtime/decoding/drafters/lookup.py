@@ -114,6 +114,6 @@ class _Copied:
 def copied(tokens: list[int], start: int, count: int) -> list[int]:
     """`count` tokens from `start` on, and where the text ends those that were just copied, again and again."""
     found = tokens[start : start + count]
-    while len(found) < count:
+    while found and len(found) < count:
         found += found[: count - len(found)]
     return found

@@ -23,6 +23,8 @@ MODELS = Table(
     Method("chain", f"{_HERE}.model:ModelDrafter"),
     Method("dynamic-tree", f"{_HERE}.model_tree:DynamicTree"),
     Method("large-tree", f"{_HERE}.model_tree:LargeTree"),
+    Method("staged", f"{_HERE}.staged:Staged"),
+    Method("parallel", f"{_HERE}.parallel:Parallel"),
 )
 #: What a draft model gives its drafter.
 GIVEN = ("lanes", "candidates", "weights")

@@ -67,7 +67,7 @@ class ModelDrafter(Drafter):
             following = []
             for row, index in enumerate(alive):
                 ask, tree = asks[index], trees[index]
-                token, chance = self._next(logits[row], ask, tree)
+                token, chance = self.choose(logits[row], ask, tree)
                 tree.add(token, len(tree) - 1, chance)
                 reach[index] *= chance
                 sure = chance >= self.confidence and reach[index] >= ask.least
@@ -80,8 +80,8 @@ class ModelDrafter(Drafter):
                 [asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive]
             )
 
-    def _next(self, logits: torch.Tensor, ask: Ask, tree: Tree) -> tuple[int, float]:
-        """A token, and how likely it is."""
+    def choose(self, logits: torch.Tensor, ask: Ask, tree: Tree) -> tuple[int, float]:
+        """The next token of a chain, and how likely it is; what it is drawn from goes into the tree."""
         if ask.draw is None:
             tokens, chances = self.candidates.best(logits[None], 1)
             return tokens[0][0], chances[0][0]
@@ -93,9 +93,13 @@ class ModelDrafter(Drafter):
     # ---------------------------------------------------------------- the text so far
     def start(self, asks: Sequence[Ask]) -> torch.Tensor:
         """Logits after the texts, `[asks, vocab]`; what of them was not read is read."""
-        lanes = [ask.state for ask in asks]
+        return self.lanes.feed([ask.state for ask in asks], self.missing(asks))
+
+    def missing(self, asks: Sequence[Ask]) -> list[list[int]]:
+        """What of each text was not read yet, at least its last token. What is more than a few tokens is read here."""
         missing = []
         started = time.perf_counter()
+        lanes = [ask.state for ask in asks]
         for lane, ask in zip(lanes, asks, strict=True):
             if len(ask.text.tokens) - len(lane.tokens) > _FAR:
                 self.catch_up([lane], [ask.text.tokens[:-1]])
@@ -103,7 +107,7 @@ class ModelDrafter(Drafter):
                 self.lanes.cut(lane, _common(lane.tokens, ask.text.tokens[:-1]))
             missing.append(ask.text.tokens[len(lane.tokens) :])
         self.overhead = time.perf_counter() - started
-        return self.lanes.feed(lanes, missing)
+        return missing
 
     def catch_up(self, lanes: Sequence[Lane], texts: Sequence[Sequence[int]]) -> None:
         """See to it that each lane holds exactly its text."""

@@ -1,0 +1,189 @@
+"""Kangaroo: a small attention block goes on from the artifact's first layers to its head."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from compress.distill.config import DraftConfig, DraftMethod
+from compress.distill.cut import cut_checkpoint
+from compress.distill.losses import Objective
+from compress.distill.nested import final_norm
+from compress.distill.student import Student
+from compress.distill.write import DRAFT, SCHEMA_VERSION
+from compress.pipeline.files import disk_errors, sha256, sync_directory, write_json
+from runtime.errors import RequestError
+from runtime.file_rights import let_others_read
+from runtime.skeleton import find_blocks
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from compress.distill.making import Making
+
+ADAPTER = "adapter.safetensors"
+_PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
+
+
+class KangarooConfig(DraftConfig):
+    """The artifact's own first layers draft, and between them and its head a block of attention (by default with no feed-forward half) and
+    a norm, which alone are trained. They read what the artifact computes anyway, so the draft costs little memory.
+    """
+
+    method: Literal["kangaroo"] = Field("kangaroo", description="Name of the method.")
+    exit_layer: int = Field(2, ge=1, description="Layers of the artifact before the adapter.")
+    feed_forward: bool = Field(False, description="Give the adapter a feed-forward half too.")
+    quantize: Literal["none"] = Field("none", description="Adapters are stored as they are, in bfloat16.")
+
+
+class NoFeedForward(nn.Module):
+    """In the place of a feed-forward half: adds nothing."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(x)
+
+
+class KangarooStudent(Student):
+    """The first layers of a target, frozen, an adapter above them, and the target's frozen head.
+
+    Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, arXiv 2404.18911. The adapter begins as the target's
+    next layer, which reads what it will read.
+
+    Args:
+        draft: the target's first layers and the one that becomes the adapter (`cut`), float32. It is changed: all but the adapter is
+            frozen.
+        objective: None: the default, forward KL to the target's distribution.
+        feed_forward: the adapter has a feed-forward half.
+
+    Attributes:
+        exit_layer: how many layers come before the adapter.
+
+    Raises:
+        RequestError: a model of another structure, or of one layer.
+    """
+
+    def __init__(
+        self, draft: PreTrainedModel, objective: Objective | None = None, feed_forward: bool = False
+    ) -> None:
+        super().__init__(draft, objective)
+        blocks = find_blocks(draft)[1]
+        self.exit_layer, self.feed_forward = len(blocks) - 1, feed_forward
+        self._block: Any = blocks[-1]
+        missing = [part for part in _PARTS if not hasattr(self._block, part)]
+        if missing:
+            raise RequestError(f"a {type(draft).__name__} has no adapter: its layers have no {missing[0]}")
+        if not self.exit_layer:
+            raise RequestError("an adapter needs at least one layer before it")
+        draft.requires_grad_(False)
+        trained = [self._block.self_attn, self._block.input_layernorm, final_norm(draft)]
+        if feed_forward:
+            trained += [self._block.mlp, self._block.post_attention_layernorm]
+        else:
+            self._block.mlp = NoFeedForward()
+        for module in trained:
+            module.requires_grad_(True)
+
+    def adapter(self) -> dict[str, torch.Tensor]:
+        """Its tensors, as `runtime.engines.llama_adapter.Adapter` names them."""
+        tensors = {name: value for name, value in self._block.named_parameters() if value.requires_grad}
+        norm: Any = final_norm(self.draft)
+        return {name: value.detach() for name, value in {**tensors, "norm.weight": norm.weight}.items()}
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "exit_layer": self.exit_layer, "feed_forward": self.feed_forward}
+
+
+def write_adapter(
+    directory: str | Path,
+    student: KangarooStudent,
+    facts: Mapping[str, Any],
+    *,
+    target: str,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Path:
+    """Write what was trained; the directory is there whole or not at all. See `runtime.decoding.drafters.kangaroo.build`.
+
+    Args:
+        directory: new, or an earlier draft's, which is replaced.
+        facts: JSON-able, for draft.json.
+        target: fingerprint of the checkpoint that it is for.
+        dtype: of the stored weights.
+
+    Raises:
+        RequestError: the directory holds something else.
+    """
+    from safetensors.torch import save_file
+
+    directory = Path(directory)
+    if not target:
+        raise RequestError("a draft needs its target's fingerprint: another model's would not be refused")
+    if directory.exists() and not (directory / DRAFT).is_file() and (directory.is_file() or any(directory.iterdir())):
+        raise RequestError(f"{directory} is not empty and holds no draft; choose another directory")
+    temporary = directory.with_name(f".{directory.name}.tmp")
+    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in student.adapter().items()}
+    with disk_errors(f"writing {directory}"):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        file = temporary / ADAPTER
+        save_file(tensors, file)
+        let_others_read(file)
+        content = {
+            "schema_version": SCHEMA_VERSION, "method": "kangaroo", "target": target, "vocabulary": student.vocabulary,
+            "exit_layer": student.exit_layer, "facts": dict(facts),
+            "files": {ADAPTER: {"bytes": file.stat().st_size, "sha256": sha256(file)}},
+        }  # fmt: skip
+        write_json(temporary / DRAFT, content)
+        sync_directory(temporary, files=True)
+        shutil.rmtree(directory, ignore_errors=True)
+        temporary.rename(directory)
+        sync_directory(directory.parent)
+    return directory
+
+
+def make(making: Making, config: KangarooConfig) -> dict[str, Any]:
+    """See `DraftMethod.make`."""
+    from compress.distill.making import read_bytes
+    from compress.distill.write import note_facts
+
+    given, held_out = making.split()
+    draft = cut_checkpoint(making.artifact, config.exit_layer + 1)
+    student = KangarooStudent(draft, config.objective(), config.feed_forward)
+    making.facts["exit_layer"] = config.exit_layer
+    before = making.measure(config, student, held_out)
+    making.train(config, student, making.source(config, student, given), held_out)
+    making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
+    write_adapter(making.output, student, making.facts, target=making.fingerprint)
+    whole = read_bytes(making.artifact, Student(student.draft))
+    own = sum(2 * value.numel() for value in student.adapter().values())
+    read = whole - _later_bytes(making.artifact, find_blocks(student.draft)[0], config.exit_layer) + own
+    making.facts["cost"] = {"bytes": read, "of_target": read / whole}
+    making.facts["worth"] = making.worth(making.facts["after"], read / whole)
+    note_facts(making.output, making.facts)
+    return {"model": making.output.name}
+
+
+def _later_bytes(artifact: Path, blocks: str, first: int) -> int:
+    """Bytes of the layers from `first` on, which a draft does not read."""
+    from runtime.checkpoint import Checkpoint
+
+    checkpoint = Checkpoint(artifact)
+    total = 0
+    for name in checkpoint.names():
+        if name.startswith(f"{blocks}.") and int(name[len(blocks) + 1 :].partition(".")[0]) >= first:
+            total += checkpoint.nbytes(name)
+    return total
+
+
+METHOD = DraftMethod(
+    name="kangaroo",
+    config=KangarooConfig,
+    summary="the artifact's first layers draft, with a small trained block between them and its head",
+    paper="Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, 2024, arXiv 2404.18911",
+    make=make,
+)

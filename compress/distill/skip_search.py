@@ -1,0 +1,252 @@
+"""Draft & Verify: which attention and feed-forward halves the artifact can leave out when it drafts for itself, found by trying."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+
+from compress.distill.data import check_rows
+from compress.distill.speedup import VerifyCost, best_length, tokens_of
+from compress.distill.speedup import speedup as speedup_of
+from compress.distill.subset_search import Search, Subset, search
+from runtime.engines.base import Piece
+from runtime.engines.llama import LlamaEngine
+from runtime.engines.llama_view import View, parts_of
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from compress.distill.making import Making
+
+Told = Callable[[int, int], Any]  # trials done, trials in all
+
+
+class SkipConfig(BaseModel):
+    """The artifact drafts with some of its own attention and feed-forward halves left out. Which ones is found by Bayesian optimisation of
+    the tokens a second that drafting with the others promises, measured on what the artifact writes after calibration text. Nothing is
+    trained and nothing is stored but their numbers.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: Literal["skip"] = Field("skip", description="Name of the method.")
+    trials: int = Field(200, ge=1, le=1_000_000, description="Sets of halves that are tried.")
+    samples: int = Field(16, ge=2, le=1_000_000, description="Rows of calibration text.")
+    sequence_length: int = Field(256, ge=16, le=1_048_576, description="Tokens of a row.")
+    places: int = Field(8, ge=1, description="Places in a row from which is drafted.")
+    tokens: int = Field(8, ge=1, le=64, description="Tokens of a draft at most.")
+    row_cost: float = Field(
+        0.0, ge=0, le=1, description="What a further token of a verification takes, as a share of a step; 0: bound by memory."
+    )
+    seed: int = Field(0, ge=0, lt=2**63, description="Of the search.")
+
+
+class DraftTrials:
+    """Places in texts from which parts of a model draft, and what the whole model writes there.
+
+    A draft begins where the model's own keys and values end, as it does when texts are written, so what is counted is what speculative
+    decoding would accept.
+
+    Args:
+        engine: of the model.
+        ids: int64 `[n, s]`, texts.
+        places: in each, evenly spread over its second half or, where they are too many for it, over all of it.
+        tokens: of a draft.
+
+    Attributes:
+        written: int64 `[n * places, tokens]`, what the model writes, greedily.
+    """
+
+    def __init__(self, engine: LlamaEngine, ids: torch.Tensor, places: int, tokens: int) -> None:
+        ids = check_rows(ids, "texts to draft after", 2)
+        length = int(ids.shape[1])
+        if not 1 <= places < length or tokens < 1:
+            raise RequestError(f"drafts after rows of {length} tokens: 1 to {length - 1} places, not {places}")
+        self.engine, self.tokens, self._size = engine, tokens, engine.page_size
+        first = max(1, min(length // 2, length - places))
+        starts = sorted({first + (length - first) * index // places - 1 for index in range(places)})
+        shared = -(-length // self._size)
+        own = max(-(-(start + tokens) // self._size) - start // self._size for start in starts)
+        self._pool = engine.new_pages(len(ids) * (shared + own * len(starts)))
+        self._last: list[int] = []
+        self._pieces: list[tuple[int, list[int]]] = []
+        page = 0
+        for row in ids.tolist():
+            pages = list(range(page, page + shared))
+            page += shared
+            for begin in range(0, length, engine.most_rows):
+                engine.read(self._pool, [Piece(row[begin : begin + engine.most_rows], begin, pages)])
+            for start in starts:
+                mine = list(range(page, page + own))
+                page += own
+                full = start // self._size
+                for tensor in self._pool.tensors:
+                    tensor[mine[0]] = tensor[pages[full]]
+                self._pieces.append((start, pages[:full] + mine))
+                self._last.append(row[start])
+        self.written = self._write()
+
+    def __len__(self) -> int:
+        return len(self._last)
+
+    def accepted(self, view: View) -> torch.Tensor:
+        """How many tokens of each place's draft by a view the model writes itself, before the first that it does not; int64 `[places]`."""
+        counts = torch.zeros(len(self), dtype=torch.int64)
+        alive = list(range(len(self)))
+        for step in range(self.tokens):
+            following = []
+            for group in self._groups(alive):
+                found = view.read(self._pool, self._step(group, step)).argmax(-1)
+                right = found == self.written[group, step]
+                following += [index for index, each in zip(group, right.tolist(), strict=True) if each]
+            counts[following] += 1
+            alive = following
+        return counts
+
+    def rates(self, view: View) -> list[float]:
+        """For each token of a draft, the share of the places that accept it among those that accepted all before it; as far as there are
+        any."""
+        counts, result = self.accepted(view), []
+        for depth in range(self.tokens):
+            reached = int((counts >= depth).sum())
+            if not reached:
+                break
+            result.append(float((counts > depth).sum()) / reached)
+        return result
+
+    def _write(self) -> torch.Tensor:
+        """What the whole model writes, token by token; its keys and values stay in the places' own pages until a draft overwrites them."""
+        self.written = torch.zeros(len(self), self.tokens, dtype=torch.int64)
+        for step in range(self.tokens):
+            for group in self._groups(range(len(self))):
+                self.written[group, step] = self.engine.read(self._pool, self._step(group, step)).argmax(-1)
+        return self.written
+
+    def _groups(self, indices: Sequence[int]) -> list[list[int]]:
+        size = self.engine.most_rows
+        return [list(indices[begin : begin + size]) for begin in range(0, len(indices), size)]
+
+    def _step(self, group: Sequence[int], step: int) -> list[Piece]:
+        """The token before the one that is looked for: all of a draft that was accepted so far is what the model wrote."""
+        pieces = []
+        for index in group:
+            start, pages = self._pieces[index]
+            token = self._last[index] if step == 0 else int(self.written[index, step - 1])
+            pieces.append(Piece([token], start + step, pages))
+        return pieces
+
+
+@dataclass
+class Found:
+    """What a search for skipped halves found.
+
+    Attributes:
+        skip_attention, skip_mlp: layers, counted from 0.
+        rates: for each token of a draft, how often it is accepted where those before it are.
+        cost: of a drafted token, as a share of the model's step, in bytes of weights.
+        length: tokens to draft, 0: it does not pay. speedup: that this promises over plain decoding.
+        curve: the best speedup after each trial, below 1 where it does not pay.
+    """
+
+    skip_attention: list[int]
+    skip_mlp: list[int]
+    rates: list[float]
+    cost: float
+    length: int
+    speedup: float
+    curve: list[float]
+
+    def facts(self) -> dict[str, Any]:
+        """For the manifest, JSON-able."""
+        return dict(vars(self))
+
+
+def find_skips(
+    engine: Any,
+    ids: torch.Tensor,
+    *,
+    trials: int = 200,
+    places: int = 8,
+    tokens: int = 8,
+    verify_cost: VerifyCost = 1.0,
+    seed: int = 0,
+    told: Told | None = None,
+) -> Found:
+    """Search for the halves of layers to leave out: those whose absence makes drafting fastest.
+
+    The value of a set is the speedup of the best draft length (`compress.distill.speedup.best_length`) at the acceptance that is measured
+    with it, a drafted token costing the bytes of weights that are left: Draft & Verify (arXiv 2309.08168) with bytes for seconds, so that
+    the same texts give the same set on every machine.
+
+    Args:
+        engine: the decoder in C of the model, all of it in memory.
+        ids: int64 `[n, s]`, texts; see `DraftTrials`.
+        trials: sets to try.
+        verify_cost: of the target's step over several tokens (`compress.distill.speedup`).
+        told: is called with trials done and trials in all.
+
+    Raises:
+        RequestError: an engine that does not compute with parts of a model.
+    """
+    lean = parts_of(engine)
+    if isinstance(lean, str):
+        raise RequestError(f"skipped halves cannot be searched for: {lean}")
+    layers = len(lean.parts.blocks)
+    runs = DraftTrials(lean, ids, places, tokens)
+    whole = View(lean, range(layers)).weight_bytes
+
+    def halves(subset: Subset) -> tuple[list[int], list[int]]:
+        """Layers without attention, and without feed-forward half."""
+        return [each for each in subset if each < layers], [each - layers for each in subset if each >= layers]
+
+    def measured(subset: Subset) -> tuple[list[float], float]:
+        attention, mlp = halves(subset)
+        view = View(lean, range(layers), attention, mlp)
+        return runs.rates(view), view.weight_bytes / whole
+
+    def value(subset: Subset) -> float:
+        if len(subset) in (0, 2 * layers):  # no draft, or one of nothing
+            return 0.0
+        rates, cost = measured(subset)
+        # Not `best_length`, to which all that does not pay is alike: the way to what does leads through it.
+        return max(
+            speedup_of(tokens_of(rates[:length]), length, cost, verify_cost)
+            for length in range(1, len(rates) + 1)
+        )
+
+    def tell(found: Search) -> None:
+        if told is not None:
+            told(len(found.values), trials)
+
+    found = search(value, 2 * layers, trials, starts=_starts(layers), seed=seed, told=tell)
+    rates, cost = measured(found.best)
+    length, speedup = best_length(rates, cost, verify_cost)
+    return Found(*halves(found.best), rates, cost, length, speedup, found.curve())
+
+
+def _starts(layers: int) -> list[list[int]]:
+    """Sets worth trying first: every second attention or whole layer between the first and the last, the middle layers, single halves."""
+    inner = list(range(1, layers - 1)) or [0]
+    middle = inner[len(inner) // 4 : len(inner) - len(inner) // 4]
+    second = inner[::2]
+    return [second, inner, [*second, *(layers + each for each in second)], [*middle, *(layers + each for each in middle)]]
+
+
+def make(making: Making, config: SkipConfig) -> dict[str, Any]:
+    """See `DraftMethod.make`."""
+    from runtime.artifact import Artifact
+    from runtime.engines.choose import lean
+    from runtime.engines.torch import Blueprint
+
+    blueprint = Blueprint(Artifact(making.artifact), torch.device("cpu"), "auto", None, False)
+    making.reporter.phase("skips", config.trials)
+    found = find_skips(
+        lean(blueprint.build(), blueprint), making.rows, trials=config.trials, places=config.places, tokens=config.tokens,
+        verify_cost=lambda count: 1 + config.row_cost * (count - 1), seed=config.seed,
+        told=lambda done, every: making.reporter.step(f"{done} of {every} sets"),
+    )  # fmt: skip
+    making.facts |= found.facts()
+    return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}

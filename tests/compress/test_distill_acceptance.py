@@ -1,0 +1,251 @@
+"""Measured acceptance against speculative decoding played out token by token, and the formulas of expected speedup."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from pathlib import Path
+from typing import Any
+
+import distill_runs as runs
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_models import random_llama
+
+import runtime
+from compress.distill.acceptance import follow, measure_acceptance
+from compress.distill.cut import cut
+from compress.distill.data import TextRows
+from compress.distill.parallel import ParallelStudent
+from compress.distill.speedup import best_length, expected_tokens, speedup, tokens_of
+from compress.distill.student import Student
+from compress.distill.teacher import Teacher
+from runtime.errors import RequestError
+
+ROWS = runs.rows(6, 20, seed=4).ids
+
+
+@torch.no_grad()
+def greedy(model: Any, ids: list[int], count: int) -> list[int]:
+    for _ in range(count):
+        ids = [*ids, int(model(input_ids=torch.tensor([ids])).logits[0, -1].argmax())]
+    return ids
+
+
+def played(target: Any, propose: Any, prompt: list[int], total: int, length: int) -> list[int]:
+    """Greedy speculative decoding as its definition has it: accepted tokens of each step that fits into `total`."""
+    text = greedy(target, prompt, total - len(prompt))
+    at, accepted = len(prompt), []
+    while at + length <= total:
+        draft = propose(text[:at], length)
+        count = 0
+        while count < length and draft[count] == text[at + count]:
+            count += 1
+        accepted.append(count)
+        at += count + 1
+    return accepted
+
+
+def expected_record(steps: list[int], length: int) -> dict[str, Any]:
+    reached = [sum(count >= place for count in steps) for place in range(length)]
+    passed = [sum(count > place for count in steps) for place in range(length)]
+    shares = [p / r if r else None for p, r in zip(passed, reached, strict=True)]
+    mean = sum(steps) / len(steps)
+    return {"by_position": shares, "accepted": mean, "tokens": mean + 1, "steps": len(steps)}
+
+
+@pytest.mark.parametrize("length", [1, 3, 5])
+def test_greedy_acceptance_is_that_of_decoding_itself(length: int) -> None:
+    target = runs.target()
+    draft = cut(target, 2)
+    found = measure_acceptance(draft, target, ROWS, length=length, prompt=5, batch=4)
+    assert found["continuations"] is not None
+    got = found["continuations"]["greedy"]
+    steps: list[int] = []
+    for row in ROWS.tolist():
+        steps += played(target, lambda ids, count: greedy(draft, ids, count)[len(ids) :], row[:5], 20, length)
+    wanted = expected_record(steps, length)
+    assert got["by_position"] == pytest.approx(wanted["by_position"])
+    assert {key: got[key] for key in ("accepted", "tokens", "steps")} == pytest.approx(
+        {key: wanted[key] for key in ("accepted", "tokens", "steps")}
+    )
+    assert 0 < got["accepted"] < length
+
+
+def test_parallel_drafts_are_played_with_their_own_passes() -> None:
+    target = runs.target()
+    draft = cut(target, 2)
+    student = ParallelStudent(draft, 0, 4)
+
+    @torch.no_grad()
+    def propose(ids: list[int], count: int) -> list[int]:
+        logits = draft(input_ids=torch.tensor([ids + [0] * (count - 1)])).logits[0, -count:]
+        tokens: list[int] = logits.argmax(-1).tolist()
+        return tokens
+
+    found = measure_acceptance(student, target, ROWS, length=3, prompt=5)
+    steps = [count for row in ROWS.tolist() for count in played(target, propose, row[:5], 20, 3)]
+    assert found["continuations"] is not None
+    got = found["continuations"]["greedy"]
+    assert got["accepted"] == pytest.approx(sum(steps) / len(steps))
+    assert got["steps"] == len(steps)
+
+
+def test_sampling_acceptance_is_that_of_speculative_sampling() -> None:
+    """All texts of a tiny vocabulary written out."""
+    target, draft = (random_llama(seed, vocab_size=5) for seed in (0, 1))
+
+    @torch.no_grad()
+    def chances(model: Any, ids: list[int]) -> torch.Tensor:
+        return torch.softmax(model(input_ids=torch.tensor([ids])).logits[0, -1].double() / 1.5, -1)
+
+    prompt = [1, 2, 3]
+    reach = [0.0] * 3
+    passed = [0.0] * 3
+    for tokens in itertools.product(range(5), repeat=2):
+        weight = 1.0
+        for place in range(3):
+            p, q = (chances(model, [*prompt, *tokens[:place]]) for model in (target, draft))
+            both = torch.minimum(p, q)
+            # Every text is gone through with the chance that all of it so far was accepted; its tail counts once.
+            share = weight / 5 ** (2 - place)
+            reach[place] += share
+            passed[place] += share * float(both.sum())
+            if place < 2:
+                weight *= float(both[tokens[place]])
+    rows = torch.tensor([[*prompt, 0, 0, 0]]).expand(3000, -1).contiguous()
+    found = measure_acceptance(draft, target, rows, length=3, prompt=3, temperature=1.5, batch=1000)
+    assert found["continuations"] is not None
+    got = found["continuations"]["sampling"]
+    assert got["steps"] == 3000  # of three tokens each, just one fits
+    assert got["by_position"][0] == pytest.approx(passed[0] / reach[0], abs=1e-5)
+    assert got["by_position"] == pytest.approx([p / r for p, r in zip(passed, reach, strict=True)], abs=0.02)
+    assert got["accepted"] == pytest.approx(sum(passed), abs=0.04)
+
+
+def test_given_text_is_walked_with_its_own_tokens() -> None:
+    target = runs.target()
+    draft = cut(target, 2)
+    found = measure_acceptance(draft, target, TextRows(ROWS), length=2)
+    with torch.no_grad():
+        p, q = (torch.softmax(model(input_ids=ROWS).logits[:, :-1], -1) for model in (target, draft))
+    assert found["text"]["sampling"]["acceptance"] == pytest.approx(float(torch.minimum(p, q).sum(-1).mean()), abs=1e-6)
+    agree = p.argmax(-1) == q.argmax(-1)
+    assert found["text"]["greedy"]["acceptance"] == pytest.approx(float(agree.double().mean()))
+    steps = []
+    for row in agree.tolist():
+        at = 0
+        while at + 2 <= len(row):
+            count = 0 if not row[at] else 1 if not row[at + 1] else 2
+            steps.append(count)
+            at += count + 1
+    assert found["text"]["greedy"]["accepted"] == pytest.approx(sum(steps) / len(steps))
+    logits_only = Teacher(lambda ids: target(input_ids=ids).logits, runs.VOCABULARY)
+    alone = measure_acceptance(draft, logits_only, TextRows(ROWS), length=2)
+    assert alone == {**found, "continuations": None}
+
+
+def test_a_trimmed_draft_is_never_right_about_what_it_left_out() -> None:
+    target = runs.target()
+    kept = torch.tensor([2, 3, 5, 8, 13, 21, 34, 55])
+    draft = cut(target, 3)  # the target itself, but for its head
+    found = measure_acceptance(Student(draft, kept=kept), target, ROWS, length=2, prompt=5)
+    assert found["continuations"] is not None
+    share = torch.isin(torch.tensor([greedy(target, row[:5], 15)[5:] for row in ROWS.tolist()]), kept).double().mean()
+    assert found["continuations"]["greedy"]["acceptance"] == pytest.approx(float(share))
+    with torch.no_grad():
+        p = torch.softmax(target(input_ids=ROWS).logits[:, :-1], -1)
+    assert found["text"]["sampling"]["acceptance"] == pytest.approx(float(p[..., kept].sum(-1).mean()), abs=1e-6)
+
+
+def test_the_target_as_its_own_draft_is_always_right(tiny_artifact: Path) -> None:
+    loaded = runtime.load(tiny_artifact, dtype="float32", kernels="reference")
+    rows = torch.randint(1, 256, (3, 16), generator=torch.Generator().manual_seed(0))
+    found = measure_acceptance(loaded.engine.module, loaded, rows, length=3)
+    assert found["continuations"] is not None
+    for part in (found["text"], found["continuations"]):
+        for record in part.values():
+            assert record["by_position"] == pytest.approx([1.0] * 3, abs=1e-5)
+            assert record["tokens"] == pytest.approx(4.0, abs=1e-4)
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), length=st.integers(1, 4), tokens=st.integers(1, 9))
+def test_following_a_row_is_the_mean_over_all_outcomes(data: st.DataObject, length: int, tokens: int) -> None:
+    """Each drafted token accepted or not: all combinations played, each with its probability."""
+    size = tokens + length
+    chance = [
+        torch.tensor(data.draw(st.lists(st.sampled_from([0.0, 0.25, 0.5, 1.0]), min_size=size - j, max_size=size - j)))
+        for j in range(length)
+    ]
+    counted = [torch.arange(size - j) + j < tokens for j in range(length)]
+    steps, reached, passed = follow(chance, chance, counted)
+    total, wanted_reached, wanted_passed = 0.0, [0.0] * length, [0.0] * length
+    todo = [(0, 1.0)]
+    while todo:
+        at, weight = todo.pop()
+        if at + length > tokens or weight == 0:
+            continue
+        total += weight
+        for place in range(length):
+            wanted_reached[place] += weight
+            accept = float(chance[place][at])
+            wanted_passed[place] += weight * accept
+            todo.append((at + place + 1, weight * (1 - accept)))
+            weight *= accept
+        todo.append((at + length + 1, weight))
+    assert steps == pytest.approx(total)
+    assert reached.tolist() == pytest.approx(wanted_reached)
+    assert passed.tolist() == pytest.approx(wanted_passed)
+
+
+def test_what_cannot_be_measured_is_refused() -> None:
+    target = runs.target()
+    draft = cut(target, 1)
+    for arguments, message in (
+        ({"length": 20}, "must be 1 to 19"), ({"length": 0}, "must be 1 to 19"), ({"temperature": 0.0}, "above 0"),
+        ({"prompt": 20}, "must be 1 to 19"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=message):
+            measure_acceptance(draft, target, ROWS, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(RequestError, match="no row has 5 tokens that count"):
+        measure_acceptance(draft, target, TextRows(ROWS, torch.arange(20).expand(6, -1) < 4))
+    with pytest.raises(RequestError, match="no row has 5 tokens that count"):
+        measure_acceptance(draft, target, ROWS, prompt=17)
+    with pytest.raises(RequestError, match="vocabulary of 61 and its target of 257"):
+        measure_acceptance(draft, random_llama(), ROWS)
+    student = Student(draft)
+    student.train()
+    measure_acceptance(student, target, ROWS)
+    assert student.training
+
+
+@given(acceptance=st.floats(0, 0.999), length=st.integers(0, 20), cost=st.floats(0, 2))
+def test_speedup_is_the_papers(acceptance: float, length: int, cost: float) -> None:
+    closed = (1 - acceptance ** (length + 1)) / (1 - acceptance)
+    assert expected_tokens(acceptance, length) == pytest.approx(closed, rel=1e-9)
+    assert tokens_of([acceptance] * length) == pytest.approx(closed, rel=1e-9)
+    paper = (1 - acceptance ** (length + 1)) / ((1 - acceptance) * (length * cost + 1))
+    assert speedup(closed, length, cost) == pytest.approx(paper, rel=1e-9)
+
+
+def test_costs_of_verifying() -> None:
+    assert expected_tokens(1.0, 4) == 5
+    assert tokens_of([0.5, 0.2]) == pytest.approx(1 + 0.5 + 0.1)
+    assert speedup(3.0, 4, 0.1, 1.6) == pytest.approx(3 / 2.0)
+    assert speedup(3.0, 4, 0.1, lambda tokens: tokens / 5) == pytest.approx(3 / 1.4)
+    curve = {1: 1.0, 3: 1.2, 9: 2.4}
+    assert [speedup(1.0, tokens - 1, 0.0, curve) for tokens in (1, 2, 3, 6, 9, 11)] == pytest.approx(
+        [1 / cost for cost in (1.0, 1.1, 1.2, 1.8, 2.4, 2.8)]
+    )
+    assert speedup(1.0, 4, 0.0, {8: 2.0}) == 0.5
+    assert best_length([0.9, 0.9, 0.1], 0.1) == (2, pytest.approx((1 + 0.9 + 0.81) / 1.2))
+    assert best_length([0.1, 0.1], 0.9) == (0, 1.0)
+    assert best_length([], 0.1) == (0, 1.0)
+    assert best_length([0.8] * 4, 0.05, {2: 1.1, 5: 4.0})[0] == 1
+    for wrong in (lambda: speedup(1.0, 1, -0.1), lambda: speedup(1.0, 1, 0.1, 0.0), lambda: expected_tokens(1.1, 1),
+                  lambda: expected_tokens(0.5, -1), lambda: speedup(1.0, 1, 0.1, {}), lambda: tokens_of([math.nan])):  # fmt: skip
+        with pytest.raises(RequestError):
+            wrong()

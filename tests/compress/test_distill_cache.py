@@ -1,0 +1,178 @@
+"""The teacher's cache: what is read is what the teacher said, a kill costs a shard, and nothing else can be taken for it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from random_models import random_llama
+from safetensors import safe_open
+
+from compress.distill.data import OnPolicyRows, TextRows
+from compress.distill.losses import Objective, SparseTargets
+from compress.distill.teacher import Teacher
+from compress.distill.teacher_cache import TeacherCache, cache_bytes, cache_teacher
+from runtime.errors import ArtifactError, CompressError, RequestError
+
+ROWS = TextRows(torch.randint(1, 257, (7, 10), generator=torch.Generator().manual_seed(0)))
+
+
+class Counted:
+    """A teacher that counts the rows it reads and can be stopped."""
+
+    def __init__(self, fingerprint: str = "a", vocabulary: int = 257) -> None:
+        self.model = random_llama(0, vocab_size=vocabulary)
+        self.rows, self.limit = 0, 10**9
+        self.teacher = Teacher(self.logits, vocabulary, fingerprint=fingerprint)
+
+    def logits(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.rows + len(ids) > self.limit:
+            raise KeyboardInterrupt
+        self.rows += len(ids)
+        result: torch.Tensor = self.model(input_ids=ids).logits
+        return result
+
+
+@pytest.mark.parametrize("k", [1, 16, 257])
+def test_what_is_read_is_what_the_teacher_said(tmp_path: Path, k: int) -> None:
+    teacher = Counted().teacher
+    cache = cache_teacher(teacher, ROWS, tmp_path / "c", k=k, shard_rows=3, batch=2)
+    got = cache.targets(torch.tensor([5, 0, 6]))
+    whole = SparseTargets.of(teacher.logits(ROWS.ids[[5, 0, 6]]), k)
+    assert torch.equal(got.ids, whole.ids)
+    torch.testing.assert_close(got.log_probs, whole.log_probs, atol=8e-3, rtol=1e-3)
+    torch.testing.assert_close(got.rest, whole.rest, atol=2e-3, rtol=2e-3)
+    torch.testing.assert_close(got.log_probs.exp().sum(-1) + got.rest, torch.ones(3, 10), atol=1e-5, rtol=0)
+    assert cache_bytes(7, 10, k, 257) <= cache.nbytes <= cache_bytes(7, 10, k, 257) + 3 * 400
+
+
+def test_temperature_and_kept_tokens(tmp_path: Path) -> None:
+    teacher, kept = Counted().teacher, torch.tensor([1, 5, 9, 100, 256], dtype=torch.int32)
+    cache = cache_teacher(teacher, ROWS, tmp_path / "c", k=2, temperature=2.0, kept=kept)
+    got = cache.targets(torch.arange(7))
+    expected = SparseTargets.of(teacher.logits(ROWS.ids)[..., kept.long()], 2, 2.0)
+    assert torch.equal(got.ids, expected.ids)
+    assert got.temperature == 2
+    torch.testing.assert_close(got.log_probs, expected.log_probs, atol=3e-3, rtol=1e-3)
+    cache.check(ROWS, 5, kept)
+    for rows, vocabulary, tokens, message in (
+        (ROWS, 5, kept + 0 * kept - (kept == 9).int(), "other kept tokens"),
+        (ROWS, 257, None, "another vocabulary"),
+        (TextRows(ROWS.ids + 0 - (ROWS.ids > 100).long()), 5, kept, "other rows"),
+        (OnPolicyRows(None, ROWS.ids, 2), 5, kept, "need a live teacher"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            cache.check(rows, vocabulary, tokens)
+
+
+def test_a_kill_costs_a_shard_at_most(tmp_path: Path) -> None:
+    first, whole = Counted(), Counted()
+    first.limit = 4  # the second shard of three rows is cut off
+    with pytest.raises(KeyboardInterrupt):
+        cache_teacher(first.teacher, ROWS, tmp_path / "c", k=4, shard_rows=3, batch=1)
+    with pytest.raises(ArtifactError, match=r"not finished: shard-00001.safetensors is missing"):
+        TeacherCache(tmp_path / "c")
+    again = Counted()
+    told: list[tuple[int, int]] = []
+    arguments: Any = {"k": 4, "shard_rows": 3, "batch": 1}
+    cache_teacher(again.teacher, ROWS, tmp_path / "c", told=lambda done, total: told.append((done, total)), **arguments)
+    assert again.rows == 4
+    assert told == [(6, 7), (7, 7)]
+    cache_teacher(whole.teacher, ROWS, tmp_path / "d", **arguments)
+    for file in sorted((tmp_path / "d").iterdir()):
+        assert file.read_bytes() == (tmp_path / "c" / file.name).read_bytes()
+    done = Counted()
+    cache_teacher(done.teacher, ROWS, tmp_path / "c", **arguments)
+    assert done.rows == 0
+
+
+def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
+    cache = cache_teacher(Counted().teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
+    file = tmp_path / "c" / "shard-00001.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-10])
+    with pytest.raises(ArtifactError, match="missing or damaged"):
+        TeacherCache(tmp_path / "c")
+    again = Counted()
+    cache_teacher(again.teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
+    assert again.rows == 3
+    assert file.read_bytes() == content
+    with pytest.raises(RequestError, match="row 7 is not in the teacher's cache of 7 rows"):
+        cache.targets(torch.tensor([7]))
+
+
+def test_another_cache_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    cache_teacher(Counted().teacher, ROWS, tmp_path / "c", k=4)
+    with pytest.raises(RequestError, match="k is 4, not 5"):
+        cache_teacher(Counted().teacher, ROWS, tmp_path / "c", k=5)
+    with pytest.raises(RequestError, match="teacher is 'a', not 'b'"):
+        cache_teacher(Counted("b").teacher, ROWS, tmp_path / "c", k=4)
+    with pytest.raises(RequestError, match="sha256"):
+        cache_teacher(Counted().teacher, TextRows(ROWS.ids.flip(0)), tmp_path / "c", k=4)
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "file").write_text("mine")
+    with pytest.raises(RequestError, match="not empty and holds no teacher's cache"):
+        cache_teacher(Counted().teacher, ROWS, tmp_path / "other", k=4)
+    manifest = tmp_path / "c" / "manifest.json"
+    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "version": 2}))
+    with pytest.raises(ArtifactError, match="is of version 2, expected 1"):
+        TeacherCache(tmp_path / "c")
+
+
+def test_sizes_are_checked_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = Counted()
+    with pytest.raises(RequestError, match=r"more than the 0\.0 MB allowed; lower k"):
+        cache_teacher(counted.teacher, ROWS, tmp_path / "c", k=8, max_bytes=cache_bytes(7, 10, 8, 257) - 1)
+    monkeypatch.setattr("compress.distill.teacher_cache.SPARE_BYTES", 2**62)
+    with pytest.raises(CompressError, match="MB are free"):
+        cache_teacher(counted.teacher, ROWS, tmp_path / "c", k=8)
+    assert not (tmp_path / "c").exists()
+    assert counted.rows == 0
+
+
+def test_ids_of_large_vocabularies(tmp_path: Path) -> None:
+    vocabulary = 2**16 + 5
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        result = torch.zeros(*ids.shape, vocabulary)
+        result[..., -1], result[..., 7] = 20.0, 18.0
+        return result
+
+    rows = TextRows(ROWS.ids[:2, :3])
+    cache = cache_teacher(Teacher(logits, vocabulary, fingerprint="x"), rows, tmp_path / "c", k=2)
+    assert cache.targets(torch.tensor([0])).ids[0, 0].tolist() == [vocabulary - 1, 7]
+    small = cache_teacher(Counted().teacher, ROWS, tmp_path / "d", k=2)
+    for which, dtype in ((cache, torch.int32), (small, torch.uint16)):
+        with safe_open(which.directory / "shard-00000.safetensors", framework="pt") as file:
+            assert file.get_tensor("ids").dtype == dtype
+
+
+def test_impossible_distributions_survive_float16(tmp_path: Path) -> None:
+    """Log-probabilities far below what float16 holds, and -inf."""
+
+    def logits(ids: torch.Tensor) -> torch.Tensor:
+        result = torch.full((*ids.shape, 8), -1e6)
+        result[..., 0], result[..., 1] = 0.0, -torch.inf
+        return result
+
+    cache = cache_teacher(Teacher(logits, 8, fingerprint="x"), TextRows(ROWS.ids[:2] % 8), tmp_path / "c", k=8)
+    got = cache.targets(torch.tensor([0, 1]))
+    assert bool(got.log_probs.isfinite().all())
+    student = torch.randn(2, 10, 8, generator=torch.Generator().manual_seed(0))
+    for kind in ("forward_kl", "reverse_kl", "js", "tvd"):
+        assert bool(Objective(kind)(student, got).isfinite().all())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"k": 0}, "k must be 1 to 257"), ({"k": 258}, "k must be 1 to 257"), ({"temperature": 0.0}, "above 0"),
+     ({"shard_rows": 0}, "at least 1")],
+)  # fmt: skip
+def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        cache_teacher(Counted().teacher, ROWS, tmp_path / "c", **arguments)
+    with pytest.raises(RequestError, match="without a fingerprint"):
+        cache_teacher(Counted("").teacher, ROWS, tmp_path / "c")

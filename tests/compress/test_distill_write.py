@@ -1,0 +1,173 @@
+"""Trimmed vocabularies, and the directory that a draft is written to."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import distill_runs as runs
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from random_models import random_llama
+from safetensors.torch import load_file
+
+import runtime
+from compress.distill import vocab_trim
+from compress.distill.cut import cut
+from compress.distill.data import TextRows, teacher_rows
+from compress.distill.teacher import Teacher
+from compress.distill.write import write_draft
+from compress.pipeline.files import sha256
+from runtime.errors import RequestError
+
+
+def test_what_is_counted_follows_trained_positions() -> None:
+    ids = torch.tensor([[1, 2, 2, 3], [3, 3, 1, 0]])
+    trained = torch.tensor([[True, True, False, True], [False, True, True, False]])
+    # after positions 0 and 1 of the first row 2, 2; after 1 and 2 of the second 1, 0; nothing follows the last
+    assert vocab_trim.counts(TextRows(ids, trained), 5).tolist() == [1, 1, 2, 0, 0]
+    with pytest.raises(RequestError, match="token id 3, outside the vocabulary of 3"):
+        vocab_trim.counts(TextRows(ids), 3)
+
+
+def test_expected_counts_are_sums_of_probabilities() -> None:
+    model, rows = runs.target(), runs.rows(7)
+    found = vocab_trim.expected_counts(Teacher.of(model), rows, batch=3)
+    with torch.no_grad():
+        expected = torch.softmax(model(input_ids=rows.ids).logits.double(), -1)[rows.trained].sum(0)
+    torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
+    assert float(found.sum()) == pytest.approx(float(rows.trained.sum()), rel=1e-5)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.data())
+def test_the_most_frequent_tokens_are_kept(frequencies: list[int], data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, len(frequencies)))
+    always = data.draw(st.sets(st.integers(0, len(frequencies) - 1), max_size=size))
+    kept = vocab_trim.choose(torch.tensor(frequencies), size, always)
+    assert kept.dtype == torch.int32
+    ranked = sorted(range(len(frequencies)), key=lambda token: (token not in always, -frequencies[token], token))
+    assert kept.tolist() == sorted(ranked[:size])
+    total = sum(frequencies)
+    share = sum(frequencies[token] for token in kept.tolist()) / total if total else 0.0
+    assert vocab_trim.coverage(torch.tensor(frequencies), kept) == pytest.approx(share)
+
+
+def test_a_trimmed_head_has_the_rows_of_its_tokens() -> None:
+    kept = torch.tensor([0, 7, 30, 60], dtype=torch.int32)
+    for tied in (True, False):
+        model = random_llama(0, vocab_size=61, tie_word_embeddings=tied)
+        head = vocab_trim.trimmed_head(model, kept)
+        states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
+        with torch.no_grad():
+            torch.testing.assert_close(head(states), model.lm_head(states)[:, kept.long()])
+            head.weight.zero_()
+            assert float(model.lm_head.weight.abs().min(1).values.max()) > 0
+    model.lm_head.bias = torch.nn.Parameter(torch.arange(61.0))
+    head = vocab_trim.trimmed_head(model, kept)
+    assert head.bias is not None
+    assert head.bias.tolist() == [0, 7, 30, 60]
+    with pytest.raises(RequestError, match="ascending ids below 61"):
+        vocab_trim.trimmed_head(model, kept.flip(0))
+
+
+@pytest.mark.parametrize(
+    ("size", "always", "message"),
+    [(0, (), "1 to 4"), (5, (), "1 to 4"), (1, (0, 1), "2 to 4"), (2, (4,), "token 4 cannot be kept"), (2, (-1,), "token -1")],
+)  # fmt: skip
+def test_what_cannot_be_kept_is_refused(size: int, always: tuple[int, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        vocab_trim.choose(torch.tensor([1, 2, 3, 4]), size, always)
+
+
+def test_counts_of_the_targets_own_texts_cover_more() -> None:
+    """What the paper finds: a target's own texts say better than others what it will emit."""
+    model = runs.target()
+    teacher = Teacher.of(model)
+    prompts = runs.rows(40, 4, seed=1).ids
+    own = vocab_trim.counts(teacher_rows(teacher, prompts, 12, seed=0), 61)
+    fresh = vocab_trim.counts(teacher_rows(teacher, prompts, 12, seed=1), 61)
+    other = vocab_trim.counts(runs.rows(40, 16, seed=2), 61)
+    assert vocab_trim.coverage(fresh, vocab_trim.choose(own, 20)) > vocab_trim.coverage(
+        fresh, vocab_trim.choose(other, 20)
+    )
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_draft_is_a_checkpoint_with_a_note(tmp_path: Path, tied: bool) -> None:
+    from transformers import AutoModelForCausalLM
+
+    draft = cut(runs.target(tie_word_embeddings=tied), 2)
+    kept = torch.tensor([0, 5, 60])
+    facts = {"acceptance": 0.5, "curve": [1, 2]}
+    path = write_draft(
+        tmp_path / "draft", draft, facts, method="distillspec", target="f" * 64, kept=kept, depths=[1, 2],
+        parallel={"mask_token": 0, "tokens": 4},
+    )  # fmt: skip
+    content = json.loads((path / "draft.json").read_text())
+    assert content["files"].keys() == {file.name for file in path.iterdir()} - {"draft.json"}
+    for name, expected in content.pop("files").items():
+        assert expected == {"bytes": (path / name).stat().st_size, "sha256": sha256(path / name)}
+    assert content == {
+        "schema_version": 1, "method": "distillspec", "target": "f" * 64, "vocabulary": 61, "layers": 2, "depths": [1, 2],
+        "parallel": {"mask_token": 0, "tokens": 4}, "kept_tokens": "kept_tokens.safetensors", "facts": facts,
+    }  # fmt: skip
+    stored = load_file(path / "kept_tokens.safetensors")["kept_tokens"]
+    assert stored.dtype == torch.int32
+    assert stored.tolist() == [0, 5, 60]
+    assert {parameter.dtype for parameter in draft.parameters()} == {torch.float32}
+    ids = runs.rows(2).ids
+    with torch.no_grad():
+        for parameter in draft.parameters():
+            parameter.copy_(parameter.bfloat16())
+        expected = draft(input_ids=ids).logits
+        assert AutoModelForCausalLM.from_pretrained(path).dtype == torch.bfloat16
+        back = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+        assert torch.equal(back(input_ids=ids).logits, expected)
+    loaded = runtime.load(path, dtype="float32")
+    torch.testing.assert_close(loaded.logits(ids), expected, atol=1e-4, rtol=1e-4)
+    assert not any(file.suffix in (".bin", ".pt") for file in path.iterdir())
+
+
+def test_a_plain_draft_says_no_more_than_it_is(tmp_path: Path) -> None:
+    path = write_draft(tmp_path / "draft", cut(runs.target(), 1), {}, method="cut", target="x", dtype=torch.float32)
+    content = json.loads((path / "draft.json").read_text())
+    assert not {"kept_tokens", "depths", "parallel"} & content.keys()
+    assert not (path / "kept_tokens.safetensors").exists()
+    assert json.loads((path / "config.json").read_text())["dtype"] == "float32"
+
+
+def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    draft: Any = cut(runs.target(), 1)
+    arguments: dict[str, Any] = {"method": "cut", "target": "x"}
+    write_draft(tmp_path / "draft", draft, {"run": 1}, **arguments)
+    (tmp_path / "draft" / "stale").write_text("of before")
+    write_draft(tmp_path / "draft", draft, {"run": 2}, **arguments)
+    assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}
+    assert not (tmp_path / "draft" / "stale").exists()
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("text")
+    with pytest.raises(RequestError, match="not empty and holds no draft"):
+        write_draft(tmp_path / "mine", draft, {}, **arguments)
+    with pytest.raises(RequestError, match="needs its target's fingerprint"):
+        write_draft(tmp_path / "new", draft, {}, method="cut", target="")
+    with pytest.raises(RequestError, match="ascending ids below 61"):
+        write_draft(tmp_path / "new", draft, {}, kept=torch.tensor([61]), **arguments)
+
+    def failing(*arguments: Any, **named: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("compress.distill.write.sync_directory", failing)
+    with pytest.raises(KeyboardInterrupt):
+        write_draft(tmp_path / "draft", draft, {"run": 3}, **arguments)
+    assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}
+    assert not (tmp_path / "new").exists()
+
+
+def test_facts_must_be_json(tmp_path: Path) -> None:
+    draft: Any = cut(runs.target(), 1)
+    with pytest.raises(TypeError):
+        write_draft(tmp_path / "draft", draft, {"tensor": torch.ones(1)}, method="cut", target="x")
+    assert not (tmp_path / "draft").exists()

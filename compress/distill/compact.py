@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 from compress.distill.write import DRAFT, KEPT
 from compress.pipeline.files import sha256, write_json
 from runtime.checkpoint import read_json
 
+_GROUP = 128  # of the schemes
 _NOT_OF_A_DRAFT = ("report.html", "compress.log", "recipe.yaml")
 
 
@@ -24,7 +26,11 @@ def compact(source: Path, output: Path, scheme: str, trimmed: bool) -> None:
     from compress.pipeline.run import apply
     from compress.recipe import load
 
-    quantize = {"method": "rtn", "scheme": scheme, "ignore": ["lm_head"] if trimmed else []}
+    config = read_json(source / "config.json")
+    narrow = min(value for key in ("hidden_size", "n_embd", "intermediate_size") if (value := config.get(key)))
+    quantize: dict[str, Any] = {"method": "rtn", "scheme": scheme, "ignore": ["lm_head"] if trimmed else []}
+    if narrow < _GROUP:
+        quantize["group_size"] = "channel"
     recipe = load({"name": "draft", "model": str(source.resolve()), "stages": [{"quantize": quantize}]})
     shutil.rmtree(output, ignore_errors=True)
     apply(recipe, output=output, device="cpu", quiet=True)

@@ -45,7 +45,7 @@ def make(making: Making, config: PardConfig) -> dict[str, Any]:
     making.train(config, student, making.source(config, student, given), held_out)
     making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
     making.settle(config, student, parallel={"mask_token": mask, "tokens": student.levels})
-    return {"model": making.output.name, "method": "parallel"}
+    return {"model": making.output.name}
 
 
 METHOD = DraftMethod(

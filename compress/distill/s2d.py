@@ -38,7 +38,7 @@ def make(making: Making, config: S2DConfig) -> dict[str, Any]:
     making.facts |= {"before": before[layers], "after": after[layers], "depths": depths}
     making.facts["by_depth"] = {str(depth): {"before": before[depth], "after": after[depth]} for depth in depths}
     making.settle(config, student, depths=depths)
-    return {"model": making.output.name, "method": "nested"}
+    return {"model": making.output.name}
 
 
 METHOD = DraftMethod(

@@ -19,7 +19,8 @@ from __future__ import annotations
 
 import copy
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,7 +110,22 @@ def _save(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
     stored: Any = copy.deepcopy(model)
     stored.to(dtype)
     stored.config.dtype = dtype
-    stored.save_pretrained(directory)
+    with quiet_transformers():
+        stored.save_pretrained(directory)
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """No progress bars of transformers: a run has its own."""
+    from transformers.utils import logging
+
+    before = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if before:
+            logging.enable_progress_bar()
 
 
 def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:

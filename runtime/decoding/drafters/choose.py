@@ -225,27 +225,36 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
     if not path.is_dir():
         raise PolicyError(("model",), f"there is no directory {str(path)!r}")
     facts = draft_facts(path)
-    name = value.get("method", "parallel" if "parallel" in facts else "chain")
+    name = value.get("method", "nested" if "depths" in facts else "parallel" if "parallel" in facts else "chain")
     method = MODELS.find(name) if isinstance(name, str) else None
     if method is None:
         raise unknown(("method",), name, MODELS.names, "drafter with a model")
     device: torch.device = target.engine.device
-    settings = read_fields(
-        method.load(),
-        {key: each for key, each in value.items() if key not in _KEYS},
-        (),
-        [*GIVEN, "mask_token", "most"],
-        _nothing,
-        _KEYS,
-    )
+    own = {key: each for key, each in value.items() if key not in _KEYS}
+    settings = read_fields(method.load(), own, (), GIVEN, _nothing, _KEYS)
     if method.name == "parallel":
         settings |= _trained(facts, path)
     draft = load_draft(path, target.artifact, device, target.trust_remote_code)
     candidates = Candidates(target.engine.vocab_size, draft.kept)
+    if method.name == "nested":
+        from runtime.decoding.drafters.nested import nested
+
+        return nested(draft.engine, _depths(facts, path), candidates, draft.weight_bytes, **settings)
     drafter: Drafter = method.load()(
         lanes=lanes_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings
     )
     return drafter
+
+
+def _depths(facts: Mapping[str, Any], path: Path) -> list[int]:
+    """The depths that a nested draft was trained at."""
+    depths, layers = facts.get("depths"), facts.get("layers")
+    if not isinstance(depths, list):
+        depths = []
+    good = all(isinstance(each, int) and not isinstance(each, bool) for each in depths)
+    if not good or len(depths) < 2 or depths != sorted(set(depths)) or depths[0] < 1 or depths[-1] != layers:
+        raise PolicyError(("method",), f"{path} was not trained at several depths; use chain")
+    return list(depths)
 
 
 def _trained(facts: Mapping[str, Any], path: Path) -> dict[str, int]:

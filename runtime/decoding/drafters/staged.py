@@ -66,10 +66,10 @@ class Staged(ModelDrafter):
     def begin(self, text: Text) -> Any:
         return _Own(self.lanes.open(), _Grams())
 
-    def learn(self, state: _Own, verified: Verified) -> None:
-        super().learn(state.lane, verified)  # type: ignore[arg-type]
+    def learn(self, state: Any, verified: Verified) -> None:
+        super().learn(state.lane, verified)
 
-    def end(self, state: _Own) -> None:
+    def end(self, state: Any) -> None:
         super().end(state.lane)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:

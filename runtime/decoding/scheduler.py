@@ -136,16 +136,16 @@ class Scheduler:
             sequence.advance(count, self.pages)
             row += outputs
             token += count + len(tree)
-        if self._speculator is not None and self._speculator.on:
+        speculator = self._speculator
+        if speculator is not None and speculator.on and (speculator.proposed or speculator.hidden):
             ended = self._verify(pool, ready, logits, hidden)
-            if decoding == rows:
-                self._speculator.timed(row, time.perf_counter() - started - self._drafting)
         else:
             if len(ready) < len(parts):
-                logits = logits[
-                    torch.tensor([each.rows.start for each in ready], dtype=torch.int64, device=logits.device)
-                ]
+                rows_ = [each.rows.start for each in ready]
+                logits = logits[torch.tensor(rows_, dtype=torch.int64, device=logits.device)]
             ended = self._choose([each.sequence for each in ready], logits) if ready else 0
+        if speculator is not None and decoding == rows:
+            speculator.timed(row, time.perf_counter() - started - self._drafting)
         stats.steps += 1
         stats.cache_bytes = max(stats.cache_bytes, self.pages.touched * self._engine.page_bytes)
         seconds = time.perf_counter() - started
@@ -226,7 +226,6 @@ class Scheduler:
             if output.finished:
                 ended += 1
                 sequence.leave(self.pages)
-                self._caller.run(speculator.end, sequence)
         self._forget(ended)
         return ended
 
@@ -263,6 +262,10 @@ class Scheduler:
 
     def _forget(self, ended: int) -> None:
         if ended:
+            if self._speculator is not None:
+                for sequence in self._running:
+                    if sequence.output.finished:
+                        self._caller.run(self._speculator.end, sequence)
             self._running = [sequence for sequence in self._running if not sequence.output.finished]
             self._no_room = False
 

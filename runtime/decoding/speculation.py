@@ -91,6 +91,10 @@ class Speculator:
         trees: whether the engine verifies more than chains.
         most_rows: tokens of a step.
         vocabulary: ids are below it.
+
+    Attributes:
+        hidden: the drafter reads what the head reads. prompts: also of prompts.
+        proposed: something was drafted for the step that is being computed (be it left out again): what comes of it is to be learned.
     """
 
     def __init__(
@@ -108,6 +112,7 @@ class Speculator:
         # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
         self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
         self._tracks: dict[int, Track] = {}
+        self.proposed = False
         self.hidden = "hidden" in speculation.drafter.wants
         self.prompts = "prompt" in speculation.drafter.wants
 
@@ -135,6 +140,7 @@ class Speculator:
         """
         speculation = self._speculation
         nothing = [Tree() for _ in texts]
+        self.proposed = False
         if not self.on or not texts:
             return nothing
         tracks = [self._track(text) for text in texts]
@@ -164,6 +170,7 @@ class Speculator:
         deepest = max((max(tree.depths(), default=0) for tree in found), default=0)
         if deepest:
             speculation.costs.draft.add(deepest, max(0.0, seconds - speculation.drafter.overhead))
+        self.proposed = any(map(len, found))
         for index, tree in zip(asked, found, strict=True):
             nothing[index] = tracks[index].whole = tree
         return speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)

@@ -13,15 +13,30 @@ from runtime.kv_cache.bounds import COUNT, bounded, check_bounds
 _MARGIN = 1.02  # what drafting must promise over plain decoding: estimates err, and losing is worse than not winning
 _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and its best proposals are verified
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
+_PROBE = 2  # tokens of a draft that is only to see
+_VAIN = 8  # drafts
 
 
 @dataclass(eq=False)
 class _Pause:
-    """Texts for which drafting did not pay are left alone for a while, longer each time."""
+    """A text for which drafting does not pay is left alone for a while, longer each time.
+
+    Attributes:
+        left: steps until it is tried again. length: of the next pause.
+        vain: times in a row that something was drafted and nothing of it was worth being verified.
+        probing: this time it is tried whatever it promises.
+    """
 
     left: int = 0
     length: int = _FIRST_PAUSE
+    vain: int = 0
     probing: bool = False
+
+    def begin(self) -> None:
+        self.left, self.length, self.vain = self.length, min(2 * self.length, _LONGEST_PAUSE), 0
+
+    def over(self) -> None:
+        self.length, self.vain = _FIRST_PAUSE, 0
 
 
 @dataclass(frozen=True)
@@ -47,26 +62,32 @@ class Goodput(Lengths):
 
     def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
         share = max(0, most_rows - rows) // max(1, len(texts))
-        nodes = min(self.nodes, share)
-        plain = costs.step(rows)
-        if not nodes or not plain or not costs.draft.known or costs.draft(self.depth) <= _CHEAP * plain:
-            return [Plan(nodes, min(self.depth, text.room)) for text in texts]
-        depth, rate = self._depth(texts, costs, rows)
+        nodes, plain = min(self.nodes, share), costs.step(rows)
+        unknown = not plain or not costs.draft.known
+        cheap = unknown or costs.draft(self.depth) <= _CHEAP * plain
+        depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
+        least = 0.0
+        if depth and not cheap:
+            # What one more token of one text takes; the texts share the passes of a draft.
+            more = (costs.draft(depth) - costs.draft(depth - 1)) / len(texts) + costs.step(rows + 1) - plain
+            least = min(0.9, max(0.0, more * rate))
         plans = []
         for text in texts:
-            pause = text.memory = text.memory or _Pause()
+            if text.memory is None:  # what other texts have shown is not tried again at once
+                text.memory = _Pause(0 if depth else _FIRST_PAUSE // 2)
+            pause: _Pause = text.memory
             pause.probing = False
-            wanted, least = min(depth, text.room), 0.0
-            if depth:
-                pause.length = _FIRST_PAUSE
-                more = costs.draft(depth) - costs.draft(depth - 1) + costs.step(rows + 1) - plain
-                least = max(0.0, more * rate / len(texts))
-            elif pause.left:
+            if depth and not cheap:
+                pause.over()
+            if pause.left:
                 pause.left -= 1
+                plans.append(Plan(0, 0))
+            elif depth:
+                plans.append(Plan(nodes, min(depth, text.room), least))
             else:
-                pause.left, pause.length = pause.length, min(2 * pause.length, _LONGEST_PAUSE)
-                pause.probing, wanted = True, min(2, text.room)
-            plans.append(Plan(nodes if wanted else 0, wanted, min(least, 0.9)))
+                pause.begin()
+                pause.probing = True
+                plans.append(Plan(nodes, min(_PROBE, text.room)))
         return plans
 
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
@@ -88,7 +109,6 @@ class Goodput(Lengths):
     ) -> list[Tree]:
         if not costs.step.known or any(tree.proposals for tree in trees):
             return list(trees)
-        probing = [text.memory is not None and text.memory.probing for text in texts]
         reach = [text.belief.reach(tree) for text, tree in zip(texts, trees, strict=True)]
         # A node is never likelier than its parent, so that in this order parents come first.
         order = sorted(
@@ -105,6 +125,17 @@ class Goodput(Lengths):
         kept: list[list[int]] = [[] for _ in trees]
         for _, node, index in order[:best]:
             kept[index].append(node)
-        return [
-            tree if probe else tree.keep(sorted(nodes)) for tree, nodes, probe in zip(trees, kept, probing, strict=True)
-        ]
+        result = []
+        for text, tree, nodes in zip(texts, trees, kept, strict=True):
+            pause: _Pause = text.memory or _Pause()
+            if pause.probing:
+                result.append(tree)
+                continue
+            result.append(tree.keep(sorted(nodes)))
+            if nodes:
+                pause.over()
+            elif len(tree):
+                pause.vain += 1
+                if pause.vain == _VAIN:
+                    pause.begin()
+        return result

@@ -75,6 +75,14 @@ class CutConfig(DraftConfig):
     )
 
 
+class ChainConfig(CutConfig):
+    """A draft that proposes token after token."""
+
+    accept_head: bool = Field(
+        False, description="Also train a head that foresees what will be accepted and ends drafts by it (SpecDec++, 2405.19715)."
+    )
+
+
 @dataclass(frozen=True)
 class DraftMethod:
     """One method of `compress.distill.METHODS`.

@@ -6,12 +6,14 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from compress.distill.config import CutConfig, DraftMethod
+from compress.distill.accept_head import fit_accept_head
+from compress.distill.config import ChainConfig, DraftMethod
+from compress.distill.data import TextRows
 from compress.distill.making import Making
 from compress.distill.student import Student
 
 
-class DistillSpecConfig(CutConfig):
+class DistillSpecConfig(ChainConfig):
     """Some layers of the artifact under its own embeddings and head, trained towards its distribution, on text that either of them writes.
 
     The teacher is the artifact as it is stored, quantized and pruned, since that is what the draft will have to please. The weights of
@@ -26,10 +28,15 @@ def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
     given, held_out = making.split()
     student = Student(making.cut(config), config.objective(), making.kept(config, given))
     before = making.measure(config, student, held_out)
-    making.train(config, student, making.source(config, student, given), held_out)
+    source = making.source(config, student, given)
+    making.train(config, student, source, held_out)
     after = making.measure(config, student, held_out)
     making.facts |= {"before": before, "after": after}
-    making.settle(config, student)
+    head = None
+    if config.accept_head:
+        rows = source if isinstance(source, TextRows) else TextRows(given)
+        head, making.facts["accept_head"] = fit_accept_head(student, making.teacher, rows, held_out, config.seed)
+    making.settle(config, student, head)
     return {"model": making.output.name}
 
 

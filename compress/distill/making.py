@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.distill import vocab_trim
+from compress.distill.accept_head import save_accept_head
 from compress.distill.acceptance import measure_acceptance
 from compress.distill.config import CutConfig, DraftConfig
 from compress.distill.cut import cut_checkpoint, spread
@@ -163,15 +164,23 @@ class Making:
         return result
 
     # ---------------------------------------------------------------- writing
-    def settle(self, config: DraftConfig, student: Student, **more: Any) -> None:
-        """Write the draft, and what it costs and promises into the facts (`more` is that of `write_draft`)."""
+    def settle(
+        self, config: DraftConfig, student: Student, head: dict[str, torch.Tensor] | None = None, **more: Any
+    ) -> None:
+        """Write the draft, with the head that foresees acceptance if it has one, and what it costs and promises into the facts.
+
+        Args:
+            more: as of `write_draft`.
+        """
         self.write(config, student, **more)
+        if head is not None:
+            save_accept_head(self.output, head)
         read = read_bytes(self.output, student)
         passes = 1.0 / student.levels  # of a draft that proposes several tokens at once
         cost = passes * read / read_bytes(self.artifact, Student(student.draft))
         self.facts["cost"] = {"bytes": read, "of_target": cost}
         self.facts["worth"] = self.worth(self.facts["after"], cost)
-        note_facts(self.output, self.facts)
+        note_facts(self.output, self.facts, **({} if head is None else {"accept_head": True}))
 
     def write(self, config: DraftConfig, student: Student, **more: Any) -> None:
         """The draft's directory, its weights stored as the config says."""

@@ -11,6 +11,7 @@ draft.json:
     kept_tokens     file with "kept_tokens", int32 `[k]`, ascending: the ids that it proposes (`vocab_trim`); absent: all. The checkpoint
                     has its whole head all the same (a tied one is its embeddings): whoever runs it takes these rows of it, and logit
                     i is that of kept_tokens[i]
+    accept_head     true: accept_head.safetensors foresees what will be accepted (`accept_head`); absent: there is none
     facts           what was measured, plain data
     files           {name: {"bytes", "sha256"}} of all others
 """
@@ -128,6 +129,9 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def note_facts(directory: Path, facts: Mapping[str, Any]) -> None:
-    """Put what was measured after a draft was written into its draft.json."""
-    write_json(directory / DRAFT, {**read_json(directory / DRAFT), "facts": dict(facts)})
+def note_facts(directory: Path, facts: Mapping[str, Any], **more: Any) -> None:
+    """Put what was measured, and files that were added, into a draft.json that is there already."""
+    content = {**read_json(directory / DRAFT), **more, "facts": dict(facts)}
+    files = sorted(file for file in directory.iterdir() if file.is_file() and file.name != DRAFT)
+    content["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
+    write_json(directory / DRAFT, content)

@@ -105,6 +105,7 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
         ("distillspec", {"data": "mixed", "divergence": "tvd", "quantize": "none"}),
         ("distillspec", {"data": "teacher", "teacher_top": 8, "vocabulary": 100}),
         ("distillspec", {"layers": [0, 2], "data": "on_policy", "quantize": "W4A16"}),
+        ("distillspec", {"accept_head": True}),
         ("s2d", {"layers": 2}),
         ("s2d", {"layers": 3, "depths": [1]}),
         ("pard", {"data": "given"}),

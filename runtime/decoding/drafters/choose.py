@@ -25,6 +25,8 @@ from runtime.kv_cache.policy_fields import PolicyError, found, integer, read_fie
 WHERE = "drafter"
 CHOICE = "drafter.json"  # in an artifact: what `compress bench --drafters` found to be the fastest
 _OFF = ("none", "off")
+#: What a draft.json has, and the method that goes with it.
+_OWN = {"depths": "nested", "parallel": "parallel", "accept_head": "confident"}
 _KEYS = ("method", "model", "of", "nodes", "depth", "lengths", "acceptance")  # beside the settings of the method
 
 
@@ -225,7 +227,7 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
     if not path.is_dir():
         raise PolicyError(("model",), f"there is no directory {str(path)!r}")
     facts = draft_facts(path)
-    name = value.get("method", "nested" if "depths" in facts else "parallel" if "parallel" in facts else "chain")
+    name = value.get("method", next((method for key, method in _OWN.items() if key in facts), "chain"))
     method = MODELS.find(name) if isinstance(name, str) else None
     if method is None:
         raise unknown(("method",), name, MODELS.names, "drafter with a model")
@@ -240,10 +242,27 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
         from runtime.decoding.drafters.nested import nested
 
         return nested(draft.engine, _depths(facts, path), candidates, draft.weight_bytes, **settings)
+    if method.name == "confident":
+        return _confident(draft, path, candidates, settings)
     drafter: Drafter = method.load()(
         lanes=lanes_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings
     )
     return drafter
+
+
+def _confident(draft: Any, path: Path, candidates: Any, settings: Mapping[str, Any]) -> Drafter:
+    from runtime.decoding.drafters.confident import FILE, AcceptHead, Confident, StateLanes
+
+    if not (path / FILE).is_file():
+        raise PolicyError(("method",), f"{path} has no head that foresees acceptance; use chain")
+    hidden = getattr(getattr(draft.engine, "module", None), "config", None)
+    if not isinstance(draft.engine, SpeculativeEngine) or hidden is None:
+        raise PolicyError(
+            ("method",), f"confident needs the states of the draft, which {draft.engine.description} does not give"
+        )
+    head = AcceptHead.load(path, int(hidden.hidden_size))
+    lanes = StateLanes(draft.engine)
+    return Confident(lanes=lanes, candidates=candidates, weights=draft.weight_bytes, head=head, **settings)
 
 
 def _depths(facts: Mapping[str, Any], path: Path) -> list[int]:

@@ -107,12 +107,17 @@ class PagedLanes:
                     rows -= len(now)
                 if after:
                     later.append((index, after))
-            logits = self._engine.read(self._memory, pieces)
+            logits = self._pass(pieces)
             for row, (index, done) in enumerate(places):
                 if done:
                     found[index] = logits[row]
             waiting = later
         return torch.stack([row for row in found if row is not None])
+
+    def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Logits after the last token of each piece."""
+        logits: torch.Tensor = self._engine.read(self._memory, pieces)
+        return logits
 
     def ahead(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]

@@ -25,10 +25,11 @@ MODELS = Table(
     Method("large-tree", f"{_HERE}.model_tree:LargeTree"),
     Method("staged", f"{_HERE}.staged:Staged"),
     Method("parallel", f"{_HERE}.parallel:Parallel"),
+    Method("confident", f"{_HERE}.confident:Confident"),
     Method("nested", f"{_HERE}.cascade:Cascade"),
 )
 #: What a draft model gives its drafter, or its drafter finds by itself.
-GIVEN = ("lanes", "candidates", "weights", "mask_token", "most", "models", "asked")
+GIVEN = ("lanes", "candidates", "weights", "mask_token", "most", "models", "asked", "head")
 TABLES = (FREE, MODELS)
 
 

@@ -15,6 +15,7 @@ from runtime.decoding.output import SequenceOutput
 from runtime.decoding.prompts import Prompts
 from runtime.decoding.scheduler import Scheduler
 from runtime.decoding.speculation import Speculation
+from runtime.decoding.speculative_loop import decode_speculatively
 from runtime.decoding.stats import GenerationStats
 from runtime.decoding.stops import StopStrings
 from runtime.decoding.turns import Caller, Turns
@@ -100,18 +101,23 @@ class Request:
         return scheduler.run()
 
     def _padded(self, stats: GenerationStats) -> Iterator[int]:
-        ids, caller = self.prompts.ids, Caller(self._turns)
+        ids, caller, speculation = self.prompts.ids, Caller(self._turns), self._speculation
         lengths = [len(prompt) for prompt in ids]
         for rows in groups(lengths, self._engine.padding_is_exact, self._needs, self._bound):
-            yield from decode(
+            group = (
                 self._engine,
                 [ids[i] for i in rows],
                 self._options,
                 [self.outputs[i] for i in rows],
                 [self._seeds[i] for i in rows],
                 stats,
-                caller,
             )
+            # Over compressed caches drafts are verified text by text, while one pass gives every text of a group a token.
+            pays = self._needs is None or len(rows) == 1
+            if speculation is not None and speculation.off is None and pays:
+                yield from decode_speculatively(*group, speculation, caller)
+            else:
+                yield from decode(*group, caller)
 
 
 def room(prompt: int, wanted: int | None, context: int | None, name: str = "the prompt") -> int:

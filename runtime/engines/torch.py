@@ -18,6 +18,7 @@ from runtime.weights import fill, main_dtype, to_device
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from runtime.engines.drafts import Drafts
     from runtime.engines.held_cache import HeldCache
     from runtime.kv_cache.policy import Policy
 
@@ -80,6 +81,9 @@ class TorchEngine:
         position_ids: torch.Tensor | None,
         last_only: bool = False,
     ) -> torch.Tensor:
+        """As `Engine.forward`; over a plain cache `attention_mask` may also be what transformers takes as one: who sees whom, `[batch, 1,
+        seq, cached + seq]`, or one of these for each kind of layer.
+        """
         held = self.held if cache is not None else None
         before = held.length(cache) if held is not None else 0
         width = input_ids.shape[1]
@@ -116,6 +120,31 @@ class TorchEngine:
 
     def explain(self) -> dict[str, str]:
         return explain_modules(self.module) | ({} if self.held is None else self.held.explain())
+
+    # ---------------------------------------------------------------- drafts
+    def why_not_drafts(self) -> str | None:
+        """As `runtime.engines.drafts.DraftingEngine`."""
+        reason = self._against_drafts()
+        if reason is None and self.held is None:
+            from runtime.engines import torch_probe
+
+            reason = torch_probe.why_not(self)
+        return reason
+
+    def new_drafts(self, batch: int, hidden: bool) -> Drafts:
+        """As `runtime.engines.drafts.DraftingEngine`; over a compressed cache `batch` must be 1."""
+        from runtime.engines.held_drafts import HeldDrafts
+        from runtime.engines.torch_drafts import TorchDrafts
+
+        reason = self._against_drafts()
+        if reason is not None:
+            raise RequestError(f"drafter: {reason}")
+        return TorchDrafts(self, batch, hidden) if self.held is None else HeldDrafts(self, hidden)
+
+    def _against_drafts(self) -> str | None:
+        from runtime.engines import held_drafts, torch_drafts
+
+        return torch_drafts.why_not(self) if self.held is None else held_drafts.why_not(self.held)
 
 
 def explain_modules(module: nn.Module) -> dict[str, str]:

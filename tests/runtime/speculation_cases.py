@@ -101,3 +101,51 @@ def answers(plain: Model, texts: Sequence[list[int]], **options: Any) -> dict[tu
 def table_logits(vocabulary: int, seed: int, sharp: float = 2.0) -> torch.Tensor:
     """Logits `[vocab, vocab]` of a model that sees only the last token."""
     return sharp * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
+
+
+# ---------------------------------------------------------------- engines of all kinds
+def model_over(
+    engine: Any, speculation: Speculation | None = None, eos: Sequence[int] = (3,), tokenizer: Any = None
+) -> Model:
+    """A model around an engine, without a directory."""
+    artifact: Any = SimpleNamespace(path=Path("tiny"))
+    return Model(engine, tokenizer, artifact, frozenset(eos), speculation)
+
+
+class ScriptedChain(Scripted):
+    """As `Scripted`, without alternatives: a token is the true one as often as `right` says, and what comes after a wrong one is true."""
+
+    def _tree(self, ask: Ask) -> Tree:
+        truth = self._answers[ask.state][len(ask.text.tokens) - ask.text.prompt :][: min(ask.depth, ask.nodes)]
+        wrong = [self._random.randrange(4, VOCABULARY) for _ in truth]
+        pairs = zip(truth, wrong, strict=True)
+        return Tree.chain([one if self._random.random() < self._right else other for one, other in pairs])
+
+
+class Reading(Scripted):
+    """As `Scripted`, and it keeps the hidden states of prompts: {prompt: pieces}."""
+
+    wants = frozenset(["hidden", "prompt"])
+
+    def begin(self, text: Any) -> Any:
+        self.states: dict[Any, list[torch.Tensor]] = getattr(self, "states", {})
+        self.states[tuple(text.tokens[: text.prompt])] = []
+        return super().begin(text)
+
+    def read(self, state: Any, start: int, tokens: Any, hidden: torch.Tensor) -> None:
+        assert start == sum(map(len, self.states[state]))
+        assert tuple(tokens) == state[start : start + len(tokens)]
+        assert len(tokens) == len(hidden)
+        self.states[state].append(hidden)
+
+
+@torch.inference_mode()
+def assert_states_are_read_by(head: Any, plain: Model, drafter: Reading, tolerance: float = 1e-3) -> None:
+    """Of hidden states the head makes the logits that came with them, and those of prompts."""
+    for verified in drafter.verified:
+        assert verified.hidden is not None
+        torch.testing.assert_close(head(verified.hidden), verified.logits, atol=tolerance, rtol=tolerance)
+    assert drafter.states
+    for prompt, hidden in drafter.states.items():
+        logits = plain.logits([list(prompt)])[0]
+        torch.testing.assert_close(head(torch.cat(hidden)), logits, atol=tolerance, rtol=tolerance)

@@ -51,6 +51,12 @@ class Decoder:
             hidden: `embed(rows.ids)`.
             wanted: indices of the rows whose logits are computed; None: all.
         """
+        return self.parts.head(self.states(hidden, rows, memory, attend, wanted))
+
+    def states(
+        self, hidden: torch.Tensor, rows: Rows, memory: Memory, attend: Attend, wanted: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """As a call, but what the head reads: `[rows or wanted, hidden]`."""
         parts, norm = self.parts, self.ops.rms_norm
         x, residual = norm(hidden, parts.blocks[0].input_norm, parts.eps)
         for i, block in enumerate(parts.blocks):
@@ -63,7 +69,7 @@ class Decoder:
         if wanted is not None:
             found, residual = found[wanted], residual[wanted]
         x, _ = norm(found, parts.final_norm, parts.eps, residual)
-        return parts.head(x)
+        return x
 
     def _queries(
         self, block: Block, x: torch.Tensor, rows: Rows, keys: torch.Tensor, values: torch.Tensor

@@ -4,8 +4,8 @@ of its blocks is one that it knows; `take_over` returns None otherwise, and the 
 What of a sequence's numbers depends on what else is in the step: attention, norms and rotation never do. A linear layer may round
 differently for another number of rows (another kernel, another split of the sums). A decode step is computed at the size of its
 bucket, so its numbers depend on which bucket that is, and on nothing else: `buckets=(32,)` makes all steps of up to 32 sequences
-alike, at some cost for single ones. Tokens of prompts are computed apart from decode steps, all in one pass, whose number of rows
-counts in the same way.
+alike, at some cost for single ones. Drafted tokens are rows of such a step, each like a sequence. Tokens of prompts are computed apart
+from decode steps, all in one pass, whose number of rows counts in the same way.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import logging
 import threading
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -40,7 +41,7 @@ _log = logging.getLogger("compress.engine")
 
 
 class CudaEngine:
-    """See `runtime.engines.base.PagedEngine`. Made by `take_over`.
+    """See `runtime.engines.base.SpeculativeEngine`. Made by `take_over`.
 
     Args:
         page_size: positions of a page: 16, 32, or a multiple of 64.
@@ -50,6 +51,7 @@ class CudaEngine:
     """
 
     padding_is_exact = True
+    trees = False
 
     def __init__(
         self,
@@ -105,27 +107,51 @@ class CudaEngine:
 
     def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
         """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
-        with self._lock, self._on_device(), torch.inference_mode():
-            return self._step(pool.memory, pieces)
+        return self.verify(pool, pieces)[0]
 
-    def _step(self, memory: Memory, pieces: Sequence[Piece]) -> torch.Tensor:
-        decoding = [i for i, piece in enumerate(pieces) if len(piece.tokens) == 1]
-        reading = [i for i, piece in enumerate(pieces) if len(piece.tokens) > 1]
-        found = []
+    def verify(
+        self, pool: Pool, pieces: Sequence[Piece], hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `SpeculativeEngine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own."""
+        with self._lock, self._on_device(), torch.inference_mode():
+            return self._run(pool.memory, pieces, hidden)
+
+    def keep(self, pool: Pool, piece: Piece, path: Sequence[int]) -> None:
+        """As `SpeculativeEngine.keep`: the beginning of a chain is where it should be."""
+        if list(path) != list(range(len(path))):
+            raise ValueError(f"{list(path)} is not the beginning of a chain")
+
+    def _run(self, memory: Memory, pieces: Sequence[Piece], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if any(piece.parents is not None for piece in pieces):
+            raise ValueError("this engine verifies chains, no trees")
+        # Where each piece's rows are in what is returned, and the rows that are computed in decode steps.
+        logits_at = list(accumulate((piece.outputs for piece in pieces), initial=0))
+        states_at = list(accumulate((len(piece.tokens) for piece in pieces), initial=0))
+        decoding = [i for i, piece in enumerate(pieces) if piece.outputs == len(piece.tokens)]
+        reading = [i for i, piece in enumerate(pieces) if piece.outputs < len(piece.tokens)]
+        rows = [
+            Piece([token], piece.start + place, piece.pages)
+            for piece in (pieces[i] for i in decoding)
+            for place, token in enumerate(piece.tokens)
+        ]
+        logits: list[torch.Tensor] = []
+        states: list[torch.Tensor] = []
         most = self.buckets[-1]
-        for first in range(0, len(decoding), most):
-            logits = self._steps(memory).run([pieces[i] for i in decoding[first : first + most]])
-            found.append(logits.to(torch.float32, copy=True))  # the next replay overwrites them
+        for first in range(0, len(rows), most):
+            found, x = self._steps(memory).run(rows[first : first + most], hidden)
+            logits.append(found.to(torch.float32, copy=True))  # the next replay overwrites them
+            if x is not None:
+                states.append(x.to(torch.float32, copy=True))
         if reading:
-            found.append(self.read(memory, [pieces[i] for i in reading]).float())
-        if not found:
-            return torch.empty(0, self.parts.vocabulary, device=self.device)
-        together = found[0] if len(found) == 1 else torch.cat(found)
+            found, x = self._read(memory, [pieces[i] for i in reading], [pieces[i].outputs for i in reading], hidden)
+            logits.append(found.float())
+            if x is not None:
+                states.append(x.float())
         order = decoding + reading
-        if order == list(range(len(pieces))):
-            return together
-        back = sorted(range(len(order)), key=order.__getitem__)
-        return together[torch.tensor(back, device=together.device)]
+        return (
+            _in_order(logits, order, logits_at, (self.parts.vocabulary, self.device)),
+            _in_order(states, order, states_at, (self.parts.final_norm.shape[0], self.device)) if hidden else None,
+        )
 
     def _steps(self, memory: Memory) -> Steps:
         if memory.steps is None:
@@ -134,13 +160,19 @@ class CudaEngine:
 
     def read(self, memory: Memory, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
         """All tokens of the pieces in one pass, without a graph: logits after the last of each piece, or after `every` token."""
+        return self._read(memory, pieces, [len(piece.tokens) if every else 1 for piece in pieces], False)[0]
+
+    def _read(
+        self, memory: Memory, pieces: Sequence[Piece], outputs: Sequence[int], hidden: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `read`: logits after the last `outputs` tokens of each piece, and what the head reads of all, if that is wanted."""
         page, parts = self.page_size, self.parts
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         cached: list[int] = []
         ends: list[int] = []
-        for piece in pieces:
+        for piece, count in zip(pieces, outputs, strict=True):
             end = piece.start + len(piece.tokens)
             if end > self._width * page:
                 raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
@@ -150,7 +182,7 @@ class CudaEngine:
             positions += range(piece.start, end)
             slots += mine[piece.start :]
             cached += mine
-            ends.append(len(ids) - 1)
+            ends += range(len(ids) - count, len(ids))
         rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
         starts, counts = [piece.start for piece in pieces], [len(piece.tokens) for piece in pieces]
         attention = PieceAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
@@ -158,8 +190,12 @@ class CudaEngine:
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             return attention(q, memory.keys[layer], memory.values[layer], parts.blocks[layer].window)
 
-        wanted = None if every else torch.tensor(ends).to(self.device)
-        return self.decoder(self.decoder.embed(rows.ids), rows, memory, attend, wanted)
+        wanted = None if len(ends) == len(ids) else torch.tensor(ends).to(self.device)
+        decoder, embedded = self.decoder, self.decoder.embed(rows.ids)
+        if not hidden:
+            return decoder(embedded, rows, memory, attend, wanted), None
+        x = decoder.states(embedded, rows, memory, attend)
+        return parts.head(x if wanted is None else x[wanted]), x
 
     # ---------------------------------------------------------------- engine
     def new_cache(self) -> Batch[Memory]:
@@ -194,6 +230,26 @@ class CudaEngine:
     def _on_device(self) -> contextlib.AbstractContextManager[Any]:
         """Triton launches on the current device."""
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+
+def _in_order(
+    found: Sequence[torch.Tensor], order: Sequence[int], starts: Sequence[int], shape: tuple[int, torch.device]
+) -> torch.Tensor:
+    """Rows of pieces that were computed in another order than they are wanted in.
+
+    Args:
+        found: the rows of the pieces `order`, one after another, `[rows, n]` each.
+        starts: where those of each piece begin in the result, and how many there are.
+        shape: n, and the device, where there are none.
+    """
+    if not found:
+        return torch.empty(0, shape[0], device=shape[1])
+    together = found[0] if len(found) == 1 else torch.cat(list(found))
+    if list(order) == list(range(len(order))):
+        return together
+    here = [row for piece in order for row in range(starts[piece], starts[piece + 1])]
+    back = sorted(range(len(here)), key=here.__getitem__)
+    return together[torch.tensor(back, device=together.device)]
 
 
 def take_over(

@@ -1,4 +1,7 @@
-"""Decode steps, one token a sequence, over static inputs: captured once for each batch bucket, then only refilled and replayed."""
+"""Decode steps over static inputs: captured once for each batch bucket, then only refilled and replayed.
+
+A row is one token. Several rows may be consecutive tokens of one sequence: all keys of a layer are written before any is read.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.graphs import Capture, Captured, Plain
 from runtime.errors import RequestError
 
+_FEW = 4  # page tables that are sent one by one
 _log = logging.getLogger("compress.engine")
 _said: set[str] = set()
 
@@ -40,6 +44,7 @@ class Steps:
         hidden = decoder.parts.final_norm.shape[0]
         self._numbers = torch.zeros(3 * most, dtype=torch.int32, device=device)
         self._hidden = torch.zeros(most, hidden, dtype=decoder.parts.dtype, device=device)
+        self._states: torch.Tensor | None = None  # what the head read in the last step that was asked for it
         self._tables = torch.full((most, width), memory.scratch, dtype=torch.int32, device=device)
         # The host's side of them. `_filled` is what the device has been sent.
         self._host_numbers = torch.zeros(3 * most, dtype=torch.int32, pin_memory=pinned)
@@ -47,24 +52,31 @@ class Steps:
         self._filled: list[list[int]] = [[memory.scratch] for _ in range(most)]
         self._sent = torch.cuda.Event() if pinned else None
         self._captured: dict[int, Captured] = {}
+        self._captured_with_states: dict[int, Captured] = {}
         self._width: int | None = None
 
     def bucket(self, rows: int) -> int:
         """The batch size that so many sequences are computed in."""
         return next(size for size in self.buckets if size >= rows)
 
-    def run(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def run(self, pieces: Sequence[Piece], hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `[len(pieces), vocabulary]` of pieces of one token each, at most as many as the largest bucket.
 
-        A view: the next run overwrites it.
+        Views: the next run overwrites them.
+
+        Args:
+            hidden: also give what the head reads, `[len(pieces), hidden]`; None otherwise.
         """
-        size = self.bucket(len(pieces))
+        size, count = self.bucket(len(pieces)), len(pieces)
         self._fill(pieces, size)
-        captured = self._captured.get(size)
+        if hidden and self._states is None:
+            self._states = torch.zeros_like(self._hidden)
+        known = self._captured_with_states if hidden else self._captured
+        captured = known.get(size)
         if captured is None:
-            captured = self._captured[size] = self._make(size)
+            captured = known[size] = self._make(size, hidden)
         captured.replay()
-        return captured.output[: len(pieces)]
+        return captured.output[:count], self._states[:count] if hidden and self._states is not None else None
 
     # ---------------------------------------------------------------- inputs
     def _rows(self, size: int) -> Rows:
@@ -92,13 +104,7 @@ class Steps:
         host, device = self._host_numbers[: 3 * size], self._numbers[: 3 * size]
         host.copy_(torch.tensor(ids + positions + slots, dtype=torch.int32))
         device.copy_(host, non_blocking=True)
-        for row, table in enumerate(tables):
-            if self._filled[row] == table:
-                continue
-            self._filled[row] = table
-            count = len(table)
-            self._host_tables[row, :count] = torch.tensor(table, dtype=torch.int32)
-            self._tables[row, :count].copy_(self._host_tables[row, :count], non_blocking=True)
+        self._send_tables(tables)
         if self._sent is not None:
             self._sent.record()
         if not self._decoder.embeds:  # it cannot be captured: before every replay instead
@@ -107,8 +113,22 @@ class Steps:
         whole = self._capture is not None
         self._width = None if whole else max(len(table) for table in tables)
 
+    def _send_tables(self, tables: list[list[int]]) -> None:
+        """Page tables that are not those of the step before, to the device."""
+        changed = [row for row, table in enumerate(tables) if self._filled[row] != table]
+        for row in changed:
+            table = self._filled[row] = tables[row]
+            self._host_tables[row, : len(table)] = torch.tensor(table, dtype=torch.int32)
+        if len(changed) > _FEW:  # whole rows lie together, those in between too, whose host side is as it was sent
+            rows = slice(changed[0], changed[-1] + 1)
+            self._tables[rows].copy_(self._host_tables[rows], non_blocking=True)
+            return
+        for row in changed:
+            count = len(tables[row])
+            self._tables[row, :count].copy_(self._host_tables[row, :count], non_blocking=True)
+
     # ---------------------------------------------------------------- computation
-    def _compute(self, size: int) -> torch.Tensor:
+    def _compute(self, size: int, states: bool = False) -> torch.Tensor:
         decoder, memory, rows = self._decoder, self._memory, self._rows(size)
         parts, attention, tables = decoder.parts, decoder.ops.decode_attention, self._tables[:size]
 
@@ -119,16 +139,19 @@ class Steps:
             )  # fmt: skip
 
         hidden = decoder.embed(rows.ids) if decoder.embeds else self._hidden[:size]
-        return decoder(hidden, rows, memory, attend)
+        x = decoder.states(hidden, rows, memory, attend)
+        if states and self._states is not None:
+            self._states[:size] = x
+        return parts.head(x)
 
-    def _make(self, size: int) -> Captured:
+    def _make(self, size: int, states: bool) -> Captured:
         if self._capture is not None:
             try:
-                return self._capture(lambda: self._compute(size))
+                return self._capture(lambda: self._compute(size, states))
             except (RuntimeError, NotImplementedError) as error:
                 self._capture = None
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 if reason not in _said:
                     _said.add(reason)
                     _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
-        return Plain(lambda: self._compute(size))
+        return Plain(lambda: self._compute(size, states))

@@ -6,7 +6,7 @@
 
 What is measured on is made first, in DIRECTORY: the bundled checkpoint, quantized to 4 bits, with a draft distilled from it; and both inside
 a model of 1.0 billion weights that computes the same (`expand_core.py`), so that texts and acceptance are those of trained models while
-the time of a step is a large one's. The draft is a layer of that size too.
+the time of a step is a large one's. The draft has layers of that size too.
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
 within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. Greedy texts are
@@ -33,18 +33,19 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
+CONTINUATIONS = 8
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}
 
 
 # -------------------------------------------------------------------- what is measured on
-def prepare(work: Path, shape: str, steps: int, samples: int, draft_scheme: str) -> dict[str, Path]:
+def prepare(work: Path, shape: str, layers: int, steps: int, samples: int, draft_scheme: str) -> dict[str, Path]:
     """The artifact with its distilled draft, and both in the large shape; what is there already is used again."""
     import compress
 
     small = work / "small"
     draft = {
-        "method": "distillspec", "layers": 1, "data": "teacher", "samples": samples, "steps": steps, "learning_rate": 3e-3,
-        "quantize": "none", "patience": None,
+        "method": "distillspec", "layers": layers, "data": "teacher", "samples": samples, "continuations": CONTINUATIONS, "steps": steps,
+        "learning_rate": 3e-3, "quantize": "none", "patience": None, "evaluate_every": 100,
     }  # fmt: skip
     if not (small / "compress.json").is_file():
         recipe = {"name": "small", "model": str(SOURCE), "stages": [QUANTIZE, {"draft": draft}]}
@@ -245,24 +246,27 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--shape", choices=["small", *SHAPES], default="1.1b")
     parser.add_argument("--draft-scheme", choices=["W4A16", "W8A16"], default="W4A16")
+    parser.add_argument("--draft-layers", type=int, default=2)
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--steps", type=int, default=600, help="of the draft's training")
+    parser.add_argument("--steps", type=int, default=1600, help="of the draft's training")
     parser.add_argument("--samples", type=int, default=448, help="rows that it is trained on")
     parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--peer-prompts", type=int, default=4)
     parser.add_argument("--peer-tokens", type=int, default=64)
     options = parser.parse_args()
-    paths = prepare(options.work, options.shape, options.steps, options.samples, options.draft_scheme)
+    paths = prepare(
+        options.work, options.shape, options.draft_layers, options.steps, options.samples, options.draft_scheme
+    )
     result: dict[str, Any] = {
         "machine": machine(), "commit": commit(), "threads": options.threads or torch.get_num_threads(), "torch": torch.__version__,
         "settings": {
             key: getattr(options, key)
-            for key in ("shape", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_prompts", "peer_tokens")
+            for key in ("shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_prompts", "peer_tokens")
         },
     }  # fmt: skip
     result["ours"] = ours(paths, options)

@@ -26,6 +26,9 @@ class DraftConfig(BaseModel):
         description="What is trained on: the calibration text, what the artifact writes after it, what the draft itself writes, or half "
         "of the last two.",
     )
+    continuations: int = Field(
+        1, ge=1, le=10_000, description="Texts that are written after each row's beginning (data other than given)."
+    )
     divergence: Literal["forward_kl", "reverse_kl", "js", "tvd", "cross_entropy"] = Field(
         "forward_kl", description="What is made small between the artifact's distribution and the draft's."
     )
@@ -79,7 +82,8 @@ class ChainConfig(CutConfig):
     """A draft that proposes token after token."""
 
     accept_head: bool = Field(
-        False, description="Also train a head that foresees what will be accepted and ends drafts by it (SpecDec++, 2405.19715)."
+        False,
+        description="Also train a head that foresees what will be accepted and ends drafts by it (SpecDec++, 2405.19715).",
     )
 
 

@@ -72,10 +72,11 @@ class Making:
         tokens = int(given.shape[1]) - prompt
         if not self.teacher.writes:
             raise RequestError(f"data {config.data}: this teacher gives logits and writes no texts; use given")
-        own = OnPolicyRows(student.draft, given[:, :prompt], tokens, 1.0, self.teacher.ends, student.kept)
+        prompts = given[:, :prompt].repeat(config.continuations, 1)
+        own = OnPolicyRows(student.draft, prompts, tokens, 1.0, self.teacher.ends, student.kept)
         if config.data == "on_policy":
             return own
-        fixed = self.written(config, given[:, :prompt], tokens)
+        fixed = self.written(config, prompts, tokens)
         return fixed if config.data == "teacher" else MixedRows(fixed, own)
 
     def written(self, config: DraftConfig, prompts: torch.Tensor, tokens: int) -> TextRows:

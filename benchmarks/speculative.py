@@ -4,9 +4,9 @@
     python benchmarks/speculative.py --work DIRECTORY --json benchmarks/results/speculative_cpu.json
     python benchmarks/speculative.py --work DIRECTORY --shape small --new-tokens 32 --rounds 1        a smoke test
 
-What is measured on is made first, in DIRECTORY: the bundled checkpoint, quantized to 4 bits, with a draft distilled from it; and both inside
-a model of 1.0 billion weights that computes the same (`expand_core.py`), so that texts and acceptance are those of trained models while
-the time of a step is a large one's. The draft has layers of that size too.
+What is measured on is made first, in DIRECTORY: the bundled checkpoint, quantized to 4 bits, with a draft distilled from it; and both
+inside a model of 1.0 billion weights that computes the same (`expand_core.py`), so that texts and acceptance are those of trained models
+while the time of a step is a large one's. The draft has layers of that size too.
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
 within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. Greedy texts are
@@ -34,6 +34,9 @@ SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
 CONTINUATIONS = 8
+SETTINGS = (
+    "shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_prompts", "peer_tokens",
+)  # fmt: skip
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}
 
 
@@ -266,7 +269,7 @@ def main() -> None:
         "machine": machine(), "commit": commit(), "threads": options.threads or torch.get_num_threads(), "torch": torch.__version__,
         "settings": {
             key: getattr(options, key)
-            for key in ("shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_prompts", "peer_tokens")
+            for key in SETTINGS
         },
     }  # fmt: skip
     result["ours"] = ours(paths, options)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from compress.distill import distillspec, pard, s2d
+from compress.distill import distillspec, fastmtp, kangaroo, medusa, pard, s2d, skip_search
 from compress.distill.config import CutConfig, DraftConfig, DraftMethod
 
-METHODS: dict[str, DraftMethod] = {module.METHOD.name: module.METHOD for module in (distillspec, s2d, pard)}
+_MODULES = (distillspec, s2d, pard, medusa, fastmtp, kangaroo, skip_search)
+METHODS: dict[str, DraftMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
 __all__ = ["METHODS", "CutConfig", "DraftConfig", "DraftMethod"]

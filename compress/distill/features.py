@@ -44,6 +44,8 @@ class Features:
         self._kept: OrderedDict[bytes, torch.Tensor] = OrderedDict()
         self._room = keep_bytes
         self._check(base)
+        self._kept.clear()
+        self._room = keep_bytes
         self.teacher = Teacher(
             self.logits, parts.vocabulary, fingerprint=base.fingerprint, ends=base.ends, device=base.device,
             write=base.continuations if base.writes else None,
@@ -118,7 +120,6 @@ class Features:
         rows, size = _PROBE
         ids = torch.arange(rows * size).view(rows, size) % self.parts.vocabulary
         ours, own = self.logits(ids), teacher.logits(ids)
-        self._kept.clear()
         if float((ours - own).norm() / own.norm()) > 0.05:
             raise RequestError(
                 f"a {type(self.module).__name__} does more to its logits than its head; heads cannot be trained on it"

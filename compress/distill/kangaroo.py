@@ -68,9 +68,7 @@ class KangarooStudent(Student):
         RequestError: a model of another structure, or of one layer.
     """
 
-    def __init__(
-        self, draft: PreTrainedModel, objective: Objective | None = None, feed_forward: bool = False
-    ) -> None:
+    def __init__(self, draft: PreTrainedModel, objective: Objective | None = None, feed_forward: bool = False) -> None:
         super().__init__(draft, objective)
         blocks = find_blocks(draft)[1]
         self.exit_layer, self.feed_forward = len(blocks) - 1, feed_forward

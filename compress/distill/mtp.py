@@ -72,10 +72,11 @@ class MTPStudent(HeadStudent):
         for ahead in range(length):
             own = count - ahead  # entries whose next tokens are all there
             x = block.mixed(states[:, :own], embeddings[:, 1 + ahead :])
-            key, value = block.keys_values(x, places[:own] + ahead)
+            turns = block.turns(places[:own] + ahead)
+            key, value = block.keys_values(x, turns)
             keys.append(key)
             values.append(value)
-            queries = block.queries(x, places[:own] + ahead)
+            queries = block.queries(x, turns)
             states = block.finish(x, attended(queries, keys, values, self.window))
             yield states
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
+from compress.distill.config import DraftConfig, DraftMethod
 from compress.distill.data import check_rows
 from compress.distill.speedup import VerifyCost, best_length, tokens_of
 from compress.distill.speedup import speedup as speedup_of
@@ -39,7 +40,10 @@ class SkipConfig(BaseModel):
     places: int = Field(8, ge=1, description="Places in a row from which is drafted.")
     tokens: int = Field(8, ge=1, le=64, description="Tokens of a draft at most.")
     row_cost: float = Field(
-        0.0, ge=0, le=1, description="What a further token of a verification takes, as a share of a step; 0: bound by memory."
+        0.0,
+        ge=0,
+        le=1,
+        description="What a further token of a verification takes, as a share of a step; 0: bound by memory.",
     )
     seed: int = Field(0, ge=0, lt=2**63, description="Of the search.")
 
@@ -146,14 +150,15 @@ class Found:
     Attributes:
         skip_attention, skip_mlp: layers, counted from 0.
         rates: for each token of a draft, how often it is accepted where those before it are.
-        cost: of a drafted token, as a share of the model's step, in bytes of weights.
+        read: bytes of weights that a drafted token reads. cost: that as a share of what the model reads.
         length: tokens to draft, 0: it does not pay. speedup: that this promises over plain decoding.
-        curve: the best speedup after each trial, below 1 where it does not pay.
+        curve: the best speedup after each trial; 1 where none pays that was tried.
     """
 
     skip_attention: list[int]
     skip_mlp: list[int]
     rates: list[float]
+    read: int
     cost: float
     length: int
     speedup: float
@@ -161,7 +166,11 @@ class Found:
 
     def facts(self) -> dict[str, Any]:
         """For the manifest, JSON-able."""
-        return dict(vars(self))
+        return {
+            "skip_attention": self.skip_attention, "skip_mlp": self.skip_mlp,
+            "cost": {"bytes": self.read, "of_target": self.cost},
+            "search": {"rates": self.rates, "length": self.length, "speedup": self.speedup, "curve": self.curve},
+        }  # fmt: skip
 
 
 def find_skips(
@@ -208,13 +217,12 @@ def find_skips(
         return runs.rates(view), view.weight_bytes / whole
 
     def value(subset: Subset) -> float:
-        if len(subset) in (0, 2 * layers):  # no draft, or one of nothing
-            return 0.0
+        if not subset:  # a draft as dear as what it is for
+            return 1.0
         rates, cost = measured(subset)
         # Not `best_length`, to which all that does not pay is alike: the way to what does leads through it.
         return max(
-            speedup_of(tokens_of(rates[:length]), length, cost, verify_cost)
-            for length in range(1, len(rates) + 1)
+            speedup_of(tokens_of(rates[:length]), length, cost, verify_cost) for length in range(1, len(rates) + 1)
         )
 
     def tell(found: Search) -> None:
@@ -222,9 +230,13 @@ def find_skips(
             told(len(found.values), trials)
 
     found = search(value, 2 * layers, trials, starts=_starts(layers), seed=seed, told=tell)
-    rates, cost = measured(found.best)
+    drafts = {subset: value for subset, value in found.values.items() if 0 < len(subset) < 2 * layers}
+    if not drafts:
+        raise RequestError(f"{trials} trials found no halves to leave out; allow more")
+    best = Search(drafts).best
+    rates, cost = measured(best)
     length, speedup = best_length(rates, cost, verify_cost)
-    return Found(*halves(found.best), rates, cost, length, speedup, found.curve())
+    return Found(*halves(best), rates, round(cost * whole), cost, length, speedup, found.curve())
 
 
 def _starts(layers: int) -> list[list[int]]:
@@ -232,7 +244,12 @@ def _starts(layers: int) -> list[list[int]]:
     inner = list(range(1, layers - 1)) or [0]
     middle = inner[len(inner) // 4 : len(inner) - len(inner) // 4]
     second = inner[::2]
-    return [second, inner, [*second, *(layers + each for each in second)], [*middle, *(layers + each for each in middle)]]
+    return [
+        second,
+        inner,
+        [*second, *(layers + each for each in second)],
+        [*middle, *(layers + each for each in middle)],
+    ]
 
 
 def make(making: Making, config: SkipConfig) -> dict[str, Any]:
@@ -250,3 +267,12 @@ def make(making: Making, config: SkipConfig) -> dict[str, Any]:
     )  # fmt: skip
     making.facts |= found.facts()
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
+
+
+METHOD = DraftMethod(
+    name="skip",
+    config=cast("type[DraftConfig]", SkipConfig),  # nothing is trained, so it has no fields of a training
+    summary="the artifact drafts for itself with some of its attention and feed-forward halves left out",
+    paper="Zhang et al., Draft & Verify: Lossless Large Language Model Acceleration via Self-Speculative Decoding, 2023, arXiv 2309.08168",
+    make=make,
+)

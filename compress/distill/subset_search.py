@@ -1,7 +1,8 @@
-"""Which members a set should have, where trying a set is expensive: Bayesian optimisation over subsets, then improvement member by member."""
+"""Which members a set should have, where trying one is expensive: Bayesian optimisation over subsets, then exchange of members."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ Objective = Callable[[Subset], float]
 
 _NOISE = 1e-4  # of values with variance 1: close sets never say exactly the same
 _SCALES = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0)  # members that two sets may differ in before they say little of each other
+_SHARES = (0.0, 0.3, 0.7, 0.95)  # of what members do to the value each by itself
 _CANDIDATES = 200  # random sets that are looked at for the next one to try
 _CLIMBS = 5  # from the best of which the promise is followed uphill
 _POLISH = 0.3  # share of the trials for exchanging members of the best set
@@ -51,10 +53,9 @@ def search(
 ) -> Search:
     """Look for the subset of 0 .. members - 1 whose value is largest.
 
-    A Gaussian process over subsets, of which those are alike that differ in few members (kernel exp(-d / l), l by its marginal
-    likelihood), says what a subset may be worth; the next to be tried is the one of largest expected improvement (Bayesian optimisation,
-    as in Draft & Verify, arXiv 2309.08168). The last part of the trials adds, removes and exchanges members of the best one, the most
-    promising first, as long as that helps.
+    A Gaussian process over subsets says what one may be worth: the sum of what its members do each by itself, and something that is alike
+    in subsets that differ in few. The next to be tried is the one of largest expected improvement (Bayesian optimisation, as in Draft &
+    Verify, arXiv 2309.08168). The last part of the trials adds, removes and exchanges members of the best one, the most promising first.
 
     Args:
         objective: deterministic.
@@ -80,8 +81,8 @@ def search(
     for start in starts:
         attempt(tuple(sorted(set(start))))
     first = min(trials, len(found.values) + 2 + members // 4)
-    while len(found.values) < first:  # of every size, since nothing is known of which is right
-        attempt(_subset(draw.random(members) < draw.random()))
+    while len(found.values) < first:  # of every size, more of the small ones: what is left out adds up
+        attempt(_subset(draw.random(members) < draw.random() ** 2))
     polished = max(len(found.values), round(trials * (1 - _POLISH)))
     while len(found.values) < polished:
         attempt(_promising(found, members, draw))
@@ -97,7 +98,8 @@ def search(
 
 
 class Process:
-    """A Gaussian process over rows of zeros and ones, of values with mean 0 and variance 1.
+    """A Gaussian process over rows of zeros and ones. Of rows that differ in d of n members the covariance is that of a linear function,
+    1 - 2 d / n, plus exp(-d / l), in the shares and with the l that make what was seen likeliest.
 
     Args:
         rows: bool `[n, members]`. values: `[n]`.
@@ -109,20 +111,24 @@ class Process:
         target = (values - self._mean) / self._spread
         distances = _distances(rows, rows)
         best = -np.inf
-        for scale in _SCALES:
-            kernel = np.exp(-distances / scale) + _NOISE * np.eye(len(rows))
+        for setting in itertools.product(_SCALES, _SHARES):
+            kernel = self._kernel(distances, *setting) + _NOISE * np.eye(len(rows))
             lower = np.linalg.cholesky(kernel)
             weights = np.linalg.solve(lower.T, np.linalg.solve(lower, target))
             likelihood = -0.5 * float(target @ weights) - float(np.log(np.diag(lower)).sum())
             if likelihood > best:
-                best, self.scale, self._lower, self._weights = likelihood, scale, lower, weights
+                best, self._setting, self._lower, self._weights = likelihood, setting, lower, weights
 
     def predict(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Means and standard deviations `[m]` of the values of rows `[m, members]`."""
-        cross = np.exp(-_distances(rows, self._rows) / self.scale)
+        cross = self._kernel(_distances(rows, self._rows), *self._setting)
         half = np.linalg.solve(self._lower, cross.T)
         variance = np.maximum(1.0 - (half**2).sum(0), 1e-12)
         return self._mean + self._spread * cross @ self._weights, self._spread * np.sqrt(variance)
+
+    def _kernel(self, distances: np.ndarray, scale: float, linear: float) -> np.ndarray:
+        members = self._rows.shape[1]
+        return linear * (1 - 2 * distances / members) + (1 - linear) * np.exp(-distances / scale)
 
 
 def improvement(means: np.ndarray, deviations: np.ndarray, best: float) -> np.ndarray:

@@ -38,7 +38,8 @@ def check_draft(session: Session) -> None:
         text = f"the model has {depth} layers; the draft cannot have {layers}"
         raise RequestError(origin.at((*path, "layers"), text))
     limit = getattr(config, "max_position_embeddings", None)
-    if limit is not None and stage.config.sequence_length > limit:
+    length = getattr(stage.config, "sequence_length", None)
+    if limit is not None and length is not None and length > limit:
         text = f"rows of {stage.config.sequence_length} tokens are more than the {limit} positions of the model"
         raise RequestError(origin.at((*path, "sequence_length"), text))
     if limit is not None and stage.config.tokens >= limit:

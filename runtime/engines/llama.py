@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -32,8 +32,40 @@ MOST_ROWS = 512
 _log = logging.getLogger("compress.engine")
 
 
+class Recorder:
+    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool.
+
+    Attributes:
+        states: float32 `[layers, tokens of all pieces, hidden]`; None before the step.
+    """
+
+    def __init__(self) -> None:
+        self.states: torch.Tensor | None = None
+        self._places: dict[tuple[int, int], slice] = {}
+
+    def fill(self, pieces: Sequence[Piece], states: torch.Tensor) -> None:
+        """The step is done."""
+        self.states, row = states, 0
+        for piece in pieces:
+            self._places[_place(piece.pages, piece.start)] = slice(row, row + len(piece.tokens))
+            row += len(piece.tokens)
+
+    def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
+        """`[layers, tokens, hidden]` of the piece of these pages that began at `start`; None: there was none."""
+        rows = self._places.get(_place(pages, start))
+        return None if rows is None or self.states is None else self.states[:, rows]
+
+
+def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
+    return start, pages[start // PAGE]  # what is written to belongs to one sequence
+
+
 class Pool:
-    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`."""
+    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
+
+    Attributes:
+        recorder: records the next step, once; None: nobody wants it.
+    """
 
     def __init__(self, parts: Parts, count: int) -> None:
         shape = (count, parts.kv_heads, parts.head_dim * PAGE)
@@ -46,6 +78,23 @@ class Pool:
         self.decoder = Decoder()
         ctypes.pointer(self.decoder)[0] = parts.decoder
         self.decoder.blocks = self.blocks
+        self.recorder: Recorder | None = None
+
+
+class Ready(NamedTuple):
+    """A step to be run.
+
+    Attributes:
+        step: of decoder.h.
+        logits: float32 `[outputs, vocab]`, filled by it.
+        x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
+        held: what else it points to.
+    """
+
+    step: Step
+    logits: torch.Tensor
+    x: torch.Tensor
+    held: tuple[Any, ...]
 
 
 class LlamaEngine:
@@ -132,6 +181,28 @@ class LlamaEngine:
     @torch.inference_mode()
     def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over all tokens of the pieces: logits of the rows `outputs`, and the residual stream after the last layer."""
+        ready = self.prepare(pool.decoder, pieces, outputs)
+        recorder, pool.recorder = pool.recorder, None
+        if recorder is None:
+            self._compute(ready.step, pool)
+            return ready.logits, ready.x
+        states = torch.empty(len(self.parts.blocks), *ready.x.shape)
+        ready.step.record = states.data_ptr()
+        self._compute(ready.step, pool)
+        recorder.fill(pieces, states)
+        return ready.logits, ready.x
+
+    def prepare(
+        self, decoder: Decoder, pieces: Sequence[Piece], outputs: Sequence[int], x: torch.Tensor | None = None
+    ) -> Ready:
+        """A step of all layers of a decoder, to be run in the same thread before the next is prepared.
+
+        Args:
+            decoder: a pool's, or of a part of it.
+            pieces: at least one token.
+            outputs: rows whose logits are wanted.
+            x: float32 `[tokens, hidden]`, contiguous, what the first layer reads; it is overwritten. None: the tokens' embeddings.
+        """
         if len(pieces) == 1 and len(pieces[0].tokens) == 1:  # the common step: no loops in Python
             piece = pieces[0]
             ids = torch.tensor(piece.tokens)
@@ -149,17 +220,18 @@ class LlamaEngine:
             position, last = branches.position, int(branches.position.max())
         width = max(len(piece.pages) for piece in pieces)
         pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
-        x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
+        if x is None:
+            x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
         cosine, sine = self._rotation(last + 1)
         wanted = torch.tensor(list(outputs), dtype=torch.int32)
         logits = torch.empty(len(outputs), self.parts.vocabulary)
-        memory = self._memory(pool.decoder, ids.numel())
+        memory = self._memory(decoder, ids.numel())
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
             pages_stride=width,
             first=0,
-            last=len(self.parts.blocks),
+            last=decoder.layers,
             x=x.data_ptr(),
             sequence=sequence.data_ptr(),
             position=position.data_ptr(),
@@ -173,14 +245,17 @@ class LlamaEngine:
             output=wanted.data_ptr(),
             logits=logits.data_ptr(),
             memory=memory.data_ptr(),
-            decoder=ctypes.pointer(pool.decoder),
+            decoder=ctypes.pointer(decoder),
         )
-        self._compute(step, pool)
-        return logits, x
+        return Ready(step, logits, x, (sequence, position, branches, pages, cosine, sine, wanted, memory, decoder))
+
+    def compute(self, step: Step) -> None:
+        """Run a prepared step whose weights are all in memory."""
+        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
 
     def _compute(self, step: Step, pool: Pool) -> None:
-        """All layers of a step, and the head."""
-        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
+        """All layers of a step on a pool, and the head."""
+        self.compute(step)
 
     def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
         """Working memory of this thread, kept between steps."""
@@ -232,4 +307,4 @@ def take_over(engine: TorchEngine) -> LlamaEngine | None:
     return LlamaEngine(engine, parts)
 
 
-__all__ = ["LlamaEngine", "Pool", "take_over"]
+__all__ = ["LlamaEngine", "Pool", "Recorder", "take_over"]

@@ -30,8 +30,17 @@ SHORT = {
 }
 
 
+WITHOUT = {
+    "medusa": ["layers"],
+    "mtp": ["layers"],
+    "kangaroo": ["layers"],
+    "skip": [*SHORT],
+}  # fields that a method does not have
+
+
 def draft(method: str = "distillspec", **changes: Any) -> dict[str, Any]:
-    return {"draft": {"method": method, **SHORT, **changes}}
+    fields = {key: value for key, value in SHORT.items() if key not in WITHOUT.get(method, ())}
+    return {"draft": {"method": method, **fields, **changes}}
 
 
 def files(path: Path) -> dict[str, bytes]:
@@ -109,6 +118,10 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
         ("s2d", {"layers": 2}),
         ("s2d", {"layers": 3, "depths": [1]}),
         ("pard", {"data": "given"}),
+        ("medusa", {"vocabulary": 100}),
+        ("mtp", {}),
+        ("kangaroo", {"exit_layer": 1}),
+        ("skip", {"trials": 6, "samples": 3, "sequence_length": 32, "places": 2, "tokens": 2}),
     ],
 )
 def test_every_way_to_make_a_draft_ends_in_one_that_runs(make_checkpoint, recipe, tmp_path, method, changes):
@@ -185,7 +198,7 @@ def test_two_drafts_are_one_too_many(make_checkpoint, recipe, tmp_path):
 def test_methods_are_listed_with_their_papers(capsys):
     assert main(["methods", "show", "pard"]) == 0
     assert "2504.18583" in capsys.readouterr().out
-    assert set(METHODS) >= {"distillspec", "s2d", "pard"}
+    assert set(METHODS) == {"distillspec", "s2d", "pard", "medusa", "mtp", "kangaroo", "skip"}
 
 
 def test_bench_compares_drafters_and_keeps_the_best(plain, capsys, tmp_path):

@@ -12,7 +12,7 @@ import torch
 from runtime.artifact import MANIFEST, Artifact
 from runtime.checkpoint import read_json
 from runtime.decoding.drafters.base import Drafter
-from runtime.decoding.drafters.methods import FREE, GIVEN, MODELS, names
+from runtime.decoding.drafters.methods import FREE, GIVEN, HEADS, MODELS, SELF, names
 from runtime.decoding.lengths.base import Lengths
 from runtime.decoding.lengths.goodput import Goodput
 from runtime.decoding.methods import LENGTHS, RULES, configured, read_method
@@ -92,7 +92,7 @@ def _chosen(file: Path, target: Target) -> Speculation | None:
 
 def _check_chosen(value: Any) -> None:
     """A choice names drafters of this package and the artifact's own, never a directory somewhere else."""
-    if value is True or (isinstance(value, str) and FREE.find(value) is not None):
+    if value is True or (isinstance(value, str) and (FREE.find(value) or SELF.find(value)) is not None):
         return
     if isinstance(value, Mapping) and "model" not in value:
         for part in value.get("of", ()):
@@ -195,7 +195,9 @@ def _drafter(value: Any, target: Target) -> Drafter:
     if isinstance(value, (list, tuple)):
         return _composed(value, target)
     if isinstance(value, str):
-        method = FREE.find(value)
+        method, own = FREE.find(value), SELF.find(value)
+        if own is not None:
+            return _self(own.name, {}, target)
         if method is not None:
             return configured(method, {}, ())  # type: ignore[no-any-return]
         if Path(value).is_dir():
@@ -212,10 +214,33 @@ def _drafter(value: Any, target: Target) -> Drafter:
     name = value.get("method")
     method = FREE.find(name) if isinstance(name, str) else None
     if method is None:
+        own = SELF.find(name) if isinstance(name, str) else None
+        if own is not None:
+            return _self(own.name, value, target)
         if isinstance(name, str) and MODELS.find(name) is not None:
             raise PolicyError(("model",), f"the key is missing: '{name}' drafts with a model, whose directory it is")
         raise _unknown(("method",), name)
     return configured(method, {key: each for key, each in value.items() if key not in _KEYS}, ())  # type: ignore[no-any-return]
+
+
+def _self(name: str, value: Mapping[str, Any], target: Target) -> Drafter:
+    """A drafter that is a part of the target."""
+    from runtime.decoding.drafters import early_exit, skip
+
+    build = {"skip": skip.build, "early-exit": early_exit.build}[name]
+    return build(target, {key: each for key, each in value.items() if key not in _KEYS})
+
+
+def _heads(name: str, path: Path, facts: Mapping[str, Any], value: Mapping[str, Any], target: Target) -> Drafter:
+    """Heads, or an adapter, that stand in a directory."""
+    from runtime.decoding.drafters import kangaroo, medusa, mtp
+
+    if value.get("method", name) != name:
+        raise PolicyError(("method",), f"{path} holds a draft of the method {name}; leave the key out")
+    own = {key: each for key, each in value.items() if key not in _KEYS}
+    if name == "kangaroo":
+        return kangaroo.build(target, {**own, "model": str(path)})
+    return {"medusa": medusa.build_medusa, "mtp": mtp.build_mtp}[name](target, path, facts, own)
 
 
 def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
@@ -227,6 +252,10 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
     if not path.is_dir():
         raise PolicyError(("model",), f"there is no directory {str(path)!r}")
     facts = draft_facts(path)
+    written = facts.get("method")
+    heads = HEADS.find(written) if isinstance(written, str) else None
+    if heads is not None:
+        return _heads(heads.name, path, facts, value, target)
     name = value.get("method", next((method for key, method in _OWN.items() if key in facts), "chain"))
     method = MODELS.find(name) if isinstance(name, str) else None
     if method is None:

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 _PRIOR = 2.0  # tokens that a text's own rates begin with those of all texts
 _KEEP_ALL = 0.995  # as `DynamicExit.keep`, over all texts
 _ROWS = 8  # of a round, that are looked at
+_RAREST = 16  # times `DynamicExit.every`, between looks where no exit pays
 
 
 class Rates:
@@ -53,13 +54,14 @@ class ExitSpot(Spot):
     """A text.
 
     Attributes:
-        rates: of the exits. rounds: so far.
+        rates: of the exits. wait: rounds until all exits are looked at. pause: rounds from the last look to that.
         draw: how its tokens are drawn. chosen: the exit that drafts in this round. drafted: its tokens.
         looked: what is recorded of the verification, and of which place; None: nothing.
     """
 
     rates: Rates = field(default_factory=lambda: Rates(1.0))
-    rounds: int = 0
+    wait: int = 0
+    pause: int = 0
     draw: Draw | None = None
     chosen: int = 0
     drafted: Sequence[int] = ()
@@ -76,7 +78,8 @@ class DynamicExit(ViewDrafter):
 
     Attributes:
         exits: most layers that are considered, evenly spread.
-        every: rounds between looks at all exits; each look reads the head for every exit.
+        every: rounds between looks at all exits; each look reads the head for every exit. Where no exit pays nothing is drafted but
+            one token with each look, and looks become rarer.
         keep: share of a token's weight that is left when another was seen.
     """
 
@@ -114,15 +117,22 @@ class DynamicExit(ViewDrafter):
         spots = [cast(ExitSpot, ask.state) for ask in asks]
         rates = [[spot.rates.rate(place) for place in range(len(self.layers))] for spot in spots]
         chosen, depth = choose(rates, limits, self.costs)
+        if not depth:
+            chosen, _ = choose(rates, [1] * len(asks), self.costs, plain=False)
         self._lanes.view = self._views[chosen]
-        for ask, spot in zip(asks, spots, strict=True):
-            pool = spot.here.pool
+        found = []
+        for ask, spot, limit in zip(asks, spots, limits, strict=True):
             spot.chosen, spot.drafted, spot.draw, spot.looked = chosen, (), ask.draw, None
-            if spot.rounds % self.every == 0:
+            looks = spot.wait <= 0 < limit
+            if looks:
+                pool = spot.here.pool
                 pool.recorder = pool.recorder or Recorder()
                 spot.looked = pool.recorder, spot.here
-            spot.rounds += 1
-        return [min(limit, depth) for limit in limits]
+                spot.pause = self.every if depth else min(max(2 * spot.pause, self.every), _RAREST * self.every)
+                spot.wait = spot.pause
+            spot.wait -= 1
+            found.append(min(limit, depth or int(looks)))
+        return found
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         trees = super().draft(asks)
@@ -168,15 +178,18 @@ class DynamicExit(ViewDrafter):
         return f"{self.name} after one of layers {', '.join(map(str, self.layers))}"
 
 
-def choose(rates: Sequence[Sequence[float]], limits: Sequence[int], costs: Sequence[float]) -> tuple[int, int]:
-    """The exit and the number of tokens to draft, maybe 0, that promise the most tokens for what is read.
+def choose(
+    rates: Sequence[Sequence[float]], limits: Sequence[int], costs: Sequence[float], plain: bool = True
+) -> tuple[int, int]:
+    """The exit and the number of tokens to draft that promise the most tokens for what is read.
 
     Args:
         rates: of each text, of each exit, how likely a drafted token is right where those before it are.
         limits: of each text, most tokens.
         costs: of a drafted token of each exit, in passes of the whole target.
+        plain: it may be 0 tokens, where none promises more than plain decoding.
     """
-    best, found = float(len(rates)), (0, 0)  # plain decoding
+    best, found = float(len(rates)) if plain else 0.0, (0, 0)
     for place, cost in enumerate(costs):
         expected = float(len(rates))
         reach = [1.0] * len(rates)

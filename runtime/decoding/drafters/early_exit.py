@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.inside import GIVEN, WHERE, Inside, ViewDrafter, ViewLanes, engine_of, settings_of
+from runtime.decoding.drafters.inside import WHERE, Inside, ViewDrafter, ViewLanes, engine_of, settings_of
 from runtime.kv_cache.bounds import COUNT, bounded
 from runtime.kv_cache.policy_fields import PolicyError, integer
 
@@ -60,6 +60,3 @@ def build(target: Target, settings: Mapping[str, Any]) -> Inside:
         )
     view = View(engine, range(values["layer"]))
     return EarlyExit(lanes=ViewLanes(view), candidates=Candidates(engine.vocab_size), **values)
-
-
-__all__ = ["GIVEN", "EarlyExit", "build"]

@@ -44,7 +44,7 @@ class Spot(Lane):
 
 
 class ViewLanes:
-    """Texts that a part of the target reads on from where the target is. See `Lanes`.
+    """Texts that a part of the target reads on from where the target is, for chains. See `Lanes`.
 
     Args:
         view: the part; may be another in the next turn.
@@ -67,6 +67,14 @@ class ViewLanes:
         for spot, new in zip(spots, tokens, strict=True):
             spot.length += len(new)
         return self.view.read(spots[0].here.pool, pieces)
+
+    def ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
+        raise NotImplementedError
 
     def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         raise NotImplementedError

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,10 +11,10 @@ import torch
 
 from runtime.checkpoint import read_json
 from runtime.decoding.checks import is_integer
-from runtime.decoding.drafters.base import Ask
+from runtime.decoding.drafters.base import Place
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.draft_model import DRAFT
-from runtime.decoding.drafters.inside import GIVEN, Inside, Spot, engine_of, settings_of
+from runtime.decoding.drafters.inside import Inside, Spot, engine_of, settings_of
 from runtime.decoding.drafters.lanes import Lane, PagedLanes
 from runtime.engines.base import Piece
 from runtime.errors import ArtifactError, RequestError
@@ -28,13 +27,11 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter.safetensors"
 SCHEMA_VERSION = 1
-_FAR = 16  # tokens; a text that is further behind (its prompt) is read apart from the draft
-_RECENT = 256  # tokens that are compared one by one
 
 
 class AdapterLanes(PagedLanes):
-    """What an adapter has read of texts. The layers before it read in the target's cache, and what they write there again of tokens that
-    the target has read is what is there.
+    """What an adapter has read of texts, for chains. The layers before it read in the target's cache, and what they write there again of
+    tokens that the target has read is what is there.
 
     Args:
         view: the layers before it. adapter: goes on from them.
@@ -43,35 +40,25 @@ class AdapterLanes(PagedLanes):
     def __init__(self, view: View, adapter: Adapter) -> None:
         super().__init__(adapter)
         self.view, self.adapter = view, adapter
+        self._places: dict[int, Place] = {}
 
     def open(self) -> Spot:
         return Spot()
 
     def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        spots = [cast(Spot, lane) for lane in lanes]
-        found: list[torch.Tensor | None] = [None] * len(spots)
-        waiting = [(index, list(each)) for index, each in enumerate(tokens)]
-        while waiting:
-            here, own, done, later, rows = [], [], [], [], self.most_rows
-            for index, rest in waiting:
-                spot, now, after = spots[index], rest[:rows], rest[rows:]
-                if now:
-                    start = len(spot.tokens)
-                    self._reserve(spot, start + len(now))
-                    here.append(Piece(now, start, spot.here.pages))
-                    own.append(Piece(now, start, spot.pages))
-                    done.append((index, not after))
-                    spot.tokens += now
-                    rows -= len(now)
-                if after:
-                    later.append((index, after))
-            states = self.view.states(spots[0].here.pool, here)
-            logits = self.adapter.read(self._memory, own, states)
-            for row, (index, last) in enumerate(done):
-                if last:
-                    found[index] = logits[row]
-            waiting = later
-        return torch.stack([row for row in found if row is not None])
+        # Which place in the target's cache goes with which pages of the adapter's.
+        self._places = {id(lane.pages): cast(Spot, lane).here for lane in lanes}
+        return super().feed(lanes, tokens)
+
+    def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
+        places = [self._places[id(piece.pages)] for piece in pieces]
+        there = [Piece(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
+        return self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there))
+
+    def ahead(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        raise NotImplementedError
 
     def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
         raise NotImplementedError
@@ -93,28 +80,6 @@ class Kangaroo(Inside):
 
     name: ClassVar[str] = "kangaroo"
     confidence: float = bounded(0.6, Range(0, 1, open_high=True))
-
-    def start(self, asks: Sequence[Ask]) -> torch.Tensor:
-        spots: list[Spot] = [ask.state for ask in asks]
-        started = time.perf_counter()
-        for spot, ask in zip(spots, asks, strict=True):
-            self.lanes.cut(spot, common(spot.tokens, ask.text.tokens[:-1]))
-            rest = ask.text.tokens[len(spot.tokens) : -1]
-            if len(rest) > _FAR:
-                self.lanes.feed([spot], [rest])
-        self.overhead = time.perf_counter() - started
-        return self.lanes.feed(
-            spots, [ask.text.tokens[len(spot.tokens) :] for spot, ask in zip(spots, asks, strict=True)]
-        )
-
-
-def common(held: Sequence[int], tokens: Sequence[int]) -> int:
-    """Length of the common beginning. All but the end of it nearly always is, and is compared at once."""
-    length = min(len(held), len(tokens))
-    start = max(0, length - _RECENT)
-    if held[:start] != tokens[:start]:
-        start = 0
-    return next((place for place in range(start, length) if held[place] != tokens[place]), length)
 
 
 # ---------------------------------------------------------------- making one
@@ -172,6 +137,3 @@ def _check(path: Path, target: Target, layers: int) -> int:
             f"{file}: exit_layer must be 1 to {layers - 1} of the model's {layers} layers, not {layer!r}"
         )
     return int(layer)
-
-
-__all__ = ["ADAPTER", "GIVEN", "Kangaroo", "build"]

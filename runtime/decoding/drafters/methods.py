@@ -28,9 +28,22 @@ MODELS = Table(
     Method("confident", f"{_HERE}.confident:Confident"),
     Method("nested", f"{_HERE}.cascade:Cascade"),
 )
+#: Drafters that are a part of the target; each module has `build(target, settings)`.
+SELF = Table(
+    "drafter",
+    Method("skip", f"{_HERE}.skip:Skip"),
+    Method("early-exit", f"{_HERE}.early_exit:EarlyExit"),
+)
+#: Heads and adapters that a draft.json says are in its directory; each is built by a function of its own.
+HEADS = Table(
+    "drafter with a model",
+    Method("medusa", f"{_HERE}.medusa:Medusa"),
+    Method("mtp", f"{_HERE}.mtp:MTP"),
+    Method("kangaroo", f"{_HERE}.kangaroo:Kangaroo"),
+)
 #: What a draft model gives its drafter, or its drafter finds by itself.
 GIVEN = ("lanes", "candidates", "weights", "mask_token", "most", "models", "asked", "head")
-TABLES = (FREE, MODELS)
+TABLES = (FREE, SELF, MODELS)
 
 
 def names() -> list[str]:

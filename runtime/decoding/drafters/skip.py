@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 from runtime.decoding.drafters.base import Ask, Verified
 from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.inside import GIVEN, WHERE, Spot, ViewDrafter, ViewLanes, engine_of, settings_of
+from runtime.decoding.drafters.inside import WHERE, Spot, ViewDrafter, ViewLanes, engine_of, settings_of
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import SHARE, Range, bounded
 from runtime.kv_cache.policy_fields import PolicyError
@@ -111,6 +111,3 @@ def check_layers(key: str, layers: Sequence[int], count: int) -> tuple[int, ...]
         if layer in layers[:place]:
             raise PolicyError((key, place), f"layer {layer} is named twice", WHERE)
     return tuple(sorted(layers))
-
-
-__all__ = ["GIVEN", "Skip", "build"]

@@ -7,6 +7,7 @@ import ctypes
 from runtime.kernels.cpu.library import Linear
 
 PAGE = 64  # positions of a page of the KV cache (attention.h)
+SKIP_ATTENTION, SKIP_MLP = 1, 2  # of `Block.skip`
 
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
@@ -29,6 +30,7 @@ class Block(ctypes.Structure):
         ("keys", _p),
         ("values", _p),
         ("window", _i64),
+        ("skip", _i64),
     )
 
 
@@ -74,6 +76,7 @@ class Step(ctypes.Structure):
         ("sine", _p),
         ("output", _p),
         ("logits", _p),
+        ("record", _p),
         ("memory", _p),
         ("decoder", ctypes.POINTER(Decoder)),
     )

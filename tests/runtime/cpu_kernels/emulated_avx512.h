@@ -38,7 +38,6 @@ FLOATS(_mm512_mul_ps, a.f[i] * b.f[i])
 MAKE __m128i _mm_loadu_si128(const __m128i *p) { __m128i r; memcpy(&r, p, sizeof r); return r; }
 MAKE __m256i _mm256_loadu_si256(const __m256i *p) { __m256i r; memcpy(&r, p, sizeof r); return r; }
 MAKE __m512i _mm512_loadu_si512(const void *p) { __m512i r; memcpy(&r, p, sizeof r); return r; }
-MAKE void _mm512_storeu_si512(void *p, __m512i v) { memcpy(p, &v, sizeof v); }
 MAKE __m512 _mm512_loadu_ps(const void *p) { __m512 r; memcpy(&r, p, sizeof r); return r; }
 MAKE void _mm512_storeu_ps(void *p, __m512 v) { memcpy(p, &v, sizeof v); }
 MAKE __m512i _mm512_set1_epi32(int v) { __m512i r; LANE r.i32[i] = v; return r; }

@@ -44,17 +44,28 @@ def check(native: ctypes.CDLL, kind: str, scheme: object, shape: tuple[int, int]
         made.prepared = {name: guarded(tensor) for name, tensor in made.prepared.items()}
         bias, tight = guarded(torch.zeros(shape[0])), guarded(x)
         linear = made.layout.linear(made.prepared, made.layer, bias)
-        for rows in (1, 9):
+        for rows in (1, 3, 9):
             y = guarded(torch.zeros(rows, shape[0], dtype=dtype))
             memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, digits), dtype=torch.uint8))
             kinds = library.TYPES[dtype]
-            own = tight if rows == 9 else guarded(x[:1])
+            own = tight if rows == 9 else guarded(x[:rows])
             native.linear_run(
                 ctypes.byref(linear), own.data_ptr(), kinds, rows, y.data_ptr(), kinds, digits, memory.data_ptr(), 1
             )
             assert torch.equal(y, expected[:rows])
     tile = guarded(torch.zeros(shape[1], shape[0], dtype=dtype))
     native.linear_dequantize(ctypes.byref(linear), 0, -(-shape[0] // 16), tile.data_ptr(), library.TYPES[dtype], 1)
+
+
+def check_dense(native: ctypes.CDLL, shape: tuple[int, int], dtype: torch.dtype) -> None:
+    weight, bias, x = guarded(torch.randn(shape).to(dtype)), guarded(torch.randn(shape[0])), torch.randn(9, shape[1])
+    linear = products.dense(weight, bias)
+    for rows in (1, 2, 3, 9):
+        own, y = guarded(x[:rows].to(dtype)), guarded(torch.zeros(rows, shape[0], dtype=dtype))
+        memory = guarded(torch.zeros(native.linear_memory(ctypes.byref(linear), rows, 1), dtype=torch.uint8))
+        kind = library.TYPES[dtype]
+        native.linear_run(ctypes.byref(linear), own.data_ptr(), kind, rows, y.data_ptr(), kind, 1, memory.data_ptr(), 1)
+        assert torch.equal(y, products.multiply(native, linear, x[:rows].to(dtype), 1))
 
 
 def main() -> None:
@@ -80,6 +91,10 @@ def main() -> None:
                     check(native, kind, scheme, shape, dtype)
                     done += 1
                 _kept.clear()
+            for dtype in (torch.bfloat16, torch.float32):
+                check_dense(native, shape, dtype)
+                done += 1
+            _kept.clear()
     print(done, "cases")
 
 

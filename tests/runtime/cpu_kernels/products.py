@@ -63,9 +63,23 @@ def run(
     native: ctypes.CDLL, made: Case, x: torch.Tensor, digits: int, threads: int = 1, bias: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`x W^T + bias` by `native`, in the dtype of x."""
+    return multiply(native, made.layout.linear(made.prepared, made.layer, bias), x, digits, threads)
+
+
+def dense(weight: torch.Tensor, bias: torch.Tensor | None = None) -> library.Linear:
+    """A weight `[out, in]` as it is; it and the bias (float32) must outlive what is returned."""
+    linear = library.Linear(kind=library.KINDS["dense"], scale_type=library.TYPES[weight.dtype])
+    linear.rows, linear.columns = weight.shape
+    linear.weight, linear.bias = weight.data_ptr(), None if bias is None else bias.data_ptr()
+    return linear
+
+
+def multiply(
+    native: ctypes.CDLL, linear: library.Linear, x: torch.Tensor, digits: int, threads: int = 1
+) -> torch.Tensor:
+    """What `native` makes of x `[rows, in]`, in its dtype."""
     x = x.contiguous()
-    y = torch.full((x.shape[0], made.layer.shape[0]), float("nan"), dtype=x.dtype)
-    linear = made.layout.linear(made.prepared, made.layer, bias)
+    y = torch.full((x.shape[0], linear.rows), float("nan"), dtype=x.dtype)
     memory = torch.full((native.linear_memory(ctypes.byref(linear), x.shape[0], digits),), 0x5A, dtype=torch.uint8)
     kind = library.TYPES[x.dtype]
     address = ctypes.byref(linear)

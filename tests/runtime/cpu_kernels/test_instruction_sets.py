@@ -24,6 +24,10 @@ GRIDS = [
     ("w8", int_scheme(8, False, 16)), ("w8", int_scheme(5, False, "channel")), ("s24", int_scheme(4, True, 64, "2:4")),
     ("s24", int_scheme(3, True, "channel", "2:4")), ("s24", int_scheme(4, True, 160, "2:4")),
 ]  # fmt: skip
+TILED = [
+    ("w4", int_scheme(4, True, 32)), ("w4", int_scheme(4, False, 48)), ("w8", int_scheme(8, True, 32)),
+    ("w8", int_scheme(8, False, 16)), ("s24", int_scheme(4, True, 32, "2:4")),
+]  # fmt: skip
 ROWS = 13
 
 
@@ -82,12 +86,45 @@ def test_a_row_does_not_depend_on_its_neighbours_or_on_threads(kind, scheme):
     for name, digits in itertools.product(library.instruction_sets(), (1, 2, 3)):
         lib = library.load(name)
         alone = torch.cat([products.run(lib, made, x[i : i + 1], digits) for i in range(70)])
-        for rows in (2, 3, 4, 5, 7, 8, 9, 16, 70):
+        for rows in (*range(2, 18), 70):
             assert torch.equal(products.run(lib, made, x[:rows], digits), alone[:rows]), (name, digits, rows)
         for threads in (2, 3, 5, 16):
             assert torch.equal(products.run(lib, made, x, digits, threads), alone), (name, digits, threads)
             # Two panels at a time, where a thread may have an odd number of them.
             assert torch.equal(products.run(lib, made, x[:1], digits, threads), alone[:1]), (name, digits, threads)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+@pytest.mark.parametrize(("kind", "scheme"), TILED, ids=str)
+def test_every_tile_of_every_instruction_set_gives_the_same(kind, scheme, digits, emulated):
+    """Each number of rows has tiles of its own; three panels are a pair and one alone."""
+    made = products.case(kind, scheme, (37, 160), torch.float32, storage="sparse24" if scheme.sparsity else "packed")
+    x, bias = torch.randn(17, 160, generator=torch.Generator().manual_seed(5)), torch.randn(37)
+    alone = torch.cat([products.run(library.load("portable"), made, row[None], digits, bias=bias) for row in x])
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+        for rows in range(1, 18):
+            assert torch.equal(products.run(lib, made, x[:rows], digits, bias=bias), alone[:rows]), (name, rows)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("shape", [(37, 215), (5, 7), (16, 16), (33, 640), (2, 47)], ids=str)
+def test_dense_products_are_the_same_everywhere(shape, dtype, emulated):
+    """Bit for bit, whatever the instruction set, the threads and the rows beside a row, and as close as float32 sums are."""
+    weight, bias = torch.randn(shape, generator=torch.Generator().manual_seed(8)).to(dtype), torch.randn(shape[0])
+    x = torch.randn(17, shape[1], generator=torch.Generator().manual_seed(9)) * 3
+    linear = products.dense(weight, bias)
+    alone = torch.cat([products.multiply(library.load("portable"), linear, row[None], 1) for row in x])
+    exact, size = (
+        a.double() @ b.double().t() + c.double() for a, b, c in ((x, weight, bias), (x.abs(), weight.abs(), bias.abs()))
+    )
+    assert ((alone.double() - exact).abs() <= (shape[1] / 16 + 22) * 2.0**-24 * size).all()
+    for name, lib in (("emulated", emulated), *((name, library.load(name)) for name in library.instruction_sets())):
+        for rows, threads in itertools.product(range(1, 18), (1, 3)):
+            assert torch.equal(products.multiply(lib, linear, x[:rows], 1, threads), alone[:rows]), (
+                name,
+                rows,
+                threads,
+            )
 
 
 @pytest.mark.parametrize(("kind", "scheme"), GRIDS, ids=str)

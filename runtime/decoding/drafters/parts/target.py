@@ -33,7 +33,7 @@ class TargetParts:
     @classmethod
     def of(cls, engine: Any, where: str = "drafter") -> TargetParts:
         """Those of an engine; RequestError where it does not show them."""
-        module = getattr(engine, "module", None)
+        module: Any = getattr(engine, "module", None)
         head = None if module is None else module.get_output_embeddings()
         if head is None or not hasattr(head, "in_features"):
             raise RequestError(f"{where}: {engine.description} shows no head and no embedding, which heads need")

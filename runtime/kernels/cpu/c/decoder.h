@@ -9,7 +9,9 @@ typedef struct {
     const float *query_norm, *key_norm; /* [head_dim], or NULL */
     char *keys, *values;                /* this layer's pages */
     int64_t window;                     /* positions a query sees; 0: all before it */
+    int64_t skip;                       /* of SKIP_ATTENTION and SKIP_MLP: what is left out */
 } Block;
+enum { SKIP_ATTENTION = 1, SKIP_MLP = 2 };
 
 typedef struct {
     int64_t layers, hidden, intermediate, heads, kv_heads, head_dim, rotary; /* rotary: how many of head_dim are rotated */
@@ -33,6 +35,7 @@ typedef struct {
     const float *cosine, *sine; /* [positions, rotary / 2] */
     const int32_t *output;      /* [outputs]: rows whose logits are wanted */
     float *logits;              /* [outputs, vocabulary] */
+    float *record;              /* [layers, rows, hidden]: x after each layer that is run; NULL: nobody wants it */
     char *memory;               /* decoder_memory(...) bytes */
     const Decoder *decoder;
 } Step;
@@ -151,34 +154,51 @@ static void attend_rows(const Step *step, const Block *b, const Cache *cache, co
     }
 }
 
+static void run_attention(const Step *step, const Block *b, const Scratch *s, const Team *team) {
+    const Decoder *d = step->decoder;
+    int64_t rows = step->rows;
+    Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
+    norm_rows(step->x, b->input_norm, rows, d->hidden, d->eps, s->normed, team);
+    team_barrier(team);
+    project(d, (const Linear *[]){&b->query, &b->key, &b->value}, (float *[]){s->q, s->k, s->v}, 3, s->normed, rows, 0, s->digits, team);
+    team_barrier(team);
+    place_heads(step, b, &cache, s, team);
+    team_barrier(team);
+    attend_rows(step, b, &cache, s, team);
+    team_barrier(team);
+    project(d, (const Linear *[]){&b->output}, (float *[]){step->x}, 1, s->normed, rows, 1, s->digits, team);
+    team_barrier(team);
+}
+
+static void run_mlp(const Step *step, const Block *b, const Scratch *s, const Team *team) {
+    const Decoder *d = step->decoder;
+    int64_t start, end, rows = step->rows;
+    norm_rows(step->x, b->mlp_norm, rows, d->hidden, d->eps, s->normed, team);
+    team_barrier(team);
+    project(d, (const Linear *[]){&b->gate, &b->up}, (float *[]){s->gate, s->up}, 2, s->normed, rows, 0, s->digits, team);
+    team_barrier(team);
+    team_part(team, rows * d->intermediate, 64, &start, &end);
+    swiglu(s->gate + start, s->up + start, end - start);
+    team_barrier(team);
+    project(d, (const Linear *[]){&b->down}, (float *[]){step->x}, 1, s->gate, rows, 1, s->digits, team);
+    team_barrier(team);
+}
+
 static void step_job(void *p, const Team *team) {
     Step *step = p;
     const Decoder *d = step->decoder;
     Scratch s;
     lay_out(d, step->rows, step->memory, &s);
-    int64_t start, end, rows = step->rows;
+    int64_t start, end, numbers = step->rows * d->hidden;
     for (int64_t i = step->first; i < step->last; i++) {
         const Block *b = d->blocks + i;
-        Cache cache = {b->keys, b->values, d->cache_type, (int32_t)d->kv_heads, (int32_t)d->head_dim};
-        norm_rows(step->x, b->input_norm, rows, d->hidden, d->eps, s.normed, team);
-        team_barrier(team);
-        project(d, (const Linear *[]){&b->query, &b->key, &b->value}, (float *[]){s.q, s.k, s.v}, 3, s.normed, rows, 0, s.digits, team);
-        team_barrier(team);
-        place_heads(step, b, &cache, &s, team);
-        team_barrier(team);
-        attend_rows(step, b, &cache, &s, team);
-        team_barrier(team);
-        project(d, (const Linear *[]){&b->output}, (float *[]){step->x}, 1, s.normed, rows, 1, s.digits, team);
-        team_barrier(team);
-        norm_rows(step->x, b->mlp_norm, rows, d->hidden, d->eps, s.normed, team);
-        team_barrier(team);
-        project(d, (const Linear *[]){&b->gate, &b->up}, (float *[]){s.gate, s.up}, 2, s.normed, rows, 0, s.digits, team);
-        team_barrier(team);
-        team_part(team, rows * d->intermediate, 64, &start, &end);
-        swiglu(s.gate + start, s.up + start, end - start);
-        team_barrier(team);
-        project(d, (const Linear *[]){&b->down}, (float *[]){step->x}, 1, s.gate, rows, 1, s.digits, team);
-        team_barrier(team);
+        if (!(b->skip & SKIP_ATTENTION)) run_attention(step, b, &s, team);
+        if (!(b->skip & SKIP_MLP)) run_mlp(step, b, &s, team);
+        if (step->record) {
+            team_part(team, numbers, 64, &start, &end);
+            memcpy(step->record + i * numbers + start, step->x + start, (size_t)(end - start) * 4);
+            team_barrier(team); /* the next layer may add to x in other parts */
+        }
     }
     team_part(team, step->outputs, 1, &start, &end);
     for (int64_t i = start; i < end; i++)

@@ -1,54 +1,84 @@
-/* Dense weights [rows, columns] in float32, bfloat16 or float16, as they lie in the file; float32 activations. */
-INLINE float dot_dense(const void *w, int type, int64_t at, const float *x, int64_t columns) {
-    F sum[4] = {f_zero(), f_zero(), f_zero(), f_zero()};
-    int64_t k = 0;
-    for (; k + 4 * LANES <= columns; k += 4 * LANES) {
-        __builtin_prefetch((const char *)w + (at + k) * (type == TYPE_F32 ? 4 : 2) + 4096, 0, 3);
-        UNROLL for (int i = 0; i < 4; i++)
-            sum[i] = f_fma(f_load_as(w, type, at + k + i * LANES), f_load(x + k + i * LANES), sum[i]);
-    }
-    float total = f_sum(f_add(f_add(sum[0], sum[1]), f_add(sum[2], sum[3])));
-    for (; k < columns; k++) total = fmaf(load_as(w, type, at + k), x[k], total);
-    return total;
-}
+/* Dense weights [rows, columns] in float32, bfloat16 or float16, as they lie in the file; float32 activations.
+ *
+ * Products are added up in 32 running sums (column modulo 32), those by halves, then the columns beyond the last 32, whatever the
+ * vectors and the tile. */
+#define RUNNING 32
+#define RUNNING_VECTORS (RUNNING / LANES)
+#define TWICE _Pragma("GCC unroll 2")
 
-/* Four rows of x share each load of the weight. Same order of additions as dot_dense. */
-INLINE void dot_dense4(const void *w, int type, int64_t at, const float *x, int64_t stride, int64_t columns, float *out) {
-    F sum[4][4];
-    UNROLL for (int m = 0; m < 4; m++) UNROLL for (int i = 0; i < 4; i++) sum[m][i] = f_zero();
-    int64_t k = 0;
-    for (; k + 4 * LANES <= columns; k += 4 * LANES)
-        UNROLL for (int i = 0; i < 4; i++) {
-            F weight = f_load_as(w, type, at + k + i * LANES);
-            UNROLL for (int m = 0; m < 4; m++) sum[m][i] = f_fma(weight, f_load(x + m * stride + k + i * LANES), sum[m][i]);
+/* Most rows of x in a tile, and rows of the weight beside each other: sums for all registers. One row of x waits for memory, which is
+ * faster as one row of the weight after another. */
+#if LANES == 8
+#define DENSE_ROWS 3
+#define BESIDE(M) 1
+#elif defined(__AVX512F__) || defined(COMPRESS_EMULATED)
+#define DENSE_ROWS 6
+#define BESIDE(M) ((M) == 1 ? 1 : 2)
+#else
+#define DENSE_ROWS 1
+#define BESIDE(M) 1
+#endif
+
+/* out [N, M] = rows at[0], ..., at[N - 1] of the weight, times M rows of x, `apart` numbers from each other; whole running sums. */
+INLINE void dense_tile(const void *w, const int type, const int64_t *at, const int N, const float *x, int64_t apart, const int M,
+                       int64_t columns, Ahead ahead, float *out) {
+    F sum[2][DENSE_ROWS][RUNNING_VECTORS];
+    UNROLL for (int n = 0; n < N; n++)
+        UNROLL for (int m = 0; m < M; m++)
+            UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) sum[n][m][v] = f_zero();
+    TWICE for (int64_t k = 0; k < columns / RUNNING * RUNNING; k += RUNNING) {
+        if (M > 1) fetch(&ahead); /* one row after another is what machines fetch themselves */
+        UNROLL for (int v = 0; v < RUNNING_VECTORS; v++) {
+            F weight[2];
+            UNROLL for (int n = 0; n < N; n++) weight[n] = f_load_as(w, type, at[n] + k + v * LANES);
+            UNROLL for (int m = 0; m < M; m++) {
+                F value = f_load(x + m * apart + k + v * LANES);
+                UNROLL for (int n = 0; n < N; n++) sum[n][m][v] = f_fma(weight[n], value, sum[n][m][v]);
+            }
         }
-    UNROLL for (int m = 0; m < 4; m++) {
-        float total = f_sum(f_add(f_add(sum[m][0], sum[m][1]), f_add(sum[m][2], sum[m][3])));
-        for (int64_t j = k; j < columns; j++) total = fmaf(load_as(w, type, at + j), x[m * stride + j], total);
-        out[m] = total;
     }
-}
-
-INLINE void dense_rows(const Linear *l, const int type, const float *x, int64_t stride, int64_t rows, void *y, int out_type,
-                       int64_t out_stride, int add, int64_t start, int64_t end) {
-    for (int64_t n = start; n < end; n++) {
-        float bias = l->bias ? l->bias[n] : 0.0f;
-        int64_t m = 0;
-        for (; m + 4 <= rows; m += 4) {
-            float four[4];
-            dot_dense4(l->weight, type, n * l->columns, x + m * stride, stride, l->columns, four);
-            for (int i = 0; i < 4; i++) put(y, out_type, (m + i) * out_stride + n, four[i] + bias, add);
+    UNROLL for (int n = 0; n < N; n++)
+        UNROLL for (int m = 0; m < M; m++) {
+            UNROLL for (int half = RUNNING_VECTORS / 2; half; half /= 2)
+                UNROLL for (int v = 0; v < half; v++) sum[n][m][v] = f_add(sum[n][m][v], sum[n][m][v + half]);
+            out[n * M + m] = f_sum(sum[n][m][0]);
         }
-        for (; m < rows; m++)
-            put(y, out_type, m * out_stride + n, dot_dense(l->weight, type, n * l->columns, x + m * stride, l->columns) + bias, add);
-    }
 }
 
-static void dense_part(const Linear *l, const float *x, int64_t stride, int64_t rows, void *y, int out_type, int64_t out_stride,
+typedef void (*dense_t)(const void *, const int64_t *, const float *, int64_t, int64_t, Ahead, float *);
+#define DENSE(TYPE, M)                                                                                                            \
+    static void dense_##TYPE##_##M(const void *w, const int64_t *at, const float *x, int64_t apart, int64_t columns, Ahead ahead, \
+                                   float *out) {                                                                                  \
+        if (M <= DENSE_ROWS) dense_tile(w, TYPE, at, BESIDE(M), x, apart, M, columns, ahead, out);                                \
+    }
+#define DENSES(TYPE) DENSE(TYPE, 1) DENSE(TYPE, 2) DENSE(TYPE, 3) DENSE(TYPE, 4) DENSE(TYPE, 5) DENSE(TYPE, 6)
+DENSES(TYPE_F32)
+DENSES(TYPE_BF16)
+DENSES(TYPE_F16)
+#define DENSE_TABLE(TYPE) {dense_##TYPE##_1, dense_##TYPE##_2, dense_##TYPE##_3, dense_##TYPE##_4, dense_##TYPE##_5, dense_##TYPE##_6}
+static const dense_t DENSE_OF[3][6] = {DENSE_TABLE(TYPE_F32), DENSE_TABLE(TYPE_BF16), DENSE_TABLE(TYPE_F16)}; /* [type][rows - 1] */
+
+static void dense_part(const Linear *l, const float *x, int64_t apart, int64_t rows, void *y, int out_type, int64_t out_stride,
                        int add, const Team *team) {
-    int64_t start, end;
+    const int64_t columns = l->columns, size = l->scale_type == TYPE_F32 ? 4 : 2;
+    int64_t start, end, tiles = tiles_of(rows, DENSE_ROWS), at[2];
+    float out[2 * DENSE_ROWS];
+    const int beside = rows == 1 ? BESIDE(1) : BESIDE(2);
     team_part(team, l->rows, 16, &start, &end);
-    if (l->scale_type == TYPE_BF16) dense_rows(l, TYPE_BF16, x, stride, rows, y, out_type, out_stride, add, start, end);
-    else if (l->scale_type == TYPE_F16) dense_rows(l, TYPE_F16, x, stride, rows, y, out_type, out_stride, add, start, end);
-    else dense_rows(l, TYPE_F32, x, stride, rows, y, out_type, out_stride, add, start, end);
+    for (int64_t n = start; n < end; n += beside) {
+        for (int i = 0; i < beside; i++) at[i] = (n + i < end ? n + i : end - 1) * columns;
+        for (int64_t t = 0, row = 0, count; t < tiles; t++, row += count) {
+            count = tile_size(rows, tiles, t);
+            const uint8_t *here = l->weight + n * columns * size;
+            Ahead ahead = fetch_ahead(here, columns * size, beside, (int)size / 2, columns / RUNNING, (int)t, (int)tiles);
+            DENSE_OF[l->scale_type][count - 1](l->weight, at, x + row * apart, apart, columns, ahead, out);
+            for (int64_t i = 0; i < beside && n + i < end; i++)
+                for (int64_t m = row; m < row + count; m++) {
+                    float total = out[i * count + m - row];
+                    for (int64_t k = columns / RUNNING * RUNNING; k < columns; k++)
+                        total = fmaf(load_as(l->weight, l->scale_type, at[i] + k), x[m * apart + k], total);
+                    put(y, out_type, m * out_stride + n + i, total + (l->bias ? l->bias[n + i] : 0.0f), add);
+                }
+        }
+    }
 }

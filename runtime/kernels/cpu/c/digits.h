@@ -6,10 +6,10 @@
  * in float, in one fixed order. */
 typedef struct {
     int32_t digits, group;
-    int64_t wide, groups, rows; /* wide = groups * group >= columns */
-    int8_t *digit;              /* [rows, digits, wide], most significant digit first */
-    float *scale;               /* [rows, digits, groups]: of that digit */
-    int32_t *sum;               /* [rows, digits, groups]: of the digits themselves */
+    int64_t wide, apart, groups, rows; /* wide = groups * group >= columns; apart: a line more, or powers of two share cache sets */
+    int8_t *digit;                     /* [rows, digits, apart], most significant digit first */
+    float *scale;                      /* [rows, digits, groups]: of that digit */
+    int32_t *sum;                      /* [rows, digits, groups]: of the digits themselves */
 } Digits;
 
 static inline float power_of_two(int exponent) { /* exact; clamped to normal numbers */
@@ -31,7 +31,7 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
         bits &= 0x7fffffff;
         largest = largest > bits ? largest : bits;
     }
-    int8_t *q = out->digit + row * digits * out->wide + g * group;
+    int8_t *restrict q = out->digit + row * digits * out->apart + g * group;
     float *scale = out->scale + row * digits * out->groups + g;
     int32_t *sum = out->sum + row * digits * out->groups + g;
     float unit = 0.0f, inverse = 0.0f;
@@ -62,22 +62,24 @@ static void quantize_group(const float *restrict x, int count, const Digits *out
             q[i] = (int8_t)v, total[0] += v;
         }
     } else if (digits == 2) {
+        int8_t *restrict second = q + out->apart;
         for (int i = 0; i < count; i++) {
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, high = (v - low) >> 8;
-            q[i] = (int8_t)high, q[out->wide + i] = (int8_t)low;
+            q[i] = (int8_t)high, second[i] = (int8_t)low;
             total[0] += high, total[1] += low;
         }
     } else {
+        int8_t *restrict second = q + out->apart, *restrict third = second + out->apart;
         for (int i = 0; i < count; i++) {
             int32_t v = (int32_t)rintf(x[i] * inverse);
             int32_t low = (int8_t)v, rest = (v - low) >> 8, middle = (int8_t)rest, high = (rest - middle) >> 8;
-            q[i] = (int8_t)high, q[out->wide + i] = (int8_t)middle, q[2 * out->wide + i] = (int8_t)low;
+            q[i] = (int8_t)high, second[i] = (int8_t)middle, third[i] = (int8_t)low;
             total[0] += high, total[1] += middle, total[2] += low;
         }
     }
     for (int d = digits - 1; d >= 0; d--) {
-        memset(q + d * out->wide + count, 0, (size_t)(group - count));
+        memset(q + d * out->apart + count, 0, (size_t)(group - count));
         scale[d * out->groups] = unit;
         sum[d * out->groups] = total[d];
         unit *= 256.0f;
@@ -103,11 +105,12 @@ static void quantize_rows(const void *x, int type, int64_t stride, int64_t colum
 }
 
 static int64_t digits_bytes(int64_t rows, int digits, int64_t wide, int64_t groups) {
-    return rows * digits * (wide + 8 * groups) + 64;
+    return rows * digits * (wide + 64 + 8 * groups) + 64;
 }
 /* Lay the arrays out in `memory` of digits_bytes(...). */
 static Digits digits_in(void *memory, int64_t rows, int digits, int group, int64_t groups) {
-    Digits d = {digits, group, (int64_t)group * groups, groups, rows, NULL, NULL, NULL};
+    int64_t wide = group * groups;
+    Digits d = {digits, group, wide, wide + 64, groups, rows, NULL, NULL, NULL};
     char *p = memory;
     d.scale = (float *)p, p += rows * digits * groups * 4;
     d.sum = (int32_t *)p, p += rows * digits * groups * 4;

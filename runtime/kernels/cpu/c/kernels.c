@@ -4,7 +4,6 @@
 #include "digits.h"
 #include "linear.h"
 #include "sparse.h"
-#include "codes.h"
 #include "dense.h"
 #include "product.h"
 #include "tiles.h"

@@ -1,96 +1,96 @@
 /* Which tile computes what, and the product as a whole. */
 
-/* Streams (rows of x times digits) that a tile can hold in registers. */
+/* For each kind: the most streams (rows of x times digits) of a tile, and the vectors that a tile of S streams walks at once. There are
+ * no more sums than registers hold, and two panels share what is loaded of x where that leaves room. Few streams of 512 bits take
+ * no time at all: they wait for memory, which is faster as one panel after the other. */
 #if LANES == 8
-#define W4_STREAMS 4
-#define W8_STREAMS 2
-#define S24_STREAMS 2
-#define PAIRS 1
-#elif !defined(__AVX512F__) && !defined(COMPRESS_EMULATED)
-#define W4_STREAMS 1 /* vectors of vectors: one at a time */
-#define W8_STREAMS 1
-#define S24_STREAMS 1
-#define PAIRS 0
-#else
 #define W4_STREAMS 8
-#define W8_STREAMS 8
-#define S24_STREAMS 4
-#define PAIRS 1
-#endif
-
-#if LANES == 8
-#define CODE_STREAMS 4
+#define W4_VECTORS(S) ((S) <= 4 ? HALVES : 1)
+#define W8_STREAMS 4
+#define W8_VECTORS(S) ((S) <= 2 ? HALVES : 1)
+#define S24_STREAMS 8
+#define S24_VECTORS(S) 1
 #else
-#define CODE_STREAMS W4_STREAMS
+#if defined(__AVX512F__) || defined(COMPRESS_EMULATED)
+#define W4_STREAMS STREAMS
+#define W4_VECTORS(S) ((S) <= 2 ? HALVES : MOST)
+#else
+#define W4_STREAMS 1 /* vectors of vectors: one at a time */
+#define W4_VECTORS(S) HALVES
+#endif
+#define W8_STREAMS W4_STREAMS
+#define W8_VECTORS W4_VECTORS
+#define S24_STREAMS W4_STREAMS
+#define S24_VECTORS W4_VECTORS
 #endif
 
-/* `m` rows of x, at most as many as the tile holds; fewer go one by one. STEP vectors of the panel at a time: codes unpacked
- * beforehand leave registers for the whole panel. */
-#define TILE(NAME, STREAMS, D, STEP)                                                                                              \
-    static void NAME##_##D(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) {   \
-        enum { M = STREAMS / D > 1 ? STREAMS / D : 1 };                                                                           \
-        if (m < M || M == 1) {                                                                                                    \
-            for (int i = 0; i < m; i++) NAME(l, w, panel, 0, HALVES, x, row + i, 1, D, out + i * PANEL);                          \
-        } else                                                                                                                    \
-            for (int h = 0; h < HALVES; h += STEP) NAME(l, w, panel, h, STEP, x, row, M, D, out);                                 \
+/* M rows of x in D digits and the panel at w, with the next one `bytes` on if `next` is 1: out [M, 32]. The t-th of `walks` through
+ * them. */
+#define TILE(NAME, KIND, LINES, D, M)                                                                                                \
+    static void NAME##_##D##_##M(const Linear *l, const uint8_t *w, int64_t bytes, int64_t panel, int64_t next, const Digits *x,      \
+                                 int64_t row, int t, int walks, float *out) {                                                        \
+        const int V = KIND##_VECTORS(D * M);                                                                                         \
+        int64_t runs = bytes / (64 * LINES);                                                                                         \
+        if (D * M > KIND##_STREAMS && M > 1) return; /* there is none */                                                             \
+        if (V > HALVES) NAME(l, w, panel, next, 0, V, x, row, M, D, fetch_ahead(w, bytes, 2, LINES, runs, t, walks), out);           \
+        else                                                                                                                         \
+            for (int64_t p = 0; p <= next; p++, w += bytes)                                                                          \
+                for (int h = 0; h < HALVES; h += V)                                                                                  \
+                    NAME(l, w, panel + p, 0, h, V, x, row, M, D,                                                                     \
+                         fetch_ahead(w, bytes, 1, LINES, runs, t * (HALVES / V) + h / V, walks * (HALVES / V)), out + p * PANEL);    \
     }
-#define TILES(NAME, STREAMS, STEP) \
-    TILE(NAME, STREAMS, 1, STEP)   \
-    TILE(NAME, STREAMS, 2, STEP)   \
-    TILE(NAME, STREAMS, 3, STEP)
-TILES(tile_w4, W4_STREAMS, 1)
-TILES(tile_w8, W8_STREAMS, 1)
-TILES(tile_s24, S24_STREAMS, 1)
-TILES(tile_codes, CODE_STREAMS, HALVES)
+#define TILES(NAME, KIND, L)                                                                                                         \
+    TILE(NAME, KIND, L, 1, 1) TILE(NAME, KIND, L, 1, 2) TILE(NAME, KIND, L, 1, 3) TILE(NAME, KIND, L, 1, 4)                           \
+    TILE(NAME, KIND, L, 1, 5) TILE(NAME, KIND, L, 1, 6) TILE(NAME, KIND, L, 1, 7) TILE(NAME, KIND, L, 1, 8)                           \
+    TILE(NAME, KIND, L, 2, 1) TILE(NAME, KIND, L, 2, 2) TILE(NAME, KIND, L, 2, 3) TILE(NAME, KIND, L, 2, 4)                           \
+    TILE(NAME, KIND, L, 2, 5) TILE(NAME, KIND, L, 2, 6)                                                                               \
+    TILE(NAME, KIND, L, 3, 1) TILE(NAME, KIND, L, 3, 2) TILE(NAME, KIND, L, 3, 3) TILE(NAME, KIND, L, 3, 4)
+TILES(tile_w4, W4, (RUN_DOTS / 2))
+TILES(tile_w8, W8, RUN_DOTS)
+TILES(tile_s24, S24, 3)
 
-/* One row of one digit: two panels at a time. With more digits AVX2 has too few registers (AVX-512 has them: unmeasured). */
-#define PAIR_TILE(NAME)                                                                                                             \
-    static void NAME##_pair(const Linear *l, const uint8_t *w, const Digits *x, int64_t panel, int64_t row, int m, float *out) { \
-        (void)m;                                                                                                                    \
-        NAME(l, w, panel, 0, MOST, x, row, 1, 1, out);                                                                              \
+typedef void (*tile_t)(const Linear *, const uint8_t *, int64_t, int64_t, int64_t, const Digits *, int64_t, int, int, float *);
+#define TABLE(NAME)                                                                                               \
+    {                                                                                                             \
+        {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_1_5, NAME##_1_6, NAME##_1_7, NAME##_1_8},         \
+        {NAME##_2_1, NAME##_2_2, NAME##_2_3, NAME##_2_4, NAME##_2_5, NAME##_2_6},                                 \
+        {NAME##_3_1, NAME##_3_2, NAME##_3_3, NAME##_3_4},                                                         \
     }
-PAIR_TILE(tile_w4)
-PAIR_TILE(tile_w8)
+#define MOST_ROWS 8 /* of x in a tile */
+static const tile_t TILE_OF[3][3][MOST_ROWS] = {TABLE(tile_w4), TABLE(tile_w8), TABLE(tile_s24)}; /* [kind - 1][digits - 1][rows - 1] */
 
-typedef void (*tile_t)(const Linear *, const uint8_t *, const Digits *, int64_t, int64_t, int, float *);
-typedef struct {
-    tile_t digits[3], pair; /* pair: of two panels, or NULL */
-    int streams, bytes, columns; /* of a piece */
-} Kind;
-static const Kind KINDS[4] = {{{tile_w4_1, tile_w4_2, tile_w4_3}, PAIRS ? tile_w4_pair : NULL, W4_STREAMS, 64, 8},
-                              {{tile_w8_1, tile_w8_2, tile_w8_3}, PAIRS ? tile_w8_pair : NULL, W8_STREAMS, 64, 4},
-                              {{tile_s24_1, tile_s24_2, tile_s24_3}, NULL, S24_STREAMS, 192, 32},
-                              {{tile_codes_1, tile_codes_2, tile_codes_3}, NULL, CODE_STREAMS, 0, 4}};
-enum { CODES = 3 };
-
-#define UNPACK_ROWS 8
+/* out (+)= values + bias */
+INLINE void put_typed(void *y, const int type, int64_t at, const float *values, const float *bias, int count, int add) {
+    for (int j = 0; j < count; j++) put(y, type, at + j, values[j] + (bias ? bias[j] : 0.0f), add);
+}
+static void put_row(void *y, int type, int64_t at, const float *values, const float *bias, int count, int add) {
+    if (type == TYPE_F32) put_typed(y, TYPE_F32, at, values, bias, count, add);
+    else if (type == TYPE_BF16) put_typed(y, TYPE_BF16, at, values, bias, count, add);
+    else put_typed(y, TYPE_F16, at, values, bias, count, add);
+}
 
 /* This member's rows of the weight, all rows of x. */
 static void integer_part(const Linear *l, const Digits *x, void *y, int out_type, int64_t out_stride, int add, const Team *team) {
-    int64_t start, end;
-    float out[8 * PANEL];
-    uint8_t *codes = NULL; /* worth unpacking from some rows on; without memory the other tiles give the same */
-    if (x->rows >= UNPACK_ROWS && l->kind != KIND_W8) codes = malloc((size_t)x->wide * PANEL);
-    const Kind *stored = &KINDS[l->kind - 1], *kind = codes ? &KINDS[CODES] : stored;
-    int tile_rows = kind->streams / x->digits > 1 ? kind->streams / x->digits : 1;
-    int64_t panel_bytes = x->wide / stored->columns * stored->bytes;
+    static const int most_streams[3] = {W4_STREAMS, W8_STREAMS, S24_STREAMS}, columns[3] = {8, 4, 32}, size[3] = {64, 64, 192};
+    const int kind = l->kind - 1;
+    int64_t start, end, bytes = x->wide / columns[kind] * size[kind]; /* of a panel */
+    float out[MOST_ROWS * 2 * PANEL];
+    if (!x->rows) return;
+    int most = most_streams[kind] / x->digits < MOST_ROWS ? most_streams[kind] / x->digits : MOST_ROWS;
+    int64_t tiles = tiles_of(x->rows, most ? most : 1), streams = tile_size(x->rows, tiles, 0) * x->digits;
+    int vectors = kind == KIND_W4 - 1 ? W4_VECTORS(streams) : kind == KIND_W8 - 1 ? W8_VECTORS(streams) : S24_VECTORS(streams);
     team_part(team, l->rows, PANEL, &start, &end);
     for (int64_t n = start, step; n < end; n += step) {
-        const uint8_t *w = l->weight + n / PANEL * panel_bytes;
-        tile_t tile = kind->digits[x->digits - 1];
-        step = PANEL;
-        if (kind->pair && x->rows == 1 && x->digits == 1 && n + PANEL < end) tile = kind->pair, step = 2 * PANEL;
-        if (codes) (l->kind == KIND_W4 ? unpack_w4 : unpack_s24)(w, x->wide, codes);
+        const uint8_t *w = l->weight + n / PANEL * bytes;
+        step = vectors > HALVES && n + PANEL < end ? 2 * PANEL : PANEL;
         int valid = (int)(l->rows - n < step ? l->rows - n : step);
-        for (int64_t row = 0; row < x->rows; row += tile_rows) {
-            int m = (int)(x->rows - row < tile_rows ? x->rows - row : tile_rows);
-            tile(l, codes ? codes : w, x, n / PANEL, row, m, out);
-            for (int i = 0; i < m; i++)
-                for (int j = 0; j < valid; j++)
-                    put(y, out_type, (row + i) * out_stride + n + j, out[i * PANEL + j] + (l->bias ? l->bias[n + j] : 0.0f), add);
+        for (int64_t t = 0, row = 0, m; t < tiles; t++, row += m) {
+            m = tile_size(x->rows, tiles, t);
+            TILE_OF[kind][x->digits - 1][m - 1](l, w, bytes, n / PANEL, step > PANEL, x, row, (int)t, (int)tiles, out);
+            for (int64_t i = 0; i < m; i++)
+                put_row(y, out_type, (row + i) * out_stride + n, out + i * 2 * PANEL, l->bias ? l->bias + n : NULL, valid, add);
         }
     }
-    free(codes);
 }
 
 typedef struct {

@@ -3,9 +3,11 @@
  * Products of bytes are added in 16 bits: a weight nibble (0..15) times a digit (-128..127), two a lane, is at most
  * 3840 in size, so eight of them fit before they must be widened (RUN_DOTS). */
 #include <immintrin.h>
+#define STAY(VECTOR) __asm__("" : "+x"(VECTOR)) /* compilers add in an order that needs more registers than there are */
 
 #define LANES 8
 #define RUN_DOTS 8
+#define WIDE_SUMS 0
 #define ISA_NAME "avx2"
 
 typedef __m256i W; /* 32 bytes: four weights of each of 8 rows */
@@ -15,7 +17,6 @@ typedef __m256i I; /* 8 x int32 */
 typedef __m256 F;  /* 8 x float */
 
 static inline W w_load(const uint8_t *p) { return _mm256_loadu_si256((const __m256i *)p); }
-static inline void w_store(uint8_t *p, W w) { _mm256_storeu_si256((__m256i *)p, w); }
 static inline W w_low(W w) { return _mm256_and_si256(w, _mm256_set1_epi8(15)); }
 static inline W w_high(W w) { return _mm256_and_si256(_mm256_srli_epi16(w, 4), _mm256_set1_epi8(15)); }
 static inline X x_load(const int8_t *p) {
@@ -26,7 +27,7 @@ static inline X x_load(const int8_t *p) {
 static inline P p_zero(void) { return _mm256_setzero_si256(); }
 static inline P p_dot(P p, W w, X x) {
     p = _mm256_add_epi16(p, _mm256_maddubs_epi16(w, x));
-    __asm__("" : "+x"(p)); /* the compiler would add in an order that needs more registers than there are */
+    STAY(p);
     return p;
 }
 static inline I i_zero(void) { return _mm256_setzero_si256(); }
@@ -94,5 +95,5 @@ static inline W pick_control(const Picker *t, W meta, int part) {
 }
 static inline W pick_value(const Picker *t, W nibbles) { return _mm256_shuffle_epi8(t->value, nibbles); }
 static inline P p_pick_dot(P p, X16 x, W control, W value) {
-    return _mm256_add_epi16(p, _mm256_maddubs_epi16(_mm256_shuffle_epi8(x, control), value));
+    return p_dot(p, _mm256_shuffle_epi8(x, control), value);
 }

@@ -1,10 +1,14 @@
 /* Vectors of AVX-512 with VNNI: 16 lanes of 32 bits, a whole panel. Four products of bytes are added in 32 bits at once. */
 #ifndef COMPRESS_EMULATED /* the tests bring these intrinsics in plain C for machines without them */
 #include <immintrin.h>
+#define STAY(VECTOR) __asm__("" : "+v"(VECTOR)) /* compilers copy sums about, and load a vector again for each use */
+#else
+#define STAY(VECTOR)
 #endif
 
 #define LANES 16
-#define RUN_DOTS 8
+#define RUN_DOTS 4
+#define WIDE_SUMS 1 /* partial sums hold a whole group */
 #define ISA_NAME "avx512-vnni"
 
 typedef __m512i W;
@@ -13,8 +17,11 @@ typedef __m512i P;
 typedef __m512i I;
 typedef __m512 F;
 
-static inline W w_load(const uint8_t *p) { return _mm512_loadu_si512((const void *)p); }
-static inline void w_store(uint8_t *p, W w) { _mm512_storeu_si512((void *)p, w); }
+static inline W w_load(const uint8_t *p) {
+    W w = _mm512_loadu_si512((const void *)p);
+    STAY(w);
+    return w;
+}
 static inline W w_low(W w) { return _mm512_and_si512(w, _mm512_set1_epi8(15)); }
 static inline W w_high(W w) { return _mm512_and_si512(_mm512_srli_epi16(w, 4), _mm512_set1_epi8(15)); }
 static inline X x_load(const int8_t *p) {
@@ -23,12 +30,16 @@ static inline X x_load(const int8_t *p) {
     return _mm512_set1_epi32(four);
 }
 static inline P p_zero(void) { return _mm512_setzero_si512(); }
-static inline P p_dot(P p, W w, X x) { return _mm512_dpbusd_epi32(p, w, x); }
+static inline P p_dot(P p, W w, X x) {
+    p = _mm512_dpbusd_epi32(p, w, x);
+    STAY(p);
+    return p;
+}
 static inline I i_zero(void) { return _mm512_setzero_si512(); }
 static inline I p_flush(I sum, P p) { return _mm512_add_epi32(sum, p); }
 typedef P P8;
 static inline P8 p8_zero(void) { return p_zero(); }
-static inline P8 p8_dot(P8 p, W w, X x) { return _mm512_dpbusd_epi32(p, w, x); }
+static inline P8 p8_dot(P8 p, W w, X x) { return p_dot(p, w, x); }
 static inline I p8_flush(I sum, P8 p) { return _mm512_add_epi32(sum, p); }
 
 static inline I i_set1(int32_t v) { return _mm512_set1_epi32(v); }
@@ -76,5 +87,5 @@ static inline W pick_control(const Picker *t, W meta, int part) {
 }
 static inline W pick_value(const Picker *t, W nibbles) { return _mm512_shuffle_epi8(t->value, nibbles); }
 static inline P p_pick_dot(P p, X16 x, W control, W value) {
-    return _mm512_dpbusd_epi32(p, _mm512_shuffle_epi8(x, control), value);
+    return p_dot(p, _mm512_shuffle_epi8(x, control), value);
 }

@@ -1,6 +1,7 @@
 /* The same for every other machine, in the vector types of GCC and Clang: they become what vectors there are. */
 #define LANES 16
-#define RUN_DOTS 8
+#define RUN_DOTS 4
+#define WIDE_SUMS 1 /* partial sums hold a whole group */
 #define ISA_NAME "portable"
 
 typedef int32_t I __attribute__((vector_size(64)));
@@ -12,7 +13,6 @@ typedef I P8;
 #define EACH for (int i = 0; i < 16; i++)
 
 static inline W w_load(const uint8_t *p) { W w; memcpy(&w, p, 64); return w; }
-static inline void w_store(uint8_t *p, W w) { memcpy(p, &w, 64); }
 static inline W w_low(W w) { return w & 0x0f0f0f0fu; }
 static inline W w_high(W w) { return w >> 4 & 0x0f0f0f0fu; }
 static inline X x_load(const int8_t *p) { return (X){{p[0], p[1], p[2], p[3]}}; }
@@ -43,9 +43,9 @@ static inline F f_add(F a, F b) { return a + b; }
 static inline F f_load_bf16(const uint16_t *p) { F r; EACH r[i] = bf16_to_float(p[i]); return r; }
 static inline F f_load_f16(const uint16_t *p) { F r; EACH r[i] = f16_to_float(p[i]); return r; }
 static inline float f_sum(F v) {
-    float total = 0.0f;
-    EACH total += v[i];
-    return total;
+    for (int step = 8; step; step >>= 1)
+        for (int i = 0; i < step; i++) v[i] += v[i + step];
+    return v[0];
 }
 
 typedef struct { uint8_t v[16]; } X16;

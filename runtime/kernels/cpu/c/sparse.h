@@ -17,43 +17,45 @@ static void pair_tables(uint32_t first[2][16], uint32_t second[2][16]) {
         }
 }
 
-INLINE void tile_s24(const Linear *l, const uint8_t *w, int64_t panel, int h0, const int H, const Digits *x, int64_t row, const int M,
-                     const int D, float *out) {
+INLINE void tile_s24(const Linear *l, const uint8_t *w, int64_t panel, int64_t next, int h0, const int H, const Digits *x, int64_t row,
+                     const int M, const int D, Ahead ahead, float *out) {
     uint32_t first[2][16], second[2][16];
     pair_tables(first, second);
     const Picker table = picker((const uint32_t(*)[16])first, (const uint32_t(*)[16])second);
-    const int8_t *digit = x->digit + row * D * x->wide;
+    const int8_t *digit = x->digit + row * D * x->apart;
+    const int64_t stride = x->wide / 32 * 192 * next;
     w += h0 * LANES * 4;
-    Scales scales = first_scales(l, panel);
-    const int chunks = l->group / 32;
-    F result[HALVES][8];
+    Scales scales = first_scales(l, panel, next);
+    const int chunks = l->group / 32, S = M * D;
+    F result[MOST][STREAMS];
     UNROLL for (int h = 0; h < H; h++) UNROLL for (int m = 0; m < M; m++) result[h][m] = f_zero();
     for (int64_t g = 0; g < x->groups; g++) {
-        I sum[HALVES][8];
-        UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = i_zero();
+        I sum[MOST][STREAMS];
+        P part[MOST][STREAMS]; /* of 32 columns at a time, if they hold no more: four products of at most 4080 each */
+        EACH_SUM(S) sum[h][s] = i_zero(), part[h][s] = p_zero();
         for (int c = 0; c < chunks; c++, w += 192, digit += 32) {
-            P part[HALVES][8]; /* four products of at most 4080 each */
-            UNROLL for (int h = 0; h < H; h++) UNROLL for (int s = 0; s < M * D; s++) part[h][s] = p_zero();
-            if (M == 1) UNROLL for (int i = 0; i < 3; i++) __builtin_prefetch(w + AHEAD + 64 * i, 0, 3);
-            UNROLL for (int h = 0; h < H; h++) {
-                const uint8_t *here = w + h * LANES * 4;
-                W meta = w_load(here + 128);
-                UNROLL for (int t = 0; t < 2; t++) {
-                    W both = w_load(here + 64 * t);
-                    W low = pick_value(&table, w_low(both)), high = pick_value(&table, w_high(both));
-                    W front = pick_control(&table, meta, 2 * t), back = pick_control(&table, meta, 2 * t + 1);
-                    UNROLL for (int s = 0; s < M * D; s++) {
-                        X16 near = x16_load(digit + s * x->wide + 16 * t);
-                        part[h][s] = p_pick_dot(part[h][s], near, front, low);
-                        part[h][s] = p_pick_dot(part[h][s], near, back, high);
-                    }
+            fetch(&ahead);
+            UNROLL for (int t = 0; t < 2; t++) {
+                W low[MOST], high[MOST], front[MOST], back[MOST];
+                UNROLL for (int h = 0; h < H; h++) {
+                    W meta = VECTOR(2, h), both = VECTOR(t, h);
+                    low[h] = pick_value(&table, w_low(both)), high[h] = pick_value(&table, w_high(both));
+                    front[h] = pick_control(&table, meta, 2 * t), back[h] = pick_control(&table, meta, 2 * t + 1);
                 }
-                UNROLL for (int s = 0; s < M * D; s++) sum[h][s] = p_flush(sum[h][s], part[h][s]);
+                UNROLL for (int s = 0; s < S; s++) {
+                    X16 near = x16_load(digit + s * x->apart + 16 * t);
+                    UNROLL for (int h = 0; h < H; h++) part[h][s] = p_pick_dot(part[h][s], near, front[h], low[h]);
+                    UNROLL for (int h = 0; h < H; h++) part[h][s] = p_pick_dot(part[h][s], near, back[h], high[h]);
+                }
             }
+            if (!WIDE_SUMS) EACH_SUM(S) sum[h][s] = p_flush(sum[h][s], part[h][s]), part[h][s] = p_zero();
         }
-        I offset[HALVES];
-        UNROLL for (int h = 0; h < H; h++)
-            offset[h] = i_mul(i_load_i16(l->sums + (panel * x->groups + g) * PANEL + (h0 + h) * LANES), i_set1(128));
+        if (WIDE_SUMS) EACH_SUM(S) sum[h][s] = p_flush(sum[h][s], part[h][s]);
+        I offset[MOST];
+        UNROLL for (int h = 0; h < H; h++) {
+            const int16_t *sums = l->sums + ((panel + h / HALVES * next) * x->groups + g) * PANEL;
+            offset[h] = i_mul(i_load_i16(sums + (h0 + h % HALVES) * LANES), i_set1(128));
+        }
         FINISH_GROUP(offset[h])
         next_group(&scales);
     }

@@ -1,0 +1,94 @@
+"""What making heads works with, besides what making a draft model does (`compress.distill.making`)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from pydantic import Field
+
+from compress.distill import vocab_trim
+from compress.distill.config import DraftConfig
+from compress.distill.data import TextRows, teacher_rows
+from compress.distill.features import Features
+from compress.distill.heads import HeadStudent, rank_rates
+from compress.distill.making import Making, read_bytes
+from compress.distill.student import Student
+from compress.distill.write import note_facts
+from compress.distill.write_heads import write_heads
+from runtime.artifact import Artifact
+from runtime.engines.choose import lean
+from runtime.engines.torch import Blueprint
+from runtime.errors import RequestError
+from runtime.model import Model
+
+_RANKS = 8  # guesses of each head whose rates are measured
+
+
+class HeadsConfig(DraftConfig):
+    """Heads that read the artifact's own hidden states."""
+
+    vocabulary: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the heads may propose, those that the artifact writes most (2506.22694, 2509.18362); none: all.",
+    )
+    decay: float = Field(
+        0.8, gt=0, le=1, description="Weight of the loss of each further token, of that of the one before."
+    )
+
+
+def features_of(making: Making) -> Features:
+    """The artifact as the heads will read it."""
+    artifact = Artifact(making.artifact)
+    blueprint = Blueprint(artifact, making.teacher.device, "auto", None, False)
+    model = Model(lean(blueprint.build(), blueprint), None, artifact, making.teacher.ends)
+    return Features.of(model)
+
+
+def kept_tokens(making: Making, config: HeadsConfig, given: torch.Tensor) -> torch.Tensor | None:
+    """The tokens that heads of a compressed vocabulary keep."""
+    if config.vocabulary is None:
+        return None
+    counted = vocab_trim.expected_counts(making.teacher, TextRows(given))
+    kept = vocab_trim.choose(counted, config.vocabulary, making.teacher.ends)
+    making.facts["vocabulary"] = {
+        "tokens": len(kept), "of": making.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
+    }  # fmt: skip
+    return kept
+
+
+def make_heads(making: Making, config: HeadsConfig, student: HeadStudent, passes: float) -> dict[str, Any]:
+    """Train heads, measure them, and write them; see `DraftMethod.make`.
+
+    Args:
+        passes: of the heads for one drafted token; less than 1 where one gives several.
+    """
+    if config.quantize != "none":
+        raise RequestError(
+            f"draft.quantize: heads are stored as they are and rounded where they run; {config.quantize} is for draft models"
+        )
+    # The target's states are computed once for the teacher and for the heads.
+    own = replace(making, teacher=student.features.teacher)
+    given, held_out = own.split()
+    own.facts |= {"before": own.measure(config, student, held_out)}
+    own.train(config, student, own.source(config, student, given), held_out)
+    own.facts |= {"after": own.measure(config, student, held_out)}
+    size = sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
+    read = round(passes * (size + student.head_weight.numel()))  # 8 bits each
+    cost = read / read_bytes(own.artifact, Student(student.draft))
+    own.facts["cost"] = {"bytes": read, "of_target": cost}
+    own.facts["worth"] = own.worth(own.facts["after"], cost)
+    write_heads(own.output, student, own.facts, method=config.method, rates=_rates(own, student, held_out))
+    note_facts(own.output, own.facts)
+    return {"model": own.output.name}
+
+
+def _rates(making: Making, student: HeadStudent, held_out: TextRows) -> list[list[float]]:
+    """Of what the artifact writes after held-out prompts, or of the held-out text where it cannot write."""
+    rows = held_out
+    if making.teacher.writes:
+        prompt = max(1, held_out.length // 4)
+        rows = teacher_rows(making.teacher, held_out.ids[:, :prompt], held_out.length - prompt)
+    return rank_rates(student, rows, _RANKS)

@@ -1,0 +1,445 @@
+"""Training heads: what they say is what a draft will say, what is made small is what it should be, and a small text is learned by heart."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from random_models import random_llama
+from safetensors.torch import load_file
+from torch.nn import functional
+
+import runtime
+from compress.distill import fastmtp, medusa
+from compress.distill.acceptance import measure_acceptance
+from compress.distill.data import TextRows, teacher_rows
+from compress.distill.features import Features
+from compress.distill.heads import HeadStudent, MedusaStudent, rank_rates
+from compress.distill.losses import Objective, SparseTargets
+from compress.distill.making import Making
+from compress.distill.mtp import MTPStudent, attended
+from compress.distill.options import TrainOptions
+from compress.distill.teacher import Teacher
+from compress.distill.teacher_cache import cache_teacher
+from compress.distill.train import train
+from compress.distill.write_heads import write_heads
+from runtime.decoding.drafters.medusa import build_medusa
+from runtime.decoding.drafters.mtp import build_mtp
+from runtime.decoding.lengths.fixed import Fixed
+from runtime.decoding.speculation import Speculation
+from runtime.errors import RequestError
+from runtime.model import Model
+
+KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
+BUILDERS: dict[str, Any] = {"medusa": build_medusa, "mtp": build_mtp}
+IDS = torch.randint(1, 257, (3, 14), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture(scope="module")
+def target() -> Any:
+    return random_llama(0)
+
+
+@pytest.fixture(scope="module")
+def features(target: Any) -> Features:
+    return Features.of(target)
+
+
+def rough(student: HeadStudent) -> HeadStudent:
+    """Heads that are not at their beginning."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in student.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    return student
+
+
+# ---------------------------------------------------------------- the target's states
+def test_states_are_what_the_head_reads(target: Any, features: Features) -> None:
+    with torch.no_grad():
+        output = target.model(input_ids=IDS)
+        torch.testing.assert_close(features.hidden(IDS), output.last_hidden_state)
+        torch.testing.assert_close(features.logits(IDS), target(input_ids=IDS).logits, atol=1e-4, rtol=1e-4)
+    assert features.teacher.vocabulary == 257
+    assert features.teacher.writes
+
+
+def test_rows_are_read_once_as_long_as_there_is_room(target: Any) -> None:
+    calls = []
+    own = Features.of(target, keep_bytes=2 * 14 * 64 * 4)
+    inner = own._states
+    own._states = lambda ids: calls.append(len(ids)) or inner(ids)  # type: ignore[func-returns-value]
+    whole = own.hidden(IDS)
+    assert torch.equal(own.hidden(IDS[1:]), whole[1:])
+    assert calls == [3]
+    assert torch.equal(own.hidden(IDS[[0, 0, 1]]), whole[[0, 0, 1]])
+    assert calls == [3, 2]
+    nothing = Features.of(target, keep_bytes=0)
+    assert torch.equal(nothing.hidden(IDS), whole)
+    assert not nothing._kept
+
+
+def test_an_artifacts_states_are_those_of_its_engine(tiny_artifact: Path) -> None:
+    loaded = runtime.load(tiny_artifact)
+    own = Features.of(loaded)
+    ids = torch.randint(1, 256, (5, 120), generator=torch.Generator().manual_seed(2))
+    states = own.hidden(ids)
+    assert states.shape == (5, 120, 64)
+    torch.testing.assert_close(own.logits(ids), loaded.logits(ids), atol=0.03, rtol=0.03)
+    if not hasattr(loaded.engine, "most_rows"):
+        return
+    module = Features(
+        lambda rows: loaded.engine.module.model(input_ids=rows).last_hidden_state, own.parts, own.module, own.teacher, 0
+    )
+    assert float((module.hidden(ids) - states).norm() / states.norm()) < 0.02
+    before = loaded.engine.most_rows
+    try:
+        for rows in (7, 64, 130):  # rows in several steps, and several rows in one
+            loaded.engine.most_rows = rows
+            assert torch.equal(Features.of(loaded).hidden(ids), states)
+    finally:
+        loaded.engine.most_rows = before
+
+
+def test_targets_that_do_more_to_their_logits_are_refused(target: Any) -> None:
+    class Scaled(type(target)):  # type: ignore[misc]
+        def forward(self, **arguments: Any) -> Any:
+            output = super().forward(**arguments)
+            output.logits = output.logits / 2
+            return output
+
+    scaled = random_llama(0)
+    scaled.__class__ = Scaled
+    with pytest.raises(RequestError, match="does more to its logits than its head"):
+        Features.of(scaled)
+    with pytest.raises(RequestError, match="a int is no teacher"):
+        Features.of(3)
+
+
+# ---------------------------------------------------------------- what is proposed
+def test_medusa_heads_begin_as_the_targets_own(target: Any, features: Features) -> None:
+    student = MedusaStudent(features, 4)
+    with torch.no_grad():
+        logits = target(input_ids=IDS).logits
+        for ahead, proposed in enumerate(student.proposals(IDS, 4)):
+            assert proposed.shape == (3, 14 - ahead, 257)
+            assert not proposed[:, 0].any()
+            torch.testing.assert_close(proposed[:, 1:], logits[:, : 13 - ahead], atol=1e-4, rtol=1e-4)
+    with pytest.raises(RequestError, match="4 heads; they cannot propose 5"):
+        next(student.proposals(IDS, 5))
+
+
+def test_a_head_is_its_formula(features: Features) -> None:
+    student = rough(MedusaStudent(features, 2, blocks=2))
+    module: Any = student.draft.module
+    with torch.no_grad():
+        proposed = list(student.proposals(IDS, 2))
+        for ahead, head in enumerate(module.heads):
+            x = features.hidden(IDS)[:, : 13 - ahead]
+            for block in head.blocks:
+                y = x @ block.weight.T + block.bias
+                x = x + y * torch.sigmoid(y)
+            expected = x @ head.out.weight.T @ features.parts.rows()[0].T
+            torch.testing.assert_close(proposed[ahead][:, 1:], expected, atol=1e-4, rtol=1e-4)
+
+
+def recursion(student: MTPStudent, ids: torch.Tensor, anchor: int, length: int) -> torch.Tensor:
+    """Logits of the tokens drafted at an anchor of one row, one entry after another: `[length, vocab]`."""
+    block: Any = student.draft.module
+    states = list(student.features.hidden(ids[None])[0, :anchor])
+    found = []
+    for ahead in range(length):
+        x = block.mixed(torch.stack(states), student.features.parts.embed(ids[1 : anchor + ahead + 1]))
+        places = torch.arange(len(x))
+        keys, values = block.keys_values(x, block.turns(places))
+        heads, scores = block.queries(x, block.turns(places))[-1], []
+        for head in range(heads.shape[0]):
+            weights = torch.softmax(heads[head] @ keys[-student.window :, head].T, -1)
+            scores.append(weights @ values[-student.window :, head])
+        states.append(block.finish(x[-1], torch.stack(scores)))
+        found.append(student.said(states[-1]))
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("window", [1, 2, 5, 100])
+def test_all_anchors_together_are_each_by_itself(features: Features, window: int) -> None:
+    student = rough(MTPStudent(features, 4, 48, window=window))
+    assert isinstance(student, MTPStudent)
+    with torch.no_grad():
+        proposed = list(student.proposals(IDS, 4))
+        for row, anchor in ((0, 1), (1, 4), (2, 9)):
+            expected = recursion(student, IDS[row], anchor, 4)
+            for ahead in range(4):
+                torch.testing.assert_close(proposed[ahead][row, anchor], expected[ahead], atol=1e-4, rtol=1e-4)
+
+
+def test_attention_sees_its_own_entries_and_no_others() -> None:
+    draw = torch.Generator().manual_seed(0)
+    keys, values = torch.randn(2, 3, 1, 6, 2, 4, generator=draw)
+    queries = torch.randn(1, 4, 2, 3, 4, generator=draw)
+    before = attended(queries, list(keys), list(values), 100)
+    keys[1:, :, 3], values[1:, :, 3] = 9.0, 9.0  # another anchor's own
+    keys[0, :, 3:], values[0, :, 3:] = 7.0, 7.0  # what comes after
+    after = attended(queries, list(keys), list(values), 100)
+    assert torch.equal(before[:, :3], after[:, :3])
+    assert not torch.allclose(before[:, 3], after[:, 3])
+
+
+# ---------------------------------------------------------------- what is learned
+@pytest.mark.parametrize("kept", [None, torch.arange(0, 257, 2, dtype=torch.int32)])
+@pytest.mark.parametrize("divergence", ["cross_entropy", "forward_kl"])
+@pytest.mark.parametrize("name", KINDS)
+def test_the_loss_is_the_weighted_sum_over_tokens_ahead(
+    features: Features, name: str, divergence: Any, kept: Any
+) -> None:
+    student = rough(KINDS[name](features, 3, objective=Objective(divergence), kept=kept, decay=0.5))
+    mask = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(5)) < 0.7
+    rows = TextRows(IDS, mask)
+    batch = rows.batch([0, 1, 2], [0] * 3)
+    teacher = features.logits(IDS)
+    with torch.no_grad():
+        proposed = list(student.proposals(IDS, 3))
+    columns = torch.arange(257) if kept is None else kept.long()
+    total = weights = 0.0
+    for ahead, logits in enumerate(proposed):
+        for row in range(3):
+            for anchor in range(1, 14 - ahead):
+                place = anchor + ahead
+                if not rows.trained[row, place]:
+                    continue
+                log_q = torch.log_softmax(logits[row, anchor], -1)
+                following = int(IDS[row, place + 1]) if place + 1 < 14 else -1
+                if divergence == "forward_kl":
+                    log_p = torch.log_softmax(teacher[row, place, columns], -1)
+                    total += 0.5**ahead * float((log_p.exp() * (log_p - log_q)).sum())
+                elif following in columns.tolist():
+                    total -= 0.5**ahead * float(log_q[columns.tolist().index(following)])
+                else:
+                    continue
+                weights += 0.5**ahead
+    loss, weight = student(batch, None if divergence == "cross_entropy" else teacher)
+    assert float(weight) == pytest.approx(weights)
+    assert float(loss.detach()) == pytest.approx(total, rel=1e-4)
+    loss.backward()
+    gradients = [parameter.grad for parameter in student.parameters() if parameter.requires_grad]
+    assert all(gradient is not None and bool(gradient.any()) for gradient in gradients)
+
+
+def test_sparse_targets_of_all_tokens_are_the_whole(features: Features) -> None:
+    student = rough(MedusaStudent(features, 2))
+    batch = TextRows(IDS).batch([0, 1, 2], [0] * 3)
+    teacher = features.logits(IDS)
+    with torch.no_grad():
+        whole, sparse = student(batch, teacher)[0], student(batch, SparseTargets.of(teacher, 257))[0]
+    assert float(whole) == pytest.approx(float(sparse), rel=1e-4)
+
+
+def test_measures_are_of_the_tokens_that_count(features: Features) -> None:
+    student = rough(MTPStudent(features, 2))
+    mask = torch.zeros_like(IDS, dtype=torch.bool)
+    mask[1, 5:9] = True
+    mask[0, :2] = True
+    rows = TextRows(IDS, mask)
+    teacher = features.logits(IDS)
+    found = student.measure(rows.batch([0, 1, 2], [0] * 3), teacher)
+    with torch.no_grad():
+        proposed = list(student.proposals(IDS, 2))
+    for ahead in (0, 1):
+        accepted, places = 0.0, [(1, place) for place in range(5, 9)] + ([(0, 1)] if ahead == 0 else [])
+        for row, place in places:
+            p, q = torch.softmax(teacher[row, place], -1), torch.softmax(proposed[ahead][row, place - ahead], -1)
+            accepted += float(torch.minimum(p, q).sum())
+        value, count = found[f"acceptance_{ahead + 1}"]
+        assert (value, count) == (pytest.approx(accepted, rel=1e-4), len(places))
+    assert found["acceptance"][1] == 9
+
+
+def test_rates_are_counted_where_the_tokens_before_were_guessed(features: Features) -> None:
+    student = rough(MedusaStudent(features, 3))
+    mask = torch.rand(IDS.shape, generator=torch.Generator().manual_seed(6)) < 0.8
+    rows, width = TextRows(IDS, mask), 150
+    proposed = [logits.topk(width, -1).indices.tolist() for logits in student.proposals(IDS, 3)]
+    right, seen = [[0] * width for _ in range(3)], [0] * 3
+    for row in range(3):
+        for anchor in range(1, 11):
+            if not all(bool(rows.trained[row, anchor + ahead]) for ahead in range(3)):
+                continue
+            for ahead in range(3):
+                seen[ahead] += 1
+                guesses = proposed[ahead][row][anchor]
+                token = int(IDS[row, anchor + ahead + 1])
+                if token not in guesses:
+                    break
+                right[ahead][guesses.index(token)] += 1
+    expected = [[each / max(1, count) for each in ranks] for ranks, count in zip(right, seen, strict=True)]
+    assert sum(map(sum, right)) > 5
+    for found, wanted in zip(rank_rates(student, rows, width, batch=2), expected, strict=True):
+        assert found == pytest.approx(wanted)
+
+
+# ---------------------------------------------------------------- all of it
+@pytest.fixture(scope="module")
+def small_text(tiny_artifact: Path) -> Any:
+    """An artifact, its features, and what it writes greedily."""
+    loaded = runtime.load(tiny_artifact, verify=False)
+    own = Features.of(loaded)
+    prompts = torch.randint(1, 256, (12, 4), generator=torch.Generator().manual_seed(3))
+    return loaded, own, teacher_rows(own.teacher, prompts, 28, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_small_text_is_learned_and_written_faster(small_text: Any, tmp_path: Path, name: str) -> None:
+    loaded, own, rows = small_text
+    student = KINDS[name](own, 3, objective=Objective("cross_entropy"))
+    untrained = rank_rates(student, rows, 4)
+    batch = rows.batch(range(len(rows)), [0] * len(rows))
+    optimizer = torch.optim.Adam([each for each in student.parameters() if each.requires_grad], lr=1e-2)
+    for _ in range(60):
+        loss, weight = student(batch, None)
+        optimizer.zero_grad()
+        (loss / weight).backward()
+        optimizer.step()
+    rates = rank_rates(student, rows, 4)
+    assert untrained[0][0] < 0.3
+    assert all(ranks[0] > 0.9 for ranks in rates)
+    measured = measure_acceptance(student, own.teacher, rows, length=3, prompt=4)
+    assert measured["continuations"]["greedy"]["accepted"] > 2.4
+    path = write_heads(tmp_path / name, student, {"after": measured}, method=name, rates=rates)
+    facts = json.loads((path / "draft.json").read_text())
+    assert facts["target"] == loaded.artifact.checkpoint.fingerprint()
+    assert facts["facts"]["after"] == measured
+    assert facts["rates"] == rates
+    drafter = BUILDERS[name](SimpleNamespace(artifact=loaded.artifact, engine=loaded.engine), path, facts, {})
+    speculation = Speculation(drafter, lengths=Fixed(depth=3, nodes=6))
+    drafting = Model(loaded.engine, loaded.tokenizer, loaded.artifact, loaded.eos_token_ids, speculation)
+    texts = [row[:4].tolist() for row in rows.ids]
+    written = drafting.generate(texts, max_new_tokens=28, ignore_eos=True)
+    assert written == loaded.generate(texts, max_new_tokens=28, ignore_eos=True)
+    assert drafting.stats["mean_accepted"] > 2.2
+    assert drafting.stats["steps"] < loaded.stats["steps"] / 2
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_training_through_the_loop_helps_and_goes_on(small_text: Any, tmp_path: Path, name: str) -> None:
+    _, own, rows = small_text
+
+    def run(steps: int, directory: Path) -> Any:
+        torch.manual_seed(0)
+        student = KINDS[name](own, 2)
+        options = TrainOptions(
+            steps=8, batch=4, learning_rate=1e-2, evaluate_every=4, checkpoint_every=4, patience=None
+        )
+        if steps < 8:
+            inner, student.forward, done = student.forward, None, [0]  # type: ignore[assignment, method-assign]
+
+            def stopping(batch: Any, targets: Any) -> Any:
+                done[0] += 1
+                if done[0] > steps:
+                    raise KeyboardInterrupt
+                return inner(batch, targets)
+
+            student.forward = stopping  # type: ignore[method-assign]
+            with pytest.raises(KeyboardInterrupt):
+                train(student, rows, own.teacher, rows, own.teacher, options, directory=directory)
+            return None
+        trained = train(student, rows, own.teacher, rows, own.teacher, options, directory=directory, resume=True)
+        return trained, {key: value.clone() for key, value in student.state_dict().items()}
+
+    whole, weights = run(8, tmp_path / "whole")
+    assert whole.after["acceptance"] > whole.before["acceptance"]
+    assert {"acceptance_1", "acceptance_2"} <= set(whole.after)
+    run(6, tmp_path / "cut")
+    again, same = run(8, tmp_path / "cut")
+    assert again.after == whole.after
+    assert all(torch.equal(value, same[key]) for key, value in weights.items())
+
+
+@pytest.mark.parametrize("method", [medusa.METHOD, fastmtp.METHOD], ids=lambda method: method.name)
+def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, method: Any) -> None:
+    loaded = runtime.load(tiny_artifact, verify=False)
+    told: list[str] = []
+    making = Making(
+        artifact=tiny_artifact, fingerprint=loaded.artifact.checkpoint.fingerprint(), teacher=Teacher.of(loaded),
+        rows=torch.randint(1, 256, (12, 24), generator=torch.Generator().manual_seed(4)), kinds={"text": IDS}, work=tmp_path / "work",
+        output=tmp_path / "draft", reporter=SimpleNamespace(phase=lambda *_: None, step=told.append),
+    )  # fmt: skip
+    config = method.config(steps=6, batch_size=4, evaluate_every=3, tokens=2, vocabulary=200, learning_rate=1e-2)
+    assert method.make(making, config) == {"model": "draft"}
+    facts = json.loads((tmp_path / "draft" / "draft.json").read_text())
+    assert facts["facts"] == json.loads(json.dumps(making.facts))
+    for when in ("before", "after"):
+        assert set(facts["facts"][when]) == {"held_out", "text"}
+    assert facts["facts"]["training"]["steps"] == 6
+    assert 0 < facts["facts"]["cost"]["of_target"] < 2
+    assert [len(ranks) for ranks in facts["rates"]] == [8, 8]
+    assert told
+    drafter = BUILDERS[method.name](
+        SimpleNamespace(artifact=loaded.artifact, engine=loaded.engine), tmp_path / "draft", facts, {}
+    )
+    drafting = Model(
+        loaded.engine, None, loaded.artifact, frozenset(), Speculation(drafter, lengths=Fixed(depth=2, nodes=4))
+    )
+    assert drafting.generate([1, 2, 3], max_new_tokens=9) == loaded.generate(
+        [1, 2, 3], max_new_tokens=9, ignore_eos=True
+    )
+    with pytest.raises(ValueError, match="quantize"):
+        method.config(quantize="W8A16")
+
+
+def test_a_teachers_cache_teaches_heads_too(small_text: Any, tmp_path: Path) -> None:
+    _, own, rows = small_text
+    kept = torch.arange(0, 257, 2, dtype=torch.int32)
+    student = MTPStudent(own, 2, 32, kept=kept)
+    cache = cache_teacher(own.teacher, rows, tmp_path / "teacher", k=16, kept=kept)
+    options = TrainOptions(steps=6, batch=4, learning_rate=1e-2, evaluate_every=6)
+    trained = train(student, rows, cache, rows, own.teacher, options)
+    assert math.isfinite(trained.curve["train"][-1]["loss"])
+    assert trained.after["acceptance"] > trained.before["acceptance"]
+
+
+def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, tmp_path: Path) -> None:
+    _, own, _ = small_text
+    student = MTPStudent(own, 2, kept=torch.tensor([1, 5, 9], dtype=torch.int32))
+    path = write_heads(tmp_path / "mtp", student, {}, method="mtp", rates=[[0.1], [0.1]])
+    stored = load_file(path / "heads.safetensors")
+    assert stored["frequencies"].dtype == torch.float32
+    assert torch.equal(stored["frequencies"], own.module.model.rotary_emb.inv_freq)
+    assert stored["mix.weight"].dtype == torch.bfloat16
+    assert stored["kept_tokens"].tolist() == [1, 5, 9]
+    facts = json.loads((path / "draft.json").read_text())
+    assert facts["heads"]["intermediate"] == 128
+    assert facts["files"]["heads.safetensors"]["bytes"] == (path / "heads.safetensors").stat().st_size
+    again = write_heads(path, student, {}, method="mtp", rates=[[0.2], [0.1]])  # replaces it
+    assert json.loads((again / "draft.json").read_text())["rates"] == [[0.2], [0.1]]
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "file").write_text("x")
+    with pytest.raises(RequestError, match="is not empty and holds no draft"):
+        write_heads(other, student, {}, method="mtp", rates=[])
+    with pytest.raises(RequestError, match="heads are of medusa, mtp, not 'x'"):
+        write_heads(tmp_path / "y", student, {}, method="x", rates=[])
+
+
+def test_requests_that_cannot_be_are_refused(features: Features, tmp_path: Path) -> None:
+    for build, said in (
+        (lambda: MedusaStudent(features, 0), "at least 1 token, not 0"),
+        (lambda: MedusaStudent(features, 2, decay=0.0), "above 0 and at most 1, not 0.0"),
+        (lambda: MTPStudent(features, 2, window=0), "window of a recursive head must be at least 1"),
+        (lambda: MTPStudent(features, 2, kept=torch.tensor([3, 999])), "ascending ids below 257"),
+    ):
+        with pytest.raises(RequestError, match=said):
+            build()
+    with pytest.raises(RequestError, match="need their target's fingerprint"):
+        write_heads(tmp_path / "x", MedusaStudent(features, 1), {}, method="medusa", rates=[[0.1]])
+
+
+def test_linear_is_what_is_said(features: Features) -> None:
+    student = MedusaStudent(features, 1, kept=torch.tensor([2, 4, 6], dtype=torch.int32))
+    x = torch.randn(5, 64)
+    torch.testing.assert_close(student.said(x), functional.linear(x, features.parts.rows()[0])[:, [2, 4, 6]])
+    assert student.width == 3

@@ -169,7 +169,7 @@ class Scheduler:
         self._drafting = 0.0
         trees = [Tree() for _ in parts]
         speculator = self._speculator
-        if speculator is None or not speculator.on:
+        if speculator is None or not speculator.on or speculator.rests(len(self._running)):
             return trees
         started = time.perf_counter()
         decoding = [place for place, (sequence, count) in enumerate(parts) if sequence.decodes and count == 1]

@@ -93,7 +93,7 @@ class Speculator:
         vocabulary: ids are below it.
 
     Attributes:
-        hidden: the drafter reads what the head reads. prompts: also of prompts.
+        prompts: the drafter reads what the head reads of every token of prompts too.
         proposed: something was drafted for the step that is being computed (be it left out again): what comes of it is to be learned.
     """
 
@@ -113,12 +113,29 @@ class Speculator:
         self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
         self._tracks: dict[int, Track] = {}
         self.proposed = False
-        self.hidden = "hidden" in speculation.drafter.wants
+        self._rest = self._slept = self._resting = (
+            0  # steps to come without a draft, gone by so, and for how many texts
+        )
+        self._wants_hidden = "hidden" in speculation.drafter.wants
         self.prompts = "prompt" in speculation.drafter.wants
 
     @property
     def on(self) -> bool:
         return self._speculation.off is None
+
+    @property
+    def hidden(self) -> bool:
+        """Whether what the head reads is wanted of the step that is being computed."""
+        return self._wants_hidden and self._rest == 0
+
+    def rests(self, texts: int) -> bool:
+        """Whether drafting pays for none of so many texts for now: the step is then one of plain decoding, and costs no more."""
+        if self._rest == 0 or texts != self._resting:
+            return False
+        self._rest -= 1
+        self._slept += 1
+        self.proposed = False
+        return True
 
     # ---------------------------------------------------------------- before a step
     def propose(
@@ -138,6 +155,7 @@ class Speculator:
             rows: tokens of the step without any draft.
             places: (index of a text, tokens to draft) to its place in the target's cache; only paged engines have it.
         """
+        began = time.perf_counter()
         speculation = self._speculation
         nothing = [Tree() for _ in texts]
         self.proposed = False
@@ -150,9 +168,14 @@ class Speculator:
         if not self.on:
             return nothing
         progress = [track.progress for track in tracks]
+        if self._slept:
+            speculation.lengths.rested(progress, self._slept)
+        self._rest = self._slept = 0
         plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
         asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
         if not asked:
+            # The step before the next draft is learned from again: what a drafter reads of it must be there.
+            self._rest, self._resting = max(0, speculation.lengths.resting(progress) - 1), len(texts)
             return nothing
         asks = []
         for index in asked:
@@ -173,7 +196,10 @@ class Speculator:
         self.proposed = any(map(len, found))
         for index, tree in zip(asked, found, strict=True):
             nothing[index] = tracks[index].whole = tree
-        return speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
+        kept = speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
+        idle = time.perf_counter() - began - seconds
+        speculation.costs.idle += 0.1 * (idle - speculation.costs.idle)
+        return kept
 
     def _track(self, text: Text) -> Track:
         track = self._tracks.get(id(text))

@@ -38,8 +38,10 @@ from runtime.decoding.options import GenerationOptions
 from runtime.decoding.sampling import process
 from runtime.decoding.shapes import Rates, Shape, fitted, widened
 from runtime.decoding.tree import ROOT, Tree
+from runtime.engines.torch import TorchEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
+from runtime.model import Model
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 CPU = torch.device("cpu")
@@ -164,6 +166,18 @@ def test_little_memory_shared_beginnings_and_streams(plain: Any, students: Any, 
     assert list(drafting.stream(together[0], max_new_tokens=50, ignore_eos=True)) == found[0][:50]
     if name == "mtp":
         assert not own._open
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_transformers_modules_are_drafted_for_too(texts: list[list[int]], students: Any, name: str) -> None:
+    def computed(together: Any = None) -> Model:
+        engine, place = TorchEngine(model_of("grouped"), CPU), SimpleNamespace(path=Path("tiny"))
+        return Model(engine, None, place, frozenset([3]), together)  # type: ignore[arg-type]
+
+    truth = computed().generate(texts, max_new_tokens=40)
+    drafting = computed(speculation(drafter(students[name]), Fixed(depth=3, nodes=8)))
+    assert drafting.generate(texts, max_new_tokens=40) == truth
+    assert drafting.stats["mean_accepted"] > 0.5
 
 
 # ---------------------------------------------------------------- the fitted tree
@@ -404,17 +418,21 @@ def test_what_is_drawn_is_drawn_from_what_is_said(students: Any) -> None:
         assert tree.chances[node] == pytest.approx(float(q[token]))
 
 
-def test_what_is_drawn_counts_against_what_follows(students: Any) -> None:
+def test_what_is_drawn_counts_as_written(students: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For a repetition penalty."""
     own = drafter(students["mtp"])
+    seen: list[list[int]] = []
+    plainly = Candidates.distribution
+
+    def noting(self: Any, logits: torch.Tensor, draw: Draw, before: Any) -> torch.Tensor:
+        seen.append(list(before))
+        return plainly(self, logits, draw, before)
+
+    monkeypatch.setattr(Candidates, "distribution", noting)
     tokens = prompts(1, 30)[0]
-    for penalty, most in ((1.0, 2.0), (1000.0, 0.0)):
-        options = GenerationOptions(temperature=1.0, repetition_penalty=penalty)
-        draw = Draw(options, torch.Generator().manual_seed(0))
-        ask = ready(own, tokens, draw=draw)
-        tree = own.draft([ask])[0]
-        first = tree.tokens[0]
-        plainly = own.candidates.distribution(torch.ones(VOCABULARY), draw, [])
-        assert float(tree.proposals[0][first]) <= most * float(plainly[first]) + most + 1e-9
+    draw = Draw(GenerationOptions(temperature=1.0, repetition_penalty=1.3), torch.Generator().manual_seed(0))
+    tree = own.draft([ready(own, tokens, draw=draw)])[0]
+    assert seen == [tokens, [*tokens, tree.tokens[0]], [*tokens, *tree.tokens[:2]]]
 
 
 def test_heads_are_judged_where_those_before_were_right(students: Any) -> None:

@@ -30,11 +30,15 @@ class Costs:
         step: seconds of the target's step by its number of rows.
         draft: seconds of a drafter's turn by the tokens that it was asked for, deepest branch, for one text.
         belief: in its chances.
+        idle: seconds that asking for drafts takes a step besides drafting itself.
+        pause: for how many steps the last text was left alone for which drafting did not pay; 0: it pays.
     """
 
     step: Curve
     draft: Curve
     belief: Belief
+    idle: float = 0.0
+    pause: int = 0
 
     @classmethod
     def unknown(cls) -> Costs:
@@ -85,6 +89,13 @@ class Lengths:
             drafted: seconds that drafting took.
         """
         return list(trees)
+
+    def resting(self, texts: Sequence[Progress]) -> int:
+        """For how many steps from now on nothing will be asked for any of these texts, whatever happens."""
+        return 0
+
+    def rested(self, texts: Sequence[Progress], steps: int) -> None:
+        """So many steps went by in which `plan` was not called."""
 
     def describe(self) -> str:
         """In a few words, for `Model.stats`."""

@@ -15,6 +15,7 @@ _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and 
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
 _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
+_WORTH = 0.01  # of the time may go into seeing whether drafting pays
 
 
 @dataclass(eq=False)
@@ -23,7 +24,7 @@ class _Pause:
 
     Attributes:
         left: steps until it is tried again. length: of the next pause.
-        vain: times in a row that something was drafted and nothing of it was worth being verified.
+        vain: times in a row that nothing was drafted that was worth being verified.
         probing: this time it is tried whatever it promises.
     """
 
@@ -32,11 +33,14 @@ class _Pause:
     vain: int = 0
     probing: bool = False
 
-    def begin(self) -> None:
-        self.left, self.length, self.vain = self.length, min(2 * self.length, _LONGEST_PAUSE), 0
+    def begin(self, costs: Costs, least: int = 0) -> None:
+        self.left = max(self.length, least)
+        self.length, self.vain = min(2 * self.length, _LONGEST_PAUSE), 0
+        costs.pause = self.left
 
-    def over(self) -> None:
+    def over(self, costs: Costs) -> None:
         self.length, self.vain = _FIRST_PAUSE, 0
+        costs.pause = 0
 
 
 @dataclass(frozen=True)
@@ -74,21 +78,30 @@ class Goodput(Lengths):
         plans = []
         for text in texts:
             if text.memory is None:  # what other texts have shown is not tried again at once
-                text.memory = _Pause(0 if depth else _FIRST_PAUSE // 2)
+                text.memory = _Pause(costs.pause // 2, max(_FIRST_PAUSE, costs.pause))
             pause: _Pause = text.memory
             pause.probing = False
             if depth and not cheap:
-                pause.over()
+                pause.over(costs)
             if pause.left:
                 pause.left -= 1
                 plans.append(Plan(0, 0))
             elif depth:
                 plans.append(Plan(nodes, min(depth, text.room), least))
             else:
-                pause.begin()
+                probe = costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
+                pause.begin(costs, round(probe / plain / _WORTH))
                 pause.probing = True
                 plans.append(Plan(nodes, min(_PROBE, text.room)))
         return plans
+
+    def resting(self, texts: Sequence[Progress]) -> int:
+        return min((text.memory.left if text.memory is not None else 0 for text in texts), default=0)
+
+    def rested(self, texts: Sequence[Progress], steps: int) -> None:
+        for text in texts:
+            if text.memory is not None:
+                text.memory.left = max(0, text.memory.left - steps)
 
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
         """The number of tokens to draft for each text, and the tokens a second that it promises."""
@@ -133,9 +146,9 @@ class Goodput(Lengths):
                 continue
             result.append(tree.keep(sorted(nodes)))
             if nodes:
-                pause.over()
-            elif len(tree):
-                pause.vain += 1
-                if pause.vain == _VAIN:
-                    pause.begin()
+                pause.over(costs)
+                continue
+            pause.vain += 1
+            if pause.vain >= _VAIN and costs.idle + drafted > _WORTH * costs.step(rows):
+                pause.begin(costs)
         return result

@@ -37,6 +37,10 @@ def check_draft(session: Session) -> None:
     if (isinstance(layers, int) and layers < 1) or any(not 0 <= layer < depth for layer in chosen):
         text = f"the model has {depth} layers; the draft cannot have {layers}"
         raise RequestError(origin.at((*path, "layers"), text))
+    last = getattr(stage.config, "exit_layer", None)
+    if last is not None and last >= depth:
+        text = f"the model has {depth} layers; the draft must leave it before the last, not after {last}"
+        raise RequestError(origin.at((*path, "exit_layer"), text))
     limit = getattr(config, "max_position_embeddings", None)
     length = getattr(stage.config, "sequence_length", None)
     if limit is not None and length is not None and length > limit:

@@ -178,6 +178,10 @@ def test_a_draft_of_another_artifact_is_refused(plain, make_checkpoint, recipe, 
     [
         (draft(layers=4), "the model has 3 layers; the draft cannot have 4"),
         (draft(layers=[0, 3]), r"the model has 3 layers; the draft cannot have \[0, 3\]"),
+        (
+            draft("kangaroo", exit_layer=3),
+            "the model has 3 layers; the draft must leave it before the last, not after 3",
+        ),
         (draft(vocabulary=300), "the model has 257 tokens; the draft cannot keep 300"),
         (draft(sequence_length=256), "rows of 256 tokens are more than the 128 positions of the model"),
         (draft(divergence="kl"), "draft.divergence"),

@@ -56,14 +56,14 @@ def prepare(work: Path, shape: str, layers: int, steps: int, samples: int, draft
     if shape == "small":
         return {"target": small, "draft": small / "draft"}
     made = {}
-    for name, source, layers, scheme in (
+    for name, source, deep, scheme in (
         ("target", SOURCE, None, "W4A16"),
-        ("draft", small / "draft", 1, draft_scheme),
+        ("draft", small / "draft", layers, draft_scheme),
     ):
         path = work / f"{name}-{shape}{'-' + scheme if name == 'draft' else ''}"
         if not (path / "compress.json").is_file():
             dense = work / f"{name}-{shape}-dense"
-            expand(source, dense, SHAPES[shape], layers)
+            expand(source, dense, SHAPES[shape], deep)
             stage = {"quantize": {"method": "rtn", "scheme": scheme, "group_size": 128}}
             compress.apply({"name": name, "model": str(dense), "stages": [stage]}, output=str(path), quiet=True)
             shutil.rmtree(dense)

@@ -101,7 +101,7 @@ def test_shell_completion_is_there():
         [sys.executable, "-m", "compress.cli"], capture_output=True, text=True, timeout=60,
         env={"_COMPRESS_COMPLETE": "complete_bash", "COMP_WORDS": "compress apply llama_w4", "COMP_CWORD": "2", "PATH": "/usr/bin"},
     )  # fmt: skip
-    assert done.stdout.split() == ["llama_w4", "llama_w4_sparse", "llama_w4_tensorrt"], done.stderr
+    assert done.stdout.split() == ["llama_w4", "llama_w4_draft", "llama_w4_sparse", "llama_w4_tensorrt"], done.stderr
 
 
 # ------------------------------------------------------------------ wrong requests
@@ -226,6 +226,7 @@ def test_recipes_are_listed_and_shown(capsys):
 
 
 def test_methods_are_listed_and_shown(capsys):
+    from compress.distill import METHODS as DRAFT
     from compress.prune import METHODS as PRUNE
     from compress.quantize import METHODS as QUANTIZE
 
@@ -233,7 +234,8 @@ def test_methods_are_listed_and_shown(capsys):
     assert code == 0
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
-    assert {(stage, name) for stage, name in listed if not stage.startswith("kv_cache")} == weights
+    drafts = {("draft", name) for name in DRAFT}
+    assert {(stage, name) for stage, name in listed if not stage.startswith("kv_cache")} == weights | drafts
     code, out, _ = run(capsys, "methods")
     assert "sparsegpt" in out
     for _, name in weights:
@@ -241,6 +243,11 @@ def test_methods_are_listed_and_shown(capsys):
         assert code == 0
         assert "Source: " in out
         assert "targets: a list of texts" in out
+    for name in DRAFT:
+        code, out, _ = run(capsys, "methods", "show", name)
+        assert code == 0
+        assert "Source: " in out
+        assert "samples: an integer" in out
 
 
 def test_methods_of_the_cache_are_listed_with_their_fields(capsys):

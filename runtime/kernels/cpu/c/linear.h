@@ -18,7 +18,7 @@ typedef struct {
 } Linear;
 
 #define MOST (2 * HALVES) /* vectors of a tile: of one panel or two */
-#define STREAMS 12        /* of a tile, at most: rows of x times digits */
+#define STREAMS 9         /* of a tile, at most: rows of x times digits */
 
 /* Lines of 64 bytes to fetch ahead from `at` on, every so many pieces (a tile's PIECES). */
 typedef struct {

@@ -1,8 +1,8 @@
 /* Which tile computes what, and the product as a whole. */
 
 /* For each kind: the most streams (rows of x times digits) of a tile, and the vectors that a tile of S streams walks at once. There are
- * no more sums than registers hold, and two panels share what is loaded of x where that leaves room. Few streams of 512 bits take
- * no time at all: they wait for memory, which is faster as one panel after the other. */
+ * no more sums than registers hold (half of 32 do: with more, results spill), and two panels share what is loaded of x where that leaves
+ * room. Few streams take little time: they wait for memory, which is faster as one panel after the other. */
 #if LANES == 8
 #define W4_STREAMS 8
 #define W4_VECTORS(S) ((S) <= 4 ? HALVES : 1)
@@ -43,18 +43,17 @@
     TILE(NAME, KIND, L, 1, 1) TILE(NAME, KIND, L, 1, 2) TILE(NAME, KIND, L, 1, 3) TILE(NAME, KIND, L, 1, 4)                           \
     TILE(NAME, KIND, L, 1, 5) TILE(NAME, KIND, L, 1, 6) TILE(NAME, KIND, L, 1, 7) TILE(NAME, KIND, L, 1, 8)                           \
     TILE(NAME, KIND, L, 2, 1) TILE(NAME, KIND, L, 2, 2) TILE(NAME, KIND, L, 2, 3) TILE(NAME, KIND, L, 2, 4)                           \
-    TILE(NAME, KIND, L, 2, 5) TILE(NAME, KIND, L, 2, 6)                                                                               \
-    TILE(NAME, KIND, L, 3, 1) TILE(NAME, KIND, L, 3, 2) TILE(NAME, KIND, L, 3, 3) TILE(NAME, KIND, L, 3, 4)
+    TILE(NAME, KIND, L, 3, 1) TILE(NAME, KIND, L, 3, 2) TILE(NAME, KIND, L, 3, 3)
 TILES(tile_w4, W4, (RUN_DOTS / 2))
 TILES(tile_w8, W8, RUN_DOTS)
 TILES(tile_s24, S24, 3)
 
 typedef void (*tile_t)(const Linear *, const uint8_t *, int64_t, int64_t, int64_t, const Digits *, int64_t, int, int, float *);
-#define TABLE(NAME)                                                                                               \
-    {                                                                                                             \
-        {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_1_5, NAME##_1_6, NAME##_1_7, NAME##_1_8},         \
-        {NAME##_2_1, NAME##_2_2, NAME##_2_3, NAME##_2_4, NAME##_2_5, NAME##_2_6},                                 \
-        {NAME##_3_1, NAME##_3_2, NAME##_3_3, NAME##_3_4},                                                         \
+#define TABLE(NAME)                                                                                       \
+    {                                                                                                     \
+        {NAME##_1_1, NAME##_1_2, NAME##_1_3, NAME##_1_4, NAME##_1_5, NAME##_1_6, NAME##_1_7, NAME##_1_8}, \
+        {NAME##_2_1, NAME##_2_2, NAME##_2_3, NAME##_2_4},                                                 \
+        {NAME##_3_1, NAME##_3_2, NAME##_3_3},                                                             \
     }
 #define MOST_ROWS 8 /* of x in a tile */
 static const tile_t TILE_OF[3][3][MOST_ROWS] = {TABLE(tile_w4), TABLE(tile_w8), TABLE(tile_s24)}; /* [kind - 1][digits - 1][rows - 1] */

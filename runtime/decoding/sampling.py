@@ -18,6 +18,7 @@ from runtime.errors import CompressError
 REMOVED = float("-inf")
 # Below it, dividing logits (they reach some 1e4) could leave the range of float32.
 _TINY_TEMPERATURE = 1e-20
+_BROKEN = "the model produced NaN logits: its weights or activations are broken"
 
 
 def repetition_penalty(logits: torch.Tensor, seen: torch.Tensor, penalty: float) -> torch.Tensor:
@@ -118,12 +119,22 @@ def next_tokens(
         tokens, broken = _on_cpu(logits, seen, options, generators)
         result = torch.tensor(tokens)
     else:
-        broken = bool(torch.isnan(logits.amax(dim=-1)).any())  # the maximum of a row with NaN is NaN
+        broken = _is_broken(logits)
         logits = process(logits, seen, options)
         result = logits.argmax(dim=-1) if options.temperature == 0 else draw(logits, generators)
     if broken:
-        raise CompressError("the model produced NaN logits: its weights or activations are broken")
+        raise CompressError(_BROKEN)
     return result
+
+
+def check_numbers(logits: torch.Tensor) -> None:
+    """Raise a CompressError where a logit of `[batch, vocab]` is NaN."""
+    if _is_broken(logits):
+        raise CompressError(_BROKEN)
+
+
+def _is_broken(logits: torch.Tensor) -> bool:
+    return bool(torch.isnan(logits.amax(dim=-1)).any())  # the maximum of a row with NaN is NaN
 
 
 def _on_cpu(

@@ -130,14 +130,16 @@ class Scheduler:
                 and hidden is not None
                 and sequence.computed < sequence.prompt
             ):
-                self._speculator.read(
-                    sequence, sequence.computed, sequence.piece(count).tokens, hidden[token : token + count]
+                read = sequence.piece(count).tokens
+                self._caller.run(
+                    self._speculator.read, sequence, sequence.computed, read, hidden[token : token + count]
                 )
             sequence.advance(count, self.pages)
             row += outputs
             token += count + len(tree)
         speculator = self._speculator
-        if speculator is not None and speculator.on and (speculator.proposed or speculator.hidden):
+        # What was drafted is verified also where the drafter was switched off meanwhile, by another thread's call maybe.
+        if speculator is not None and (any(map(len, trees)) or (speculator.on and speculator.learns)):
             ended = self._verify(pool, ready, logits, hidden)
         else:
             if len(ready) < len(parts):
@@ -169,10 +171,12 @@ class Scheduler:
         self._drafting = 0.0
         trees = [Tree() for _ in parts]
         speculator = self._speculator
-        if speculator is None or not speculator.on or speculator.rests(len(self._running)):
+        if speculator is None or not speculator.on:
+            return trees
+        decoding = [place for place, (sequence, count) in enumerate(parts) if sequence.decodes and count == 1]
+        if len(decoding) == len(parts) and speculator.rests(len(parts)):
             return trees
         started = time.perf_counter()
-        decoding = [place for place, (sequence, count) in enumerate(parts) if sequence.decodes and count == 1]
         texts = [parts[place][0] for place in decoding]
         context = self._engine.context_length
         rooms = [text.output.left - 1 for text in texts]
@@ -221,6 +225,7 @@ class Scheduler:
             self._stats.new_tokens += count
             sequence.advance(min(count, len(path)), self.pages)
             sequence.high = max(sequence.high, sequence.computed)
+            speculator.count(tree, path, count)
             states = None if hidden is None else hidden[tokens]
             self._caller.run(speculator.learn, sequence, tree, path, new[:count], mine, states)
             if output.finished:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -38,6 +39,7 @@ class Speculation:
         drafter: proposes. rule: accepts. lengths: says how much.
         costs: measured over all calls.
         off: why the drafter was switched off; None: it works.
+        left: the drafter's states of texts that were thrown away, not ended yet.
     """
 
     drafter: Drafter
@@ -46,6 +48,12 @@ class Speculation:
     costs: Costs = field(default_factory=Costs.unknown)
     off: str | None = None
     watch: Watch = field(default_factory=Watch)
+    left: deque[Any] = field(default_factory=deque)
+
+    def settle(self) -> None:
+        """End the texts that were thrown away."""
+        while self.left and self.off is None:
+            self.guarded(self.drafter.end, self.left.popleft())
 
     def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
         """What a drafter does, or None: one that fails or does not come back is switched off, and texts go on without it."""
@@ -116,7 +124,10 @@ class Speculator:
         self._rest = self._slept = self._resting = (
             0  # steps to come without a draft, gone by so, and for how many texts
         )
-        self._wants_hidden = "hidden" in speculation.drafter.wants
+        drafter = speculation.drafter
+        self._wants_hidden = "hidden" in drafter.wants
+        # A drafter of somebody else's may have been written against the promise that it is told of every step.
+        self._wants_steps = self._wants_hidden or "steps" in drafter.wants or drafter.watched
         self.prompts = "prompt" in speculation.drafter.wants
 
     @property
@@ -127,6 +138,11 @@ class Speculator:
     def hidden(self) -> bool:
         """Whether what the head reads is wanted of the step that is being computed."""
         return self._wants_hidden and self._rest == 0
+
+    @property
+    def learns(self) -> bool:
+        """Whether what the step that is being computed says is to be learned from."""
+        return self.proposed or (self._wants_steps and self._rest == 0)
 
     def rests(self, texts: int) -> bool:
         """Whether drafting pays for none of so many texts for now: the step is then one of plain decoding, and costs no more."""
@@ -158,9 +174,10 @@ class Speculator:
         began = time.perf_counter()
         speculation = self._speculation
         nothing = [Tree() for _ in texts]
-        self.proposed = False
+        self.proposed, self._rest = False, 0
         if not self.on or not texts:
             return nothing
+        speculation.settle()
         tracks = [self._track(text) for text in texts]
         for track, room in zip(tracks, rooms, strict=True):
             track.whole = Tree()
@@ -170,7 +187,7 @@ class Speculator:
         progress = [track.progress for track in tracks]
         if self._slept:
             speculation.lengths.rested(progress, self._slept)
-        self._rest = self._slept = 0
+        self._slept = 0
         plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
         asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
         if not asked:
@@ -254,10 +271,12 @@ class Speculator:
             best: from `greedy`, for these rows.
         """
         rule = self._speculation.rule if len(tree) else Exact()
-        verdict = rule.accept(tree, Target(logits, self._options, source, seen, best))
+        return rule.accept(tree, Target(logits, self._options, source, seen, best))
+
+    def count(self, tree: Tree, path: Sequence[int], new: int) -> None:
+        """So many new tokens became text: those of `path`, and one more where the text did not end before."""
         if len(tree):
-            self._stats.count_draft(tree, verdict.path)
-        return verdict
+            self._stats.count_draft(tree, path, min(new, len(path)))
 
     def learn(
         self,
@@ -291,10 +310,8 @@ class Speculator:
             self._speculation.guarded(self._speculation.drafter.end, track.state)
 
     def close(self) -> None:
-        """The call is over."""
-        for track in self._tracks.values():
-            if self.on:
-                self._speculation.guarded(self._speculation.drafter.end, track.state)
+        """The call is over, maybe in the middle of somebody's turn: texts that were thrown away are ended in the next one."""
+        self._speculation.left.extend(track.state for track in self._tracks.values())
         self._tracks.clear()
 
 

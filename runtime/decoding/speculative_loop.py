@@ -188,6 +188,7 @@ class _Loop:
         for text, tree, (path, token) in zip(self.texts, trees, verdicts, strict=True):
             new = [*(tree.tokens[node] for node in path), token]
             news.append(new[: text.push(new)])
+            self._speculator.count(tree, path, len(news[-1]))
         self._stats.new_tokens += sum(map(len, news))
         self._stats.steps += 1
         paths = [verdict.path for verdict in verdicts]

@@ -55,14 +55,14 @@ class GenerationStats:
     accepted_by_depth: list[int] = field(default_factory=list)
     finish_reasons: tuple[str, ...] = ()
 
-    def count_draft(self, tree: Tree, path: Sequence[int]) -> None:
-        """A tree was verified, of which `path` was accepted."""
+    def count_draft(self, tree: Tree, path: Sequence[int], kept: int) -> None:
+        """A tree was verified, of which `path` was accepted and its first `kept` nodes became text: fewer where the text ended there."""
         self.draft_rounds += 1
         self.drafted_tokens += len(tree)
-        self.accepted_tokens += len(path)
+        self.accepted_tokens += kept
         inner = set(tree.parents)
         for depth, node in enumerate([ROOT, *path]):
-            if node not in inner:
+            if node not in inner or depth == kept < len(path):
                 return
             if depth == len(self.reached_by_depth):
                 self.reached_by_depth.append(0)

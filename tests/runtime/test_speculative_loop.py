@@ -215,6 +215,8 @@ def test_stop_strings_and_streams() -> None:
     stream = model.stream(texts[0], max_new_tokens=60)
     next(stream)
     stream.close()
+    assert drafter.begun == drafter.ended + 1  # it is ended in a turn, which the next call takes
+    model.generate(texts[:1], max_new_tokens=3)
     assert drafter.begun == drafter.ended
 
 

@@ -114,7 +114,8 @@ class Drafter:
 
     Attributes:
         name: as `drafter=` says it.
-        wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts).
+        wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts), "steps" (it learns
+            from every step, also where it had proposed nothing).
         draws: True: with `Ask.draw` its trees hold `proposals`.
         inside: it computes with the target's own layers and cache, and is given a `Place`; only paged engines have one.
         overhead: seconds of the last `draft` that it would not take each time (reading what it had missed).
@@ -140,7 +141,7 @@ class Drafter:
         """The target has read `tokens` of the prompt at positions from `start` on; `hidden` is as in `Verified`. For "prompt"."""
 
     def learn(self, state: Any, verified: Verified) -> None:
-        """What became of the last tree, or what followed the prompt."""
+        """What became of the last tree. With "steps" or "hidden" also what followed where there was none, the prompt's end among it."""
 
     def end(self, state: Any) -> None:
         """The text is finished or thrown away."""

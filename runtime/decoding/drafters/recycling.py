@@ -37,6 +37,7 @@ class Recycling(Drafter):
     """
 
     name: ClassVar[str] = "recycling"
+    wants = frozenset(["steps"])
     candidates: int = bounded(8, Range(1, 64))
     refit: int = bounded(64, COUNT)
 

@@ -83,11 +83,15 @@ class Goodput(Lengths):
             pause.probing = False
             if depth and not cheap:
                 pause.over(costs)
-            if pause.left:
+            if text.room <= 0:
+                plans.append(Plan(0, 0))
+            elif pause.left:
                 pause.left -= 1
                 plans.append(Plan(0, 0))
             elif depth:
                 plans.append(Plan(nodes, min(depth, text.room), least))
+            elif text.room < self.depth:  # its end is near: that nothing pays there says nothing of other places
+                plans.append(Plan(0, 0))
             else:
                 probe = costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
                 pause.begin(costs, round(probe / plain / _WORTH))

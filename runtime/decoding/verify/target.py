@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from runtime.decoding.options import GenerationOptions
-from runtime.decoding.sampling import next_tokens, process
+from runtime.decoding.sampling import check_numbers, next_tokens, process
 from runtime.decoding.tree import ROOT
 
 
@@ -60,7 +60,9 @@ class Target:
         if temperature is not None:
             options = GenerationOptions(temperature=temperature, repetition_penalty=options.repetition_penalty)
         row = node - ROOT
-        logits = process(self._logits[row : row + 1], self._after(branch), options)
+        own = self._logits[row : row + 1]
+        check_numbers(own)
+        logits = process(own, self._after(branch), options)
         return torch.softmax(logits[0].double(), -1).cpu()
 
     def uniform(self) -> float:

@@ -37,10 +37,11 @@ def test_everything_is_in_it(wheel):
     here = {
         path.relative_to(ROOT).as_posix()
         for package in ("compress", "export", "runtime")
-        for pattern in ("*.py", "*.c")
+        for pattern in ("*.py", "*.c", "*.txt")
         for path in (ROOT / package).rglob(pattern)
     }
     assert "compress/native/columns.c" in here
+    assert {f"compress/distill/samples/{kind}.txt" for kind in ("text", "code", "chat")} <= here
     assert here <= names
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes

@@ -11,6 +11,7 @@ import torch
 
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
+from runtime.decoding.drafters.choice import CHOICE
 from runtime.decoding.options import reject_unknown
 from runtime.encoder import EncoderModel
 from runtime.engines.choose import load_engine
@@ -71,8 +72,9 @@ def load(
             (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
             weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
             may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
-            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. Only causal language
-            models can be loaded under a bound.
+            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. A draft model counts
+            too, with a cache of its own; texts that do not fit in that are decoded without drafts. Only causal language models can be
+            loaded under a bound.
         kv_cache: how keys and values are held: a published name ("kivi", "snapkv", ...), a mapping such as {"keys": "int4", "values":
             "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`; docs/kv_cache.md). None: as the artifact
             says, if it does; False: as they come. What `compress apply` calibrated for the artifact is used where a policy needs it.
@@ -86,7 +88,7 @@ def load(
         RequestError: a wrong option. ArtifactError: the directory cannot be used. Both say why in one sentence.
     """
     reject_unknown(unknown, _OPTIONS, "load")
-    target = _device(device)
+    target = read_device(device)
     compute = _dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
     if threads is not None:
@@ -122,14 +124,21 @@ def load(
                 f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
             )
         return _without_cache_file(blueprint, bound, trust_remote_code)
-    engine = load_engine(blueprint, checked, bound, policy)
+    brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
+    drafts = None
+    if bound is None or not (drafter is not None or brings):
+        engine = load_engine(blueprint, checked, bound, policy)
+    else:
+        from runtime.decoding.drafters.under_bound import load_both
+
+        engine, drafts = load_both(blueprint, checked, bound, policy, drafter, trust_remote_code)
     tokenizer = load_tokenizer(artifact.path, trust_remote_code)
     speculation = None
-    brought = (artifact.manifest or {}).get("draft") is not None or (artifact.path / "drafter.json").is_file()
-    if drafter is not None or brought:
+    if (drafter is not None or brings) and (drafts is None or not drafts.left_out):
         from runtime.decoding.drafters.choose import Target, choose_speculation
 
-        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code))
+        held = {} if drafts is None else drafts.models
+        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=held))
     return Model(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), speculation)
 
 
@@ -185,7 +194,8 @@ def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) ->
     return Seq2SeqModel(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), start, forced)
 
 
-def _device(device: str | torch.device) -> torch.device:
+def read_device(device: str | torch.device) -> torch.device:
+    """The device that "auto", a name or a device means; RequestError where it is not usable here."""
     if device == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:

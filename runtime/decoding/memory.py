@@ -14,17 +14,17 @@ _SHARE = 0.25  # of the memory that is free, for a call that says nothing
 _MOST = 0.75  # of it, where a single prompt needs more than that
 
 
-def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None, drafts: bool = False) -> int:
+def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
     """How many pages the pool of a call gets: what all requests together could use, as far as the memory bound allows.
 
     Args:
         positions: cache positions that each request takes at most.
         cache_memory: the user's bound in bytes; None: the engine's `cache_budget` where it has one, else the default of
             `GenerationOptions`.
-        drafts: drafted tokens want places too, where memory allows.
+        drafts: most drafted tokens of a text, which want places too, where memory allows; 0: none.
 
     Raises:
-        RequestError: a request could never be finished within the bound.
+        RequestError: a request could never be finished within the bound, or a whole draft never has a place in it.
     """
     pages = [-(-count // engine.page_size) for count in positions]
     largest = max(pages)
@@ -32,19 +32,25 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
     if cache_memory is None and budget is not None:
         bound = int(min(budget, _MOST * available_bytes(engine.device))) // engine.page_bytes
         left = _gigabytes(bound * engine.page_bytes)
-        limit = f"max_memory leaves {left}: raise it, ask for fewer max_new_tokens or set cache_memory"
+        limit, fewer = f"max_memory leaves {left}: raise it, ", "ask for fewer max_new_tokens or set cache_memory"
     elif cache_memory is None:
         available = available_bytes(engine.device)
         bound = int(min(_DEFAULT, _SHARE * available)) // engine.page_bytes
         if largest > bound:
             bound = min(largest, int(_MOST * available) // engine.page_bytes)
-        limit = f"{_gigabytes(bound * engine.page_bytes)} of the free memory can be used: ask for fewer max_new_tokens"
+        limit = f"{_gigabytes(bound * engine.page_bytes)} of the free memory can be used: "
+        fewer = "ask for fewer max_new_tokens"
     else:
         bound = cache_memory // engine.page_bytes
-        limit = f"cache_memory allows {_gigabytes(cache_memory)}: raise it or ask for fewer max_new_tokens"
+        limit, fewer = f"cache_memory allows {_gigabytes(cache_memory)}: raise it or ", "ask for fewer max_new_tokens"
     if largest > bound:
         need = _gigabytes(largest * engine.page_bytes)
-        raise RequestError(f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}")
+        raise RequestError(
+            f"a prompt and its new tokens take {max(positions)} positions, {need} of KV cache; {limit}{fewer}"
+        )
+    if -(-drafts // engine.page_size) > bound:
+        need = _gigabytes(-(-drafts // engine.page_size) * engine.page_bytes)
+        raise RequestError(f"drafter.nodes: a tree of {drafts} tokens takes {need} of KV cache; {limit}draft fewer")
     return min(bound, sum(pages) + (len(pages) if drafts else 0))
 
 

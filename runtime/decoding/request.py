@@ -71,7 +71,9 @@ class Request:
         if isinstance(engine, PagedEngine):
             # The last new token never enters the cache.
             positions = [len(ids) + new - 1 for ids, new in zip(prompts.ids, rooms, strict=True)]
-            self._pages = pool_pages(engine, positions, options.cache_memory, speculation is not None)
+            drafting = speculation if speculation is not None and speculation.off is None else None
+            nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
+            self._pages = pool_pages(engine, positions, options.cache_memory, nodes)
         elif held is not None:
             self._needs = [held.need(len(ids), new) for ids, new in zip(prompts.ids, rooms, strict=True)]
             self._bound = cache_bound(engine, self._needs, options.cache_memory)

@@ -122,6 +122,9 @@ class GenerationStats:
             "acceptance_rate": self.acceptance_rate,
             "acceptance_by_depth": self.acceptance_by_depth,
             "mean_accepted": self.mean_accepted,
+            "draft_rounds": self.draft_rounds,
+            "reached_by_depth": list(self.reached_by_depth),
+            "accepted_by_depth": list(self.accepted_by_depth),
             "draft_seconds": self.draft_seconds,
         }
 

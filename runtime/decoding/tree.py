@@ -112,7 +112,7 @@ class Tree:
         return self.keep(sorted(kept))
 
     def keep(self, indices: Sequence[int]) -> Tree:
-        """The nodes of these ascending indices; with each its parent must be there."""
+        """The nodes of these indices, in this order; the parent of each must come before it."""
         place = {old: new for new, old in enumerate(indices)}
         place[ROOT] = ROOT
         parents = [place[self.parents[index]] for index in indices]

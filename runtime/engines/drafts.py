@@ -66,7 +66,14 @@ class Drafts(Protocol):
 
 @runtime_checkable
 class DraftingEngine(Engine, Protocol):
-    """An engine that verifies drafts, for most models."""
+    """An engine that verifies drafts, for most models.
+
+    Attributes:
+        most_rows: tokens that a pass of drafts should have at most, over all texts.
+    """
+
+    @property
+    def most_rows(self) -> int: ...
 
     def why_not_drafts(self) -> str | None:
         """The reason why it verifies none for this model, found by trying too; None: it does."""

@@ -122,6 +122,13 @@ class TorchEngine:
         return explain_modules(self.module) | ({} if self.held is None else self.held.explain())
 
     # ---------------------------------------------------------------- drafts
+    @property
+    def most_rows(self) -> int:
+        """As `runtime.engines.drafts.DraftingEngine`."""
+        from runtime.engines import held_drafts, torch_drafts
+
+        return torch_drafts.MOST_ROWS if self.held is None else held_drafts.HeldDrafts.most_rows
+
     def why_not_drafts(self) -> str | None:
         """As `runtime.engines.drafts.DraftingEngine`."""
         reason = self._against_drafts()

@@ -19,6 +19,14 @@ _ROWS = 512  # tokens of a step of the lean engine
 _BUFFERS = 3  # one that is computed with, one that is ready, one that is being read
 
 
+class TooLittleError(RequestError):
+    """A bound under which a model cannot be; `least` bytes would do."""
+
+    def __init__(self, sentence: str, least: int) -> None:
+        self.least = least
+        super().__init__(sentence)
+
+
 @dataclass(frozen=True)
 class Plan:
     """What is where.
@@ -44,7 +52,7 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> 
         reserve: bytes that are needed besides weights.
 
     Raises:
-        RequestError: not even two blocks fit at a time.
+        TooLittleError: not even two blocks fit at a time.
     """
     everything = outside + sum(blocks)
     if reserve + everything <= max_memory:
@@ -55,9 +63,10 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> 
         held = f"the weights outside the blocks ({text(outside)}), two blocks ({text(2 * largest)}) and {text(reserve)} to work with"
         if not blocks:
             least, held = reserve + everything, "all of it, since it has no blocks that could be read one by one"
-        raise RequestError(
+        sentence = (
             f"max_memory {text(max_memory)} is too little: this model needs at least {text(least, up=True)}, {held}"
         )
+        raise TooLittleError(sentence, least)
     slots = (max_memory - reserve - outside) // largest
     buffers = min(_BUFFERS, slots)
     stay = max(0, min(slots, len(blocks)) - buffers)
@@ -76,6 +85,13 @@ def reserve_for(config: Any, dtype: torch.dtype) -> int:
 
 def cache_floor(config: Any, dtype: torch.dtype) -> int:
     """Bytes of keys and values that a bound has room for whatever else it holds: `CACHE`, or some positions of a wide model."""
+    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
+    most = positions if isinstance(positions, int) and positions else _POSITIONS
+    return max(CACHE, position_bytes(config, dtype) * min(_POSITIONS, most))
+
+
+def position_bytes(config: Any, dtype: torch.dtype) -> int:
+    """Keys and values of one token, all layers together."""
     text_config = config.get_text_config()
 
     def count(name: str) -> int:
@@ -84,8 +100,7 @@ def cache_floor(config: Any, dtype: torch.dtype) -> int:
 
     heads = count("num_attention_heads")
     width = count("head_dim") or count("hidden_size") // max(1, heads)
-    position = 2 * count("num_hidden_layers") * (count("num_key_value_heads") or heads) * width * dtype.itemsize
-    return max(CACHE, position * min(_POSITIONS, count("max_position_embeddings") or _POSITIONS))
+    return 2 * count("num_hidden_layers") * (count("num_key_value_heads") or heads) * width * dtype.itemsize
 
 
 def cache_budget(max_memory: int, weights: int, config: Any, dtype: torch.dtype) -> int:

@@ -12,6 +12,7 @@ import torch
 from test_llama_engine import engines, model_of
 
 from runtime.decoding.drafters.base import Ask, Drafter, Verified
+from runtime.decoding.drafters.confident import AcceptHead
 from runtime.decoding.lengths.base import Lengths
 from runtime.decoding.lengths.fixed import Fixed
 from runtime.decoding.speculation import Speculation
@@ -98,9 +99,12 @@ def answers(plain: Model, texts: Sequence[list[int]], **options: Any) -> dict[tu
     return {tuple(text): new for text, new in zip(texts, plain.generate(list(texts), **options), strict=True)}
 
 
-def table_logits(vocabulary: int, seed: int, sharp: float = 2.0) -> torch.Tensor:
-    """Logits `[vocab, vocab]` of a model that sees only the last token."""
-    return sharp * torch.randn(vocabulary, vocabulary, generator=torch.Generator().manual_seed(seed))
+def accept_head(hidden: int) -> AcceptHead:
+    """One that foresees what the draft says itself: the logit is the token's log-probability and 2."""
+    out = torch.zeros(2, hidden + 2)
+    out[:, hidden] = 1.0
+    tensors = {"mix": torch.zeros(hidden, hidden), "mix_bias": torch.zeros(hidden), "out": out}
+    return AcceptHead({**tensors, "out_bias": torch.full((2,), 2.0)})
 
 
 # ---------------------------------------------------------------- engines of all kinds

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
 import torch
-from speculation_cases import table_logits
+from distribution_cases import drawn_tree, expected, misfit, table_logits, written
 
 from runtime.decoding.options import GenerationOptions
-from runtime.decoding.sampling import process
 from runtime.decoding.tree import ROOT, Tree
 from runtime.decoding.verify import read_rule
 from runtime.decoding.verify.base import Rule
@@ -21,7 +19,7 @@ from runtime.decoding.verify.target import Target
 from runtime.decoding.verify.typical import Typical
 from runtime.errors import RequestError
 
-VOCABULARY, DRAWS = 7, 8_000
+VOCABULARY = 7
 SETTINGS = [
     GenerationOptions(temperature=1.0),
     GenerationOptions(temperature=0.6, top_k=4),
@@ -29,72 +27,15 @@ SETTINGS = [
 ]
 
 
-def softmax(logits: torch.Tensor, options: GenerationOptions) -> torch.Tensor:
-    return torch.softmax(process(logits[None], None, options)[0].double(), -1)
-
-
-def drawn_tree(
-    draft: torch.Tensor, start: int, shape: list[int], options: GenerationOptions, source: torch.Generator
-) -> Tree:
-    """Children drawn without replacement from a bigram draft, `shape[d]` of each node at depth d."""
-    tree, level = Tree(), [(ROOT, start)]
-    for width in shape:
-        following = []
-        for parent, token in level:
-            q = softmax(draft[token], options)
-            tree.proposals[parent] = q.float()
-            count = min(width, int((q > 0).sum()))
-            for child in torch.multinomial(q, count, replacement=False, generator=source).tolist():
-                following.append((tree.add(child, parent), child))
-        level = following
-    return tree
-
-
-def written(
-    rule: Rule, shape: list[int], options: GenerationOptions, guesses: bool = False
-) -> Counter[tuple[int, ...]]:
-    """The first three tokens of many texts, written round by round from trees of this shape."""
+def misfit_of(rule: Rule, shape: list[int], options: GenerationOptions, draws: int, guesses: bool = False) -> float:
+    """How badly three tokens of many texts, written by this rule from drawn trees of this shape, fit what the target would draw."""
     target, draft = table_logits(VOCABULARY, 1), table_logits(VOCABULARY, 2)
-    source = torch.Generator().manual_seed(5)
-    found: Counter[tuple[int, ...]] = Counter()
-    for _ in range(DRAWS):
-        text = [0]
-        while len(text) < 4:
-            tree = drawn_tree(draft, text[-1], shape, options, source)
-            if guesses:
-                tree.proposals = {}
-            logits = target[torch.tensor([text[-1], *tree.tokens])]
-            verdict = rule.accept(tree, Target(logits, options, source))
-            text += [*(tree.tokens[node] for node in verdict.path), verdict.token]
-        found[tuple(text[1:4])] += 1
-    return found
 
+    def tree(last: int, source: torch.Generator) -> Tree:
+        tree = drawn_tree(draft, last, shape, options, source)
+        return Tree(tree.tokens, tree.parents) if guesses else tree
 
-def expected(options: GenerationOptions) -> dict[tuple[int, ...], float]:
-    target = table_logits(VOCABULARY, 1)
-    rows = torch.stack([softmax(row, options) for row in target])
-    chances = {}
-    for a in range(VOCABULARY):
-        for b in range(VOCABULARY):
-            for c in range(VOCABULARY):
-                chances[a, b, c] = float(rows[0, a] * rows[a, b] * rows[b, c])
-    return chances
-
-
-def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float]) -> float:
-    """Pearson's statistic over cells of at least 5 expected counts (the rest is one cell), in standard deviations above its mean."""
-    rest_found, rest_expected, statistic, cells = 0.0, 0.0, 0.0, 0
-    for key, chance in chances.items():
-        want = chance * DRAWS
-        if want < 5:
-            rest_found, rest_expected = rest_found + found[key], rest_expected + want
-            continue
-        statistic += (found[key] - want) ** 2 / want
-        cells += 1
-    if rest_expected > 5:
-        statistic += (rest_found - rest_expected) ** 2 / rest_expected
-        cells += 1
-    return (statistic - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+    return misfit(written(rule, tree, target, options, draws, 3), expected(target, options, 3))
 
 
 class KeepsResidual(Exact):
@@ -129,18 +70,27 @@ class KeepsProposal(Exact):
 @pytest.mark.parametrize("options", SETTINGS)
 @pytest.mark.parametrize("shape", [[1, 1], [3, 2]])
 def test_exact_sampling_is_distributed_as_the_target(shape: list[int], options: GenerationOptions) -> None:
-    assert misfit(written(Exact(), shape, options), expected(options)) < 4
+    assert misfit_of(Exact(), shape, options, 5000) < 4
 
 
 def test_guesses_under_sampling_are_distributed_as_the_target() -> None:
-    assert misfit(written(Exact(), [2, 2], SETTINGS[0], guesses=True), expected(SETTINGS[0])) < 4
+    assert misfit_of(Exact(), [2, 2], SETTINGS[0], 5000, guesses=True) < 4
 
 
 @pytest.mark.parametrize(
+    "options",
+    [
+        GenerationOptions(temperature=1.0),
+        GenerationOptions(temperature=0.7, top_k=4),
+        GenerationOptions(temperature=0.7, top_p=0.8),
+        GenerationOptions(temperature=0.7, top_k=5, top_p=0.9),
+    ],
+)
+@pytest.mark.parametrize(
     ("rule", "shape"), [(KeepsResidual(), [1, 1]), (KeepsProposal(), [3, 2]), (Lenient(0.5), [1, 1])]
 )
-def test_the_test_sees_broken_rules(rule: Rule, shape: list[int]) -> None:
-    assert misfit(written(rule, shape, SETTINGS[0]), expected(SETTINGS[0])) > 8
+def test_the_test_sees_broken_rules(rule: Rule, shape: list[int], options: GenerationOptions) -> None:
+    assert misfit_of(rule, shape, options, 800) > 8
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -236,6 +186,35 @@ def test_rollback_begins_where_the_target_finds_a_token_unlikely(draws: bool) ->
     assert Rollback(threshold=2.0).accept(tree, Target(logits, options, source)).path == [0]  # -log 0.08 = 2.5
     assert Rollback(threshold=3.0).accept(tree, Target(logits, options, source)).path == [0, 1]
     assert Rollback(threshold=1.0).accept(tree, Target(logits, options, source)).path == []
+
+
+@pytest.mark.parametrize("draws", [False, True])
+def test_the_target_writes_where_the_small_model_is_not_sure(draws: bool) -> None:
+    """Of the second token the target would say 1 (greedy: always), and it does not object to 0."""
+    logits = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.4, 0.6, 0.0], [0.2, 0.4, 0.4]]))
+    options = GenerationOptions(temperature=1.0) if draws else GenerationOptions()
+    for sure, path in ((0.7, [0, 1]), (0.6, [0, 1]), (0.59, [0])):
+        tree = Tree.chain([1, 0], [0.9, sure])
+        if draws:  # what counts is the likeliest token, not the drawn one
+            tree.chances[1] = 0.1
+            tree.proposals = {-1: torch.tensor([0.0, 0.9, 0.1]), 0: torch.tensor([0.1, sure, 0.9 - sure])}
+        written = []
+        for seed in range(40 if draws else 1):
+            source = torch.Generator().manual_seed(seed) if draws else None
+            verdict = Rollback(threshold=3.0, fallback=0.6).accept(tree, Target(logits, options, source))
+            assert verdict.path[: len(path)] == path
+            if (
+                len(path) == 1
+            ):  # the target's own token; where that is the drafted one, what comes after it still counts
+                assert verdict.path == ([0, 1] if len(verdict.path) == 2 else [0])
+                written.append(0 if len(verdict.path) == 2 else verdict.token)
+        if len(path) == 1:
+            assert set(written) == ({0, 1} if draws else {1})
+    # Without fallback, and from drafters that say nothing of their chances, only the target's word counts.
+    for tree in (Tree.chain([1, 0], [0.9, 0.1]), Tree.chain([1, 0])):
+        fallback = 0.0 if tree.chances else 0.6
+        assert Rollback(3.0, fallback).accept(tree, Target(logits, GenerationOptions())).path == [0, 1]
+    assert Rollback().fallback == 0.5
 
 
 def test_lenience_forgives_a_factor() -> None:

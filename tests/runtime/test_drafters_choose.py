@@ -17,7 +17,7 @@ from tiny_models import llama, save
 import runtime
 from runtime.artifact import Artifact
 from runtime.decoding.drafters.base import Ask, Drafter
-from runtime.decoding.drafters.choose import CHOICE, Target, choose_speculation
+from runtime.decoding.drafters.choose import Target, choose_speculation
 from runtime.decoding.drafters.first_of import FirstOf, Merged
 from runtime.decoding.drafters.lookup import Lookup
 from runtime.decoding.drafters.methods import FREE
@@ -193,20 +193,6 @@ def test_drafts_that_do_not_fit_are_refused(
     change(draft)
     with pytest.raises(RequestError, match=said):
         choose_speculation(str(draft), target)
-
-
-def test_the_choice_of_the_bench_is_used(target: Target, tmp_path: Path) -> None:
-    path = save(llama(), tmp_path / "own")
-    own = Target(Artifact(path), target.engine)
-    (path / CHOICE).write_text(json.dumps({"drafter": {"of": ["lookup", "suffix"]}}))
-    found = choose_speculation(None, own)
-    assert found is not None
-    assert isinstance(found.drafter, FirstOf)
-    (path / CHOICE).write_text(json.dumps({"drafter": False}))
-    assert choose_speculation(None, own) is None
-    (path / CHOICE).write_text(json.dumps({"drafter": {"model": "/etc"}}))
-    with pytest.raises(RequestError, match="expected names of drafters"):
-        choose_speculation(None, own)
 
 
 class Mine(Drafter):

@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from speculation_cases import Scripted, answers, model, prompts, speculation
+from speculation_cases import Scripted, answers, model, model_over, prompts, speculation
+from test_llama_engine import engines
+from tiny_models import llama, tokenizer
 
 from runtime.decoding.drafters.base import Drafter
 from runtime.decoding.drafters.watch import Watch
@@ -165,6 +167,23 @@ def test_a_drafter_that_fails_is_switched_off(plain: Any, what: str, said: str, 
     calls = drafter.calls  # type: ignore[attr-defined]
     assert drafting.generate(texts, max_new_tokens=40, ignore_eos=True) == list(truth.values())
     assert drafter.calls == calls  # type: ignore[attr-defined]
+
+
+def test_stop_strings_end_texts_where_plain_decoding_does() -> None:
+    """Also in the middle of what a step has accepted, of texts and of streams."""
+    plain = model_over(engines(llama())[1], tokenizer=tokenizer())
+    texts = ["Once upon a time", "cat", "def add(a, b):", "the moon"]
+    ids = [plain.tokenizer(text)["input_ids"] for text in texts]  # type: ignore[misc]
+    truth = answers(plain, ids, max_new_tokens=60, ignore_eos=True)
+    drafting = model_over(engines(llama())[1], speculation(Scripted(truth, right=0.95)), tokenizer=tokenizer())
+    for stop in (["e"], ["a", "th"], ["zzzz"]):
+        expected = plain.generate(texts, max_new_tokens=60, stop=stop)
+        tokens, reasons = plain.stats["new_tokens"], plain.stats["finish_reasons"]
+        assert ("stop" in reasons) == (stop != ["zzzz"])
+        assert drafting.generate(texts, max_new_tokens=60, stop=stop) == expected
+        assert drafting.stats["mean_accepted"] > 1.5
+        assert (drafting.stats["new_tokens"], drafting.stats["finish_reasons"]) == (tokens, reasons)
+        assert ["".join(drafting.stream(text, max_new_tokens=60, stop=stop)) for text in texts] == expected
 
 
 def test_nothing_is_drafted_where_it_does_not_pay(plain: Any) -> None:

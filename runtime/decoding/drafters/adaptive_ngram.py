@@ -83,8 +83,11 @@ class AdaptiveNgram(Drafter):
         self._counts.read(state.reader, tokens[state.seen :])
         state.seen = len(tokens)
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self._counts.clear()
+
+    def reset(self) -> None:
+        self.forget()
         self._odds.reset()
 
     @property

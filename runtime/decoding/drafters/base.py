@@ -114,8 +114,8 @@ class Drafter:
 
     Attributes:
         name: as `drafter=` says it.
-        wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts), "steps" (it learns
-            from every step, also where it had proposed nothing).
+        wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts), "steps" (it
+            learns from every step, also where it had proposed nothing).
         draws: True: with `Ask.draw` its trees hold `proposals`.
         inside: it computes with the target's own layers and cache, and is given a `Place`; only paged engines have one.
         overhead: seconds of the last `draft` that it would not take each time (reading what it had missed).
@@ -145,6 +145,9 @@ class Drafter:
 
     def end(self, state: Any) -> None:
         """The text is finished or thrown away."""
+
+    def forget(self) -> None:
+        """Forget the texts themselves, so that what was written before cannot be copied; rates that were learned from them stay."""
 
     def reset(self) -> None:
         """Forget all that was learned from texts (not what was trained)."""

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 
 from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.lanes import PagedLanes
+from runtime.decoding.drafters.lanes import Lane, PagedLanes
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
+from runtime.engines.base import Piece
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.bounds import Range, bounded
 
@@ -32,6 +33,10 @@ class AcceptHead:
 
     def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
         self.tensors = {name: tensors[name].float() for name in ("mix", "mix_bias", "out", "out_bias")}
+
+    def to(self, device: torch.device) -> AcceptHead:
+        """The head on a device."""
+        return AcceptHead({name: tensor.to(device) for name, tensor in self.tensors.items()})
 
     @torch.inference_mode()
     def __call__(self, states: torch.Tensor, log_chance: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
@@ -76,12 +81,20 @@ class StateLanes(PagedLanes):
 
     states: torch.Tensor
 
-    def _pass(self, pieces: Sequence[Any]) -> torch.Tensor:
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        logits, self.states = self._ends(lanes, tokens)
+        return logits
+
+    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
         logits, hidden = self._engine.verify(self._memory, pieces, hidden=True)
         ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
-        self.states = hidden[ends.to(hidden.device)]
-        result: torch.Tensor = logits
-        return result
+        return logits, hidden[ends.to(hidden.device)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        device: torch.device = self._engine.device
+        return device
 
 
 @dataclass(eq=False)
@@ -105,6 +118,7 @@ class Confident(ModelDrafter):
         super().__post_init__()
         if not isinstance(self.lanes, StateLanes):
             raise RequestError("confident needs a draft whose engine gives its states, such as the decoder in C")
+        self.head = self.head.to(self.lanes.device)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         lanes = self.lanes

@@ -13,6 +13,7 @@ from torch import nn
 
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
+from runtime.decoding.drafters.fit import UnfitError
 from runtime.errors import ArtifactError, RequestError
 
 DRAFT = "draft.json"
@@ -26,16 +27,37 @@ class DraftModel:
         engine: computes it.
         kept: int64 `[k]`, the target's id of each of its logits; None: they are the same.
         facts: the content of draft.json; empty without one.
+        cache_bytes: that its keys and values may take; None: any number.
         weight_bytes: as held in memory.
+        context_length: tokens of a text that it can read; None: any number.
+        page_size: positions that its cache grows by. position_bytes: keys and values of one.
     """
 
     engine: Any
     kept: torch.Tensor | None
     facts: Mapping[str, Any] = field(default_factory=dict)
+    cache_bytes: int | None = None
 
     @property
     def weight_bytes(self) -> int:
         return int(self.engine.weight_bytes)
+
+    @property
+    def context_length(self) -> int | None:
+        found: int | None = self.engine.context_length
+        return found
+
+    @property
+    def page_size(self) -> int:
+        return int(getattr(self.engine, "page_size", 1))
+
+    @property
+    def position_bytes(self) -> int:
+        if hasattr(self.engine, "page_bytes"):
+            return int(self.engine.page_bytes // self.engine.page_size)
+        from runtime.streaming.plan import position_bytes
+
+        return max(1, position_bytes(self.engine.module.config, self.engine.module.dtype))
 
 
 def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_code: bool = False) -> DraftModel:
@@ -47,7 +69,7 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
         device: of the target.
 
     Raises:
-        RequestError: it is a draft of another target, or has another vocabulary.
+        RequestError: it is a draft of another target, or has another vocabulary. UnfitError: its cache takes no tokens back.
         ArtifactError: it cannot be read.
     """
     from runtime.engines.torch import Blueprint
@@ -61,7 +83,11 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
     kept = _kept(path, facts)
     if kept is not None:
         _trim(engine.module, kept, path)
-    return DraftModel(lean_draft(engine), kept, facts)
+    lean = lean_draft(engine)
+    reason = why_not_back(lean)
+    if reason is not None:
+        raise UnfitError(("model",), f"{path} cannot draft on {lean.description}: it {reason}")
+    return DraftModel(lean, kept, facts)
 
 
 def draft_facts(path: Path) -> dict[str, Any]:
@@ -78,6 +104,25 @@ def lean_draft(engine: Any) -> Any:
     from runtime.engines.llama import take_over
 
     return take_over(engine) or engine
+
+
+def why_not_back(engine: Any) -> str | None:
+    """Why an engine's cache takes no tokens back, which a draft does after every step; None: it does."""
+    if hasattr(engine, "make_memory"):  # pages keep every token of every layer
+        return None
+    from transformers.cache_utils import DynamicCache, DynamicLayer
+
+    config = engine.module.config.get_text_config(decoder=True)
+    named = set(getattr(config, "layer_types", None) or ())
+    if getattr(config, "attention_chunk_size", None) and not named:
+        named = {"chunked_attention"}
+    if named - {"full_attention"}:
+        kinds = ", ".join(sorted(named - {"full_attention"}))
+        return f"has layers of {kinds}, whose caches forget tokens and take none back"
+    for layer in DynamicCache(config=config).layers:
+        if type(layer) is not DynamicLayer:
+            return f"caches with {type(layer).__name__}, which forgets tokens and takes none back"
+    return None
 
 
 def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) -> None:

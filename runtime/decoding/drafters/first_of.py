@@ -50,6 +50,10 @@ class _Composed(Drafter):
         for drafter, own in zip(self.drafters, state, strict=True):
             drafter.end(own)
 
+    def forget(self) -> None:
+        for drafter in self.drafters:
+            drafter.forget()
+
     def reset(self) -> None:
         for drafter in self.drafters:
             drafter.reset()

@@ -107,8 +107,11 @@ class Hierarchy(Drafter):
         if self._texts.pop(id(state), None) is not None:
             self._earlier.add(state.text.tokens[state.text.prompt :])
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self._earlier.clear()
+
+    def reset(self) -> None:
+        self.forget()
         self._odds.reset()
 
     @property

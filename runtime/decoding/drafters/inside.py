@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.decoding.drafters.base import Ask, Place, Text, Verified
+from runtime.decoding.drafters.fit import UnfitError
 from runtime.decoding.drafters.lanes import Lane
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
@@ -76,7 +77,9 @@ class ViewLanes:
     def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
         raise NotImplementedError
 
-    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+    def branch(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         raise NotImplementedError
 
     def cut(self, lane: Lane, length: int) -> None:
@@ -138,12 +141,12 @@ class ViewDrafter(Inside):
 
 # ---------------------------------------------------------------- making one
 def engine_of(target: Target, name: str) -> LlamaEngine:
-    """The target's engine; PolicyError where it does not compute with parts of a model."""
+    """The target's engine; UnfitError where it does not compute with parts of a model."""
     from runtime.engines.llama_view import parts_of
 
     engine = parts_of(target.engine)
     if isinstance(engine, str):
-        raise PolicyError((), f"'{name}' drafts with layers of the model itself, and {engine}", WHERE)
+        raise UnfitError((), f"'{name}' drafts with layers of the model itself, and {engine}", WHERE)
     return engine
 
 

@@ -50,17 +50,19 @@ class AdapterLanes(PagedLanes):
         self._places = {id(lane.pages): cast(Spot, lane).here for lane in lanes}
         return super().feed(lanes, tokens)
 
-    def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
+    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
         places = [self._places[id(piece.pages)] for piece in pieces]
         there = [Piece(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
-        return self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there))
+        return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
 
     def ahead(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         raise NotImplementedError
 
-    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+    def branch(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         raise NotImplementedError
 
     def close(self, lane: Lane) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -57,9 +57,11 @@ class Lanes(Protocol):
     def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
         """The first of those that `ahead` read after the text belong to it."""
 
-    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        """Tokens of a tree after what the lane holds: the last `len(tokens)` of `parents`, the others were given before. Logits after
-        each, float32 `[tokens, vocab]`. The lane itself does not grow.
+    def branch(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Tokens of a tree after what each lane holds: the last `len(tokens)` of `parents`, the others were given before. Logits after
+        each, a float32 `[tokens, vocab]` for each lane. The lanes themselves do not grow. Of a lane there are at most `most_rows` tokens.
         """
 
     def cut(self, lane: Lane, length: int) -> None:
@@ -77,7 +79,8 @@ class PagedLanes:
     """Lanes over a paged engine, in memory that grows as they do.
 
     Args:
-        engine: of the draft model.
+        engine: of the draft model; a `PagedEngine`, for more than `feed` a `SpeculativeEngine`, whose `make_memory` gives what it takes as
+            a pool.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -92,7 +95,11 @@ class PagedLanes:
         return Lane()
 
     def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        found: list[torch.Tensor | None] = [None] * len(lanes)
+        return self._ends(lanes, tokens)[0]
+
+    def _ends(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> list[torch.Tensor]:
+        """As `feed`: all that `_pass` gives, after the last token of each text."""
+        found: list[tuple[torch.Tensor, ...]] = [()] * len(lanes)
         waiting = [(index, list(each)) for index, each in enumerate(tokens)]
         while waiting:
             pieces, places, later, rows = [], [], [], self.most_rows
@@ -107,26 +114,24 @@ class PagedLanes:
                     rows -= len(now)
                 if after:
                     later.append((index, after))
-            logits = self._pass(pieces)
+            each = self._pass(pieces)
             for row, (index, done) in enumerate(places):
                 if done:
-                    found[index] = logits[row]
+                    found[index] = tuple(tensor[row] for tensor in each)
             waiting = later
-        return torch.stack([row for row in found if row is not None])
+        return [torch.stack(column) for column in zip(*found, strict=True)]
 
-    def _pass(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """Logits after the last token of each piece."""
-        logits: torch.Tensor = self._engine.read(self._memory, pieces)
-        return logits
+    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+        """Logits after the last token of each piece; subclasses give more of what is there, a row a piece."""
+        return (self._engine.step(self._memory, pieces),)
 
     def ahead(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        if sum(map(len, tokens)) + sum(map(len, more)) > self.most_rows:
-            return [
-                self._ahead([lane], [own], [extra])[0] for lane, own, extra in zip(lanes, tokens, more, strict=True)
-            ]
-        return self._ahead(lanes, tokens, more)
+        found = []
+        for part in _passes([len(own) + len(extra) for own, extra in zip(tokens, more, strict=True)], self.most_rows):
+            found += self._ahead(lanes[part], tokens[part], more[part])
+        return found
 
     def _ahead(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
@@ -139,18 +144,28 @@ class PagedLanes:
             self._reserve(lane, len(lane.tokens) + len(own) + len(extra))
             pieces.append(Piece([*own, *extra], len(lane.tokens), lane.pages, 1 + len(extra)))
             lane.tokens += own
+        return self._verify(pieces)
+
+    def _verify(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+        """Logits of the outputs of each piece."""
         logits: torch.Tensor = self._engine.verify(self._memory, pieces)[0]
         return list(logits.split([piece.outputs for piece in pieces]))
 
     def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
         lane.tokens += tokens
 
-    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        start = len(lane.tokens)
-        self._reserve(lane, start + len(parents))
-        piece = Piece(tokens, start, lane.pages, len(tokens), parents, len(parents) - len(tokens))
-        logits: torch.Tensor = self._engine.verify(self._memory, [piece])[0]
-        return logits
+    def branch(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        pieces = []
+        for lane, new, above in zip(lanes, tokens, parents, strict=True):
+            start = len(lane.tokens)
+            self._reserve(lane, start + len(above))
+            pieces.append(Piece(new, start, lane.pages, len(new), above, len(above) - len(new)))
+        found = []
+        for part in _passes([len(new) for new in tokens], self.most_rows):
+            found += self._verify(pieces[part])
+        return found
 
     def cut(self, lane: Lane, length: int) -> None:
         del lane.tokens[length:]
@@ -172,7 +187,7 @@ class PagedLanes:
             memory = self._engine.make_memory(max(2 * before, before + missing, 16))
             if self._memory is not None:
                 for new, old in zip(memory.tensors, self._memory.tensors, strict=True):
-                    new[:before] = old
+                    new[:before] = old[:before]  # an engine may have pages of its own after them
             self._memory = memory
             self._free += range(before, memory.count)
         lane.pages += [self._free.pop() for _ in range(missing)]
@@ -230,7 +245,9 @@ class PlainLanes:
         lane.tokens += tokens
         lane.unsure -= len(tokens)
 
-    def branch(self, lane: Lane, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
+    def branch(
+        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         raise NotImplementedError
 
     def cut(self, lane: Lane, length: int) -> None:
@@ -252,3 +269,15 @@ class PlainLanes:
 def lanes_of(engine: Any) -> Lanes:
     """The lanes that fit an engine."""
     return PagedLanes(engine) if hasattr(engine, "make_memory") else PlainLanes(engine)
+
+
+def _passes(sizes: Sequence[int], most: int) -> Iterator[slice]:
+    """What goes together in a pass of at most so many tokens; one that is larger goes alone."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        if total and total + size > most:
+            yield slice(start, index)
+            start, total = index, 0
+        total += size
+    if total:
+        yield slice(start, len(sizes))

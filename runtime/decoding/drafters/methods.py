@@ -17,15 +17,16 @@ FREE = Table(
     Method("hierarchy", f"{_HERE}.hierarchy:Hierarchy"),
     Method("adaptive-ngram", f"{_HERE}.adaptive_ngram:AdaptiveNgram"),
 )
-#: Drafters that need a draft model: {"model": directory, "method": one of these}.
+#: Drafters that need a draft model: {"model": directory, "method": one of these}. Those that end a branch in a way of their own have no
+#: `confidence`.
 MODELS = Table(
     "drafter",
     Method("chain", f"{_HERE}.model:ModelDrafter"),
-    Method("dynamic-tree", f"{_HERE}.model_tree:DynamicTree"),
-    Method("large-tree", f"{_HERE}.model_tree:LargeTree"),
+    Method("dynamic-tree", f"{_HERE}.model_tree:DynamicTree", {"confidence": 0.0}),
+    Method("large-tree", f"{_HERE}.model_tree:LargeTree", {"confidence": 0.0}),
     Method("staged", f"{_HERE}.staged:Staged"),
     Method("parallel", f"{_HERE}.parallel:Parallel"),
-    Method("confident", f"{_HERE}.confident:Confident"),
+    Method("confident", f"{_HERE}.confident:Confident", {"confidence": 0.0}),
     Method("nested", f"{_HERE}.cascade:Cascade"),
 )
 #: Drafters that are a part of the target; each module has `build(target, settings)`.
@@ -41,6 +42,8 @@ HEADS = Table(
     Method("mtp", f"{_HERE}.mtp:MTP"),
     Method("kangaroo", f"{_HERE}.kangaroo:Kangaroo"),
 )
+#: What a draft.json has, and the method that goes with it.
+OWN = {"depths": "nested", "parallel": "parallel", "accept_head": "confident"}
 #: What a draft model gives its drafter, or its drafter finds by itself.
 GIVEN = ("lanes", "candidates", "weights", "mask_token", "most", "models", "asked", "head")
 TABLES = (FREE, SELF, MODELS)

@@ -28,7 +28,8 @@ class ModelDrafter(Drafter):
     Attributes:
         lanes: of the draft model.
         candidates: from its logits to tokens of the target.
-        confidence: a chain ends at a token that the draft gives less than this probability (BiLD's fallback, arXiv 2302.07863; 0: never).
+        confidence: a chain ends with a token that the draft gives less than this probability; 0: never. The target verifies that token as
+            any other (acceptance "rollback" has BiLD's fallback, where it does not count).
         weights: bytes of the draft's weights that the target does not have.
     """
 

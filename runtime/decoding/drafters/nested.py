@@ -9,11 +9,11 @@ import torch
 
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.cascade import Cascade
+from runtime.decoding.drafters.fit import UnfitError
 from runtime.decoding.drafters.lanes import PagedLanes
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.engines.base import Piece
 from runtime.engines.llama_view import View, parts_of
-from runtime.errors import RequestError
 
 
 class _Depth:
@@ -29,8 +29,8 @@ class _Depth:
     def make_memory(self, count: int) -> Any:
         return self._engine.make_memory(count)
 
-    def read(self, memory: Any, pieces: Sequence[Piece]) -> torch.Tensor:
-        return self._view.read(memory, pieces)
+    def step(self, pool: Any, pieces: Sequence[Piece]) -> torch.Tensor:
+        return self._view.read(pool, pieces)
 
 
 def nested(engine: Any, depths: Sequence[int], candidates: Candidates, weights: int, **settings: Any) -> Cascade:
@@ -43,10 +43,10 @@ def nested(engine: Any, depths: Sequence[int], candidates: Candidates, weights: 
         settings: of `Cascade`.
 
     Raises:
-        RequestError: the engine cannot compute with parts of a model.
+        UnfitError: the engine cannot compute with parts of a model.
     """
     own = parts_of(engine)
     if isinstance(own, str):
-        raise RequestError(f"drafter: nested: {own}")
+        raise UnfitError(("method",), f"nested: {own}")
     shallow = [ModelDrafter(PagedLanes(_Depth(own, depth)), candidates) for depth in depths[:-1]]
     return Cascade([*shallow, ModelDrafter(PagedLanes(own), candidates, weights=weights)], **settings)

@@ -46,8 +46,11 @@ class Recycling(Drafter):
         self._estimates = [_FIRST / (rank + 1) ** _FALL for rank in range(self.candidates)]
         self.reset()
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self._matrix = np.empty((0, self.candidates), dtype=np.int32)
+
+    def reset(self) -> None:
+        self.forget()
         self._odds = Odds(_DEPTHS * self.candidates)
         self._shapes: dict[tuple[int, int], Guesses] = {}
         self._steps = 0

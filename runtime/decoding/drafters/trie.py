@@ -102,8 +102,11 @@ class Trie(Drafter):
     def end(self, state: Any) -> None:
         self._texts.pop(id(state), None)
 
-    def reset(self) -> None:
+    def forget(self) -> None:
         self._outputs.clear()
+
+    def reset(self) -> None:
+        self.forget()
         self._odds.reset()
 
     @property

@@ -79,7 +79,7 @@ class CudaEngine:
         with self._on_device():
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
         self._store = Store(lambda count: Memory(parts, page_size, count, self.device))
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # `forward` reads in parts
 
     @property
     def description(self) -> str:
@@ -105,18 +105,23 @@ class CudaEngine:
         """Give back the memory that waits for the next pool."""
         self._store.trim()
 
-    def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: Pool | Memory, pieces: Sequence[Piece]) -> torch.Tensor:
         """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
         return self.verify(pool, pieces)[0]
 
     def verify(
-        self, pool: Pool, pieces: Sequence[Piece], hidden: bool = False
+        self, pool: Pool | Memory, pieces: Sequence[Piece], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `SpeculativeEngine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own."""
-        with self._lock, self._on_device(), torch.inference_mode():
-            return self._run(pool.memory, pieces, hidden)
+        """As `SpeculativeEngine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own.
 
-    def keep(self, pool: Pool, piece: Piece, path: Sequence[int]) -> None:
+        Args:
+            pool: also what `make_memory` gave.
+        """
+        memory = pool.memory if isinstance(pool, Pool) else pool
+        with self._lock, self._on_device(), torch.inference_mode():
+            return self._run(memory, pieces, hidden)
+
+    def keep(self, pool: Pool | Memory, piece: Piece, path: Sequence[int]) -> None:
         """As `SpeculativeEngine.keep`: the beginning of a chain is where it should be."""
         if list(path) != list(range(len(path))):
             raise ValueError(f"{list(path)} is not the beginning of a chain")
@@ -160,7 +165,8 @@ class CudaEngine:
 
     def read(self, memory: Memory, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
         """All tokens of the pieces in one pass, without a graph: logits after the last of each piece, or after `every` token."""
-        return self._read(memory, pieces, [len(piece.tokens) if every else 1 for piece in pieces], False)[0]
+        with self._lock, self._on_device(), torch.inference_mode():
+            return self._read(memory, pieces, [len(piece.tokens) if every else 1 for piece in pieces], False)[0]
 
     def _read(
         self, memory: Memory, pieces: Sequence[Piece], outputs: Sequence[int], hidden: bool

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from runtime.decoding.drafters.fit import UnfitError
 from runtime.decoding.drafters.parts.lean import compute_dtype, lean_linear
-from runtime.errors import RequestError
 from runtime.linear import CompressedLinear
 
 
@@ -32,11 +32,11 @@ class TargetParts:
 
     @classmethod
     def of(cls, engine: Any, where: str = "drafter") -> TargetParts:
-        """Those of an engine; RequestError where it does not show them."""
+        """Those of an engine; UnfitError where it does not show them."""
         module: Any = getattr(engine, "module", None)
         head = None if module is None else module.get_output_embeddings()
         if head is None or not hasattr(head, "in_features"):
-            raise RequestError(f"{where}: {engine.description} shows no head and no embedding, which heads need")
+            raise UnfitError((), f"{engine.description} shows no head and no embedding, which heads need", where)
         dtype = compute_dtype(engine.device, _dtype(head))
         return cls(module.get_input_embeddings(), head, head.in_features, engine.vocab_size, engine.device, dtype)
 

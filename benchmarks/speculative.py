@@ -9,13 +9,18 @@ inside a model of 1.0 billion weights that computes the same (`expand_core.py`),
 while the time of a step is a large one's. The draft has layers of that size too.
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
-within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. Greedy texts are
-compared token by token with plain decoding's.
+within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. What a drafter has
+written in a round is forgotten before the next. Times are of decoding, and a draft model's reading of the prompt is in them. Greedy
+texts are compared token by token with plain decoding's: exit code 1 where any differs.
+
+The peer is transformers' own decoding of the same artifact with the same draft: its modules, our kernels in them, the same prompts and
+tokens, batch 1 (all that its assisted generation takes), at its default lengths and at a fixed one.
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import os
 import shutil
@@ -26,8 +31,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from expand_core import SHAPES, expand
+from expand_core import SHAPES, check, expand
 from where import commit, cpu_facts, cpu_name
+
+from compress.evaluate.draft_totals import DraftTotals
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
@@ -35,40 +42,65 @@ HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
 CONTINUATIONS = 8
 SETTINGS = (
-    "shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_prompts", "peer_tokens",
+    "shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_rounds",
 )  # fmt: skip
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}
 
 
 # -------------------------------------------------------------------- what is measured on
 def prepare(work: Path, shape: str, layers: int, steps: int, samples: int, draft_scheme: str) -> dict[str, Path]:
-    """The artifact with its distilled draft, and both in the large shape; what is there already is used again."""
+    """The artifact with its distilled draft, and both in the large shape; what was made with the same settings is used again."""
     import compress
 
-    small = work / "small"
     draft = {
         "method": "distillspec", "layers": layers, "data": "teacher", "samples": samples, "continuations": CONTINUATIONS, "steps": steps,
         "learning_rate": 3e-3, "quantize": "none", "patience": None, "evaluate_every": 100,
     }  # fmt: skip
+    key = hashlib.sha256(json.dumps([QUANTIZE, draft], sort_keys=True).encode()).hexdigest()[:8]
+    small = work / f"small-{key}"
     if not (small / "compress.json").is_file():
         recipe = {"name": "small", "model": str(SOURCE), "stages": [QUANTIZE, {"draft": draft}]}
         compress.apply(recipe, output=str(small), resume=(small / ".compress").is_dir())
     if shape == "small":
-        return {"target": small, "draft": small / "draft"}
-    made = {}
-    for name, source, deep, scheme in (
-        ("target", SOURCE, None, "W4A16"),
-        ("draft", small / "draft", layers, draft_scheme),
-    ):
-        path = work / f"{name}-{shape}{'-' + scheme if name == 'draft' else ''}"
+        return {"small": small, "target": small, "draft": small / "draft"}
+    made = {"small": small}
+    # A draft's head is quantized too, as the draft stage does it: it is read for every token that is proposed.
+    for name, source, deep, stage, file in (
+        ("target", SOURCE, None, QUANTIZE["quantize"], f"target-{shape}"),
+        ("draft", small / "draft", layers, {**QUANTIZE["quantize"], "scheme": draft_scheme, "ignore": []},
+         f"draft-{shape}-{key}-{draft_scheme}"),
+    ):  # fmt: skip
+        path = work / file
         if not (path / "compress.json").is_file():
-            dense = work / f"{name}-{shape}-dense"
+            dense = work / f"{file}-dense"
             expand(source, dense, SHAPES[shape], deep)
-            stage = {"quantize": {"method": "rtn", "scheme": scheme, "group_size": 128}}
-            compress.apply({"name": name, "model": str(dense), "stages": [stage]}, output=str(path), quiet=True)
+            off = check(source, dense)
+            if off > 0.1:  # bfloat16 rounds the scaled norms
+                raise SystemExit(f"{dense} does not compute what {source} does: {off:.3f} of the spread of its logits")
+            compress.apply(
+                {"name": name, "model": str(dense), "stages": [{"quantize": stage}]}, output=str(path), quiet=True
+            )
             shutil.rmtree(dense)
         made[name] = path
     return made
+
+
+def distilled(small: Path) -> dict[str, Any]:
+    """What distillation did for the draft: acceptance before and after, on held-out rows of the domain and on the three kinds."""
+    facts = json.loads((small / "compress.json").read_text(encoding="utf-8"))["draft"]["facts"]
+
+    def rates(side: str) -> dict[str, Any]:
+        return {
+            kind: {
+                f"{what}, {how}": round(found[what][how]["acceptance"], 4)
+                for what in ("text", "continuations")
+                for how in ("greedy", "sampling")
+                if found[what][how] is not None
+            }
+            for kind, found in facts[side].items()
+        }
+
+    return {side: rates(side) for side in ("before", "after")}
 
 
 def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
@@ -77,11 +109,10 @@ def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
 
     ids = tokenizer(HELD_OUT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     step = len(ids) // (count + 1)
-    found = {"held-out": [ids[start : start + PROMPT] for start in range(step, step * (count + 1), step)]}
-    samples = sample_rows(tokenizer)
-    found |= {kind: rows[:count].tolist() for kind, rows in samples.items()}
+    found = {"held-out": [ids[start : start + PROMPT] for start in range(step, step * count + 1, step)]}
+    found |= {kind: rows.tolist() for kind, rows in sample_rows(tokenizer, most=count).items()}
     divide = tokenizer("\n\n# The same again:\n\n", add_special_tokens=False)["input_ids"]
-    code = samples["code"].flatten().tolist()
+    code = sample_rows(tokenizer, most=1000)["code"].flatten().tolist()  # without gaps
     size = 3 * PROMPT
     starts = range(0, max(1, len(code) - size), max(1, (len(code) - size) // count))
     found["edit"] = [[*code[at : at + size], *divide, *code[at : at + PROMPT // 2]] for at in list(starts)[:count]]
@@ -90,18 +121,18 @@ def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
 
 # -------------------------------------------------------------------- ours
 DRAFTERS: dict[str, Any] = {
-    "lookup": "lookup", "suffix": "suffix", "recycling": "recycling", "trie": "trie", "draft": "DRAFT",
-    "lookup, then draft": {"of": ["lookup", "DRAFT"]},
+    "lookup": "lookup", "suffix": "suffix", "recycling": "recycling", "draft": "DRAFT",
+    "dynamic-tree": {"model": "DRAFT", "method": "dynamic-tree"}, "lookup, then draft": {"of": ["lookup", "DRAFT"]},
 }  # fmt: skip
 
 
-def ours(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
+def ours(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Rows of {drafter, kind, temperature, batch}: tokens a second and the ratio to plain decoding."""
     import runtime
     from runtime.decoding.drafters.choose import Target, choose_speculation
     from runtime.model import Model
 
-    plain = runtime.load(paths["target"], drafter=False, threads=options.threads)
+    plain = runtime.load(paths["target"], drafter=False, threads=options.threads, device=options.device)
     prompts = prompts_of(plain.tokenizer, options.prompts)
     target = Target(plain.artifact, plain.engine)
     models = {}
@@ -110,7 +141,8 @@ def ours(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
         models[name] = Model(
             plain.engine, plain.tokenizer, plain.artifact, plain.eos_token_ids, choose_speculation(value, target)
         )
-    rows = []
+    rows: list[dict[str, Any]] = []
+    result["ours"] = {"engine": plain.stats["engine"], "weight_bytes": plain.stats["weight_bytes"], "rows": rows}
     for temperature in (0.0, 1.0):
         for batch in options.batches:
             for kind, ids in prompts.items():
@@ -118,7 +150,7 @@ def ours(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
                 rows += [row | found for found in _turns(plain, models, ids, temperature, batch, options)]
                 for found in rows[-len(models) :]:
                     print(json.dumps(found), file=sys.stderr, flush=True)
-    return {"engine": plain.stats["engine"], "weight_bytes": plain.stats["weight_bytes"], "rows": rows}
+                write(result, options.json)
 
 
 def _turns(
@@ -132,17 +164,18 @@ def _turns(
     ratios: dict[str, list[float]] = {name: [] for name in models}
     speeds: dict[str, list[float]] = {name: [] for name in [*models, "plain"]}
     same = dict.fromkeys(models, True)
-    last: dict[str, Any] = {}
+    totals = {name: DraftTotals() for name in models}
     for number in range(options.rounds + 1):
-        before, texts = _decode(plain, ids, temperature, batch, options.new_tokens)
+        before, texts = _decode(plain, ids, temperature, batch, options.new_tokens, DraftTotals())
         for name, model in models.items():
-            rate, found = _decode(model, ids, temperature, batch, options.new_tokens)
+            # The first round is for the drafters to learn what things cost.
+            counted = totals[name] if number else DraftTotals()
+            rate, found = _decode(model, ids, temperature, batch, options.new_tokens, counted)
             if temperature == 0:
                 same[name] &= found == texts
-            if number:  # the first round is for the drafters to learn what things cost
+            if number:
                 ratios[name].append(rate / before)
                 speeds[name].append(rate)
-            last[name] = model.stats
         if number:
             speeds["plain"].append(before)
     return [
@@ -150,29 +183,41 @@ def _turns(
             "drafter": name, "speedup": round(statistics.median(ratios[name]), 3), "speedups": [round(each, 3) for each in ratios[name]],
             "tokens_per_second": round(statistics.median(speeds[name]), 2),
             "plain_tokens_per_second": round(statistics.median(speeds["plain"]), 2),
-            "same_text": same[name] if temperature == 0 else None, "acceptance_rate": last[name]["acceptance_rate"],
-            "mean_accepted": last[name]["mean_accepted"], "acceptance_by_depth": [round(r, 3) for r in last[name]["acceptance_by_depth"]],
-            "steps": last[name]["steps"],
+            "same_text": same[name] if temperature == 0 else None, **_short(totals[name].facts()),
         }
         for name in models
     ]  # fmt: skip
 
 
+def _short(facts: dict[str, Any]) -> dict[str, Any]:
+    """Rates with three digits."""
+    return {
+        key: [round(each, 3) for each in value] if isinstance(value, list) else round(value, 3) if isinstance(value, float) else value
+        for key, value in facts.items()
+    }  # fmt: skip
+
+
 def _decode(
-    model: Any, ids: list[list[int]], temperature: float, batch: int, new: int
+    model: Any, ids: list[list[int]], temperature: float, batch: int, new: int, totals: DraftTotals
 ) -> tuple[float, list[list[int]]]:
     """Tokens a second of decoding, and the texts."""
     seconds, texts, count = 0.0, [], 0
+    if model.speculation is not None:
+        model.speculation.drafter.forget()
     for start in range(0, len(ids), batch):
         part = ids[start : start + batch]
         texts += model.generate(part, max_new_tokens=new, temperature=temperature, ignore_eos=True)
+        totals.add(model.stats)
         seconds += model.stats["decode_seconds"]
         count += model.stats["new_tokens"] - len(part)
     return count / seconds, texts
 
 
 # -------------------------------------------------------------------- the peer
-def peers(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]:
+LOOKUP, FIXED = {"prompt_lookup_num_tokens": 8}, 4
+
+
+def peers(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, Any]) -> None:
     """transformers' assisted generation and prompt lookup: the same artifact and draft in its own modules, batch 1."""
     import transformers
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -181,41 +226,33 @@ def peers(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]
 
     torch.set_num_threads(options.threads or torch.get_num_threads())
     load = {"dtype": torch.bfloat16}
-    model: Any = AutoModelForCausalLM.from_pretrained(paths["target"], **load).eval()
-    assistant: Any = AutoModelForCausalLM.from_pretrained(paths["draft"], **load).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(paths["target"], **load).eval().to(options.device)
+    assistant: Any = AutoModelForCausalLM.from_pretrained(paths["draft"], **load).eval().to(options.device)
     prompts = prompts_of(AutoTokenizer.from_pretrained(paths["target"]), options.prompts)
-    ways: dict[str, dict[str, Any]] = {
-        "lookup": {"prompt_lookup_num_tokens": 8},
-        "draft": {"assistant_model": assistant},
-    }
-    rows = []
-
-    def decode(ids: list[int], temperature: float, more: dict[str, Any]) -> float:
-        inputs = torch.tensor([ids])
-        sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
-        new = options.peer_tokens
-        # Prefill is taken off, as in our numbers.
-        seconds = []
-        for count in (1, new):
-            started = time.perf_counter()
-            model.generate(
-                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
-                eos_token_id=None, **sampling, **(more if count > 1 else {}),
-            )  # fmt: skip
-            seconds.append(time.perf_counter() - started)
-        return (new - 1) / (seconds[1] - seconds[0])
-
+    own = {key: getattr(assistant.generation_config, key) for key in _ASSISTANT}
+    fixed = dict(zip(_ASSISTANT, (FIXED, "constant", 0.0), strict=True))
+    ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+        "lookup": (LOOKUP, own), "draft": ({"assistant_model": assistant}, own),
+        f"draft, {FIXED} tokens": ({"assistant_model": assistant}, fixed),
+    }  # fmt: skip
+    rows: list[dict[str, Any]] = []
+    result["transformers"] = {"version": transformers.__version__, "rows": rows}
     for temperature in (0.0, 1.0):
         for kind, ids in prompts.items():
             ratios: dict[str, list[float]] = {name: [] for name in ways}
             speeds: dict[str, list[float]] = {name: [] for name in [*ways, "plain"]}
-            for prompt in ids[: options.peer_prompts]:
-                plain = decode(prompt, temperature, {})
-                speeds["plain"].append(plain)
-                for name, more in ways.items():
-                    rate = decode(prompt, temperature, more)
-                    ratios[name].append(rate / plain)
-                    speeds[name].append(rate)
+            for number in range(options.peer_rounds + 1):
+                # The first round, of one prompt, is for the modules to warm up.
+                part = ids if number else ids[:1]
+                before = _assisted(model, part, temperature, options.new_tokens, {})
+                if number:
+                    speeds["plain"].append(before)
+                for name, (more, lengths) in ways.items():
+                    assistant.generation_config.update(**lengths)
+                    rate = _assisted(model, part, temperature, options.new_tokens, more)
+                    if number:
+                        ratios[name].append(rate / before)
+                        speeds[name].append(rate)
             for name in ways:
                 row = {
                     "temperature": temperature, "batch": 1, "kind": kind, "drafter": name,
@@ -225,11 +262,30 @@ def peers(paths: dict[str, Path], options: argparse.Namespace) -> dict[str, Any]
                 }  # fmt: skip
                 rows.append(row)
                 print("transformers", json.dumps(row), file=sys.stderr, flush=True)
-    return {"version": transformers.__version__, "rows": rows}
+            write(result, options.json)
 
 
-def machine() -> dict[str, Any]:
-    """The processor, as far as it decides times."""
+_ASSISTANT = ("num_assistant_tokens", "num_assistant_tokens_schedule", "assistant_confidence_threshold")
+
+
+def _assisted(model: Any, prompts: list[list[int]], temperature: float, new: int, more: dict[str, Any]) -> float:
+    """Tokens a second of decoding: of each prompt the time of one token, which is the target's prefill, is taken off."""
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": 0} if temperature else {"do_sample": False}
+    seconds = 0.0
+    for ids in prompts:
+        inputs = torch.tensor([ids], device=model.device)
+        for count, sign, extra in ((1, -1, {}), (new, 1, more)):
+            started = time.perf_counter()
+            model.generate(
+                inputs, attention_mask=torch.ones_like(inputs), max_new_tokens=count, min_new_tokens=count, pad_token_id=0,
+                eos_token_id=None, **sampling, **extra,
+            )  # fmt: skip
+            seconds += sign * (time.perf_counter() - started)
+    return len(prompts) * (new - 1) / seconds
+
+
+def machine(device: str) -> dict[str, Any]:
+    """The processor, as far as it decides times, and the GPU."""
     facts = cpu_facts()
     known = ("avx2", "avx512f", "avx512_vnni", "avx_vnni", "avx512_bf16", "amx_int8")
     flags = [flag for flag in facts.get("flags", "").split() if flag in known]
@@ -239,6 +295,7 @@ def machine() -> dict[str, Any]:
         "model": facts.get("model"),
         "flags": flags,
         "cores": os.cpu_count(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else device,
     }
 
 
@@ -258,27 +315,33 @@ def main() -> None:
     parser.add_argument("--threads", type=int)
     parser.add_argument("--steps", type=int, default=1600, help="of the draft's training")
     parser.add_argument("--samples", type=int, default=448, help="rows that it is trained on")
+    parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peers", action="store_true")
-    parser.add_argument("--peer-prompts", type=int, default=4)
-    parser.add_argument("--peer-tokens", type=int, default=64)
+    parser.add_argument("--peer-rounds", type=int, default=1)
     options = parser.parse_args()
     paths = prepare(
         options.work, options.shape, options.draft_layers, options.steps, options.samples, options.draft_scheme
     )
     result: dict[str, Any] = {
-        "machine": machine(), "commit": commit(), "threads": options.threads or torch.get_num_threads(), "torch": torch.__version__,
-        "settings": {
-            key: getattr(options, key)
-            for key in SETTINGS
-        },
+        "machine": machine(options.device), "commit": commit(), "threads": options.threads or torch.get_num_threads(),
+        "torch": torch.__version__, "settings": {key: getattr(options, key) for key in SETTINGS}, "distillation": distilled(paths["small"]),
+        "draft_bytes": sum(file.stat().st_size for file in paths["draft"].glob("*.safetensors")),
     }  # fmt: skip
-    result["ours"] = ours(paths, options)
+    ours(paths, options, result)
     if not options.no_peers:
-        result["transformers"] = peers(paths, options)
+        peers(paths, options, result)
+    print(write(result, options.json))
+    wrong = [row for row in result["ours"]["rows"] if row["same_text"] is False]
+    if wrong:
+        raise SystemExit(f"{len(wrong)} rows wrote other greedy texts than plain decoding: {wrong[0]}")
+
+
+def write(result: dict[str, Any], path: Path | None) -> str:
+    """The result so far as text, into the file too."""
     text = json.dumps(result, indent=1)
-    if options.json:
-        options.json.write_text(text + "\n", encoding="utf-8")
-    print(text)
+    if path is not None:
+        path.write_text(text + "\n", encoding="utf-8")
+    return text
 
 
 if __name__ == "__main__":

@@ -21,6 +21,8 @@ from compress.commands.running import (
 )
 from runtime.errors import RequestError
 
+_PROMPT = 128  # tokens
+
 
 def register(app: typer.Typer) -> None:
     """Add the command."""
@@ -32,7 +34,9 @@ def bench(
     reference: str | None = typer.Option(
         None, "--reference", "-r", help="A plain checkpoint, run by transformers in bfloat16, to compare with."
     ),
-    prompt_tokens: int = typer.Option(128, "--prompt-tokens", "-p", min=1, help="Length of the (random) prompts."),
+    prompt_tokens: int | None = typer.Option(
+        None, "--prompt-tokens", "-p", min=1, help="Length of the (random) prompts.  [default: 128; with --drafters 64]"
+    ),
     new_tokens: int = typer.Option(64, "--new-tokens", "-n", min=2, help="Tokens to decode."),
     batch_size: int = typer.Option(1, "--batch-size", "-b", min=1, help="Prompts at once."),
     repeat: int = typer.Option(3, "--repeat", min=1, help="Rounds after a warm-up; medians are shown."),
@@ -78,10 +82,11 @@ def bench(
 
         if reference is not None or drafter is not None:
             raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
-        compare_drafters(model, options, text, new_tokens, batch_size, repeat, save, as_json)
+        compare_drafters(model, options, text, prompt_tokens, new_tokens, batch_size, repeat, save, as_json)
         return
     if text is not None:
         raise RequestError("--text gives prompts to --drafters; add it")
+    prompt_tokens = prompt_tokens or _PROMPT
     shape = (prompt_tokens, new_tokens, batch_size, repeat)
     with stdout_reserved(as_json):
         result = run_isolated(SpeedRequest(model, "runtime", *shape, options=options))

@@ -1,6 +1,7 @@
 """Compress Hugging Face checkpoints once, offline: one recipe in, one self-describing artifact out.
 
-`compress.apply(recipe)` runs a recipe, `compress.plan(recipe)` says what it would do; `runtime.load(path)` runs the result.
+`compress.apply(recipe)` runs a recipe, `compress.plan(recipe)` says what it would do; `runtime.load(path)` runs the result, and
+`compress.draft(path, recipe)` gives it another draft.
 Heavy imports wait until a function is called.
 """
 
@@ -17,7 +18,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "apply", "plan"]
+__all__ = ["__version__", "apply", "draft", "plan"]
 
 
 def apply(
@@ -49,11 +50,40 @@ def apply(
         runtime.errors.RequestError: the request is wrong; nothing was changed.
         runtime.errors.CompressError: the run failed, or its result exceeds a limit of `evaluate`.
     """
+    from compress.distill.team import refuse_several
     from compress.pipeline import run
     from compress.recipe import load
 
+    refuse_several("apply")
     loaded = load(recipe, model=model, output=output, set=set)
     return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
+
+
+def draft(
+    artifact: str | Path,
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    set: Iterable[str] = (),
+    device: str = "auto",
+    quiet: bool = False,
+) -> dict[str, Any] | None:
+    """Make the draft of a finished artifact, or replace the one that it has; several processes may share the training.
+
+    Args:
+        artifact: its directory.
+        recipe: as of `apply`; only its draft stage and its calibration text count.
+        set, device, quiet: as of `apply`.
+
+    Returns:
+        What the manifest then says of the draft; None in all but the main process.
+
+    Raises:
+        runtime.errors.RequestError: the request is wrong; nothing was changed.
+        runtime.errors.CompressError: it failed; the artifact is as it was, and the same call goes on.
+    """
+    from compress.pipeline.redraft import redraft
+    from compress.recipe import load
+
+    return redraft(Path(artifact), load(recipe, set=set), device=device, quiet=quiet)
 
 
 def plan(

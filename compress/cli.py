@@ -22,7 +22,13 @@ from compress.stopping import Stopped, stoppable
 from runtime.errors import CompressError
 
 INTERRUPTED = 130
-COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "export", "generate", "report", "recipes", "methods")
+COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "draft", "export", "generate", "report", "recipes", "methods")
+
+# What a command that was interrupted leaves.
+_GO_ON = {
+    "apply": "; what is finished is kept: go on with the same command and --resume",
+    "draft": "; what is finished is kept: the same command goes on",
+}
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
 
@@ -64,7 +70,7 @@ def main(arguments: list[str] | None = None) -> int:
     debug = "--debug" in options
     if debug:
         given.remove("--debug")
-    hint = "; what is finished is kept: go on with the same command and --resume" if given[:1] == ["apply"] else ""
+    hint = _GO_ON.get(given[0], "") if given else ""
     try:
         with stoppable():
             code = _run(given)

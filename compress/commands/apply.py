@@ -60,8 +60,10 @@ def apply(
       compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
       compress apply llama_w4 --resume
     """
+    from compress.distill.team import refuse_several
     from compress.recipe import load
 
+    refuse_several("apply")
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):

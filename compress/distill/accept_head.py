@@ -13,6 +13,7 @@ from compress.distill.teacher import Teacher
 from runtime.decoding.drafters.confident import DRAWN, FILE, GREEDY, scores
 
 _EPOCHS, _BATCH, _RATE = 30, 256, 3e-3
+MOST = 50_000  # positions that are learned from: their hidden states are in memory all at once
 
 
 def fit_accept_head(
@@ -25,7 +26,8 @@ def fit_accept_head(
 
     Args:
         student: a draft that proposes token by token. It is not changed.
-        teacher: the target. rows: text, whose trained positions count. held_out: on which the head is measured.
+        teacher: the target. rows: text, whose trained positions count. held_out: on which the head is measured. Of either `MOST` positions
+            at most, drawn evenly.
         seed: of the tokens that are drawn, the weights at first, and the order.
 
     Returns:
@@ -33,7 +35,7 @@ def fit_accept_head(
         on held-out positions of the head, of the draft's own probability, and of the best constant.
     """
     generator = torch.Generator().manual_seed(seed)
-    seen, unseen = (_examples(student, teacher, part, generator) for part in (rows, held_out))
+    seen, unseen = (_examples(student, teacher, thinned(part, MOST, generator), generator) for part in (rows, held_out))
     width, count = seen["states"].shape[1], len(seen["states"])
     mean = torch.stack([seen[f"{name}_label"].mean() for name in ("greedy", "sampling")]).clamp(1e-3, 1 - 1e-3)
     tensors = {  # at first the best constant
@@ -85,6 +87,18 @@ def save_accept_head(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}, directory / FILE)
+
+
+def thinned(rows: TextRows, most: int, generator: torch.Generator) -> TextRows:
+    """Rows of which `most` trained positions count at most, those that were drawn; rows without any are left out."""
+    places = rows.trained.flatten().nonzero()[:, 0]
+    if len(places) <= most:
+        return rows
+    trained = torch.zeros(rows.trained.numel(), dtype=torch.bool)
+    trained[places[torch.randperm(len(places), generator=generator)[:most]]] = True
+    trained = trained.view_as(rows.trained)
+    left = trained.any(1)
+    return TextRows(rows.ids[left], trained[left], rows.kind)
 
 
 @torch.no_grad()

@@ -13,6 +13,9 @@ from compress.distill.student import Student
 from compress.distill.teacher import Teacher
 from runtime.errors import RequestError
 
+WRITTEN = 16  # rows that the target continues at once
+Texts = dict[str, TextRows]
+
 
 @dataclass
 class _Chances:
@@ -39,6 +42,7 @@ def measure_acceptance(
     temperature: float = 1.0,
     batch: int = 4,
     seed: int = 0,
+    texts: Texts | None = None,
 ) -> dict[str, Any]:
     """Acceptance of a draft by its target, on given text and on what the target itself writes.
 
@@ -60,12 +64,13 @@ def measure_acceptance(
         temperature: of sampling, above 0.
         batch: rows at once.
         seed: of what the target samples.
+        texts: what `target_texts` gave for the same rows, prompt, temperature and seed; None: the target writes them now.
 
     Returns:
         {"length", "text": {"greedy": R, "sampling": R}, "continuations": {...}}, plain data. R: "acceptance", the mean over all positions
         of the first drafted token; "by_position", for each place in a draft the share accepted of those whose predecessors all were
         (None: never reached); "accepted", the mean number of accepted tokens in a step; "tokens", that plus the target's own; "steps"
-        that these are means of.
+        that these are means of. None for R: no row has `length` tokens that count in a row (the target ended its texts sooner).
     """
     student = student if isinstance(student, Student) else Student(student)
     target = Teacher.of(target)
@@ -80,22 +85,32 @@ def measure_acceptance(
         }
         written = None
         if target.writes:
-            size = rows.length // 2 if prompt is None else prompt
-            if not 1 <= size < rows.length:
-                raise RequestError(f"a prompt must be 1 to {rows.length - 1} tokens of the rows, not {size}")
-            written = {}
-            for kind, heat in (("greedy", 0.0), ("sampling", temperature)):
-                own = _continued(target, rows, size, heat, batch, seed)
-                written[kind] = _walked(student, target, own, length, heat, batch, written=True)
+            if texts is None:
+                texts = target_texts(target, rows, prompt=prompt, temperature=temperature, seed=seed)
+            written = {
+                kind: _walked(student, target, texts[kind], length, heat, batch, written=True)
+                for kind, heat in (("greedy", 0.0), ("sampling", temperature))
+            }
     finally:
         student.train(training)
     return {"length": length, "text": text, "continuations": written}
 
 
-def _continued(target: Teacher, rows: TextRows, prompt: int, temperature: float, batch: int, seed: int) -> TextRows:
+def target_texts(
+    target: Teacher, rows: TextRows, *, prompt: int | None = None, temperature: float = 1.0, seed: int = 0
+) -> Texts:
+    """{"greedy", "sampling": what the target writes after the first tokens of rows}; arguments as of `measure_acceptance`."""
+    size = rows.length // 2 if prompt is None else prompt
+    if not 1 <= size < rows.length:
+        raise RequestError(f"a prompt must be 1 to {rows.length - 1} tokens of the rows, not {size}")
+    heats = {"greedy": 0.0, "sampling": temperature}
+    return {kind: _continued(target, rows, size, heat, seed) for kind, heat in heats.items()}
+
+
+def _continued(target: Teacher, rows: TextRows, prompt: int, temperature: float, seed: int) -> TextRows:
     tokens, parts, masks = rows.length - prompt, [], []
-    for start in range(0, len(rows), batch):
-        prompts = rows.ids[start : start + batch, :prompt]
+    for start in range(0, len(rows), WRITTEN):
+        prompts = rows.ids[start : start + WRITTEN, :prompt]
         seeds = [mix(seed, index) for index in range(start, start + len(prompts))]
         ids, lengths = target.continuations(prompts, tokens, temperature, seeds)
         parts.append(ids)
@@ -105,7 +120,7 @@ def _continued(target: Teacher, rows: TextRows, prompt: int, temperature: float,
 
 def _walked(
     student: Student, target: Teacher, rows: TextRows, length: int, temperature: float, batch: int, written: bool
-) -> dict[str, Any]:
+) -> dict[str, Any] | None:
     reached = torch.zeros(length, dtype=torch.float64)
     passed = torch.zeros(length, dtype=torch.float64)
     steps = first = count = 0.0
@@ -120,7 +135,7 @@ def _walked(
             reached += at[1]
             passed += at[2]
     if not steps:
-        raise RequestError(f"no row has {length} tokens that count in a row, which a draft of {length} needs")
+        return None
     accepted = float(passed.sum()) / steps
     return {
         "acceptance": first / count,
@@ -199,7 +214,8 @@ def _chances(
             accepted = expected = (first == wanted).double()
         else:
             p = log_p[:, ahead:]
-            expected = torch.minimum(p if kept is None else p[..., kept], log_q).exp().double().sum(-1)
+            # Of equal distributions the sum may be 1 and the rounding of a softmax; nothing is accepted more often than always.
+            expected = torch.minimum(p if kept is None else p[..., kept], log_q).exp().double().sum(-1).clamp_max(1.0)
             accepted = expected
             if written:
                 accepted = _ratio(p, log_q, following[:, ahead:], kept)

@@ -27,7 +27,8 @@ def compact(source: Path, output: Path, scheme: str, trimmed: bool) -> None:
     from compress.recipe import load
 
     config = read_json(source / "config.json")
-    narrow = min(value for key in ("hidden_size", "n_embd", "intermediate_size") if (value := config.get(key)))
+    widths = ("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim")
+    narrow = min((value for key in widths if (value := config.get(key))), default=0)
     quantize: dict[str, Any] = {"method": "rtn", "scheme": scheme, "ignore": ["lm_head"] if trimmed else []}
     if narrow < _GROUP:
         quantize["group_size"] = "channel"

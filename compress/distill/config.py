@@ -6,13 +6,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.distill.losses import Objective
 from compress.distill.options import TrainOptions
 
 if TYPE_CHECKING:
     from compress.distill.making import Making
+    from compress.distill.prospect import Prospect
 
 
 class DraftConfig(BaseModel):
@@ -64,18 +65,32 @@ class DraftConfig(BaseModel):
 
 
 class CutConfig(DraftConfig):
-    """A draft that is cut out of the artifact."""
+    """A draft that is cut out of the artifact, or begins as a smaller checkpoint."""
 
-    layers: int | list[int] = Field(
+    layers: int | list[int] | None = Field(
         2,
         description="Layers of the artifact that the draft begins with: so many, evenly spread with the first and the last among them, "
         "or their indices.",
+    )
+    model: str | None = Field(
+        None,
+        min_length=1,
+        description="A checkpoint with the artifact's vocabulary that the draft begins as, in the place of layers: a directory (relative "
+        "to the recipe) or a hub id.",
     )
     vocabulary: int | None = Field(
         None,
         ge=1,
         description="Tokens that the draft may propose, those that the artifact writes most (VocabTrim, 2506.22694); none: all.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _of_a_model(cls, fields: Any) -> Any:
+        """The number of layers has a default only where there is something to cut."""
+        if isinstance(fields, dict) and fields.get("model") is not None:
+            return {"layers": None, **fields}
+        return fields
 
 
 class ChainConfig(CutConfig):
@@ -94,6 +109,8 @@ class DraftMethod:
     Attributes:
         name, config, summary, paper: as of `compress.method.Method`.
         make: trains the draft and writes it; returns what `drafter=` of `runtime.load` takes for it, "model" being its directory.
+        check: raises `compress.distill.prospect.RefusedError` where a draft with these fields cannot be made for a target.
+        trains: a training is part of it, which several processes can share.
     """
 
     name: str
@@ -101,4 +118,6 @@ class DraftMethod:
     summary: str
     paper: str
     make: Callable[[Making, Any], dict[str, Any]]
+    check: Callable[[Any, Prospect], None]
+    trains: bool = True
     needs: frozenset[str] = frozenset()

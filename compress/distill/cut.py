@@ -46,15 +46,7 @@ def cut(
     """
     name, blocks = _blocks(target)
     chosen = _indices(layers, len(blocks))
-    config = _smaller(target.config, chosen, len(blocks))
-    draft = build_skeleton(config, dtype)
-    if type(draft) is not type(target):
-        raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
-    inner_name, inner = find_blocks(draft)
-    if inner_name != name or len(inner) != len(chosen):
-        raise RequestError(
-            f"a {type(target).__name__} cannot be cut: its config does not decide how many layers it has"
-        )
+    draft = empty_cut(target, chosen, dtype)
     places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(chosen)}
     for path, module in list(draft.named_modules()):
         prefix = next((new for new in places if f"{path}.".startswith(new)), None)
@@ -65,15 +57,32 @@ def cut(
     return draft
 
 
+def empty_cut(
+    target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
+    name, blocks = _blocks(target)
+    chosen = _indices(layers, len(blocks))
+    draft = build_skeleton(_smaller(target.config, chosen, len(blocks)), dtype)
+    if type(draft) is not type(target):
+        raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
+    inner_name, inner = find_blocks(draft)
+    if inner_name != name or len(inner) != len(chosen):
+        raise RequestError(
+            f"a {type(target).__name__} cannot be cut: its config does not decide how many layers it has"
+        )
+    return draft
+
+
 def cut_checkpoint(
     path: str | Path,
-    layers: int | Sequence[int],
+    layers: int | Sequence[int] | None,
     dtype: torch.dtype = torch.float32,
     *,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """As `cut`, of an artifact or a checkpoint directory, of which only the layers that are kept are read.
+    """As `cut`, of an artifact or a checkpoint directory, of which only the layers that are kept are read; None: all of them.
 
     Raises:
         RequestError: as `cut`; it is no causal language model. ArtifactError: it cannot be used.
@@ -88,6 +97,7 @@ def cut_checkpoint(
         raise RequestError(f"{path} is an {blueprint.kind}; a draft is cut out of a causal language model")
     model = blueprint.module
     name, blocks = _blocks(model)
+    layers = len(blocks) if layers is None else layers
     left_out = {f"{name}.{index}." for index in set(range(len(blocks))) - set(_indices(layers, len(blocks)))}
     filling = Filling(model, blueprint.artifact.checkpoint, blueprint.dtype, where, blueprint.compressed)
     if filling.foreign:  # only transformers knows how to read it, and it reads all of it

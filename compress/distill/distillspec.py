@@ -6,10 +6,12 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from compress.distill.accept_head import fit_accept_head
+from compress.distill.accept_head import fit_accept_head, save_accept_head
+from compress.distill.checks import check_cut, check_trained
 from compress.distill.config import ChainConfig, DraftMethod
 from compress.distill.data import TextRows
 from compress.distill.making import Making
+from compress.distill.prospect import Prospect
 from compress.distill.student import Student
 
 
@@ -30,14 +32,22 @@ def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
     before = making.measure(config, student, held_out)
     source = making.source(config, student, given)
     making.train(config, student, source, held_out)
-    after = making.measure(config, student, held_out)
-    making.facts |= {"before": before, "after": after}
-    head = None
+    making.write(config, student)
+    making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
+    more = {}
     if config.accept_head:
         rows = source if isinstance(source, TextRows) else TextRows(given)
         head, making.facts["accept_head"] = fit_accept_head(student, making.teacher, rows, held_out, config.seed)
-    making.settle(config, student, head)
+        save_accept_head(making.output, head)
+        more = {"accept_head": True}
+    making.settle(student, **more)
     return {"model": making.output.name}
+
+
+def check(config: ChainConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_cut(config, target)
 
 
 METHOD = DraftMethod(
@@ -46,4 +56,5 @@ METHOD = DraftMethod(
     summary="a few layers of the artifact, distilled towards it, draft token by token",
     paper="Zhou et al., DistillSpec, 2023, arXiv 2310.08461; vocabulary: VocabTrim, 2025, arXiv 2506.22694",
     make=make,
+    check=check,
 )

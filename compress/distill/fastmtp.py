@@ -8,7 +8,7 @@ from pydantic import Field
 
 from compress.distill.config import DraftMethod
 from compress.distill.making import Making
-from compress.distill.making_heads import HeadsConfig, features_of, kept_tokens, make_heads
+from compress.distill.making_heads import HeadsConfig, check_heads, features_of, kept_tokens, make_heads
 from compress.distill.mtp import MTPStudent
 
 
@@ -41,7 +41,7 @@ def make(making: Making, config: MTPConfig) -> dict[str, Any]:
         config.decay,
         seed=config.seed,
     )
-    return make_heads(making, config, student, 1.0)
+    return make_heads(making, config, student)
 
 
 METHOD = DraftMethod(
@@ -50,4 +50,5 @@ METHOD = DraftMethod(
     summary="one small block on the artifact that foretells token after token",
     paper="Cai et al., FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction, 2025, arXiv 2509.18362",
     make=make,
+    check=check_heads,
 )

@@ -48,7 +48,7 @@ class Features:
         self._room = keep_bytes
         self.teacher = Teacher(
             self.logits, parts.vocabulary, fingerprint=base.fingerprint, ends=base.ends, device=base.device,
-            write=base.continuations if base.writes else None,
+            write=base.continuations if base.writes else None, source=base.source,
         )  # fmt: skip
 
     @classmethod

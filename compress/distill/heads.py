@@ -137,6 +137,8 @@ class MedusaStudent(HeadStudent):
         objective, kept, decay: as of `HeadStudent`; the paper weights head k by 0.8^k.
     """
 
+    one_pass = True
+
     def __init__(
         self,
         features: Features,

@@ -11,10 +11,13 @@ import torch
 from pydantic import Field
 from torch import nn
 
+from compress.distill.checks import check_in_c, check_trained
 from compress.distill.config import DraftConfig, DraftMethod
 from compress.distill.cut import cut_checkpoint
 from compress.distill.losses import Objective
 from compress.distill.nested import final_norm
+from compress.distill.prospect import Prospect, RefusedError
+from compress.distill.stored import round_trained
 from compress.distill.student import Student
 from compress.distill.write import DRAFT, SCHEMA_VERSION
 from compress.pipeline.files import disk_errors, sha256, sync_directory, write_json
@@ -155,13 +158,13 @@ def make(making: Making, config: KangarooConfig) -> dict[str, Any]:
     making.facts["exit_layer"] = config.exit_layer
     before = making.measure(config, student, held_out)
     making.train(config, student, making.source(config, student, given), held_out)
+    round_trained(student)
     making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
     write_adapter(making.output, student, making.facts, target=making.fingerprint)
     whole = read_bytes(making.artifact, Student(student.draft))
     own = sum(2 * value.numel() for value in student.adapter().values())
     read = whole - _later_bytes(making.artifact, find_blocks(student.draft)[0], config.exit_layer) + own
-    making.facts["cost"] = {"bytes": read, "of_target": read / whole}
-    making.facts["worth"] = making.worth(making.facts["after"], read / whole)
+    making.note_cost(student, read, whole)
     note_facts(making.output, making.facts)
     return {"model": making.output.name}
 
@@ -178,10 +181,20 @@ def _later_bytes(artifact: Path, blocks: str, first: int) -> int:
     return total
 
 
+def check(config: KangarooConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_in_c(target, 2)
+    if config.exit_layer >= target.depth:
+        text = f"the model has {target.depth} layers; the draft must leave it before the last, not after {config.exit_layer}"
+        raise RefusedError("exit_layer", text)
+
+
 METHOD = DraftMethod(
     name="kangaroo",
     config=KangarooConfig,
     summary="the artifact's first layers draft, with a small trained block between them and its head",
     paper="Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, 2024, arXiv 2404.18911",
     make=make,
+    check=check,
 )

@@ -56,6 +56,7 @@ class Run:
     """A run as one process sees it; the arguments are those of `train`, checked.
 
     Attributes:
+        device: where this process computes.
         settings: what a checkpoint must have been written with to go on from it.
         weights: those that are trained, by name.
         best_weights: a copy of the best so far.
@@ -73,7 +74,9 @@ class Run:
         accelerator: Accelerator,
         directory: Path | None,
         progress: Progress | None,
+        device: torch.device,
     ) -> None:
+        self.device = device
         self.source, self.teacher, self.held_out, self.judge = source, teacher, held_out, judge
         self.options, self.accelerator, self.directory = options, accelerator, directory
         self.progress = progress if accelerator.is_main_process else None
@@ -82,6 +85,7 @@ class Run:
             "held_out": held_out.describe(),
             "teacher": teacher.facts if isinstance(teacher, TeacherCache) else getattr(teacher, "fingerprint", None),
         }  # fmt: skip
+        student.to(device)
         weights = checkpoint.trained_weights(student)
         groups = [
             {"params": [p for p in weights.values() if p.dim() > 1], "weight_decay": options.weight_decay},
@@ -91,7 +95,8 @@ class Run:
             [group for group in groups if group["params"]], lr=options.learning_rate, betas=options.betas
         )
         self.schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, options.rate)
-        self.wrapped, self.optimizer = accelerator.prepare(student, optimizer)
+        # Not placed by accelerate, which in a single process knows one device only: the first of the machine.
+        self.wrapped, self.optimizer = accelerator.prepare(student, optimizer, device_placement=[False, False])
         self.plain_optimizer = optimizer
         self.student: Student = accelerator.unwrap_model(self.wrapped)
         self.weights = checkpoint.trained_weights(self.student)
@@ -141,7 +146,7 @@ class Run:
         options, accelerator = self.options, self.accelerator
         batch = self._rows(step)
         torch.manual_seed(mix(options.seed, step, accelerator.process_index))  # of dropout
-        total = torch.zeros(2, dtype=torch.float64, device=accelerator.device)
+        total = torch.zeros(2, dtype=torch.float64, device=self.device)
         parts = batch.split(options.micro_batch or len(batch))
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
@@ -173,7 +178,7 @@ class Run:
         share = self.options.batch // count
         slots = range(index * share, (index + 1) * share)
         seeds = [mix(self.options.seed, step, slot, 1) for slot in slots]
-        return self.source.batch(self.order.rows(step, slots), seeds).to(self.accelerator.device)
+        return self.source.batch(self.order.rows(step, slots), seeds).to(self.device)
 
     def _targets(self, part: Batch) -> Targets | None:
         if self.teacher is None:
@@ -209,13 +214,13 @@ class Run:
         # A process without rows of its own still has to say what it measures.
         for start in range(0, max(1, len(own)), HELD_OUT_ROWS):
             rows = own[start : start + HELD_OUT_ROWS] or [0]
-            part = self.held_out.batch(rows, [0] * len(rows)).to(self.accelerator.device)
+            part = self.held_out.batch(rows, [0] * len(rows)).to(self.device)
             found = self.student.measure(part, self.judge.logits(part.ids))
             for name, (value, number) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + value, before[1] + number) if own else (0.0, 0.0)
         self.wrapped.train()
-        table = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=self.accelerator.device)
+        table = torch.tensor([sums[name] for name in sorted(sums)], dtype=torch.float64, device=self.device)
         table = self.accelerator.reduce(table, "sum")
         return {name: row[0] / max(row[1], 1.0) for name, row in zip(sorted(sums), table.tolist(), strict=True)}
 
@@ -242,7 +247,7 @@ class Run:
         self.accelerator.wait_for_everyone()
 
     def _autocast(self) -> AbstractContextManager[Any]:
-        device, precision = self.accelerator.device, self.options.precision
+        device, precision = self.device, self.options.precision
         if precision == "auto":
             precision = "bfloat16" if device.type == "cuda" and torch.cuda.is_bf16_supported() else "float32"
         if precision == "float32":

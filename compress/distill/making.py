@@ -11,16 +11,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.distill import vocab_trim
-from compress.distill.accept_head import save_accept_head
-from compress.distill.acceptance import measure_acceptance
+from compress.distill.acceptance import Texts, measure_acceptance, target_texts
 from compress.distill.config import CutConfig, DraftConfig
 from compress.distill.cut import cut_checkpoint, spread
 from compress.distill.data import MixedRows, OnPolicyRows, Source, TextRows, teacher_rows
-from compress.distill.speedup import best_length
+from compress.distill.rows import digest_of
+from compress.distill.stored import read_back
 from compress.distill.student import Student
 from compress.distill.teacher import Teacher
 from compress.distill.teacher_cache import TeacherCache, cache_teacher
+from compress.distill.team import Team
 from compress.distill.train import Trained, train
+from compress.distill.unfinished import part, training
+from compress.distill.worth import worth
 from compress.distill.write import note_facts, write_draft
 from runtime.errors import RequestError
 
@@ -45,7 +48,10 @@ class Making:
         work: for what an interrupted run goes on from.
         output: the draft's directory, to be written.
         reporter: is told.
+        start: a checkpoint that becomes the draft; None: the draft is cut out of the artifact.
+        team: the processes that train.
         facts: for the manifest and the report, filled on the way.
+        texts: what the target has written to be measured on, by the rows that it continued.
     """
 
     artifact: Path
@@ -56,7 +62,10 @@ class Making:
     work: Path
     output: Path
     reporter: Reporter
+    start: Path | None = None
+    team: Team = field(default_factory=Team)
     facts: dict[str, Any] = field(default_factory=dict)
+    texts: dict[str, Texts] = field(default_factory=dict)
 
     # ---------------------------------------------------------------- rows
     def split(self) -> tuple[torch.Tensor, TextRows]:
@@ -81,22 +90,29 @@ class Making:
 
     def written(self, config: DraftConfig, prompts: torch.Tensor, tokens: int) -> TextRows:
         """What the teacher writes after prompts, once."""
-        file = self.work / "teacher_rows.safetensors"
-        if file.is_file():
-            return TextRows.load(file)
-        self.reporter.phase("teacher writes", -(-len(prompts) // 16))
-        rows = teacher_rows(
-            self.teacher, prompts, tokens, seed=config.seed,
-            told=lambda done, every: self.reporter.step(f"{done} of {every} rows"),
-        )  # fmt: skip
-        self.work.mkdir(parents=True, exist_ok=True)
-        rows.save(file)
-        return rows
+        decided_by = [self.fingerprint, prompts, tokens, config.seed]
+        file = part(self.work, "teacher_rows", decided_by, ".safetensors")
+        with self.team.in_turn():
+            if file.is_file():
+                return TextRows.load(file)
+            self.reporter.phase("teacher writes", -(-len(prompts) // 16))
+            rows = teacher_rows(
+                self.teacher, prompts, tokens, seed=config.seed,
+                told=lambda done, every: self.reporter.step(f"{done} of {every} rows"),
+            )  # fmt: skip
+            rows.save(file)
+            return rows
 
     # ---------------------------------------------------------------- models
     def cut(self, config: CutConfig) -> PreTrainedModel:
-        """Some layers of the artifact under its embeddings and head, float32."""
-        layers: int | Sequence[int] = config.layers
+        """What the draft is at first, float32: the checkpoint that is given, or some layers of the artifact between embeddings and head."""
+        if self.start is not None:
+            from runtime.checkpoint import Checkpoint
+
+            self.facts["model"] = {"name": config.model, "fingerprint": Checkpoint(self.start).fingerprint()}
+            return cut_checkpoint(self.start, None)
+        layers: int | Sequence[int] | None = config.layers
+        assert layers is not None
         if isinstance(layers, int):
             from runtime.checkpoint import read_json
 
@@ -110,7 +126,7 @@ class Making:
         if config.vocabulary is None:
             return None
         counted = vocab_trim.expected_counts(self.teacher, TextRows(given))
-        kept = vocab_trim.choose(counted, config.vocabulary, self.teacher.ends)
+        kept = self.team.agreed(vocab_trim.choose(counted, config.vocabulary, self.teacher.ends))
         self.facts["vocabulary"] = {
             "tokens": len(kept), "of": self.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
         }  # fmt: skip
@@ -125,66 +141,81 @@ class Making:
                 raise RequestError(
                     f"teacher_top keeps what the teacher says of fixed rows, and data {config.data} is written anew; use given or teacher"
                 )
-            self.reporter.phase("teacher", -(-len(source) // 8))
-            teacher = cache_teacher(
-                self.teacher, source, self.work / "teacher", k=min(config.teacher_top, student.width),
-                temperature=config.temperature, kept=student.kept, told=lambda done, every: self.reporter.step(f"{done} of {every} rows"),
-            )  # fmt: skip
+            teacher = self.cached(config.teacher_top, config, student, source)
+        with self.team.in_turn():
+            directory = training(self.work, config, [self.fingerprint, self.rows, self.facts.get("model")])
         trained = train(
             student, source, teacher, held_out, self.teacher, config.options(),
-            directory=self.work / "training", resume=True, progress=self.reporter,
+            directory=directory, resume=True, accelerator=self.team.accelerator, device=self.teacher.device, progress=self.reporter,
         )  # fmt: skip
+        self.team.leave()
         facts = trained.facts()
         del facts["seconds"]  # the same recipe gives the same bytes
-        self.facts["training"] = facts
+        # What it was worth before and is worth after is measured on what is stored; the curve alone is of the weights in training.
+        self.facts["training"] = {key: value for key, value in facts.items() if key not in ("before", "after")}
         return trained
+
+    def cached(self, top: int, config: DraftConfig, student: Student, rows: TextRows) -> TeacherCache:
+        """The teacher's likeliest tokens at the rows, computed once."""
+        kept = None if student.kept is None else student.kept.cpu()
+        place = part(self.work, "teacher", [self.fingerprint, rows.ids, top, config.temperature, kept])
+        with self.team.in_turn():
+            self.reporter.phase("teacher", -(-len(rows) // 8))
+            return cache_teacher(
+                self.teacher, rows, place, k=min(top, student.width), temperature=config.temperature, kept=kept,
+                told=lambda done, every: self.reporter.step(f"{done} of {every} rows"),
+            )  # fmt: skip
 
     # ---------------------------------------------------------------- what it is worth
     def measure(self, config: DraftConfig, student: Student, held_out: TextRows) -> dict[str, Any]:
-        """Acceptance on held-out rows and on each kind of sample."""
-        length = min(config.tokens, held_out.length // 4)
-        found = {"held_out": measure_acceptance(student, self.teacher, held_out, length=length)}
-        for kind, rows in self.kinds.items():
-            found[kind] = measure_acceptance(student, self.teacher, TextRows(rows), length=length)
+        """Acceptance on held-out rows and on each kind of sample; it moves the student to where the teacher is."""
+        student.to(self.teacher.device)
+        found = {}
+        for kind, rows in {"held_out": held_out, **{kind: TextRows(ids) for kind, ids in self.kinds.items()}}.items():
+            # At most half of what is continued, so that there are steps to count.
+            length = min(config.tokens, max(1, rows.length // 4))
+            found[kind] = measure_acceptance(student, self.teacher, rows, length=length, texts=self._texts(rows))
         return found
 
-    def worth(self, measured: Mapping[str, Any], cost: float) -> dict[str, Any]:
-        """{kind: {"greedy", "sampling": the best draft length and the speedup that it promises}} for a target bound by memory.
+    def _texts(self, rows: TextRows) -> Texts | None:
+        """What the target writes after the beginnings of rows: once, for all that is measured on them."""
+        if not self.teacher.writes:
+            return None
+        name = digest_of(rows.ids)
+        if name not in self.texts:
+            self.texts[name] = target_texts(self.teacher, rows)
+        return self.texts[name]
+
+    def note_cost(self, student: Student, read: float, whole: float) -> None:
+        """What a draft costs, and what it promised before training and promises now, into the facts.
 
         Args:
-            cost: bytes that are read for a drafted token, as a share of those of the target's step.
+            read: bytes of weights of one pass of the draft. whole: of one of the target.
         """
-        result: dict[str, Any] = {}
-        for kind, value in measured.items():
-            runs = value["continuations"] or value["text"]
-            result[kind] = {}
-            for way, run in runs.items():
-                rates = [rate for rate in run["by_position"] if rate is not None]
-                length, speedup = best_length(rates, cost)
-                result[kind][way] = {"length": length, "speedup": speedup}
-        return result
+        cost = read / whole
+        self.facts["cost"] = {
+            "bytes": round(read), "of_target": cost, "tokens": student.levels if student.one_pass else 1,
+        }  # fmt: skip
+        self.facts["worth"] = {
+            when: worth(self.facts[when], cost, one_pass=student.one_pass) for when in ("before", "after")
+        }
 
     # ---------------------------------------------------------------- writing
-    def settle(
-        self, config: DraftConfig, student: Student, head: dict[str, torch.Tensor] | None = None, **more: Any
-    ) -> None:
-        """Write the draft, with the head that foresees acceptance if it has one, and what it costs and promises into the facts.
+    def settle(self, student: Student, **more: Any) -> None:
+        """What the written draft costs and promises into the facts, and these into its directory.
+
+        Args:
+            more: for draft.json.
+        """
+        self.note_cost(student, read_bytes(self.output, student), read_bytes(self.artifact, Student(student.draft)))
+        note_facts(self.output, self.facts, **more)
+
+    def write(self, config: DraftConfig, student: Student, **more: Any) -> None:
+        """The draft's directory, its weights stored as the config says; the student then has the numbers that are stored.
 
         Args:
             more: as of `write_draft`.
         """
-        self.write(config, student, **more)
-        if head is not None:
-            save_accept_head(self.output, head)
-        read = read_bytes(self.output, student)
-        passes = 1.0 / student.levels  # of a draft that proposes several tokens at once
-        cost = passes * read / read_bytes(self.artifact, Student(student.draft))
-        self.facts["cost"] = {"bytes": read, "of_target": cost}
-        self.facts["worth"] = self.worth(self.facts["after"], cost)
-        note_facts(self.output, self.facts, **({} if head is None else {"accept_head": True}))
-
-    def write(self, config: DraftConfig, student: Student, **more: Any) -> None:
-        """The draft's directory, its weights stored as the config says."""
         draft: Any = student.draft
         plain = config.quantize == "none"
         where = self.output if plain else self.work / "dense"
@@ -195,6 +226,7 @@ class Making:
 
             compact(where, self.output, config.quantize, trimmed=student.kept is not None)
             shutil.rmtree(where)
+        read_back(student, self.output)
 
 
 def read_bytes(directory: Path, student: Student) -> int:

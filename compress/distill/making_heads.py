@@ -9,19 +9,18 @@ import torch
 from pydantic import Field
 
 from compress.distill import vocab_trim
+from compress.distill.checks import check_ahead, check_trained
 from compress.distill.config import DraftConfig
 from compress.distill.data import TextRows, teacher_rows
 from compress.distill.features import Features
 from compress.distill.heads import HeadStudent, rank_rates
 from compress.distill.making import Making, read_bytes
+from compress.distill.prospect import Prospect, RefusedError, plain_head
+from compress.distill.stored import round_trained
 from compress.distill.student import Student
 from compress.distill.write import note_facts
 from compress.distill.write_heads import write_heads
-from runtime.artifact import Artifact
-from runtime.engines.choose import lean
-from runtime.engines.torch import Blueprint
 from runtime.errors import RequestError
-from runtime.model import Model
 
 _RANKS = 8  # guesses of each head whose rates are measured
 
@@ -39,12 +38,20 @@ class HeadsConfig(DraftConfig):
     )
 
 
+def check_heads(config: HeadsConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_ahead(config)
+    what = type(target.model).__name__
+    if not hasattr(target.model.get_output_embeddings(), "in_features"):
+        raise RefusedError("method", f"a {what} shows no head, which heads of this kind need")
+    if plain_head(target.model) is False:
+        raise RefusedError("method", f"a {what} does more to its logits than its head; heads cannot be trained on it")
+
+
 def features_of(making: Making) -> Features:
     """The artifact as the heads will read it."""
-    artifact = Artifact(making.artifact)
-    blueprint = Blueprint(artifact, making.teacher.device, "auto", None, False)
-    model = Model(lean(blueprint.build(), blueprint), None, artifact, making.teacher.ends)
-    return Features.of(model)
+    return Features.of(making.teacher.source)
 
 
 def kept_tokens(making: Making, config: HeadsConfig, given: torch.Tensor) -> torch.Tensor | None:
@@ -52,34 +59,31 @@ def kept_tokens(making: Making, config: HeadsConfig, given: torch.Tensor) -> tor
     if config.vocabulary is None:
         return None
     counted = vocab_trim.expected_counts(making.teacher, TextRows(given))
-    kept = vocab_trim.choose(counted, config.vocabulary, making.teacher.ends)
+    kept = making.team.agreed(vocab_trim.choose(counted, config.vocabulary, making.teacher.ends))
     making.facts["vocabulary"] = {
         "tokens": len(kept), "of": making.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
     }  # fmt: skip
     return kept
 
 
-def make_heads(making: Making, config: HeadsConfig, student: HeadStudent, passes: float) -> dict[str, Any]:
-    """Train heads, measure them, and write them; see `DraftMethod.make`.
-
-    Args:
-        passes: of the heads for one drafted token; less than 1 where one gives several.
-    """
+def make_heads(making: Making, config: HeadsConfig, student: HeadStudent) -> dict[str, Any]:
+    """Train heads, measure them, and write them; see `DraftMethod.make`."""
     if config.quantize != "none":
         raise RequestError(
             f"draft.quantize: heads are stored as they are and rounded where they run; {config.quantize} is for draft models"
         )
+    # The heads begin on the CPU and their projection where the target is: all of it goes there before it is asked for anything.
+    student.to(making.teacher.device)
     # The target's states are computed once for the teacher and for the heads.
     own = replace(making, teacher=student.features.teacher)
     given, held_out = own.split()
     own.facts |= {"before": own.measure(config, student, held_out)}
     own.train(config, student, own.source(config, student, given), held_out)
+    round_trained(student)
     own.facts |= {"after": own.measure(config, student, held_out)}
     size = sum(parameter.numel() for parameter in student.parameters() if parameter.requires_grad)
-    read = round(passes * (size + student.head_weight.numel()))  # 8 bits each
-    cost = read / read_bytes(own.artifact, Student(student.draft))
-    own.facts["cost"] = {"bytes": read, "of_target": cost}
-    own.facts["worth"] = own.worth(own.facts["after"], cost)
+    read = size + student.head_weight.numel()  # 8 bits each
+    own.note_cost(student, read, read_bytes(own.artifact, Student(student.draft)))
     write_heads(own.output, student, own.facts, method=config.method, rates=_rates(own, student, held_out))
     note_facts(own.output, own.facts)
     return {"model": own.output.name}

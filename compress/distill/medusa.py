@@ -9,7 +9,7 @@ from pydantic import Field
 from compress.distill.config import DraftMethod
 from compress.distill.heads import MedusaStudent
 from compress.distill.making import Making
-from compress.distill.making_heads import HeadsConfig, features_of, kept_tokens, make_heads
+from compress.distill.making_heads import HeadsConfig, check_heads, features_of, kept_tokens, make_heads
 
 
 class MedusaConfig(HeadsConfig):
@@ -31,7 +31,7 @@ def make(making: Making, config: MedusaConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     kept = kept_tokens(making, config, making.split()[0])
     student = MedusaStudent(features_of(making), config.tokens, config.blocks, config.objective(), kept, config.decay)
-    return make_heads(making, config, student, 1 / config.tokens)
+    return make_heads(making, config, student)
 
 
 METHOD = DraftMethod(
@@ -40,4 +40,5 @@ METHOD = DraftMethod(
     summary="heads on the artifact that foretell several tokens at once",
     paper="Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, 2024, arXiv 2401.10774",
     make=make,
+    check=check_heads,
 )

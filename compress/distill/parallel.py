@@ -89,6 +89,17 @@ def dropped(length: int, tokens: int, keep: float, least: float, seeds: Sequence
     return [order[:, :size].sort(1).values for size in sizes]
 
 
+def no_masks(draft: PreTrainedModel) -> str | None:
+    """Why a model's attention cannot have the masks of a `Layout`; None: it can. Weights are not looked at."""
+    config: Any = draft.config.get_text_config(decoder=True)
+    attention = getattr(config, "_attn_implementation", None)
+    if attention not in ("sdpa", "eager"):
+        return f"a parallel draft needs sdpa or eager attention, not {attention}"
+    if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
+        return "a parallel draft needs full attention in all its layers"
+    return None
+
+
 class ParallelStudent(Student):
     """A draft that learns to propose several tokens in one pass.
 
@@ -101,6 +112,8 @@ class ParallelStudent(Student):
     Raises:
         RequestError: values out of range, or attention that cannot have such masks.
     """
+
+    one_pass = True
 
     def __init__(
         self,
@@ -119,12 +132,11 @@ class ParallelStudent(Student):
             raise RequestError(f"tokens of a parallel draft must be at least 2, not {tokens}")
         if not 0 < keep <= 1 or not 0 <= least <= 1:
             raise RequestError(f"shares of masks must be above 0 and at most 1, not {keep} and {least}")
+        reason = no_masks(draft)
+        if reason is not None:
+            raise RequestError(reason)
         config: Any = draft.config.get_text_config(decoder=True)
         self._attention = getattr(config, "_attn_implementation", None)
-        if self._attention not in ("sdpa", "eager"):
-            raise RequestError(f"a parallel draft needs sdpa or eager attention, not {self._attention}")
-        if set(getattr(config, "layer_types", None) or ()) - {"full_attention"}:
-            raise RequestError("a parallel draft needs full attention in all its layers")
         self.mask_token, self.levels, self.keep, self.least = mask_token, tokens, keep, least
 
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -6,10 +6,11 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from compress.distill.checks import check_ahead, check_cut, check_trained
 from compress.distill.config import CutConfig, DraftMethod
 from compress.distill.making import Making
-from compress.distill.parallel import ParallelStudent
-from compress.distill.student import Student
+from compress.distill.parallel import ParallelStudent, no_masks
+from compress.distill.prospect import Prospect, RefusedError
 from runtime.errors import RequestError
 
 
@@ -40,12 +41,25 @@ def make(making: Making, config: PardConfig) -> dict[str, Any]:
     if mask >= making.teacher.vocabulary:
         raise RequestError(f"draft.mask_token: ids are below {making.teacher.vocabulary}, not {mask}")
     kept = making.kept(config, given)
-    before = making.measure(config, Student(draft, config.objective(), kept), held_out)
     student = ParallelStudent(draft, mask, max(2, config.tokens), config.objective(), kept, config.keep)
+    before = making.measure(config, student, held_out)
     making.train(config, student, making.source(config, student, given), held_out)
+    making.write(config, student, parallel={"mask_token": mask, "tokens": student.levels})
     making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
-    making.settle(config, student, parallel={"mask_token": mask, "tokens": student.levels})
+    making.settle(student)
     return {"model": making.output.name}
+
+
+def check(config: PardConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_ahead(config)
+    draft = check_cut(config, target)
+    if config.mask_token is not None and config.mask_token >= target.vocabulary:
+        raise RefusedError("mask_token", f"ids are below {target.vocabulary}, not {config.mask_token}")
+    reason = no_masks(draft)
+    if reason is not None:
+        raise RefusedError("method", reason)
 
 
 METHOD = DraftMethod(
@@ -54,4 +68,5 @@ METHOD = DraftMethod(
     summary="a few layers of the artifact that propose several tokens in one pass",
     paper="An et al., PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation, 2025, arXiv 2504.18583",
     make=make,
+    check=check,
 )

@@ -6,10 +6,13 @@ from typing import Any, Literal
 
 from pydantic import Field
 
+from compress.distill.checks import check_cut, check_trained
 from compress.distill.config import CutConfig, DraftMethod
 from compress.distill.making import Making
-from compress.distill.nested import NestedStudent
+from compress.distill.nested import NestedStudent, final_norm
+from compress.distill.prospect import Prospect, RefusedError, plain_head
 from runtime.errors import RequestError
+from runtime.skeleton import find_blocks
 
 
 class S2DConfig(CutConfig):
@@ -34,11 +37,28 @@ def make(making: Making, config: S2DConfig) -> dict[str, Any]:
     student = NestedStudent(draft, depths, config.objective(), making.kept(config, given))
     before = {depth: making.measure(config, student.at(depth), held_out) for depth in depths}
     making.train(config, student, making.source(config, student, given), held_out)
+    making.write(config, student, depths=depths)
     after = {depth: making.measure(config, student.at(depth), held_out) for depth in depths}
     making.facts |= {"before": before[layers], "after": after[layers], "depths": depths}
     making.facts["by_depth"] = {str(depth): {"before": before[depth], "after": after[depth]} for depth in depths}
-    making.settle(config, student, depths=depths)
+    making.settle(student)
     return {"model": making.output.name}
+
+
+def check(config: S2DConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    draft = check_cut(config, target)
+    layers = len(find_blocks(draft)[1])
+    if config.depths is not None and any(not 1 <= depth <= layers for depth in config.depths):
+        raise RefusedError("depths", f"1 to {layers}, the draft's own layers, not {config.depths}")
+    try:
+        final_norm(draft)
+    except RequestError as error:
+        raise RefusedError("method", str(error)) from None
+    if plain_head(draft) is False:
+        text = f"a {type(draft).__name__} does more to its logits than norm and head; it cannot be nested"
+        raise RefusedError("method", text)
 
 
 METHOD = DraftMethod(
@@ -47,4 +67,5 @@ METHOD = DraftMethod(
     summary="a draft that is one at several depths, and goes no deeper than it must",
     paper="Kavehzadeh et al., S2D: Sorted Speculative Decoding, 2024, arXiv 2407.01955",
     make=make,
+    check=check,
 )

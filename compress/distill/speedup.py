@@ -49,12 +49,20 @@ def speedup(tokens: float, length: int, draft_cost: float, verify_cost: VerifyCo
     return tokens / (length * draft_cost + _cost(verify_cost, length + 1))
 
 
-def best_length(by_position: Sequence[float], draft_cost: float, verify_cost: VerifyCost = 1.0) -> tuple[int, float]:
-    """How many tokens to draft, 0 to as many positions as were measured, and the speedup of that: the largest, of equals the shorter."""
-    options = [
-        (speedup(tokens_of(by_position[:length]), length, draft_cost, verify_cost if length else 1.0), -length)
-        for length in range(len(by_position) + 1)
-    ]
+def best_length(
+    by_position: Sequence[float], draft_cost: float, verify_cost: VerifyCost = 1.0, one_pass: bool = False
+) -> tuple[int, float]:
+    """How many tokens to draft, 0 to as many positions as were measured, and the speedup of that: the largest, of equals the shorter.
+
+    Args:
+        draft_cost: as of `speedup`, of one drafted token; with `one_pass` of the pass that proposes them all, which a shorter draft pays
+            whole too.
+    """
+    options = []
+    for length in range(len(by_position) + 1):
+        each = draft_cost / max(1, length) if one_pass else draft_cost
+        promise = speedup(tokens_of(by_position[:length]), length, each, verify_cost if length else 1.0)
+        options.append((promise, -length))
     found, length = max(options)
     return -length, found
 

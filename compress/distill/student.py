@@ -29,9 +29,11 @@ class Student(nn.Module):
         kept: int64 `[k]`, ascending, the only tokens that a trimmed head proposes (`vocab_trim`); None: all. The distribution of a
             trimmed draft is over these, and so is the teacher's in the loss (renormalized); acceptance is that of the whole target.
         levels: tokens ahead that are trained and measured each by itself; 1 for drafts that go token by token.
+        one_pass: one pass of it proposes all tokens of a draft.
     """
 
     levels = 1
+    one_pass = False
     kept: torch.Tensor | None
 
     def __init__(
@@ -141,7 +143,7 @@ def overlaps(
     agree = (first == log_p.argmax(-1)).sum()
     if kept is not None:
         log_p = log_p[:, kept]
-    accepted = torch.minimum(log_p, log_q).exp().sum(-1)
+    accepted = torch.minimum(log_p, log_q).exp().sum(-1).clamp_max(1.0)  # without what softmaxes are rounded by
     count = float(counted.sum())
     return {"acceptance": (float(accepted.double().sum()), count), "agreement": (float(agree), count)}
 

@@ -23,6 +23,7 @@ class Teacher:
         fingerprint: of its weights, if known; a cache of its logits is held to it.
         ends: ids that end its texts.
         device: where it computes.
+        source: what it was made of, the loaded model itself; None: a function of logits.
     """
 
     def __init__(
@@ -34,6 +35,7 @@ class Teacher:
         ends: frozenset[int] = frozenset(),
         device: torch.device | None = None,
         write: Continue | None = None,
+        source: Any = None,
     ) -> None:
         """
         Args:
@@ -43,6 +45,7 @@ class Teacher:
         self._logits, self._write = logits, write
         self.vocabulary, self.fingerprint, self.ends = vocabulary, fingerprint, ends
         self.device = torch.device("cpu") if device is None else device
+        self.source = source
 
     @classmethod
     def of(cls, model: Any, fingerprint: str | None = None) -> Teacher:
@@ -71,6 +74,7 @@ class Teacher:
                 ends=model.eos_token_ids,
                 device=model.engine.device,
                 write=_Writer(model),
+                source=model,
             )
         if isinstance(model, PreTrainedModel):
             end = model.config.get_text_config(decoder=True).eos_token_id
@@ -84,6 +88,7 @@ class Teacher:
                 write=lambda prompts, tokens, temperature, seeds: continuations(
                     model, prompts, tokens, temperature, seeds, ends
                 ),
+                source=model,
             )
         raise RequestError(
             f"a {type(model).__name__} is no teacher: give what runtime.load returns, a causal language model of transformers, or a Teacher"

@@ -65,6 +65,7 @@ def train(
     directory: str | Path | None = None,
     resume: bool = False,
     accelerator: Accelerator | None = None,
+    device: torch.device | None = None,
     progress: Progress | None = None,
 ) -> Trained:
     """Train a student until its held-out acceptance no longer grows, and leave it with its best weights.
@@ -74,7 +75,7 @@ def train(
     how many processes there are by rounding only.
 
     Args:
-        student: its trained weights float32. It is moved to the accelerator's device.
+        student: its trained weights float32. It is moved to the device.
         source: the rows.
         teacher: gives targets: as it runs, or from a cache of the rows of `source`. None: the objective has no teacher.
         held_out: rows that are not trained on; acceptance on them decides what is best and when to stop.
@@ -84,6 +85,7 @@ def train(
         resume: go on from the newest checkpoint in `directory`, if there is one; on one CPU the result is then that of a run that was
             never interrupted, to the bit.
         accelerator: None: a new one, on a GPU if there is one.
+        device: where a single process trains; None: the accelerator's. Several have the devices that they were launched for.
         progress: who is told; a `compress.pipeline.progress.Reporter` will do.
 
     Raises:
@@ -97,8 +99,10 @@ def train(
     place = None if directory is None else Path(directory)
     _check(student, source, teacher, held_out, judge, options, accelerator, place, resume)
     began = time.perf_counter()
-    with torch.random.fork_rng(devices=_gpus(accelerator)):
-        run = Run(student, source, teacher, held_out, judge, options, accelerator, place, progress)
+    if device is None or accelerator.num_processes > 1:
+        device = accelerator.device
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        run = Run(student, source, teacher, held_out, judge, options, accelerator, place, progress, device)
         if resume:
             run.resume()
         ended = run.go()
@@ -106,10 +110,6 @@ def train(
     return Trained(
         standing.step, standing.best_step, standing.held_out[0], standing.best, standing.curve(), ended, time.perf_counter() - began
     )  # fmt: skip
-
-
-def _gpus(accelerator: Accelerator) -> list[Any]:
-    return [accelerator.device] if accelerator.device.type == "cuda" else []
 
 
 def _check(

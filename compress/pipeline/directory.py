@@ -20,11 +20,14 @@ WORK = ".compress"
 MANIFEST = "compress.json"
 LOG = "compress.log"
 REPORT = "report.html"
-DRAFT = "draft"  # directory of a draft model
+DRAFT = "draft"  # directory of a draft
+DRAFTS = (DRAFT, "draft-2")  # a draft that replaces another is written beside it (`compress.pipeline.redraft`)
+CHOICE = "drafter.json"  # the drafter that was found fastest on a machine, which loading follows
 # 1_Pooling/config.json: how sentence-transformers pools; draft/config.json and the like.
-NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft/[^/\\]+")
-# Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), and the report (made from the manifest).
-UNHASHED = (MANIFEST, LOG, REPORT)
+NESTED = re.compile(r"[0-9]+_\w+/config\.json|draft(-2)?/[^/\\]+")
+# Not covered by the manifest's hashes: the manifest itself, the log (it has times in it), the report (made from the manifest), and what is
+# chosen again on every machine.
+UNHASHED = (MANIFEST, LOG, REPORT, CHOICE)
 
 
 class RunDirectory:
@@ -62,7 +65,7 @@ class RunDirectory:
         if not state.is_file():
             write_json(state, self._identity)
         for leftover in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp"), *self.work.glob("*.tmp")]:
-            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+            remove(leftover)
 
     def _open_unfinished(self, state: Path, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
         if overwrite and not resume:
@@ -103,10 +106,10 @@ class RunDirectory:
             # A manifest cannot make us touch anything but plain files of this directory and of the folders of its modules.
             if Path(name).name == name or NESTED.fullmatch(name):
                 (self.path / name).unlink(missing_ok=True)
-        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp")]:
-            leftover.unlink(missing_ok=True)
-        if (self.path / DRAFT).is_dir() and not any((self.path / DRAFT).iterdir()):
-            (self.path / DRAFT).rmdir()
+        # With a manifest or without: an interrupted run leaves a draft that no manifest lists.
+        drafts = [self.path / name for name in DRAFTS]
+        for leftover in [*self.path.glob("model-*-of-*.safetensors"), *self.path.glob(".*.tmp"), *drafts]:
+            remove(leftover)
         shutil.rmtree(self.work, ignore_errors=True)
 
     # ------------------------------------------------------------ records
@@ -127,6 +130,14 @@ class RunDirectory:
 
     def finish(self) -> None:
         shutil.rmtree(self.work, ignore_errors=True)
+
+
+def remove(path: Path) -> None:
+    """A file, a link or a whole directory; nothing where there is none."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _read_json(path: Path) -> dict[str, Any]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 import shutil
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +14,7 @@ import yaml
 from compress import calibration
 from compress.evaluate.through_cache import LEAST
 from compress.pipeline.cache import cache_facts
-from compress.pipeline.directory import DRAFT, MANIFEST, UNHASHED, WORK, RunDirectory
+from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
 from compress.pipeline.progress import Reporter
@@ -164,9 +165,9 @@ def write_manifest(
         raise ArtifactError(
             f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
         )
-    nested = [*directory.path.glob("[0-9]*_*/config.json"), *(directory.path / DRAFT).glob("*")]
+    nested = [*directory.path.glob("[0-9]*_*/config.json"), *draft_files(directory.path, draft)]
     hashed = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in UNHASHED]
-    files = {f.relative_to(directory.path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in hashed}
+    files = listed(directory.path, hashed)
     for record in done:
         if files.get(record["shard"], {}).get("sha256") != record["sha256"]:
             raise ArtifactError(f"{directory.path / record['shard']} changed on the disk after it was written")
@@ -181,7 +182,7 @@ def write_manifest(
             "bytes": session.checkpoint.total_bytes,
         },
         "calibration": _calibration(session),
-        "recipe_sha256": identity["recipe"],
+        "recipe_sha256": session.recipe_digest(draft=True),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
         "metrics": metrics,
@@ -201,6 +202,17 @@ def write_manifest(
 
     write_report(directory.path)
     return manifest
+
+
+def draft_files(path: Path, draft: dict[str, Any] | None) -> list[Path]:
+    """All files of the draft of the artifact at `path`, by what the manifest says of it."""
+    place = None if draft is None else draft["drafter"].get("model")
+    return [] if place is None else sorted(f for f in (path / place).iterdir() if f.is_file())
+
+
+def listed(path: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
+    """The manifest's account of files below `path`."""
+    return {f.relative_to(path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
 
 
 def _calibration(session: Session) -> dict[str, Any] | None:

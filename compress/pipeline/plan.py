@@ -127,6 +127,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
             f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
         )
     plan.warnings += unused_limits(session)
+    plan.warnings += [] if session.draft is None else session.draft.warnings
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     if plan.peak_memory > MEMORY_SHARE * plan.available_memory:

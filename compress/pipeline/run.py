@@ -20,7 +20,7 @@ from compress.pipeline.block import BlockJob, BlockResult, compress_block
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, RunDirectory
-from compress.pipeline.draft import make_draft
+from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.outside import compress_embeddings, compress_outside
@@ -84,8 +84,9 @@ def apply(
     identity = session.identity(evaluation)
     directory = RunDirectory(directory_path, identity, resume, overwrite)
     if directory.finished:
-        Artifact(directory.path).verify()
         manifest = finish.read_manifest(directory)
+        check_same_draft(session, manifest, directory.path)
+        Artifact(directory.path).verify()
         directory.finish()
         return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
     plan = plan_session(session, evaluation, directory.path)

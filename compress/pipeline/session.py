@@ -15,6 +15,7 @@ from compress import calibration
 from compress.assign import assign
 from compress.pipeline.cache import check_cache
 from compress.pipeline.draft import check_draft
+from compress.pipeline.draft_job import DraftJob
 from compress.pipeline.kinds import check_fits_model, check_shared, is_head
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -46,12 +47,13 @@ def choose_device(device: str) -> torch.device:
 
 @dataclass
 class Session:
-    """Everything that is known before the first layer is touched."""
+    """Everything that is known before the first layer is touched. `draft`: what the recipe's draft stage asks for, if it has one."""
 
     recipe: Recipe
     checkpoint: Checkpoint
     streamed: StreamedModel
     work: dict[str, LayerWork]
+    draft: DraftJob | None = None
 
     @classmethod
     def open(cls, recipe: Recipe, device: str = "auto") -> Session:
@@ -80,7 +82,7 @@ class Session:
                 )
         check_shared(streamed, work)
         session = cls(recipe, streamed.checkpoint, streamed, work)
-        check_draft(session)
+        session.draft = check_draft(session)
         return session
 
     # ------------------------------------------------------------ calibration
@@ -91,9 +93,8 @@ class Session:
 
     @property
     def reads_text(self) -> bool:
-        """Whether calibration text is read at all: for the weights, the cache, or the draft."""
-        cache = self.cache_policy is not None and bool(self.cache_policy.missing)
-        return self.needs_data or cache or self.recipe.draft_stage is not None
+        """Whether anything is calibrated on text: the weights, or the cache. A draft has rows of its own."""
+        return self.needs_data or (self.cache_policy is not None and bool(self.cache_policy.missing))
 
     @property
     def cache_policy(self) -> Policy | None:
@@ -173,13 +174,19 @@ class Session:
     def linear_names(self) -> list[str]:
         return [n for n, m in self.streamed.model.named_modules() if isinstance(m, nn.Linear)]
 
+    def recipe_digest(self, draft: bool) -> str:
+        """SHA-256 (hex) of the recipe with every default filled in, with its draft stage or without."""
+        data = self.recipe.resolved()
+        data["stages"] = [stage for stage in data["stages"] if draft or "draft" not in stage]
+        return hashlib.sha256(json.dumps(data, sort_keys=True).encode()).hexdigest()
+
     def identity(self, evaluation: torch.Tensor | None) -> dict[str, Any]:
-        """What must be equal for a resume to give the same bytes."""
+        """What must be equal for a resume to give the same bytes, but for the draft, which has an identity of its own (`DraftJob`): a draft
+        stage that failed is corrected without compressing again."""
         import compress
 
-        text = json.dumps(self.recipe.resolved(), sort_keys=True)
         identity = {
-            "recipe": hashlib.sha256(text.encode()).hexdigest(),
+            "recipe": self.recipe_digest(draft=False),
             "source_fingerprint": self.checkpoint.fingerprint(),
             "compress_version": compress.__version__,
         }

@@ -1,6 +1,6 @@
 """Recipes: what to compress, how, and how well. `load` reads one; `Recipe` is the validated result."""
 
-from compress.recipe.locate import locate_model
+from compress.recipe.locate import locate_checkpoint, locate_model
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, Recipe, TextSource
 from compress.recipe.origin import Origin
 from compress.recipe.reading import find_recipe, load
@@ -17,5 +17,6 @@ __all__ = [
     "TextSource",
     "find_recipe",
     "load",
+    "locate_checkpoint",
     "locate_model",
 ]

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from compress.nearest import nearest
 from compress.recipe.models import Recipe
+from compress.recipe.origin import Origin
+from compress.recipe.yaml_source import Path as KeyPath
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
@@ -14,31 +16,38 @@ _NEEDED_FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]
 
 
 def locate_model(recipe: Recipe) -> Path:
-    """The directory of the recipe's checkpoint; a hub id is downloaded into the Hugging Face cache.
+    """The directory of the recipe's checkpoint; see `locate_checkpoint`."""
+    return locate_checkpoint(recipe.model, recipe.origin, ("model",))
+
+
+def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
+    """The directory of a checkpoint; a hub id is downloaded into the Hugging Face cache.
+
+    Args:
+        name: what is written at the key `path` of a recipe.
 
     Raises:
         RequestError: neither a directory nor a model on the hub, with the nearest name beside it.
     """
-    name = recipe.model
     written = Path(name).expanduser()
-    tried = [written] if written.is_absolute() else [base / written for base in recipe.search_directories("model")]
+    tried = [written] if written.is_absolute() else [base / written for base in origin.search_directories(path)]
     for candidate in tried:
         if candidate.is_dir():
             return candidate
         if candidate.is_file():
             raise RequestError(
-                recipe.at("model", f"{candidate} is a file; a model is a directory with config.json and safetensors")
+                origin.at(path, f"{candidate} is a file; a model is a directory with config.json and safetensors")
             )
     hint = _nearest_directory(tried)
     parents = [candidate.parent for candidate in tried if "/" in name and candidate.parent.is_dir()]
     if parents or _HUB_ID.match(name) is None or name.startswith((".", "~")):
         # `checkpoints/stdlib-4n` could be a hub id too, but beside a directory `checkpoints` it is a slip of the pen.
-        places = " and ".join(dict.fromkeys(str(path) for path in tried))
-        raise RequestError(recipe.at("model", f"no directory '{name}'{hint or f' (looked for {places})'}"))
+        places = " and ".join(dict.fromkeys(map(str, tried)))
+        raise RequestError(origin.at(path, f"no directory '{name}'{hint or f' (looked for {places})'}"))
     try:
         return _download(name)
     except RequestError as error:
-        raise RequestError(recipe.at("model", f"{error}{hint}")) from None
+        raise RequestError(origin.at(path, f"{error}{hint}")) from None
 
 
 def _nearest_directory(tried: list[Path]) -> str:

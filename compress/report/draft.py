@@ -1,4 +1,4 @@
-"""What a report page says of the draft: how often its tokens are accepted, what they cost, and how its training went."""
+"""What a report page says of the draft: how often its tokens are accepted, what they cost, and how it was trained or found."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ def draft_section(facts: Facts) -> str:
         return ""
     known = draft["facts"]
     content = f"<p>{escape(_sentence(draft))}</p>"
+    if "evenly" in known.get("search", {}):
+        content += f"<p>{escape(_search(known['search']))}</p>"
     if "before" in known and "after" in known:
-        content += _acceptance(known["before"], known["after"], known.get("worth") or {})
+        content += _acceptance(known)
     curve = (known.get("training") or {}).get("curve")
     if curve and curve.get("held_out"):
         content += f"<figure>{training_chart(curve)}</figure>"
         training = known["training"]
         text = f"Trained for {training['steps']} updates; the best weights are those after {training['best_step']}"
         text += ", since nothing was gained after them." if training["ended"] == "patience" else "."
+        text += " The curve is of the weights in training; the table, after training, of the draft as it is stored."
         content += f'<p class="soft">{escape(text)}</p>'
     return section("Draft", content)
 
@@ -36,47 +39,90 @@ def draft_section(facts: Facts) -> str:
 def _sentence(draft: Mapping[str, Any]) -> str:
     known = draft["facts"]
     parts = [f"Made by {draft['method']}"]
+    if "model" in known:
+        parts.append(f"begun as {known['model']['name']}")
     if "layers" in known:
         parts.append(f"layers {', '.join(map(str, known['layers']))} of the artifact")
+    if "skip_attention" in known:
+        parts.append(f"leaves out the {_halves(known)}")
     if "vocabulary" in known:
         kept = known["vocabulary"]
         parts.append(
             f"proposes {kept['tokens']:,} of {kept['of']:,} tokens, {kept['coverage']:.1%} of what the artifact writes"
         )
     if "cost" in known:
+        cost, count = known["cost"], known["cost"].get("tokens", 1)
+        for_what = "a token" if count == 1 else f"{count} tokens at once"
         parts.append(
-            f"reads {size(known['cost']['bytes'])} for a token, {known['cost']['of_target']:.1%} of what the artifact reads"
+            f"reads {size(cost['bytes'])} for {for_what}, {cost['of_target']:.1%} of what the artifact reads for one"
         )
     return "; ".join(parts) + "."
 
 
-def _acceptance(before: Mapping[str, Any], after: Mapping[str, Any], worth: Mapping[str, Any]) -> str:
-    """Rates by position, of what the artifact itself writes, before and after training."""
+def _halves(known: Mapping[str, Any]) -> str:
+    """What a skipping draft leaves out, in words."""
+    parts = [
+        f"{name} of layer{'s' * (len(known[key]) > 1)} {', '.join(map(str, known[key]))}"
+        for key, name in (("skip_attention", "attention"), ("skip_mlp", "feed-forward half"))
+        if known[key]
+    ]
+    return " and the ".join(parts)
+
+
+def _search(search: Mapping[str, Any]) -> str:
+    return (
+        f"Found among {len(search['curve'])} sets of halves, the one that promises most on the rows of the search: "
+        f"{_promised(search)}, accepted by position {_rates(search['rates'])}. The table is of other rows; before is as many halves left "
+        f"out evenly: the {_halves(search['evenly'])}."
+    )
+
+
+def _acceptance(known: Mapping[str, Any]) -> str:
+    """What becomes of drafts of what the artifact itself writes, before and after: every kind of text, greedy and sampling."""
     rows = []
     for kind, name in _KINDS.items():
-        if kind not in after:
+        if kind not in known["after"]:
             continue
         for way in ("greedy", "sampling"):
-            old, new = (_run(each[kind], way) for each in (before, after))
-            rates = "  ".join("–" if rate is None else f"{rate:.0%}" for rate in new["by_position"])
-            gain = worth.get(kind, {}).get(way)
-            promise = "" if gain is None else f"{gain['speedup']:.2f}× with {gain['length']}"
-            rows.append([
-                (f"{name}, {way}", ""), (f"{old['acceptance']:.1%}", "right"), (f"{new['acceptance']:.1%}", "right"), (rates, "right"),
-                (f"{new['accepted']:.2f}", "right"), (promise, "right"),
-            ])  # fmt: skip
-    length = after["held_out"]["length"]
-    columns = ("", "before>", "after>", "by position>", f"accepted of {length}>", "promises>")
+            for when in ("before", "after"):
+                measured = known[when][kind]
+                runs = measured["continuations"] or measured["text"]
+                if way in runs:
+                    promise = known.get("worth", {}).get(when, {}).get(kind, {}).get(way)
+                    rows.append(_row(f"{name}, {way}", when, runs[way], measured["length"], promise))
+    columns = ("", "", "first>", "by position>", "accepted>", "steps>", "a draft costs>", "promises>")
     note = (
-        "Share of the draft's first tokens that the artifact accepts, and of each position those whose predecessors were accepted, on what "
-        "the artifact itself writes. What it promises is the speedup of a model whose time is that of reading its weights."
+        "Of what the artifact itself writes: the share of the draft's first tokens that it accepts, of each position the share of those "
+        "whose predecessors were accepted, and the mean number of accepted tokens in a step, over so many steps. A drafted token (where "
+        "one pass proposes them all, that pass) costs a share of the artifact's own step; the speedup, and how many tokens to draft for "
+        "it, are those of a machine whose time is that of reading weights."
     )
     return table(columns, rows) + f'<p class="soft">{escape(note)}</p>'
 
 
-def _run(measured: Mapping[str, Any], way: str) -> Mapping[str, Any]:
-    run: Mapping[str, Any] = (measured["continuations"] or measured["text"])[way]
-    return run
+def _row(
+    name: str, when: str, run: Mapping[str, Any] | None, length: int, promise: Mapping[str, Any] | None
+) -> list[tuple[str, str]]:
+    """A line of the table; dashes where the artifact ended its texts before a whole draft."""
+    cells = [(name if when == "before" else "", ""), (when, "")]
+    if run is None:
+        return cells + [("–", "right")] * 6
+    texts = [
+        f"{run['acceptance']:.1%}",
+        _rates(run["by_position"]),
+        f"{run['accepted']:.2f} of {length}",
+        f"{run['steps']:,.0f}",
+    ]
+    texts += ["–", "–"] if promise is None else [f"{promise['cost']:.1%}", _promised(promise)]
+    return cells + [(text, "right") for text in texts]
+
+
+def _promised(promise: Mapping[str, Any]) -> str:
+    return f"{promise['speedup']:.2f}× with {promise['length']}" if promise["length"] else "no gain"
+
+
+def _rates(rates: Sequence[float | None]) -> str:
+    return "  ".join("–" if rate is None else f"{rate:.0%}" for rate in rates)
 
 
 def training_chart(curve: Mapping[str, Sequence[Mapping[str, float]]]) -> str:

@@ -9,7 +9,8 @@ import pytest
 import torch
 from random_models import random_llama
 
-from compress.distill.accept_head import _examples, fit_accept_head, losses, save_accept_head
+from compress.distill import accept_head
+from compress.distill.accept_head import _examples, fit_accept_head, losses, save_accept_head, thinned
 from compress.distill.cut import cut
 from compress.distill.data import TextRows
 from compress.distill.student import Student
@@ -77,6 +78,32 @@ def test_the_head_that_runs_is_the_one_that_was_trained(pair: Any, tmp_path: Pat
     with pytest.raises(ArtifactError, match="is not a head for states of"):
         AcceptHead.load(tmp_path, width + 1)
     assert (tmp_path / FILE).is_file()
+
+
+def test_no_more_states_are_held_than_are_needed(pair: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    student, teacher = pair
+    text = rows(12, 5)
+    whole = text.trained.clone()
+    few = thinned(text, 20, torch.Generator().manual_seed(0))
+    assert int(few.trained.sum()) == 20
+    assert bool(few.trained.any(1).all())
+    assert torch.equal(text.trained, whole)
+    at = [int((text.ids == row).all(1).nonzero()[0, 0]) for row in few.ids]
+    assert bool((whole[at] | ~few.trained).all())
+    assert thinned(text, int(whole.sum()), torch.Generator()) is text
+    monkeypatch.setattr(accept_head, "MOST", 20)
+    held: list[int] = []
+    examples = accept_head._examples
+
+    def counting(*arguments: Any) -> Any:
+        found = examples(*arguments)
+        held.append(len(found["states"]))
+        return found
+
+    monkeypatch.setattr(accept_head, "_examples", counting)
+    _, facts = fit_accept_head(student, teacher, text, rows(2, 6))
+    assert held == [20, 20]
+    assert facts["positions"] == 20
 
 
 def test_losses_are_cross_entropies() -> None:

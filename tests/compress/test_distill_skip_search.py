@@ -15,7 +15,10 @@ import torch
 from random_models import random_llama
 from without_halves import without
 
-from compress.distill.skip_search import METHOD, DraftTrials, SkipConfig, find_skips
+from compress.distill import skip_search
+from compress.distill.skip_measure import evenly, measure_views
+from compress.distill.skip_search import METHOD, SkipConfig, find_skips
+from compress.distill.skip_trials import DraftTrials
 from compress.distill.speedup import speedup, tokens_of
 from compress.distill.subset_search import Process, Search, improvement, search
 from runtime.engines.llama import LlamaEngine, take_over
@@ -202,8 +205,37 @@ def test_searches_that_cannot_be(model: Any, rows: torch.Tensor) -> None:
         find_skips(engine_of(model), rows.float())
 
 
+def test_halves_are_spread_evenly() -> None:
+    assert evenly(8, 2) == [2, 6]
+    assert evenly(5, 1) == [2]
+    assert evenly(3, 0) == []
+    for layers in range(1, 7):
+        assert evenly(layers, layers) == list(range(layers))
+
+
 @needs_compiler
-def test_made_for_an_artifact(tmp_path: Path, model: Any) -> None:
+def test_views_are_measured_on_every_kind(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    from compress.distill import skip_measure
+
+    monkeypatch.setattr(skip_measure, "_ROWS", 2)  # rows are read in parts, and counted together
+    engine = engine_of(model)
+    views = {"whole": View(engine, range(4)), "part": View(engine, range(4), [2], [1, 2])}
+    found = measure_views(engine, views, {"held_out": rows, "text": rows[:1, :4]}, 3, 4)
+    counts = DraftTrials(engine, rows, 3, 4).accepted(views["part"]).tolist()
+    run = found["part"]["held_out"]["continuations"]["greedy"]
+    for place, rate in enumerate(run["by_position"]):
+        reached = [count for count in counts if count >= place]
+        assert rate == (sum(count > place for count in reached) / len(reached) if reached else None)
+    assert run["acceptance"] == run["by_position"][0]
+    assert run["accepted"] == pytest.approx(sum(counts) / 9)
+    assert (run["tokens"], run["steps"]) == (pytest.approx(run["accepted"] + 1), 9)
+    assert found["whole"]["held_out"]["continuations"]["greedy"]["by_position"] == [1.0] * 4
+    assert found["whole"]["text"]["continuations"]["greedy"]["steps"] == 3
+    assert 0 < run["accepted"] < 4
+
+
+@needs_compiler
+def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole way: an artifact, its settings found, texts that stay what they are."""
     import compress
     import runtime
@@ -222,16 +254,36 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any) -> None:
     artifact = Path(compress.apply(str(recipe), output=str(tmp_path / "out")).path)
     loaded = runtime.load(artifact)
     rows = torch.randint(1, 257, (4, 40), generator=torch.Generator().manual_seed(1))
+    searched: list[Any] = []
+    find = skip_search.find_skips
+    monkeypatch.setattr(
+        skip_search, "find_skips", lambda *given, **named: searched.append(given) or find(*given, **named)
+    )
     with Reporter(None, quiet=True) as reporter:
         making = Making(
-            artifact=artifact, fingerprint="", teacher=Teacher.of(loaded), rows=rows, kinds={}, work=tmp_path / "work",
+            artifact=artifact, fingerprint="", teacher=Teacher.of(loaded), rows=rows, kinds={"text": rows[:2, :30]}, work=tmp_path / "work",
             output=tmp_path / "draft", reporter=reporter,
         )  # fmt: skip
         settings = METHOD.make(making, SkipConfig(trials=12, places=3, tokens=3))
     assert settings == {
         "method": "skip", "skip_attention": making.facts["skip_attention"], "skip_mlp": making.facts["skip_mlp"],
     }  # fmt: skip
-    assert len(making.facts["search"]["curve"]) == 12
+    assert searched[0][0] is loaded.engine  # the target is not loaded again
+    assert torch.equal(searched[0][1], rows[:3])  # the last row is held out
+    search = making.facts["search"]
+    assert len(search["curve"]) == 12
+    engine = loaded.engine
+    sets = {"before": search["evenly"], "after": making.facts}
+    for when, halves in sets.items():
+        assert len(halves["skip_mlp"]) == len(making.facts["skip_mlp"])
+        view = View(engine, range(4), halves["skip_attention"], halves["skip_mlp"])
+        for kind, texts in (("held_out", rows[3:]), ("text", rows[:2, :30])):
+            run = making.facts[when][kind]["continuations"]["greedy"]
+            rates = DraftTrials(engine, texts, 3, 3).rates(view)
+            assert [rate for rate in run["by_position"] if rate is not None] == rates
+            promise = making.facts["worth"][when][kind]["greedy"]
+            assert promise["cost"] == pytest.approx(view.weight_bytes / View(engine, range(4)).weight_bytes)
+            assert promise["speedup"] >= 1
     assert json.loads(json.dumps(making.facts)) == making.facts
     prompts = rows[:, :8].tolist()
     expected = loaded.generate(prompts, max_new_tokens=24)

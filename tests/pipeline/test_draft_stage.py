@@ -133,6 +133,11 @@ def test_every_way_to_make_a_draft_ends_in_one_that_runs(make_checkpoint, recipe
         texts, max_new_tokens=30, ignore_eos=True
     )
     assert model.stats["drafted_tokens"] > 0
+    page = (done.path / "report.html").read_text(encoding="utf-8")
+    kinds = done.manifest["draft"]["facts"]["after"]
+    assert set(kinds) >= {"held_out", "text", "code", "chat"}
+    lines = len(kinds) * (1 if method == "skip" else 2)  # drafts that skip are counted greedily
+    assert page.count("<td>before</td>") == page.count("<td>after</td>") == lines
     if "vocabulary" in changes:
         assert done.manifest["draft"]["facts"]["vocabulary"]["tokens"] == 100
 
@@ -225,7 +230,7 @@ def test_bench_compares_drafters_and_keeps_the_best(plain, capsys, tmp_path):
     assert main(arguments) == 0
     found = json.loads(capsys.readouterr().out)
     names = [entry["name"] for entry in found["drafters"]]
-    assert {"lookup", "suffix", "own", "lookup, then own"} <= set(names)
+    assert {"lookup", "suffix", "own", "own, as a tree", "early-exit", "lookup, then own"} <= set(names)
     assert [entry["overall"] for entry in found["drafters"]] == sorted(
         (e["overall"] for e in found["drafters"]), reverse=True
     )

@@ -23,6 +23,7 @@ from runtime.checkpoint import Checkpoint
 
 SHAPES = {
     "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv_heads": 4},
+    "draft": {"layers": 2, "hidden": 1024, "intermediate": 2816, "heads": 16, "kv_heads": 2},
     "3b": {"layers": 28, "hidden": 3072, "intermediate": 8192, "heads": 48, "kv_heads": 8},
 }
 COMPANIONS = ("tokenizer*.json", "special_tokens_map.json", "generation_config.json")

@@ -6,7 +6,8 @@
 
 What is measured on is made first, in DIRECTORY: the bundled checkpoint, quantized to 4 bits, with a draft distilled from it; and both
 inside a model of 1.0 billion weights that computes the same (`expand_core.py`), so that texts and acceptance are those of trained models
-while the time of a step is a large one's. The draft has layers of that size too.
+while the time of a step is a large one's. The draft stands in a model of its own size (`--draft-shape`): its layers are as wide as the
+target's ("target"), or half as wide ("draft": 2.4 % of the target's weights, as with a draft of 170 million for a target of 7 billion).
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
 within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. What a drafter has
@@ -42,13 +43,23 @@ HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
 CONTINUATIONS = 8
 SETTINGS = (
-    "shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples", "peer_rounds",
+    "shape", "target_scheme", "draft_shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples",
+    "peer_rounds",
 )  # fmt: skip
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}
 
 
 # -------------------------------------------------------------------- what is measured on
-def prepare(work: Path, shape: str, layers: int, steps: int, samples: int, draft_scheme: str) -> dict[str, Path]:
+def prepare(
+    work: Path,
+    shape: str,
+    layers: int,
+    steps: int,
+    samples: int,
+    draft_scheme: str,
+    draft_shape: str = "draft",
+    target_scheme: str = "W4A16",
+) -> dict[str, Path]:
     """The artifact with its distilled draft, and both in the large shape; what was made with the same settings is used again."""
     import compress
 
@@ -65,15 +76,16 @@ def prepare(work: Path, shape: str, layers: int, steps: int, samples: int, draft
         return {"small": small, "target": small, "draft": small / "draft"}
     made = {"small": small}
     # A draft's head is quantized too, as the draft stage does it: it is read for every token that is proposed.
-    for name, source, deep, stage, file in (
-        ("target", SOURCE, None, QUANTIZE["quantize"], f"target-{shape}"),
-        ("draft", small / "draft", layers, {**QUANTIZE["quantize"], "scheme": draft_scheme, "ignore": []},
-         f"draft-{shape}-{key}-{draft_scheme}"),
+    wide = shape if draft_shape == "target" else draft_shape
+    for name, source, size, deep, stage, file in (
+        ("target", SOURCE, shape, None, {**QUANTIZE["quantize"], "scheme": target_scheme}, f"target-{shape}-{target_scheme}"),
+        ("draft", small / "draft", wide, layers, {**QUANTIZE["quantize"], "scheme": draft_scheme, "ignore": []},
+         f"draft-{wide}-{key}-{draft_scheme}"),
     ):  # fmt: skip
         path = work / file
         if not (path / "compress.json").is_file():
             dense = work / f"{file}-dense"
-            expand(source, dense, SHAPES[shape], deep)
+            expand(source, dense, SHAPES[size], deep)
             off = check(source, dense)
             if off > 0.1:  # bfloat16 rounds the scaled norms
                 raise SystemExit(f"{dense} does not compute what {source} does: {off:.3f} of the spread of its logits")
@@ -304,8 +316,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--shape", choices=["small", *SHAPES], default="1.1b")
+    parser.add_argument("--shape", choices=["small", "1.1b", "3b"], default="1.1b")
     parser.add_argument("--draft-scheme", choices=["W4A16", "W8A16"], default="W4A16")
+    parser.add_argument("--draft-shape", choices=["draft", "target"], default="draft")
+    parser.add_argument("--target-scheme", choices=["W4A16", "W8A16"], default="W4A16")
     parser.add_argument("--draft-layers", type=int, default=2)
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
@@ -320,8 +334,9 @@ def main() -> None:
     parser.add_argument("--peer-rounds", type=int, default=1)
     options = parser.parse_args()
     paths = prepare(
-        options.work, options.shape, options.draft_layers, options.steps, options.samples, options.draft_scheme
-    )
+        options.work, options.shape, options.draft_layers, options.steps, options.samples, options.draft_scheme, options.draft_shape,
+        options.target_scheme,
+    )  # fmt: skip
     result: dict[str, Any] = {
         "machine": machine(options.device), "commit": commit(), "threads": options.threads or torch.get_num_threads(),
         "torch": torch.__version__, "settings": {key: getattr(options, key) for key in SETTINGS}, "distillation": distilled(paths["small"]),

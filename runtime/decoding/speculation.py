@@ -179,9 +179,9 @@ class Speculator:
             return nothing
         speculation.settle()
         tracks = [self._track(text) for text in texts]
-        for track, room in zip(tracks, rooms, strict=True):
+        for track, room, source in zip(tracks, rooms, sources, strict=True):
             track.whole = Tree()
-            track.progress.room = room
+            track.progress.room, track.progress.drawn = room, self._drawn and source is not None
         if not self.on:
             return nothing
         progress = [track.progress for track in tracks]

@@ -38,6 +38,9 @@ class Belief:
         place = min(depth, _DEPTHS) - 1
         if self._parent is not None:
             start = self._parent.rate(depth)
+            if place:
+                # Other texts may have been hopeless at this depth; the depth before, which is tried in this text too, speaks for it.
+                start = 0.5 * (start + self.rate(place))
         else:
             start = _FIRST if place == 0 else self.rate(place)
         return (self._deep_right[place] + _PRIOR * start) / (self._deep_seen[place] + _PRIOR)

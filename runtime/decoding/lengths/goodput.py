@@ -15,6 +15,8 @@ _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and 
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
 _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
+_TRY = 2  # nodes of a drawn tree beyond those of earlier ones
+_LATE = 0.1  # weight of the last drawn tree in the average
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
 
 
@@ -71,7 +73,10 @@ class Goodput(Lengths):
         cheap = unknown or costs.draft(self.depth) <= _CHEAP * plain
         depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
         least = 0.0
-        if depth and not cheap:
+        drawn = any(text.drawn for text in texts)
+        if depth and drawn:
+            nodes = min(nodes, max(depth, self._drawn_nodes(len(texts), costs, rows, depth)))
+        elif depth and not cheap:
             # What one more token of one text takes; the texts share the passes of a draft.
             more = (costs.draft(depth) - costs.draft(depth - 1)) / len(texts) + costs.step(rows + 1) - plain
             least = min(0.9, max(0.0, more * rate))
@@ -121,12 +126,30 @@ class Goodput(Lengths):
                 best, rate = depth, expected / seconds
         return best, rate
 
+    def _drawn_nodes(self, texts: int, costs: Costs, rows: int, depth: int) -> int:
+        """How many nodes of a drawn tree pay, as earlier ones were reached: what is in the tree itself must not decide that."""
+        known = costs.drawn
+        if not known:
+            return self.nodes
+        seconds, expected = costs.draft(depth), float(texts)
+        best, rate = 0, 0.0
+        for count in range(1, min(self.nodes, len(known) + _TRY) + 1):
+            expected += texts * known[min(count, len(known)) - 1]
+            found = expected / (seconds + costs.step(rows + texts * count))
+            if found > rate:
+                best, rate = count, found
+        return best
+
     def trim(
         self, texts: Sequence[Progress], trees: Sequence[Tree], costs: Costs, rows: int, drafted: float
     ) -> list[Tree]:
-        if not costs.step.known or any(tree.proposals for tree in trees):
-            return list(trees)
         reach = [text.belief.reach(tree) for text, tree in zip(texts, trees, strict=True)]
+        if any(tree.proposals for tree in trees):
+            for each in reach:
+                _average(costs.drawn, sorted(each, reverse=True))
+            return list(trees)
+        if not costs.step.known:
+            return list(trees)
         # A node is never likelier than its parent, so that in this order parents come first.
         order = sorted(
             ((-chance, node, index) for index, each in enumerate(reach) for node, chance in enumerate(each)),
@@ -156,3 +179,12 @@ class Goodput(Lengths):
             if pause.vain >= _VAIN and costs.idle + drafted > _WORTH * costs.step(rows):
                 pause.begin(costs)
         return result
+
+
+def _average(known: list[float], reach: Sequence[float]) -> None:
+    """Let a moving average take in the nodes of one more tree; what it has no node for was not asked for."""
+    for place, chance in enumerate(reach):
+        if place == len(known):
+            known.append(chance)
+        else:
+            known[place] += _LATE * (chance - known[place])

@@ -7,10 +7,15 @@ import statistics
 from collections import deque
 
 _KEPT = 9  # samples of a number; their median does not mind a disturbed few
+_LATE = 9  # samples of any number, whose median says how fast the machine is now
 
 
 class Curve:
     """What `n` rows (or tokens) take, from samples: their median where there are any, straight lines between, and beyond them.
+
+    Numbers are sampled at different times, and what else a machine does changes its speed: a number that is seldom seen would keep what it
+    took in better times. So what is kept of a sample is how it compares with all others, and the speed is learned from the latest of
+    any number. More rows never take less: where samples say so, they were disturbed.
 
     Args:
         slope: what one more adds, as a share of the time of one, as long as nothing else is known.
@@ -20,7 +25,10 @@ class Curve:
         self._slope = slope
         self._samples: dict[int, deque[float]] = {}
         self._places: list[int] = []
+        self._medians: list[float] = []
         self._values: list[float] = []
+        self._ratios: deque[float] = deque(maxlen=_LATE)
+        self._speed = 1.0
 
     @property
     def known(self) -> bool:
@@ -29,13 +37,20 @@ class Curve:
     def add(self, n: int, seconds: float) -> None:
         """One more measurement."""
         samples = self._samples.get(n)
+        place = bisect.bisect_left(self._places, n)
         if samples is None:
             samples = self._samples[n] = deque(maxlen=_KEPT)
-            place = bisect.bisect(self._places, n)
             self._places.insert(place, n)
-            self._values.insert(place, seconds)
-        samples.append(seconds)
-        self._values[bisect.bisect_left(self._places, n)] = statistics.median(samples)
+            self._medians.insert(place, seconds)
+        elif self._medians[place] > 0:
+            self._ratios.append(seconds / self._medians[place])
+            self._speed = statistics.median(self._ratios)
+        samples.append(seconds / self._speed if self._speed > 0 else seconds)
+        self._medians[place] = statistics.median(samples)
+        least, self._values = float("inf"), [0.0] * len(self._medians)
+        for index in range(len(self._medians) - 1, -1, -1):
+            least = min(least, self._medians[index])
+            self._values[index] = least
 
     def count(self, n: int) -> int:
         """How many samples of this number there are, at most as many as are kept."""
@@ -43,6 +58,9 @@ class Curve:
 
     def __call__(self, n: int) -> float:
         """Seconds that `n` take; 0 where nothing is known."""
+        return self._shape(n) * self._speed
+
+    def _shape(self, n: int) -> float:
         places, values = self._places, self._values
         if not places:
             return 0.0

@@ -7,7 +7,7 @@
 What is measured on is made first, in DIRECTORY: the bundled checkpoint, quantized to 4 bits, with a draft distilled from it; and both
 inside a model of 1.0 billion weights that computes the same (`expand_core.py`), so that texts and acceptance are those of trained models
 while the time of a step is a large one's. The draft stands in a model of its own size (`--draft-shape`): its layers are as wide as the
-target's ("target"), or half as wide ("draft": 2.4 % of the target's weights, as with a draft of 170 million for a target of 7 billion).
+target's ("target"), or half as wide ("draft": 3 layers are 4 % of the target's weights, as 270 million for a target of 7 billion).
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
 within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. What a drafter has
@@ -320,14 +320,14 @@ def main() -> None:
     parser.add_argument("--draft-scheme", choices=["W4A16", "W8A16"], default="W4A16")
     parser.add_argument("--draft-shape", choices=["draft", "target"], default="draft")
     parser.add_argument("--target-scheme", choices=["W4A16", "W8A16"], default="W4A16")
-    parser.add_argument("--draft-layers", type=int, default=2)
+    parser.add_argument("--draft-layers", type=int, default=3)
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--new-tokens", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int)
-    parser.add_argument("--steps", type=int, default=1600, help="of the draft's training")
+    parser.add_argument("--steps", type=int, default=900, help="of the draft's training")
     parser.add_argument("--samples", type=int, default=448, help="rows that it is trained on")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--no-peers", action="store_true")

@@ -9,10 +9,10 @@ inside a model of 1.0 billion weights that computes the same (`expand_core.py`),
 while the time of a step is a large one's. The draft stands in a model of its own size (`--draft-shape`): its layers are as wide as the
 target's ("target"), or half as wide ("draft": 3 layers are 4 % of the target's weights, as 270 million for a target of 7 billion).
 
-Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit"). Every ratio is
-within a round, in which plain decoding and the drafters take turns on the same prompts; medians over the rounds. What a drafter has
-written in a round is forgotten before the next. Times are of decoding, and a draft model's reading of the prompt is in them. Greedy
-texts are compared token by token with plain decoding's: exit code 1 where any differs.
+Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit", and "edited twice",
+where it was already). Every ratio is within a round, in which plain decoding and the drafters take turns on the same prompts; medians
+over the rounds. What a drafter has written in a round is forgotten before the next. Times are of decoding, and a draft model's reading
+of the prompt is in them. Greedy texts are compared token by token with plain decoding's: exit code 1 where any differs.
 
 The peer is transformers' own decoding of the same artifact with the same draft: its modules, our kernels in them, the same prompts and
 tokens, batch 1 (all that its assisted generation takes), at its default lengths and at a fixed one.
@@ -41,6 +41,7 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
+KINDS = ("held-out", "text", "code", "chat", "edit", "edited twice")
 CONTINUATIONS = 8
 SETTINGS = (
     "shape", "target_scheme", "draft_shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples",
@@ -126,9 +127,18 @@ def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
     divide = tokenizer("\n\n# The same again:\n\n", add_special_tokens=False)["input_ids"]
     code = sample_rows(tokenizer, most=1000)["code"].flatten().tolist()  # without gaps
     size = 3 * PROMPT
-    starts = range(0, max(1, len(code) - size), max(1, (len(code) - size) // count))
-    found["edit"] = [[*code[at : at + size], *divide, *code[at : at + PROMPT // 2]] for at in list(starts)[:count]]
+    starts = list(range(0, max(1, len(code) - size), max(1, (len(code) - size) // count)))[:count]
+    found["edit"] = [[*code[at : at + size], *divide, *code[at : at + PROMPT // 2]] for at in starts]
+    # Small models copy only what they have seen copied: the same file twice, then a third time.
+    size = 2 * PROMPT
+    again = [[*code[at : at + size], *divide] for at in starts]
+    found["edited twice"] = [[*text, *text, *text[: PROMPT // 2]] for text in again]
     return found
+
+
+def chosen(prompts: dict[str, list[list[int]]], kinds: list[str] | None) -> dict[str, list[list[int]]]:
+    """Those of some kinds; None: all."""
+    return {kind: rows for kind, rows in prompts.items() if kinds is None or kind in kinds}
 
 
 # -------------------------------------------------------------------- ours
@@ -145,7 +155,7 @@ def ours(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, 
     from runtime.model import Model
 
     plain = runtime.load(paths["target"], drafter=False, threads=options.threads, device=options.device)
-    prompts = prompts_of(plain.tokenizer, options.prompts)
+    prompts = chosen(prompts_of(plain.tokenizer, options.prompts), options.kinds)
     target = Target(plain.artifact, plain.engine)
     models = {}
     for name in options.drafters or DRAFTERS:
@@ -240,7 +250,7 @@ def peers(paths: dict[str, Path], options: argparse.Namespace, result: dict[str,
     load = {"dtype": torch.bfloat16}
     model: Any = AutoModelForCausalLM.from_pretrained(paths["target"], **load).eval().to(options.device)
     assistant: Any = AutoModelForCausalLM.from_pretrained(paths["draft"], **load).eval().to(options.device)
-    prompts = prompts_of(AutoTokenizer.from_pretrained(paths["target"]), options.prompts)
+    prompts = chosen(prompts_of(AutoTokenizer.from_pretrained(paths["target"]), options.prompts), options.kinds)
     own = {key: getattr(assistant.generation_config, key) for key in _ASSISTANT}
     fixed = dict(zip(_ASSISTANT, (FIXED, "constant", 0.0), strict=True))
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -322,6 +332,7 @@ def main() -> None:
     parser.add_argument("--target-scheme", choices=["W4A16", "W8A16"], default="W4A16")
     parser.add_argument("--draft-layers", type=int, default=3)
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS)
+    parser.add_argument("--kinds", nargs="*", choices=KINDS)
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--new-tokens", type=int, default=128)

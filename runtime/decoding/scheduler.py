@@ -105,7 +105,7 @@ class Scheduler:
 
     # ---------------------------------------------------------------- a step
     def _step(self, pool: Any) -> int:
-        started = time.perf_counter()
+        started, written = time.perf_counter(), self._stats.new_tokens
         self._admit()
         parts = self._pack()
         trees = self._drafts(pool, parts)
@@ -147,7 +147,8 @@ class Scheduler:
                 logits = logits[torch.tensor(rows_, dtype=torch.int64, device=logits.device)]
             ended = self._choose([each.sequence for each in ready], logits) if ready else 0
         if speculator is not None and decoding == rows:
-            speculator.timed(row, time.perf_counter() - started - self._drafting)
+            seconds = time.perf_counter() - started - self._drafting
+            speculator.timed(row, seconds, self._drafting, stats.new_tokens - written)
         stats.steps += 1
         stats.cache_bytes = max(stats.cache_bytes, self.pages.touched * self._engine.page_bytes)
         seconds = time.perf_counter() - started

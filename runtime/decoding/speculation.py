@@ -241,9 +241,10 @@ class Speculator:
         return checked
 
     # ---------------------------------------------------------------- after it
-    def timed(self, rows: int, seconds: float) -> None:
-        """A step of decoding texts alone took so long."""
+    def timed(self, rows: int, seconds: float, drafting: float, tokens: int) -> None:
+        """A step of decoding texts alone took so long, besides what drafting for it took, and wrote so many tokens."""
         self._speculation.costs.step.add(rows, seconds)
+        self._speculation.costs.kept(tokens, seconds + drafting)
 
     def greedy(self, logits: torch.Tensor) -> list[int] | None:
         """The most likely token of every row at once, where that is all that is asked."""

@@ -124,7 +124,7 @@ class _Loop:
             stats.prefill_seconds += time.perf_counter() - started
             yield len(self.texts) - len(alive)
             while alive:
-                started = time.perf_counter()
+                started, written = time.perf_counter(), stats.new_tokens
                 self._go_on(alive, paths)
                 trees, drafting = self._draft()
                 step = caller.run(
@@ -133,7 +133,7 @@ class _Loop:
                 paths = [[0, *(node - ROOT for node in path)] for path in self._accept(trees, step)]
                 alive = self._alive()
                 seconds = time.perf_counter() - started
-                speculator.timed(len(step.logits), seconds - drafting)
+                speculator.timed(len(step.logits), seconds - drafting, drafting, stats.new_tokens - written)
                 stats.decode_seconds += seconds
                 yield len(self.texts) - len(alive)
         finally:

@@ -167,3 +167,42 @@ def test_that_nothing_pays_at_the_end_of_a_text_stops_no_other() -> None:
         assert lengths.plan([text], costs, 1, 64)[0].depth <= room
     assert costs.pause == 0
     assert text.memory.left == 0
+
+
+def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None:
+    costs = Costs.unknown()
+    for rows in range(1, 12):
+        costs.step.add(rows, 0.010)
+        costs.draft.add(rows, 0.001 * rows)
+    lengths, text = Goodput(), Progress(Belief(), room=100)
+    steps, plain = [], 1 / costs.step(1)
+    for _ in range(200):
+        depth = lengths.plan([text], costs, 1, 64)[0].depth
+        steps.append(depth)
+        # Whatever is drafted, texts grow at half the speed of plain decoding.
+        costs.kept(1, 2 / plain if depth else 1 / plain)
+    assert steps[0] > 1
+    assert sum(map(bool, steps[:12])) > 3
+    assert sum(map(bool, steps[20:])) < 20
+    assert costs.trust < 0.7
+    for _ in range(3000):  # the same drafts are worth what they promise now
+        depth = lengths.plan([text], costs, 1, 64)[0].depth
+        costs.kept(costs.promised * 0.02, 0.02)
+    assert depth > 1
+    assert costs.trust > 0.9
+
+
+def test_the_time_of_whole_steps_is_told(plain: Any) -> None:
+    texts = prompts(2, 20)
+    truth = answers(plain, texts, max_new_tokens=30, ignore_eos=True)
+    together = speculation(Scripted(truth, right=1.0))
+    told = []
+    together.costs.kept = lambda tokens, seconds: told.append((tokens, seconds))  # type: ignore[method-assign]
+    drafting = model(together)
+    drafting.generate(texts, max_new_tokens=30, ignore_eos=True)
+    assert sum(tokens for tokens, _ in told) == drafting.stats["new_tokens"] - 2  # all but the prompts' own
+    assert (
+        0.5 * drafting.stats["decode_seconds"]
+        < sum(seconds for _, seconds in told)
+        <= 1.1 * drafting.stats["decode_seconds"]
+    )

@@ -55,12 +55,14 @@ def test_prompts_are_of_every_kind_and_different() -> None:
     from transformers import AutoTokenizer
 
     found = speculative.prompts_of(AutoTokenizer.from_pretrained(CHECKPOINT), 4)
-    assert set(found) == {"held-out", "text", "code", "chat", "edit"}
+    assert set(found) == set(speculative.KINDS)
     for rows in found.values():
         assert len(rows) == 4
         assert len({tuple(row) for row in rows}) == 4
-    for row in found["edit"]:
+    for row in found["edit"] + found["edited twice"]:
         assert row[-speculative.PROMPT // 2 :] == row[: speculative.PROMPT // 2]
+    assert set(speculative.chosen(found, ["edit"])) == {"edit"}
+    assert speculative.chosen(found, None) == found
 
 
 def test_a_text_that_differs_is_counted(monkeypatch: Any, tmp_path: Path) -> None:

@@ -13,6 +13,9 @@ from runtime.decoding.tree import Tree
 #: Most tokens of a branch and most nodes of a tree where nobody says otherwise.
 DEPTH, NODES = 8, 16
 
+_TRUSTING = 0.1  # weight of the last step in what is thought of promises
+_MOST = 3.0  # times what was promised that a step counts for
+
 
 class Plan(NamedTuple):
     """What a drafter is asked for; 0 nodes: it is not asked. See `Ask`."""
@@ -32,6 +35,8 @@ class Costs:
         belief: in its chances.
         idle: seconds that asking for drafts takes a step besides drafting itself.
         pause: for how many steps the last text was left alone for which drafting did not pay; 0: it pays.
+        promised: tokens a second that the last plan expected, of all texts together; 0: it expected nothing.
+        trust: what came of such promises, as a share of them, on average of late; at most 1.
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
     """
 
@@ -40,12 +45,21 @@ class Costs:
     belief: Belief
     idle: float = 0.0
     pause: int = 0
+    promised: float = 0.0
+    trust: float = 1.0
     drawn: list[float] = field(default_factory=list)
 
     @classmethod
     def unknown(cls) -> Costs:
         # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
         return cls(Curve(0.3), Curve(1.0), Belief())
+
+    def kept(self, tokens: float, seconds: float) -> None:
+        """A step with all that belongs to it took so long and wrote so many tokens."""
+        if self.promised and seconds > 0:
+            share = min(tokens / seconds / self.promised, _MOST)
+            self.trust = min(1.0, self.trust + _TRUSTING * (share - self.trust))
+        self.promised = 0.0
 
 
 @dataclass(eq=False)

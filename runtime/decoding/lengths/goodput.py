@@ -17,6 +17,7 @@ _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
 _TRY = 2  # nodes of a drawn tree beyond those of earlier ones
 _LATE = 0.1  # weight of the last drawn tree in the average
+_RECOVERS = 0.1  # of the trust that was lost, at each probe: what is not tried any more cannot earn it
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
 
 
@@ -72,6 +73,7 @@ class Goodput(Lengths):
         unknown = not plain or not costs.draft.known
         cheap = unknown or costs.draft(self.depth) <= _CHEAP * plain
         depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
+        costs.promised = rate / costs.trust if depth else 0.0
         least = 0.0
         drawn = any(text.drawn for text in texts)
         if depth and drawn:
@@ -100,6 +102,7 @@ class Goodput(Lengths):
             else:
                 probe = costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
                 pause.begin(costs, round(probe / plain / _WORTH))
+                costs.trust += _RECOVERS * (1.0 - costs.trust)
                 pause.probing = True
                 plans.append(Plan(nodes, min(_PROBE, text.room)))
         return plans
@@ -122,8 +125,10 @@ class Goodput(Lengths):
                 reach[index] *= text.belief.rate(depth) if depth <= text.room else 0.0
                 expected += reach[index]
             seconds = costs.draft(depth) + costs.step(rows + depth * len(texts))
-            if expected / seconds > rate:
-                best, rate = depth, expected / seconds
+            # Rates are of what was drafted, of which not all is verified: how much of such promises came true says what they are worth.
+            found = expected / seconds * costs.trust
+            if found > rate:
+                best, rate = depth, found
         return best, rate
 
     def _drawn_nodes(self, texts: int, costs: Costs, rows: int, depth: int) -> int:

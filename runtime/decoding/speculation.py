@@ -28,6 +28,7 @@ from runtime.decoding.verify.exact import Exact
 from runtime.decoding.verify.target import Target
 
 _log = logging.getLogger("compress.speculation")
+_FADES = 0.99  # what catching up took, from draft to draft in which there was nothing to catch up with
 Result = TypeVar("Result")
 
 
@@ -208,6 +209,8 @@ class Speculator:
         if found is None:
             return nothing
         deepest = max((max(tree.depths(), default=0) for tree in found), default=0)
+        overhead = speculation.drafter.overhead / len(asks)
+        speculation.costs.reading = max(overhead, _FADES * speculation.costs.reading)
         if deepest:
             speculation.costs.draft.add(deepest, max(0.0, seconds - speculation.drafter.overhead))
         self.proposed = any(map(len, found))

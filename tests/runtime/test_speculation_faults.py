@@ -206,3 +206,24 @@ def test_the_time_of_whole_steps_is_told(plain: Any) -> None:
         < sum(seconds for _, seconds in told)
         <= 1.1 * drafting.stats["decode_seconds"]
     )
+
+
+def test_one_text_at_a_time_is_tried_where_drafting_does_not_pay() -> None:
+    costs = Costs.unknown()
+    for rows in range(1, 12):
+        costs.step.add(rows, 0.010 * rows)  # every row costs as much as a step
+        costs.draft.add(rows, 0.005 * rows)
+    lengths, texts = Goodput(), [Progress(Belief(), room=1000) for _ in range(8)]
+    tried = 0
+    for _ in range(2000):
+        plans = lengths.plan(texts, costs, 8, 64)
+        busy = [plan for plan in plans if plan.nodes]
+        assert len(busy) <= 1
+        assert all(plan.nodes <= 2 and plan.depth <= 2 for plan in busy)
+        tried += len(busy)
+    assert 2 <= tried <= 40
+    costs.reading = 10.0  # seconds: more than all these steps are worth
+    before = tried
+    for _ in range(2000):
+        tried += sum(plan.nodes > 0 for plan in lengths.plan(texts, costs, 8, 64))
+    assert tried - before <= 8

@@ -35,6 +35,7 @@ class Costs:
         belief: in its chances.
         idle: seconds that asking for drafts takes a step besides drafting itself.
         pause: for how many steps the last text was left alone for which drafting did not pay; 0: it pays.
+        reading: seconds that a drafter took to catch up with a text that it had not drafted for.
         promised: tokens a second that the last plan expected, of all texts together; 0: it expected nothing.
         trust: what came of such promises, as a share of them, on average of late; at most 1.
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
@@ -45,6 +46,7 @@ class Costs:
     belief: Belief
     idle: float = 0.0
     pause: int = 0
+    reading: float = 0.0
     promised: float = 0.0
     trust: float = 1.0
     drawn: list[float] = field(default_factory=list)

@@ -82,7 +82,7 @@ class Goodput(Lengths):
             # What one more token of one text takes; the texts share the passes of a draft.
             more = (costs.draft(depth) - costs.draft(depth - 1)) / len(texts) + costs.step(rows + 1) - plain
             least = min(0.9, max(0.0, more * rate))
-        plans = []
+        plans, probed = [], False
         for text in texts:
             if text.memory is None:  # what other texts have shown is not tried again at once
                 text.memory = _Pause(costs.pause // 2, max(_FIRST_PAUSE, costs.pause))
@@ -99,12 +99,15 @@ class Goodput(Lengths):
                 plans.append(Plan(nodes, min(depth, text.room), least))
             elif text.room < self.depth:  # its end is near: that nothing pays there says nothing of other places
                 plans.append(Plan(0, 0))
+            elif probed:  # one text at a time says as much as all of them
+                pause.left = costs.pause
+                plans.append(Plan(0, 0))
             else:
-                probe = costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
+                probe = costs.reading + costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
                 pause.begin(costs, round(probe / plain / _WORTH))
                 costs.trust += _RECOVERS * (1.0 - costs.trust)
-                pause.probing = True
-                plans.append(Plan(nodes, min(_PROBE, text.room)))
+                pause.probing = probed = True
+                plans.append(Plan(min(nodes, _PROBE), min(_PROBE, text.room)))
         return plans
 
     def resting(self, texts: Sequence[Progress]) -> int:

@@ -100,6 +100,11 @@ class Team:
         broadcast_object_list(held)
         return held[0]  # type: ignore[no-any-return]
 
+    def close(self) -> None:
+        """The processes part. One that ended with the others' connections open could be aborted by their threads."""
+        if self.accelerator is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
     def leave(self) -> None:
         """End here (`PartDone`) in all but the main process."""
         if not self.is_main:

@@ -14,8 +14,8 @@ where it was already). Every ratio is within a round, in which plain decoding an
 over the rounds. What a drafter has written in a round is forgotten before the next. Times are of decoding, and a draft model's reading
 of the prompt is in them. Greedy texts are compared token by token with plain decoding's: exit code 1 where any differs.
 
-The peer is transformers' own decoding of the same artifact with the same draft: its modules, our kernels in them, the same prompts and
-tokens, batch 1 (all that its assisted generation takes), at its default lengths and at a fixed one.
+The peer is transformers' own decoding of the same artifact with the same draft: its modules, in which the weights are unpacked to
+bfloat16, the same prompts and tokens, batch 1 (all that its assisted generation takes), at its default lengths and at a fixed one.
 """
 
 from __future__ import annotations

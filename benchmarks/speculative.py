@@ -35,7 +35,8 @@ import torch
 from expand_core import SHAPES, check, expand
 from where import commit, cpu_facts, cpu_name
 
-from compress.evaluate.draft_totals import DraftTotals
+from compress.evaluate.decoding import add, decode
+from runtime.decoding.stats import GenerationStats
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
@@ -186,18 +187,18 @@ def _turns(
     ratios: dict[str, list[float]] = {name: [] for name in models}
     speeds: dict[str, list[float]] = {name: [] for name in [*models, "plain"]}
     same = dict.fromkeys(models, True)
-    totals = {name: DraftTotals() for name in models}
+    totals = {name: GenerationStats() for name in models}
     for number in range(options.rounds + 1):
-        before, texts = _decode(plain, ids, temperature, batch, options.new_tokens, DraftTotals())
+        texts, taken = decode(plain, ids, options.new_tokens, batch, temperature)
+        before = _rate(taken)
         for name, model in models.items():
-            # The first round is for the drafters to learn what things cost.
-            counted = totals[name] if number else DraftTotals()
-            rate, found = _decode(model, ids, temperature, batch, options.new_tokens, counted)
+            found, taken = decode(model, ids, options.new_tokens, batch, temperature)
             if temperature == 0:
                 same[name] &= found == texts
-            if number:
-                ratios[name].append(rate / before)
-                speeds[name].append(rate)
+            if number:  # the first round is for the drafters to learn what things cost
+                ratios[name].append(_rate(taken) / before)
+                speeds[name].append(_rate(taken))
+                add(totals[name], taken.as_dict())
         if number:
             speeds["plain"].append(before)
     return [
@@ -205,34 +206,26 @@ def _turns(
             "drafter": name, "speedup": round(statistics.median(ratios[name]), 3), "speedups": [round(each, 3) for each in ratios[name]],
             "tokens_per_second": round(statistics.median(speeds[name]), 2),
             "plain_tokens_per_second": round(statistics.median(speeds["plain"]), 2),
-            "same_text": same[name] if temperature == 0 else None, **_short(totals[name].facts()),
+            "same_text": same[name] if temperature == 0 else None, **_short(totals[name].as_dict()),
         }
         for name in models
     ]  # fmt: skip
 
 
+_KEPT = ("steps", "drafted_tokens", "accepted_tokens", "acceptance_rate", "mean_accepted", "acceptance_by_depth")
+
+
 def _short(facts: dict[str, Any]) -> dict[str, Any]:
-    """Rates with three digits."""
+    """What is told of a row, rates with three digits."""
     return {
         key: [round(each, 3) for each in value] if isinstance(value, list) else round(value, 3) if isinstance(value, float) else value
-        for key, value in facts.items()
+        for key in _KEPT for value in (facts[key],)
     }  # fmt: skip
 
 
-def _decode(
-    model: Any, ids: list[list[int]], temperature: float, batch: int, new: int, totals: DraftTotals
-) -> tuple[float, list[list[int]]]:
-    """Tokens a second of decoding, and the texts."""
-    seconds, texts, count = 0.0, [], 0
-    if model.speculation is not None:
-        model.speculation.drafter.forget()
-    for start in range(0, len(ids), batch):
-        part = ids[start : start + batch]
-        texts += model.generate(part, max_new_tokens=new, temperature=temperature, ignore_eos=True)
-        totals.add(model.stats)
-        seconds += model.stats["decode_seconds"]
-        count += model.stats["new_tokens"] - len(part)
-    return count / seconds, texts
+def _rate(taken: GenerationStats) -> float:
+    """Tokens a second of decoding: all but the first of each text, which comes out of the prompt."""
+    return (taken.new_tokens - taken.sequences) / taken.decode_seconds
 
 
 # -------------------------------------------------------------------- the peer

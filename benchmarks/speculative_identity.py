@@ -23,6 +23,8 @@ from typing import Any
 import torch
 from where import commit, cpu_name
 
+from compress.evaluate.decoding import decode
+
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
@@ -91,7 +93,7 @@ def compare(
 
     plain = runtime.load(path, drafter=False, threads=options.threads, **load)
     target = Target(plain.artifact, plain.engine)
-    wanted = generated(plain, prompts, 8, options.new_tokens)[0]
+    wanted = decode(plain, prompts, options.new_tokens, 8)[0]
     for label, value in drafters.items():
         settings = value if isinstance(value, dict) else {"method": value}
         speculation = choose_speculation({**settings, "lengths": LENGTHS}, target)
@@ -100,11 +102,12 @@ def compare(
             # One at a time takes long and shows little more: an eighth of the prompts.
             part = prompts if batch > 1 else prompts[: len(prompts) // 8]
             started = time.perf_counter()
-            found, drafted, accepted = generated(model, part, batch, options.new_tokens)
+            found, taken = decode(model, part, options.new_tokens, batch)
             differing = [index for index, (one, other) in enumerate(zip(found, wanted, strict=False)) if one != other]
             row = {
                 "model": name, "engine": model.stats["engine"], "drafter": label, "batch": batch, "prompts": len(part),
-                "tokens": sum(map(len, found)), "drafted": drafted, "accepted": accepted, "differing": len(differing),
+                "tokens": sum(map(len, found)), "drafted": taken.drafted_tokens, "accepted": taken.accepted_tokens,
+                "differing": len(differing),
                 "switched_off": speculation.off if speculation else "none",
             }  # fmt: skip
             print(
@@ -113,17 +116,6 @@ def compare(
                 flush=True,
             )
             yield row
-
-
-def generated(model: Any, prompts: list[list[int]], batch: int, new: int) -> tuple[list[list[int]], int, int]:
-    """Texts, and how many tokens were drafted and accepted for them."""
-    texts: list[list[int]] = []
-    drafted = accepted = 0
-    for start in range(0, len(prompts), batch):
-        texts += model.generate(prompts[start : start + batch], max_new_tokens=new, temperature=0, ignore_eos=True)
-        drafted += model.stats["drafted_tokens"] or 0
-        accepted += model.stats["accepted_tokens"] or 0
-    return texts, drafted, accepted
 
 
 def main() -> None:

@@ -28,7 +28,7 @@ class DistillSpecConfig(ChainConfig):
 def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     given, held_out = making.split()
-    student = Student(making.cut(config), config.objective(), making.kept(config, given))
+    student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary, given))
     before = making.measure(config, student, held_out)
     source = making.source(config, student, given)
     making.train(config, student, source, held_out)

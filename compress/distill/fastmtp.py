@@ -7,8 +7,9 @@ from typing import Any, Literal
 from pydantic import Field
 
 from compress.distill.config import DraftMethod
+from compress.distill.features import Features
 from compress.distill.making import Making
-from compress.distill.making_heads import HeadsConfig, check_heads, features_of, kept_tokens, make_heads
+from compress.distill.making_heads import HeadsConfig, check_heads, make_heads
 from compress.distill.mtp import MTPStudent
 
 
@@ -31,9 +32,9 @@ class MTPConfig(HeadsConfig):
 
 def make(making: Making, config: MTPConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    kept = kept_tokens(making, config, making.split()[0])
+    kept = making.kept(config.vocabulary, making.split()[0])
     student = MTPStudent(
-        features_of(making),
+        Features.of(making.teacher.source),
         config.tokens,
         config.intermediate,
         config.objective(),

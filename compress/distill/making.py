@@ -121,12 +121,12 @@ class Making:
         self.facts["layers"] = list(layers)
         return cut_checkpoint(self.artifact, layers)
 
-    def kept(self, config: CutConfig, given: torch.Tensor) -> torch.Tensor | None:
-        """The tokens that a trimmed draft keeps."""
-        if config.vocabulary is None:
+    def kept(self, most: int | None, given: torch.Tensor) -> torch.Tensor | None:
+        """The `most` tokens that a draft with a trimmed vocabulary keeps; None: all."""
+        if most is None:
             return None
         counted = vocab_trim.expected_counts(self.teacher, TextRows(given))
-        kept = self.team.agreed(vocab_trim.choose(counted, config.vocabulary, self.teacher.ends))
+        kept = self.team.agreed(vocab_trim.choose(counted, most, self.teacher.ends))
         self.facts["vocabulary"] = {
             "tokens": len(kept), "of": self.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
         }  # fmt: skip
@@ -137,10 +137,7 @@ class Making:
         """Train, or go on where an interrupted run stopped; how it went is in the facts."""
         teacher: Teacher | TeacherCache | None = self.teacher if student.objective.needs_teacher else None
         if config.teacher_top is not None and teacher is not None:
-            if not isinstance(source, TextRows):
-                raise RequestError(
-                    f"teacher_top keeps what the teacher says of fixed rows, and data {config.data} is written anew; use given or teacher"
-                )
+            assert isinstance(source, TextRows)  # `checks.check_trained`
             teacher = self.cached(config.teacher_top, config, student, source)
         with self.team.in_turn():
             directory = training(self.work, config, [self.fingerprint, self.rows, self.facts.get("model")])

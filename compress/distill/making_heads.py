@@ -5,14 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
 from pydantic import Field
 
-from compress.distill import vocab_trim
 from compress.distill.checks import check_ahead, check_trained
 from compress.distill.config import DraftConfig
 from compress.distill.data import TextRows, teacher_rows
-from compress.distill.features import Features
 from compress.distill.heads import HeadStudent, rank_rates
 from compress.distill.making import Making, read_bytes
 from compress.distill.prospect import Prospect, RefusedError, plain_head
@@ -20,7 +17,6 @@ from compress.distill.stored import round_trained
 from compress.distill.student import Student
 from compress.distill.write import note_facts
 from compress.distill.write_heads import write_heads
-from runtime.errors import RequestError
 
 _RANKS = 8  # guesses of each head whose rates are measured
 
@@ -49,29 +45,8 @@ def check_heads(config: HeadsConfig, target: Prospect) -> None:
         raise RefusedError("method", f"a {what} does more to its logits than its head; heads cannot be trained on it")
 
 
-def features_of(making: Making) -> Features:
-    """The artifact as the heads will read it."""
-    return Features.of(making.teacher.source)
-
-
-def kept_tokens(making: Making, config: HeadsConfig, given: torch.Tensor) -> torch.Tensor | None:
-    """The tokens that heads of a compressed vocabulary keep."""
-    if config.vocabulary is None:
-        return None
-    counted = vocab_trim.expected_counts(making.teacher, TextRows(given))
-    kept = making.team.agreed(vocab_trim.choose(counted, config.vocabulary, making.teacher.ends))
-    making.facts["vocabulary"] = {
-        "tokens": len(kept), "of": making.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
-    }  # fmt: skip
-    return kept
-
-
 def make_heads(making: Making, config: HeadsConfig, student: HeadStudent) -> dict[str, Any]:
     """Train heads, measure them, and write them; see `DraftMethod.make`."""
-    if config.quantize != "none":
-        raise RequestError(
-            f"draft.quantize: heads are stored as they are and rounded where they run; {config.quantize} is for draft models"
-        )
     # The heads begin on the CPU and their projection where the target is: all of it goes there before it is asked for anything.
     student.to(making.teacher.device)
     # The target's states are computed once for the teacher and for the heads.

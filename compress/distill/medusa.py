@@ -7,9 +7,10 @@ from typing import Any, Literal
 from pydantic import Field
 
 from compress.distill.config import DraftMethod
+from compress.distill.features import Features
 from compress.distill.heads import MedusaStudent
 from compress.distill.making import Making
-from compress.distill.making_heads import HeadsConfig, check_heads, features_of, kept_tokens, make_heads
+from compress.distill.making_heads import HeadsConfig, check_heads, make_heads
 
 
 class MedusaConfig(HeadsConfig):
@@ -29,8 +30,10 @@ class MedusaConfig(HeadsConfig):
 
 def make(making: Making, config: MedusaConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    kept = kept_tokens(making, config, making.split()[0])
-    student = MedusaStudent(features_of(making), config.tokens, config.blocks, config.objective(), kept, config.decay)
+    kept = making.kept(config.vocabulary, making.split()[0])
+    student = MedusaStudent(
+        Features.of(making.teacher.source), config.tokens, config.blocks, config.objective(), kept, config.decay
+    )
     return make_heads(making, config, student)
 
 

@@ -40,7 +40,7 @@ def make(making: Making, config: PardConfig) -> dict[str, Any]:
         mask = int(given.flatten().bincount(minlength=making.teacher.vocabulary).argmin())
     if mask >= making.teacher.vocabulary:
         raise RequestError(f"draft.mask_token: ids are below {making.teacher.vocabulary}, not {mask}")
-    kept = making.kept(config, given)
+    kept = making.kept(config.vocabulary, given)
     student = ParallelStudent(draft, mask, max(2, config.tokens), config.objective(), kept, config.keep)
     before = making.measure(config, student, held_out)
     making.train(config, student, making.source(config, student, given), held_out)

@@ -34,7 +34,7 @@ def make(making: Making, config: S2DConfig) -> dict[str, Any]:
     depths = sorted({*(config.depths or range(1, layers + 1)), layers})
     if depths[0] < 1 or depths[-1] > layers:
         raise RequestError(f"draft.depths: 1 to {layers}, the draft's own layers, not {config.depths}")
-    student = NestedStudent(draft, depths, config.objective(), making.kept(config, given))
+    student = NestedStudent(draft, depths, config.objective(), making.kept(config.vocabulary, given))
     before = {depth: making.measure(config, student.at(depth), held_out) for depth in depths}
     making.train(config, student, making.source(config, student, given), held_out)
     making.write(config, student, depths=depths)

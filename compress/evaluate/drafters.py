@@ -8,8 +8,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from compress.evaluate.draft_totals import DraftTotals
+from compress.evaluate.decoding import add, decode
 from runtime.artifact import Artifact
+from runtime.decoding.stats import GenerationStats
 from runtime.errors import RequestError
 
 PROMPT = 64  # tokens
@@ -70,23 +71,22 @@ def compare(
             continue
         model_of = Model(loaded.engine, loaded.tokenizer, loaded.artifact, loaded.eos_token_ids, speculation)
         entries.append({
-            "name": name, "drafter": value, "model": model_of, "ratios": {kind: [] for kind in prompts}, "totals": DraftTotals(),
+            "name": name, "drafter": value, "model": model_of, "ratios": {kind: [] for kind in prompts}, "totals": GenerationStats(),
         })  # fmt: skip
     for number in range(repeat + 1):
         for kind, ids in prompts.items():
-            plain = decode_seconds(loaded, ids, new_tokens, batch_size, DraftTotals())
+            plain = decode(loaded, ids, new_tokens, batch_size)[1].decode_seconds
             for entry in entries:
-                seconds = decode_seconds(entry["model"], ids, new_tokens, batch_size, entry["totals"])
+                found = decode(entry["model"], ids, new_tokens, batch_size)[1].as_dict()
                 if number:
-                    entry["ratios"][kind].append(plain / seconds)
-                else:
-                    entry["totals"] = DraftTotals()
+                    entry["ratios"][kind].append(plain / found["decode_seconds"])
+                    add(entry["totals"], found)
     for entry in entries:
         del entry["model"]
-        ratios, totals = entry.pop("ratios"), entry.pop("totals").facts()
+        ratios, totals = entry.pop("ratios"), entry.pop("totals")
         entry["speedup"] = {kind: statistics.median(values) for kind, values in ratios.items()}
         entry["overall"] = math.exp(statistics.fmean(math.log(value) for value in entry["speedup"].values()))
-        entry["mean_accepted"], entry["acceptance_rate"] = totals["mean_accepted"], totals["acceptance_rate"]
+        entry["mean_accepted"], entry["acceptance_rate"] = totals.mean_accepted, totals.acceptance_rate
     entries.sort(key=lambda entry: -entry["overall"])
     fastest = entries[0]
     best = fastest if fastest["overall"] >= _GAIN else {"name": "none", "drafter": False}
@@ -161,19 +161,3 @@ def _read(path: Path) -> str:
         return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise RequestError(f"--text {path} cannot be read: {error}") from None
-
-
-def decode_seconds(
-    model: Any, prompts: Sequence[list[int]], new_tokens: int, batch_size: int, totals: DraftTotals
-) -> float:
-    """Seconds of decoding all prompts, `batch_size` at a time. A drafter begins without the texts of earlier calls: they are these."""
-    if model.speculation is not None:
-        model.speculation.drafter.forget()
-    total = 0.0
-    for start in range(0, len(prompts), batch_size):
-        model.generate(
-            [list(ids) for ids in prompts[start : start + batch_size]], max_new_tokens=new_tokens, ignore_eos=True
-        )
-        totals.add(model.stats)
-        total += model.stats["decode_seconds"]
-    return total

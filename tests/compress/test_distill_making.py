@@ -12,9 +12,10 @@ import pytest
 import torch
 
 import runtime
-from compress.distill import METHODS, making_heads
+from compress.distill import METHODS
 from compress.distill.acceptance import measure_acceptance
 from compress.distill.data import TextRows
+from compress.distill.features import Features
 from compress.distill.making import Making
 from compress.distill.parallel import ParallelStudent
 from compress.distill.student import Student
@@ -212,7 +213,7 @@ def test_heads_go_to_where_the_target_is_before_they_are_measured(
 
 
 def test_the_target_is_loaded_once(make: Any, loaded: Any) -> None:
-    features = making_heads.features_of(make())
+    features = Features.of(make().teacher.source)
     assert features.module is loaded.engine.module
     assert features.teacher.source is loaded
 

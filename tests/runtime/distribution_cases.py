@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -90,3 +91,28 @@ def misfit(found: Counter[tuple[int, ...]], chances: dict[tuple[int, ...], float
         statistic += (rest_found - rest_expected) ** 2 / rest_expected
         cells += 1
     return (statistic - (cells - 1)) / (2 * (cells - 1)) ** 0.5
+
+
+def accepted_in_drawn_texts(plain: Any, drafting: Any, prompt: list[int], count: int) -> int:
+    """Fails unless the second and third token of `count` texts of a drafting model are distributed as those of plain decoding (the first
+    comes from the prompt alone, and not from a draft); how many drafted tokens these texts took.
+    """
+    options, found, accepted = GenerationOptions(temperature=0.8, top_k=4), Counter[tuple[int, ...]](), 0
+    for _ in range(0, count, 250):
+        for text in drafting.generate([prompt] * 250, max_new_tokens=4, temperature=0.8, top_k=4, ignore_eos=True):
+            found[tuple(text[1:3])] += 1
+        accepted += drafting.stats["accepted_tokens"]
+
+    def chances(text: list[int]) -> list[tuple[int, float]]:
+        p = softmax(plain.logits([text])[0, -1], options)
+        return [(int(token), float(p[token])) for token in p.nonzero()[:, 0]]
+
+    exact: dict[tuple[int, ...], float] = {}
+    for first, a in chances(prompt):
+        for second, b in chances([*prompt, first]):
+            for third, c in chances([*prompt, first, second]):
+                exact[second, third] = exact.get((second, third), 0.0) + a * b * c
+    assert sum(found.values()) == count
+    assert set(found) <= set(exact)
+    assert misfit(found, exact) < 4.5
+    return accepted

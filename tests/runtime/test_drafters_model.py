@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from distribution_cases import accepted_in_drawn_texts
 from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, speculation
 from test_llama_engine import engines, model_of
 
@@ -101,33 +101,10 @@ def test_a_seed_gives_the_text_of_plain_decoding(plain: Any, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_drawn_texts_are_distributed_as_those_of_plain_decoding(plain: Any, kind: str) -> None:
-    """First two tokens of many texts, against the exact probabilities."""
-    prompt, count = [5, 6, 7], 1500
-    options = GenerationOptions(temperature=0.8, top_k=4)
     drafting = model(speculation(drafter(kind, noise=0.1), Fixed(depth=3, nodes=6)))
-    found: Counter[tuple[int, ...]] = Counter()
-    for _ in range(0, count, 250):
-        for text in drafting.generate([prompt] * 250, max_new_tokens=4, temperature=0.8, top_k=4, ignore_eos=True):
-            found[tuple(text[1:3])] += 1  # the first token comes from the prompt alone
-    expected: dict[tuple[int, ...], float] = {}
-
-    def chances(text: list[int]) -> list[tuple[int, float]]:
-        from runtime.decoding.sampling import process
-
-        p = torch.softmax(process(plain.logits([text])[0, -1:], None, options)[0].double(), -1)
-        return [(int(token), float(p[token])) for token in p.nonzero()[:, 0]]
-
-    for first, a in chances(prompt):
-        for second, b in chances([*prompt, first]):
-            for third, c in chances([*prompt, first, second]):
-                expected[second, third] = expected.get((second, third), 0.0) + a * b * c
-    cells = [(found[key], chance * count) for key, chance in expected.items() if chance * count >= 5]
-    statistic = sum((seen - want) ** 2 / want for seen, want in cells)
-    assert sum(found.values()) == count
-    assert set(found) <= set(expected)
-    assert (statistic - len(cells)) / (2 * len(cells)) ** 0.5 < 4.5
+    accepted = accepted_in_drawn_texts(plain, drafting, [5, 6, 7], 1500)
     if kind not in ("large-tree", "parallel"):
-        assert drafting.stats["accepted_tokens"] > 20  # enough of them that a wrong rule would show
+        assert accepted > 300  # enough of them that a wrong rule would show
 
 
 def test_little_memory_and_many_texts_keep_the_drafts_cache_in_step(plain: Any) -> None:

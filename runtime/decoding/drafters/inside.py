@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from runtime.decoding.drafters.amounts import OF_THE_WHOLE
 from runtime.decoding.drafters.base import Ask, Place, Text, Verified
 from runtime.decoding.drafters.fit import UnfitError
 from runtime.decoding.drafters.lanes import Lane
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
 WHERE = "drafter"
 #: Fields that a builder gives.
 GIVEN = ("lanes", "candidates", "weights")
-_BESIDE = ("method", "model", "nodes", "depth", "lengths", "acceptance")  # keys that are read elsewhere, for messages
+_BESIDE = ("method", "model", *OF_THE_WHOLE)  # keys that are read elsewhere, for messages
+_CHAINS = "what drafts inside a target proposes chains, token after token"
 
 
 @dataclass(eq=False)
@@ -72,15 +74,15 @@ class ViewLanes:
     def ahead(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError(_CHAINS)
 
     def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
-        raise NotImplementedError
+        raise NotImplementedError(_CHAINS)
 
     def branch(
         self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        raise NotImplementedError
+        raise NotImplementedError(_CHAINS)
 
     def cut(self, lane: Lane, length: int) -> None:
         assert isinstance(lane, Spot)

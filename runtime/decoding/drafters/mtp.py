@@ -249,12 +249,7 @@ class _Grown:
         if tree.proposals or not len(tree):
             return tree
         order = sorted(range(len(tree)), key=lambda node: (-self.reach[node], node))[: self.ask.nodes]
-        place = {node: index for index, node in enumerate(order)} | {ROOT: ROOT}
-        return Tree(
-            [tree.tokens[node] for node in order],
-            [place[tree.parents[node]] for node in order],
-            [tree.chances[node] for node in order],
-        )
+        return tree.keep(order)
 
 
 def build_mtp(target: Target, path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> MTP:

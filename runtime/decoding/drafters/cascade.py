@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from runtime.decoding.drafters.base import Ask, Drafter, Text, Verified
+from runtime.decoding.drafters.base import Ask, Drafter, Text
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import Range, bounded, check_bounds
@@ -44,10 +44,6 @@ class Cascade(Drafter):
     def begin(self, text: Text) -> Any:
         return [model.begin(text) for model in self.models]
 
-    def learn(self, state: Any, verified: Verified) -> None:
-        for model, own in zip(self.models, state, strict=True):
-            model.learn(own, verified)
-
     def end(self, state: Any) -> None:
         for model, own in zip(self.models, state, strict=True):
             model.end(own)
@@ -58,6 +54,10 @@ class Cascade(Drafter):
         return self.models[-1].weights + sum(model.lanes.nbytes for model in self.models)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        texts = [ask.text.tokens for ask in asks]
+        self.overhead = sum(
+            model.read_far([ask.state[place] for ask in asks], texts) for place, model in enumerate(self.models)
+        )
         return [self._chain(ask) for ask in asks]
 
     def _chain(self, ask: Ask) -> Tree:

@@ -9,7 +9,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.decoding.drafters.base import Ask, Drafter, Text, Verified
+from runtime.decoding.drafters.base import Ask, Drafter, Text
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.lanes import Lane, Lanes
 from runtime.decoding.tree import Tree
@@ -47,10 +47,6 @@ class ModelDrafter(Drafter):
 
     def begin(self, text: Text) -> Lane:
         return self.lanes.open()
-
-    def learn(self, state: Lane, verified: Verified) -> None:
-        if not state.tokens:  # the prompt is read when the target has read it, not while the first draft is waited for
-            self.catch_up([state], [verified.text.tokens[:-1]])
 
     def end(self, state: Lane) -> None:
         self.lanes.close(state)
@@ -98,17 +94,22 @@ class ModelDrafter(Drafter):
 
     def missing(self, asks: Sequence[Ask]) -> list[list[int]]:
         """What of each text was not read yet, at least its last token. What is more than a few tokens is read here."""
+        self.overhead = self.read_far([ask.state for ask in asks], [ask.text.tokens for ask in asks])
         missing = []
-        started = time.perf_counter()
-        lanes = [ask.state for ask in asks]
-        for lane, ask in zip(lanes, asks, strict=True):
-            if len(ask.text.tokens) - len(lane.tokens) > _FAR:
-                self.catch_up([lane], [ask.text.tokens[:-1]])
-            else:
-                self.lanes.cut(lane, _common(lane.tokens, ask.text.tokens[:-1]))
-            missing.append(ask.text.tokens[len(lane.tokens) :])
-        self.overhead = time.perf_counter() - started
+        for ask in asks:
+            self.lanes.cut(ask.state, _common(ask.state.tokens, ask.text.tokens[:-1]))
+            missing.append(ask.text.tokens[len(ask.state.tokens) :])
         return missing
+
+    def read_far(self, lanes: Sequence[Lane], texts: Sequence[Sequence[int]]) -> float:
+        """Read all but the last token of those texts of which much is missing, such as a prompt; returns the seconds that it took."""
+        far = [
+            (lane, text[:-1]) for lane, text in zip(lanes, texts, strict=True) if len(text) - len(lane.tokens) > _FAR
+        ]
+        started = time.perf_counter()
+        if far:
+            self.catch_up([lane for lane, _ in far], [text for _, text in far])
+        return time.perf_counter() - started
 
     def catch_up(self, lanes: Sequence[Lane], texts: Sequence[Sequence[int]]) -> None:
         """See to it that each lane holds exactly its text."""

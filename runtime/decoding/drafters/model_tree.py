@@ -45,7 +45,6 @@ class DynamicTree(ModelDrafter):
         self._tried = Tried()
 
     def learn(self, state: Lane, verified: Verified) -> None:
-        super().learn(state, verified)
         self._tried.observe(verified.tree, verified.path)
 
     def reset(self) -> None:

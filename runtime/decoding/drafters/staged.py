@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from runtime.decoding.drafters.base import Ask, Text, Verified
+from runtime.decoding.drafters.base import Ask, Text
 from runtime.decoding.drafters.lanes import Lane
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
@@ -65,9 +65,6 @@ class Staged(ModelDrafter):
 
     def begin(self, text: Text) -> Any:
         return _Own(self.lanes.open(), _Grams())
-
-    def learn(self, state: Any, verified: Verified) -> None:
-        super().learn(state.lane, verified)
 
     def end(self, state: Any) -> None:
         super().end(state.lane)

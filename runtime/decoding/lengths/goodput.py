@@ -72,7 +72,10 @@ class Goodput(Lengths):
         nodes, plain = min(self.nodes, share), costs.step(rows)
         unknown = not plain or not costs.draft.known
         cheap = unknown or costs.draft(self.depth) <= _CHEAP * plain
-        depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
+        if unknown:  # one step, as large for many texts as for one, says what the next may cost
+            depth, rate = max(1, self.depth // max(1, len(texts))), 0.0
+        else:
+            depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
         costs.promised = rate / costs.trust if depth else 0.0
         least = 0.0
         drawn = any(text.drawn for text in texts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from typing import Any
 
 import pytest
@@ -13,7 +14,9 @@ from runtime.decoding.lengths.base import Costs, Progress
 from runtime.decoding.lengths.belief import Belief
 from runtime.decoding.lengths.fixed import Fixed
 from runtime.decoding.lengths.goodput import Goodput
+from runtime.decoding.lengths.trust import Trust
 from runtime.decoding.options import GenerationOptions
+from runtime.decoding.tree import Tree
 from runtime.decoding.verify.target import Target
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
@@ -184,12 +187,41 @@ def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None
     assert steps[0] > 1
     assert sum(map(bool, steps[:12])) > 3
     assert sum(map(bool, steps[20:])) < 20
-    assert costs.trust < 0.7
+    assert costs.trust.value < 0.7
     for _ in range(3000):  # the same drafts are worth what they promise now
         depth = lengths.plan([text], costs, 1, 64)[0].depth
         costs.kept(costs.promised * 0.02, 0.02)
     assert depth > 1
-    assert costs.trust > 0.9
+    assert costs.trust.value > 0.9
+
+
+def test_one_hopeless_text_does_not_pause_the_next() -> None:
+    costs = Costs.unknown()
+    for rows in range(1, 12):
+        costs.step.add(rows, 0.010)
+        costs.draft.add(rows, 0.002 * rows)
+    for _ in range(40):  # what all texts have shown
+        costs.belief.observe(Tree.chain([5, 6, 7]), [5, 6, 7, 8])
+    lengths, hopeless = Goodput(), Progress(Belief(costs.belief), room=100)
+    for _ in range(40):
+        hopeless.belief.observe(Tree.chain([5]), [6])
+    assert [lengths.plan([hopeless], costs, 1, 64)[0].depth for _ in range(4)] == [2, 0, 0, 0]
+    assert costs.pause > 0
+    assert lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth > 2
+    # Where nothing speaks for it, what others have shown holds for the next too.
+    costs.trust.add(1000.0, 1.0)
+    found = [lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth for _ in range(4)]
+    assert found == [2, 0, 0, 0]
+
+
+def test_noisy_promises_that_are_kept_on_average_are_trusted() -> None:
+    trust, numbers = Trust(), random.Random(3)
+    values = []
+    for _ in range(2000):
+        trust.add(2.5, 1.0 if numbers.random() < 0.5 else 4.0)
+        values.append(trust.value)
+    assert min(values) > 0.75
+    assert sum(values) / len(values) > 0.95
 
 
 def test_the_time_of_whole_steps_is_told(plain: Any) -> None:

@@ -8,13 +8,11 @@ from typing import Any, ClassVar, NamedTuple
 
 from runtime.decoding.lengths.belief import Belief
 from runtime.decoding.lengths.curve import Curve
+from runtime.decoding.lengths.trust import Trust
 from runtime.decoding.tree import Tree
 
 #: Most tokens of a branch and most nodes of a tree where nobody says otherwise.
 DEPTH, NODES = 8, 16
-
-_TRUSTING = 0.1  # weight of the last step in what is thought of promises
-_MOST = 3.0  # times what was promised that a step counts for
 
 
 class Plan(NamedTuple):
@@ -37,7 +35,7 @@ class Costs:
         pause: for how many steps the last text was left alone for which drafting did not pay; 0: it pays.
         reading: seconds that a drafter took to catch up with a text that it had not drafted for.
         promised: tokens a second that the last plan expected, of all texts together; 0: it expected nothing.
-        trust: what came of such promises, as a share of them, on average of late; at most 1.
+        trust: what came of such promises.
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
     """
 
@@ -48,7 +46,7 @@ class Costs:
     pause: int = 0
     reading: float = 0.0
     promised: float = 0.0
-    trust: float = 1.0
+    trust: Trust = field(default_factory=Trust)
     drawn: list[float] = field(default_factory=list)
 
     @classmethod
@@ -59,8 +57,7 @@ class Costs:
     def kept(self, tokens: float, seconds: float) -> None:
         """A step with all that belongs to it took so long and wrote so many tokens."""
         if self.promised and seconds > 0:
-            share = min(tokens / seconds / self.promised, _MOST)
-            self.trust = min(1.0, self.trust + _TRUSTING * (share - self.trust))
+            self.trust.add(self.promised * seconds, tokens)
         self.promised = 0.0
 
 

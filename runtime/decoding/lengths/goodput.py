@@ -17,7 +17,6 @@ _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
 _TRY = 2  # nodes of a drawn tree beyond those of earlier ones
 _LATE = 0.1  # weight of the last drawn tree in the average
-_RECOVERS = 0.1  # of the trust that was lost, at each probe: what is not tried any more cannot earn it
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
 
 
@@ -76,7 +75,7 @@ class Goodput(Lengths):
             depth, rate = max(1, self.depth // max(1, len(texts))), 0.0
         else:
             depth, rate = (self.depth, 0.0) if cheap else self._depth(texts, costs, rows)
-        costs.promised = rate / costs.trust if depth else 0.0
+        costs.promised = rate / costs.trust.value if depth else 0.0
         least = 0.0
         drawn = any(text.drawn for text in texts)
         if depth and drawn:
@@ -88,7 +87,8 @@ class Goodput(Lengths):
         plans, probed = [], False
         for text in texts:
             if text.memory is None:  # what other texts have shown is not tried again at once
-                text.memory = _Pause(costs.pause // 2, max(_FIRST_PAUSE, costs.pause))
+                begun = depth and not cheap  # all that is known of other texts says that it pays
+                text.memory = _Pause() if begun else _Pause(costs.pause // 2, max(_FIRST_PAUSE, costs.pause))
             pause: _Pause = text.memory
             pause.probing = False
             if depth and not cheap:
@@ -108,7 +108,7 @@ class Goodput(Lengths):
             else:
                 probe = costs.reading + costs.draft(_PROBE) + costs.step(rows + _PROBE) - plain
                 pause.begin(costs, round(probe / plain / _WORTH))
-                costs.trust += _RECOVERS * (1.0 - costs.trust)
+                costs.trust.recover()
                 pause.probing = probed = True
                 plans.append(Plan(min(nodes, _PROBE), min(_PROBE, text.room)))
         return plans
@@ -124,7 +124,7 @@ class Goodput(Lengths):
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
         """The number of tokens to draft for each text, and the tokens a second that it promises."""
         best, rate = 0, len(texts) / costs.step(rows) * _MARGIN
-        expected = float(len(texts))
+        expected, trust = float(len(texts)), costs.trust.value
         reach = [1.0] * len(texts)
         for depth in range(1, self.depth + 1):
             for index, text in enumerate(texts):
@@ -132,7 +132,7 @@ class Goodput(Lengths):
                 expected += reach[index]
             seconds = costs.draft(depth) + costs.step(rows + depth * len(texts))
             # Rates are of what was drafted, of which not all is verified: how much of such promises came true says what they are worth.
-            found = expected / seconds * costs.trust
+            found = expected / seconds * trust
             if found > rate:
                 best, rate = depth, found
         return best, rate

@@ -139,7 +139,7 @@ class Scheduler:
             token += count + len(tree)
         speculator = self._speculator
         # What was drafted is verified also where the drafter was switched off meanwhile, by another thread's call maybe.
-        if speculator is not None and (any(map(len, trees)) or (speculator.on and speculator.learns)):
+        if speculator is not None and (self._drafted or (speculator.on and speculator.learns)):
             ended = self._verify(pool, ready, logits, hidden)
         else:
             if len(ready) < len(parts):
@@ -161,7 +161,7 @@ class Scheduler:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         pieces = [sequence.piece(count, tree) for (sequence, count), tree in zip(parts, trees, strict=True)]
         speculator = self._speculator
-        if speculator is None or not (speculator.hidden or any(map(len, trees))):
+        if speculator is None or not (self._drafted or speculator.hidden):
             return self._caller.run(self._engine.step, pool, pieces), None
         engine = cast(SpeculativeEngine, self._engine)
         return self._caller.run(engine.verify, pool, pieces, speculator.hidden)
@@ -170,11 +170,12 @@ class Scheduler:
     def _drafts(self, pool: Any, parts: list[tuple[Sequence, int]]) -> list[Tree]:
         """What is proposed for each part; prompts that are being read get nothing."""
         self._drafting = 0.0
-        trees = [Tree() for _ in parts]
+        self._drafted = False
+        trees = [Tree()] * len(parts)
         speculator = self._speculator
         if speculator is None or not speculator.on:
             return trees
-        decoding = [place for place, (sequence, count) in enumerate(parts) if sequence.decodes and count == 1]
+        decoding = [place for place, (sequence, count) in enumerate(parts) if count == 1 and sequence.decodes]
         if len(decoding) == len(parts) and speculator.rests(len(parts)):
             return trees
         started = time.perf_counter()
@@ -194,6 +195,7 @@ class Scheduler:
         for part, text, tree in zip(decoding, texts, found, strict=True):
             if len(tree):
                 trees[part] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))
+                self._drafted = True
         self._drafting = time.perf_counter() - started
         return trees
 

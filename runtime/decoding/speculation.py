@@ -29,6 +29,7 @@ from runtime.decoding.verify.target import Target
 
 _log = logging.getLogger("compress.speculation")
 _FADES = 0.99  # what catching up took, from draft to draft in which there was nothing to catch up with
+_SELDOM = 8  # of the steps in which drafting rests every eighth is timed: learning what a step takes is itself some per cent of a short one
 Result = TypeVar("Result")
 
 
@@ -246,6 +247,8 @@ class Speculator:
     # ---------------------------------------------------------------- after it
     def timed(self, rows: int, seconds: float, drafting: float, tokens: int) -> None:
         """A step of decoding texts alone took so long, besides what drafting for it took, and wrote so many tokens."""
+        if self._slept % _SELDOM:
+            return
         self._speculation.costs.step.add(rows, seconds)
         self._speculation.costs.kept(tokens, seconds + drafting)
 

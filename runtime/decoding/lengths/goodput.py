@@ -187,8 +187,9 @@ class Goodput(Lengths):
                 pause.over(costs)
                 continue
             pause.vain += 1
-            if pause.vain >= _VAIN and costs.idle + drafted > _WORTH * costs.step(rows):
-                pause.begin(costs)
+            share = (costs.idle + drafted) / costs.step(rows) / _WORTH
+            if pause.vain >= _VAIN and share > 1:
+                pause.begin(costs, round(_VAIN * share))
         return result
 
 

@@ -10,9 +10,11 @@ while the time of a step is a large one's. The draft stands in a model of its ow
 target's ("target"), or half as wide ("draft": 3 layers are 4 % of the target's weights, as 270 million for a target of 7 billion).
 
 Prompts: held-out text of the model's domain, prose, code, conversation, and code that is to be written again ("edit", and "edited twice",
-where it was already). Every ratio is within a round, in which plain decoding and the drafters take turns on the same prompts; medians
-over the rounds. What a drafter has written in a round is forgotten before the next. Times are of decoding, and a draft model's reading
-of the prompt is in them. Greedy texts are compared token by token with plain decoding's: exit code 1 where any differs.
+where it was already). With `--core copying` the bundled checkpoint is first taught to copy (`copying_core.py`), as large models do when
+they edit: the last two kinds are measured with it, the others with the checkpoint as it is. Every ratio is within a round, in which plain
+decoding and the drafters take turns on the same prompts; medians over the rounds. What a drafter has written in a round is forgotten
+before the next. Times are of decoding, and a draft model's reading of the prompt is in them. Greedy texts are compared token by token with
+plain decoding's: exit code 1 where any differs.
 
 The peer is transformers' own decoding of the same artifact with the same draft: its modules, in which the weights are unpacked to
 bfloat16, the same prompts and tokens, batch 1 (all that its assisted generation takes), at its default lengths and at a fixed one.
@@ -32,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from copying_core import FACTS, teach
 from expand_core import SHAPES, check, expand
 from where import commit, cpu_facts, cpu_name
 
@@ -42,10 +45,10 @@ HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 HELD_OUT = HERE.parent / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 PROMPT = 64
-KINDS = ("held-out", "text", "code", "chat", "edit", "edited twice")
+KINDS = {"bundled": ("held-out", "text", "code", "chat"), "copying": ("edit", "edited twice")}  # by core
 CONTINUATIONS = 8
 SETTINGS = (
-    "shape", "target_scheme", "draft_shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples",
+    "core", "shape", "target_scheme", "draft_shape", "draft_layers", "draft_scheme", "prompts", "new_tokens", "rounds", "steps", "samples",
     "peer_rounds",
 )  # fmt: skip
 QUANTIZE = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 128}}
@@ -61,6 +64,7 @@ def prepare(
     draft_scheme: str,
     draft_shape: str = "draft",
     target_scheme: str = "W4A16",
+    core: str = "bundled",
 ) -> dict[str, Path]:
     """The artifact with its distilled draft, and both in the large shape; what was made with the same settings is used again."""
     import compress
@@ -70,27 +74,34 @@ def prepare(
         "learning_rate": 3e-3, "quantize": "none", "patience": None, "evaluate_every": 100,
     }  # fmt: skip
     key = hashlib.sha256(json.dumps([QUANTIZE, draft], sort_keys=True).encode()).hexdigest()[:8]
-    small = work / f"small-{key}"
+    source, mark = SOURCE, ""
+    if core == "copying":
+        source, mark = work / "copying", "-copying"
+        if not (source / FACTS).is_file():
+            teach(source)
+    small = work / f"small{mark}-{key}"
     if not (small / "compress.json").is_file():
-        recipe = {"name": "small", "model": str(SOURCE), "stages": [QUANTIZE, {"draft": draft}]}
+        recipe = {"name": "small", "model": str(source), "stages": [QUANTIZE, {"draft": draft}]}
         compress.apply(recipe, output=str(small), resume=(small / ".compress").is_dir())
     if shape == "small":
         return {"small": small, "target": small, "draft": small / "draft"}
     made = {"small": small}
     # A draft's head is quantized too, as the draft stage does it: it is read for every token that is proposed.
     wide = shape if draft_shape == "target" else draft_shape
-    for name, source, size, deep, stage, file in (
-        ("target", SOURCE, shape, None, {**QUANTIZE["quantize"], "scheme": target_scheme}, f"target-{shape}-{target_scheme}"),
+    for name, dense_core, size, deep, stage, file in (
+        ("target", source, shape, None, {**QUANTIZE["quantize"], "scheme": target_scheme}, f"target{mark}-{shape}-{target_scheme}"),
         ("draft", small / "draft", wide, layers, {**QUANTIZE["quantize"], "scheme": draft_scheme, "ignore": []},
-         f"draft-{wide}-{key}-{draft_scheme}"),
+         f"draft{mark}-{wide}-{key}-{draft_scheme}"),
     ):  # fmt: skip
         path = work / file
         if not (path / "compress.json").is_file():
             dense = work / f"{file}-dense"
-            expand(source, dense, SHAPES[size], deep)
-            off = check(source, dense)
+            expand(dense_core, dense, SHAPES[size], deep)
+            off = check(dense_core, dense)
             if off > 0.1:  # bfloat16 rounds the scaled norms
-                raise SystemExit(f"{dense} does not compute what {source} does: {off:.3f} of the spread of its logits")
+                raise SystemExit(
+                    f"{dense} does not compute what {dense_core} does: {off:.3f} of the spread of its logits"
+                )
             compress.apply(
                 {"name": name, "model": str(dense), "stages": [{"quantize": stage}]}, output=str(path), quiet=True
             )
@@ -137,9 +148,9 @@ def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
     return found
 
 
-def chosen(prompts: dict[str, list[list[int]]], kinds: list[str] | None) -> dict[str, list[list[int]]]:
-    """Those of some kinds; None: all."""
-    return {kind: rows for kind, rows in prompts.items() if kinds is None or kind in kinds}
+def chosen(prompts: dict[str, list[list[int]]], options: argparse.Namespace) -> dict[str, list[list[int]]]:
+    """Those of the kinds that are asked for, or that the core is measured on."""
+    return {kind: rows for kind, rows in prompts.items() if kind in (options.kinds or KINDS[options.core])}
 
 
 # -------------------------------------------------------------------- ours
@@ -156,7 +167,7 @@ def ours(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, 
     from runtime.model import Model
 
     plain = runtime.load(paths["target"], drafter=False, threads=options.threads, device=options.device)
-    prompts = chosen(prompts_of(plain.tokenizer, options.prompts), options.kinds)
+    prompts = chosen(prompts_of(plain.tokenizer, options.prompts), options)
     target = Target(plain.artifact, plain.engine)
     models = {}
     for name in options.drafters or DRAFTERS:
@@ -243,7 +254,7 @@ def peers(paths: dict[str, Path], options: argparse.Namespace, result: dict[str,
     load = {"dtype": torch.bfloat16}
     model: Any = AutoModelForCausalLM.from_pretrained(paths["target"], **load).eval().to(options.device)
     assistant: Any = AutoModelForCausalLM.from_pretrained(paths["draft"], **load).eval().to(options.device)
-    prompts = chosen(prompts_of(AutoTokenizer.from_pretrained(paths["target"]), options.prompts), options.kinds)
+    prompts = chosen(prompts_of(AutoTokenizer.from_pretrained(paths["target"]), options.prompts), options)
     own = {key: getattr(assistant.generation_config, key) for key in _ASSISTANT}
     fixed = dict(zip(_ASSISTANT, (FIXED, "constant", 0.0), strict=True))
     ways: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
@@ -325,7 +336,8 @@ def main() -> None:
     parser.add_argument("--target-scheme", choices=["W4A16", "W8A16"], default="W4A16")
     parser.add_argument("--draft-layers", type=int, default=3)
     parser.add_argument("--drafters", nargs="*", choices=DRAFTERS)
-    parser.add_argument("--kinds", nargs="*", choices=KINDS)
+    parser.add_argument("--core", choices=KINDS, default="bundled")
+    parser.add_argument("--kinds", nargs="*", choices=[kind for kinds in KINDS.values() for kind in kinds])
     parser.add_argument("--batches", nargs="*", type=int, default=[1, 8])
     parser.add_argument("--prompts", type=int, default=8, help="of each kind")
     parser.add_argument("--new-tokens", type=int, default=128)
@@ -339,11 +351,12 @@ def main() -> None:
     options = parser.parse_args()
     paths = prepare(
         options.work, options.shape, options.draft_layers, options.steps, options.samples, options.draft_scheme, options.draft_shape,
-        options.target_scheme,
+        options.target_scheme, options.core,
     )  # fmt: skip
     result: dict[str, Any] = {
         "machine": machine(options.device), "commit": commit(), "threads": options.threads or torch.get_num_threads(),
         "torch": torch.__version__, "settings": {key: getattr(options, key) for key in SETTINGS}, "distillation": distilled(paths["small"]),
+        "copying": json.loads((options.work / "copying" / FACTS).read_text(encoding="utf-8")) if options.core == "copying" else None,
         "draft_bytes": sum(file.stat().st_size for file in paths["draft"].glob("*.safetensors")),
     }  # fmt: skip
     ours(paths, options, result)

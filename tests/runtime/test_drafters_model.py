@@ -11,7 +11,7 @@ from distribution_cases import accepted_in_drawn_texts
 from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, speculation
 from test_llama_engine import engines, model_of
 
-from runtime.decoding.drafters.base import Ask, Draw
+from runtime.decoding.drafters.base import Ask, Draw, Verified
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.cascade import Cascade
 from runtime.decoding.drafters.confident import Confident, StateLanes
@@ -25,6 +25,7 @@ from runtime.decoding.drafters.staged import Staged
 from runtime.decoding.lengths.fixed import Fixed
 from runtime.decoding.lengths.goodput import Goodput
 from runtime.decoding.options import GenerationOptions
+from runtime.decoding.tree import Tree
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -119,6 +120,37 @@ def test_little_memory_and_many_texts_keep_the_drafts_cache_in_step(plain: Any) 
     held = own.lanes.nbytes
     drafting.generate(texts, max_new_tokens=120, ignore_eos=True, cache_memory=memory)
     assert own.lanes.nbytes == held  # pages come back
+
+
+@pytest.mark.parametrize("kind", ["chain", "dynamic-tree", "staged", "cascade"])
+def test_prompts_are_read_for_texts_that_are_drafted_for_alone_and_in_one_pass(plain: Any, kind: str) -> None:
+    own = drafter(kind)
+    models = own.models if kind == "cascade" else [own]
+    texts = [SimpleNamespace(tokens=ids) for ids in prompts(4, 60)]
+    states = [own.begin(text) for text in texts]
+    fed: list[list[int]] = []
+    lanes = models[0].lanes
+    feed = lanes.feed
+
+    def noted(which: Any, tokens: Any) -> Any:
+        fed.append([len(each) for each in tokens])
+        return feed(which, tokens)
+
+    lanes.feed = noted
+    asks = [Ask(state, text, 4, 2) for state, text in zip(states, texts, strict=True)]
+    trees = own.draft(asks[1:3])
+    assert all(len(tree) for tree in trees)
+    assert fed[0] == [len(text.tokens) - 1 for text in texts[1:3]]
+    assert own.overhead > 0
+    for text, tree in zip(texts[1:3], trees, strict=True):  # the next step reads no prompt
+        text.tokens = [*text.tokens, *tree.tokens[:1]]
+    fed.clear()
+    own.draft(asks[1:3])
+    assert max(map(max, fed), default=0) <= 2
+    own.learn(states[0], Verified(texts[0], Tree(), [], texts[0].tokens[-1:], torch.zeros(1, VOCABULARY)))
+    for untouched in (states[0], states[3]):
+        lane = untouched[0] if kind == "cascade" else getattr(untouched, "lane", untouched)
+        assert lane.tokens == []
 
 
 def test_unsure_drafts_end_early(plain: Any) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -10,13 +9,8 @@ import torch
 from speculation_cases import Scripted, answers, model, prompts, speculation
 
 from runtime.decoding.drafters.recycling import Recycling
-from runtime.decoding.lengths.base import Costs, Progress
-from runtime.decoding.lengths.belief import Belief
 from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.lengths.trust import Trust
 from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import Tree
 from runtime.decoding.verify.target import Target
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
@@ -156,74 +150,6 @@ def test_numbers_that_are_none_are_an_error() -> None:
         target.distribution(0)
 
 
-def test_that_nothing_pays_at_the_end_of_a_text_stops_no_other() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 9):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.001 * rows)
-    lengths = Goodput()
-    text = Progress(Belief(), room=20)
-    assert lengths.plan([text], costs, 1, 64)[0].depth > 1
-    for room in (1, 0):
-        text.room = room
-        costs.draft.add(1, 0.1)  # now a draft of one token does not pay
-        assert lengths.plan([text], costs, 1, 64)[0].depth <= room
-    assert costs.pause == 0
-    assert text.memory.left == 0
-
-
-def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.001 * rows)
-    lengths, text = Goodput(), Progress(Belief(), room=100)
-    steps, plain = [], 1 / costs.step(1)
-    for _ in range(200):
-        depth = lengths.plan([text], costs, 1, 64)[0].depth
-        steps.append(depth)
-        # Whatever is drafted, texts grow at half the speed of plain decoding.
-        costs.kept(1, 2 / plain if depth else 1 / plain)
-    assert steps[0] > 1
-    assert sum(map(bool, steps[:12])) > 3
-    assert sum(map(bool, steps[20:])) < 20
-    assert costs.trust.value < 0.7
-    for _ in range(3000):  # the same drafts are worth what they promise now
-        depth = lengths.plan([text], costs, 1, 64)[0].depth
-        costs.kept(costs.promised * 0.02, 0.02)
-    assert depth > 1
-    assert costs.trust.value > 0.9
-
-
-def test_one_hopeless_text_does_not_pause_the_next() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.002 * rows)
-    for _ in range(40):  # what all texts have shown
-        costs.belief.observe(Tree.chain([5, 6, 7]), [5, 6, 7, 8])
-    lengths, hopeless = Goodput(), Progress(Belief(costs.belief), room=100)
-    for _ in range(40):
-        hopeless.belief.observe(Tree.chain([5]), [6])
-    assert [lengths.plan([hopeless], costs, 1, 64)[0].depth for _ in range(4)] == [2, 0, 0, 0]
-    assert costs.pause > 0
-    assert lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth > 2
-    # Where nothing speaks for it, what others have shown holds for the next too.
-    costs.trust.add(1000.0, 1.0)
-    found = [lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth for _ in range(4)]
-    assert found == [2, 0, 0, 0]
-
-
-def test_noisy_promises_that_are_kept_on_average_are_trusted() -> None:
-    trust, numbers = Trust(), random.Random(3)
-    values = []
-    for _ in range(2000):
-        trust.add(2.5, 1.0 if numbers.random() < 0.5 else 4.0)
-        values.append(trust.value)
-    assert min(values) > 0.75
-    assert sum(values) / len(values) > 0.95
-
-
 def test_the_time_of_whole_steps_is_told(plain: Any) -> None:
     texts = prompts(2, 20)
     truth = answers(plain, texts, max_new_tokens=30, ignore_eos=True)
@@ -238,24 +164,3 @@ def test_the_time_of_whole_steps_is_told(plain: Any) -> None:
         < sum(seconds for _, seconds in told)
         <= 1.1 * drafting.stats["decode_seconds"]
     )
-
-
-def test_one_text_at_a_time_is_tried_where_drafting_does_not_pay() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010 * rows)  # every row costs as much as a step
-        costs.draft.add(rows, 0.005 * rows)
-    lengths, texts = Goodput(), [Progress(Belief(), room=1000) for _ in range(8)]
-    tried = 0
-    for _ in range(2000):
-        plans = lengths.plan(texts, costs, 8, 64)
-        busy = [plan for plan in plans if plan.nodes]
-        assert len(busy) <= 1
-        assert all(plan.nodes <= 2 and plan.depth <= 2 for plan in busy)
-        tried += len(busy)
-    assert 2 <= tried <= 40
-    costs.reading = 10.0  # seconds: more than all these steps are worth
-    before = tried
-    for _ in range(2000):
-        tried += sum(plan.nodes > 0 for plan in lengths.plan(texts, costs, 8, 64))
-    assert tried - before <= 8

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from speculation_cases import Scripted, answers, model, prompts, speculation
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -18,7 +19,7 @@ CHECKPOINT = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 @pytest.fixture(autouse=True)
 def scripts(monkeypatch: Any) -> None:
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    for name in ("expand_core", "where", "speculative", "speculative_identity"):
+    for name in ("expand_core", "copying_core", "where", "speculative", "speculative_identity"):
         monkeypatch.delitem(sys.modules, name, raising=False)
 
 
@@ -55,14 +56,53 @@ def test_prompts_are_of_every_kind_and_different() -> None:
     from transformers import AutoTokenizer
 
     found = speculative.prompts_of(AutoTokenizer.from_pretrained(CHECKPOINT), 4)
-    assert set(found) == set(speculative.KINDS)
+    assert set(found) == {kind for kinds in speculative.KINDS.values() for kind in kinds}
     for rows in found.values():
         assert len(rows) == 4
         assert len({tuple(row) for row in rows}) == 4
     for row in found["edit"] + found["edited twice"]:
         assert row[-speculative.PROMPT // 2 :] == row[: speculative.PROMPT // 2]
-    assert set(speculative.chosen(found, ["edit"])) == {"edit"}
-    assert speculative.chosen(found, None) == found
+    for core, kinds in speculative.KINDS.items():
+        assert tuple(speculative.chosen(found, SimpleNamespace(core=core, kinds=None))) == kinds
+    assert set(speculative.chosen(found, SimpleNamespace(core="bundled", kinds=["edit"]))) == {"edit"}
+
+
+def test_rows_that_teach_copying_say_which_tokens_are_copies() -> None:
+    import copying_core
+
+    numbers, ids = torch.Generator().manual_seed(0), torch.arange(5000, 9000)  # no token twice, none of the random ones
+    shares = []
+    for _ in range(200):
+        row, copies = copying_core.row(ids, 4096, numbers)
+        assert row.shape == copies.shape == (copying_core.WIDTH,)
+        before: set[tuple[int, int]] = set()
+        for first, second, copy in zip(row.tolist(), row.tolist()[1:], copies.tolist()[1:], strict=False):
+            # A copied token followed the one before it already, where neither was edited.
+            assert not copy or (first, second) in before or first < 4096
+            before.add((first, second))
+        shares.append(copies.float().mean())
+    assert 0.4 < float(torch.stack(shares).mean()) < 0.9
+
+
+def test_copying_is_measured_where_it_can_be_seen() -> None:
+    import copying_core
+
+    class Induction:
+        """Predicts what followed the same token before; without such a token, token 0."""
+
+        def __call__(self, input_ids: Any) -> Any:
+            logits = torch.zeros(*input_ids.shape, 5000)
+            for row, tokens in enumerate(input_ids.tolist()):
+                for place, token in enumerate(tokens):
+                    if token in tokens[:place]:
+                        logits[row, place, tokens[tokens.index(token) + 1]] = 1
+            return SimpleNamespace(logits=logits)
+
+    ids = torch.randperm(4096) + 1
+    assert copying_core.copied(Induction(), ids, rows=8) == 1.0
+    assert (
+        copying_core.copied(lambda input_ids: SimpleNamespace(logits=torch.zeros(*input_ids.shape, 5000)), ids) < 0.01
+    )
 
 
 def test_a_text_that_differs_is_counted(monkeypatch: Any, tmp_path: Path) -> None:

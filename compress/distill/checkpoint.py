@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compress.pipeline.files import disk_errors, sync_directory, write_json
+from compress.pipeline.files import directory_beside, disk_errors, write_json
 from runtime.checkpoint import read_json
 from runtime.errors import ArtifactError, RequestError
 
@@ -81,17 +81,10 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Pa
 def save(directory: Path, standing: Standing) -> None:
     """Write a checkpoint, then remove the ones before it."""
     target = directory / f"step-{standing.step:06d}"
-    temporary = directory / f".{target.name}.tmp"
-    with disk_errors(f"writing {target}"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with disk_errors(f"writing {target}"), directory_beside(target) as temporary:
         for name in ("weights", "optimizer", "best"):
             save_file(getattr(standing, name), temporary / f"{name}.safetensors")
         write_json(temporary / "state.json", {**standing.facts, "step": standing.step})
-        sync_directory(temporary, files=True)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        sync_directory(directory)
     for step, path in _found(directory):
         if step < standing.step:
             shutil.rmtree(path)

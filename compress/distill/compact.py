@@ -6,7 +6,8 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compress.distill.write import DRAFT, KEPT
+from compress.distill.directory import DRAFT
+from compress.distill.write import KEPT
 from compress.pipeline.files import sha256, write_json
 from runtime.checkpoint import read_json
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -14,15 +13,14 @@ from torch import nn
 from compress.distill.checks import check_in_c, check_trained
 from compress.distill.config import DraftConfig, DraftMethod
 from compress.distill.cut import cut_checkpoint
+from compress.distill.directory import draft_directory
 from compress.distill.losses import Objective
 from compress.distill.nested import final_norm
 from compress.distill.prospect import Prospect, RefusedError
 from compress.distill.stored import round_trained
 from compress.distill.student import Student
-from compress.distill.write import DRAFT, SCHEMA_VERSION
-from compress.pipeline.files import disk_errors, sha256, sync_directory, write_json
+from compress.distill.write import SCHEMA_VERSION
 from runtime.errors import RequestError
-from runtime.file_rights import let_others_read
 from runtime.skeleton import find_blocks
 
 if TYPE_CHECKING:
@@ -122,28 +120,13 @@ def write_adapter(
     from safetensors.torch import save_file
 
     directory = Path(directory)
-    if not target:
-        raise RequestError("a draft needs its target's fingerprint: another model's would not be refused")
-    if directory.exists() and not (directory / DRAFT).is_file() and (directory.is_file() or any(directory.iterdir())):
-        raise RequestError(f"{directory} is not empty and holds no draft; choose another directory")
-    temporary = directory.with_name(f".{directory.name}.tmp")
     tensors = {name: value.to("cpu", dtype).contiguous() for name, value in student.adapter().items()}
-    with disk_errors(f"writing {directory}"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-        file = temporary / ADAPTER
-        save_file(tensors, file)
-        let_others_read(file)
-        content = {
-            "schema_version": SCHEMA_VERSION, "method": "kangaroo", "target": target, "vocabulary": student.vocabulary,
-            "exit_layer": student.exit_layer, "facts": dict(facts),
-            "files": {ADAPTER: {"bytes": file.stat().st_size, "sha256": sha256(file)}},
-        }  # fmt: skip
-        write_json(temporary / DRAFT, content)
-        sync_directory(temporary, files=True)
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
-        sync_directory(directory.parent)
+    content = {
+        "schema_version": SCHEMA_VERSION, "method": "kangaroo", "target": target, "vocabulary": student.vocabulary,
+        "exit_layer": student.exit_layer, "facts": dict(facts),
+    }  # fmt: skip
+    with draft_directory(directory, content) as temporary:
+        save_file(tensors, temporary / ADAPTER)
     return directory
 
 

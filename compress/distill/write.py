@@ -19,7 +19,6 @@ draft.json:
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,16 +26,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from compress.distill.directory import DRAFT, draft_directory, sums
 from compress.distill.student import check_kept
-from compress.pipeline.files import disk_errors, sha256, sync_directory, write_json
+from compress.pipeline.files import write_json
 from runtime.checkpoint import read_json
-from runtime.errors import RequestError
-from runtime.file_rights import let_others_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-DRAFT = "draft.json"
 KEPT = "kept_tokens.safetensors"
 SCHEMA_VERSION = 1
 
@@ -76,34 +73,18 @@ def write_draft(
         "schema_version": SCHEMA_VERSION, "method": method, "target": target, "vocabulary": int(config.vocab_size),
         "layers": int(config.num_hidden_layers), "facts": dict(facts),
     }  # fmt: skip
-    if not target:
-        raise RequestError("a draft needs its target's fingerprint: another model's would not be refused")
     if depths is not None:
         content["depths"] = [int(depth) for depth in depths]
     if parallel is not None:
         content["parallel"] = {"mask_token": int(parallel["mask_token"]), "tokens": int(parallel["tokens"])}
-    if directory.exists() and not (directory / DRAFT).is_file() and (directory.is_file() or any(directory.iterdir())):
-        raise RequestError(f"{directory} is not empty and holds no draft; choose another directory")
     ids = None if kept is None else check_kept(kept, int(config.vocab_size))
-    temporary = directory.with_name(f".{directory.name}.tmp")
-    with disk_errors(f"writing {directory}"):
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
+    with draft_directory(directory, content) as temporary:
         _save(model, temporary, dtype)
         if ids is not None:
             from safetensors.torch import save_file
 
             save_file({"kept_tokens": ids.to(torch.int32).cpu()}, temporary / KEPT)
             content["kept_tokens"] = KEPT
-        files = sorted(file for file in temporary.iterdir() if file.is_file())
-        for file in files:
-            let_others_read(file)
-        content["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
-        write_json(temporary / DRAFT, content)
-        sync_directory(temporary, files=True)
-        shutil.rmtree(directory, ignore_errors=True)
-        temporary.rename(directory)
-        sync_directory(directory.parent)
     return directory
 
 
@@ -132,6 +113,4 @@ def quiet_transformers() -> Iterator[None]:
 def note_facts(directory: Path, facts: Mapping[str, Any], **more: Any) -> None:
     """Put what was measured, and files that were added, into a draft.json that is there already."""
     content = {**read_json(directory / DRAFT), **more, "facts": dict(facts)}
-    files = sorted(file for file in directory.iterdir() if file.is_file() and file.name != DRAFT)
-    content["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}
-    write_json(directory / DRAFT, content)
+    write_json(directory / DRAFT, {**content, "files": sums(directory)})

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +29,23 @@ def written_beside(target: Path) -> Iterator[Path]:
     except BaseException:
         with suppress(OSError):
             temporary.unlink()
+        raise
+
+
+@contextmanager
+def directory_beside(target: Path) -> Iterator[Path]:
+    """Yield a new directory beside `target`; on success it is flushed to disk and takes the place of `target`, on failure removed."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_directory(temporary, files=True)
+        shutil.rmtree(target, ignore_errors=True)
+        temporary.rename(target)
+        sync_directory(target.parent)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

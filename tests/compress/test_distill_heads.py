@@ -434,7 +434,7 @@ def test_requests_that_cannot_be_are_refused(features: Features, tmp_path: Path)
     ):
         with pytest.raises(RequestError, match=said):
             build()
-    with pytest.raises(RequestError, match="need their target's fingerprint"):
+    with pytest.raises(RequestError, match="needs its target's fingerprint"):
         write_heads(tmp_path / "x", MedusaStudent(features, 1), {}, method="medusa", rates=[[0.1]])
 
 

@@ -93,6 +93,26 @@ def test_one_hopeless_text_does_not_pause_the_next() -> None:
     assert found == [2, 0, 0, 0]
 
 
+def test_free_drafts_are_held_against_what_came_of_them_too() -> None:
+    costs = Costs.unknown()
+    for rows in range(1, 12):
+        costs.step.add(rows, 0.010 + 0.001 * rows)
+    costs.draft.add(1, 0.0)
+    lengths, text = Goodput(), Progress(Belief(), room=100)
+    tree = Tree.chain([5, 6, 7], [0.9, 0.9, 0.9])  # what it says never changes, and is not learned from here
+
+    def step(right: bool) -> bool:
+        lengths.plan([text], costs, 1, 64)
+        (kept,) = lengths.trim([text], [tree], costs, 1, 0.0)
+        costs.kept(1 + right * len(kept), costs.step(1 + len(kept)))
+        return len(kept) > 0
+
+    assert step(False)
+    tried = [step(False) for _ in range(1000)]
+    assert 0 < sum(tried[100:]) < 100
+    assert sum([step(True) for _ in range(3000)][-100:]) > 90
+
+
 def test_noisy_promises_that_are_kept_on_average_are_trusted() -> None:
     trust, numbers = Trust(), random.Random(3)
     values = []

@@ -5,7 +5,7 @@ from __future__ import annotations
 _PRIOR = 24.0  # tokens that were promised and came, before anything was
 _FORGETS = 0.98  # at each promise
 _MOST = 3.0  # times what was promised that a step counts for
-_RECOVERS = 0.1  # of what was lost
+_RECOVERS = 0.1  # of what was lost, at a probe
 
 
 class Trust:
@@ -28,6 +28,6 @@ class Trust:
         self._promised = _FORGETS * self._promised + promised
         self._kept = _FORGETS * self._kept + min(kept, _MOST * promised)
 
-    def recover(self) -> None:
-        """What is not tried any more cannot earn it."""
-        self._kept += _RECOVERS * (self._promised - self._kept)
+    def recover(self, share: float = _RECOVERS) -> None:
+        """What is not tried any more cannot earn it: that share of what was lost comes back."""
+        self._kept += share * (self._promised - self._kept)

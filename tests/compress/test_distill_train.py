@@ -242,7 +242,9 @@ def test_a_half_written_checkpoint_is_passed_over(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(checkpoint, "write_json", failing)
     with pytest.raises(Killed):
         runs.run(runs.student(model), model, options, directory=tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == [".step-000004.tmp", "step-000002"]
+    assert [path.name for path in tmp_path.iterdir()] == ["step-000002"]
+    (tmp_path / ".step-000004.tmp").mkdir()  # what a process that is killed leaves
+    (tmp_path / ".step-000004.tmp" / "weights.safetensors").write_bytes(b"half")
     resumed = runs.student(model)
     runs.run(resumed, model, options, directory=tmp_path, resume=True)
     assert equal(runs.weights(straight), runs.weights(resumed))

@@ -159,7 +159,7 @@ def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def failing(*arguments: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("compress.distill.write.sync_directory", failing)
+    monkeypatch.setattr("compress.pipeline.files.sync_directory", failing)
     with pytest.raises(KeyboardInterrupt):
         write_draft(tmp_path / "draft", draft, {"run": 3}, **arguments)
     assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}

@@ -109,8 +109,8 @@ def test_free_drafts_are_held_against_what_came_of_them_too() -> None:
 
     assert step(False)
     tried = [step(False) for _ in range(1000)]
-    assert 0 < sum(tried[100:]) < 100
-    assert sum([step(True) for _ in range(3000)][-100:]) > 90
+    assert 0 < sum(tried[100:]) < 90  # of 900, so that they cost some two per cent
+    assert sum([step(True) for _ in range(1000)][-100:]) > 90
 
 
 def test_noisy_promises_that_are_kept_on_average_are_trusted() -> None:

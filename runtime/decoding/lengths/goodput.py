@@ -17,7 +17,6 @@ _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
 _TRY = 2  # nodes of a drawn tree beyond those of earlier ones
 _LATE = 0.1  # weight of the last drawn tree in the average
-_SLOWLY = 0.01  # what is lost of trust comes back, in a step in which something was drafted for nothing
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
 
 
@@ -175,10 +174,9 @@ class Goodput(Lengths):
             if found > max(rate, plain):
                 best, rate = count, found
         if best and not costs.promised:  # nobody had to promise anything to be asked
-            if rate * costs.trust.value > plain:
+            if costs.trust.allows(rate, plain):
                 costs.promised = rate
             else:
-                costs.trust.recover(_SLOWLY)
                 best = 0
         kept: list[list[int]] = [[] for _ in trees]
         for _, node, index in order[:best]:

@@ -6,6 +6,8 @@ _PRIOR = 24.0  # tokens that were promised and came, before anything was
 _FORGETS = 0.98  # at each promise
 _MOST = 3.0  # times what was promised that a step counts for
 _RECOVERS = 0.1  # of what was lost, at a probe
+_FIRST_WAIT, _LONGEST_WAIT = 32, 512  # steps
+_STEADY = 64  # promises
 
 
 class Trust:
@@ -17,6 +19,8 @@ class Trust:
 
     def __init__(self) -> None:
         self._promised = self._kept = _PRIOR
+        self._waited = self._tried = 0
+        self._wait = _FIRST_WAIT
 
     @property
     def value(self) -> float:
@@ -28,6 +32,23 @@ class Trust:
         self._promised = _FORGETS * self._promised + promised
         self._kept = _FORGETS * self._kept + min(kept, _MOST * promised)
 
-    def recover(self, share: float = _RECOVERS) -> None:
-        """What is not tried any more cannot earn it: that share of what was lost comes back."""
-        self._kept += share * (self._promised - self._kept)
+    def recover(self) -> None:
+        """What is not tried any more cannot earn it."""
+        self._kept += _RECOVERS * (self._promised - self._kept)
+
+    def allows(self, promised: float, needed: float) -> bool:
+        """Whether a promise of so many tokens a second is still more than is needed, as such promises were kept.
+
+        Where they were not, trust comes back after a number of such refusals, which doubles until it is kept for a while.
+        """
+        if promised * self.value > needed:
+            self._tried += 1
+            if self._tried >= _STEADY:
+                self._wait = _FIRST_WAIT
+            return True
+        self._tried = 0
+        self._waited += 1
+        if self._waited >= self._wait:
+            self._waited, self._wait = 0, min(2 * self._wait, _LONGEST_WAIT)
+            self.recover()
+        return False

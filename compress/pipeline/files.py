@@ -35,18 +35,27 @@ def written_beside(target: Path) -> Iterator[Path]:
 @contextmanager
 def directory_beside(target: Path) -> Iterator[Path]:
     """Yield a new directory beside `target`; on success it is flushed to disk and takes the place of `target`, on failure removed."""
-    temporary = target.with_name(f".{target.name}.tmp")
+    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir(parents=True)
     try:
         yield temporary
         sync_directory(temporary, files=True)
-        shutil.rmtree(target, ignore_errors=True)
-        temporary.rename(target)
-        sync_directory(target.parent)
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+    # From here on one of the two is always there whole.
+    shutil.rmtree(old, ignore_errors=True)
+    if target.exists():
+        target.rename(old)
+    try:
+        temporary.rename(target)
+    except BaseException:
+        if old.exists() and not target.exists():
+            old.rename(target)
+        raise
+    sync_directory(target.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(target: Path, text: str) -> None:

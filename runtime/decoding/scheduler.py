@@ -195,7 +195,7 @@ class Scheduler:
         for part, text, tree in zip(decoding, texts, found, strict=True):
             if len(tree):
                 trees[part] = tree.first(text.stretch(len(tree), self.pages, spare=len(self._running)))
-                self._drafted = True
+                self._drafted |= len(trees[part]) > 0
         self._drafting = time.perf_counter() - started
         return trees
 

@@ -123,6 +123,7 @@ class Speculator:
         self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
         self._tracks: dict[int, Track] = {}
         self.proposed = False
+        self._promised = self._overhead = 0.0  # tokens a second of this step; seconds of reading in what drafting took
         self._rest = self._slept = self._resting = (
             0  # steps to come without a draft, gone by so, and for how many texts
         )
@@ -176,7 +177,7 @@ class Speculator:
         began = time.perf_counter()
         speculation = self._speculation
         nothing = [Tree() for _ in texts]
-        self.proposed, self._rest = False, 0
+        self.proposed, self._rest, self._promised, self._overhead = False, 0, 0.0, 0.0
         if not self.on or not texts:
             return nothing
         speculation.settle()
@@ -188,7 +189,7 @@ class Speculator:
             return nothing
         progress = [track.progress for track in tracks]
         if self._slept:
-            speculation.lengths.rested(progress, self._slept)
+            speculation.lengths.rested(progress, speculation.costs, self._slept)
         self._slept = 0
         plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
         asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
@@ -218,6 +219,8 @@ class Speculator:
         for index, tree in zip(asked, found, strict=True):
             nothing[index] = tracks[index].whole = tree
         kept = speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
+        # Other calls of the model plan steps of their own before this one is computed.
+        self._promised, self._overhead = speculation.costs.promised, speculation.drafter.overhead
         idle = time.perf_counter() - began - seconds
         speculation.costs.idle += 0.1 * (idle - speculation.costs.idle)
         return kept
@@ -250,7 +253,8 @@ class Speculator:
         if self._slept % _SELDOM:
             return
         self._speculation.costs.step.add(rows, seconds)
-        self._speculation.costs.kept(tokens, seconds + drafting)
+        promised, self._promised = self._promised, 0.0
+        self._speculation.costs.kept(promised, tokens, seconds + drafting - self._overhead)
 
     def greedy(self, logits: torch.Tensor) -> list[int] | None:
         """The most likely token of every row at once, where that is all that is asked."""
@@ -320,6 +324,9 @@ class Speculator:
         """The call is over, maybe in the middle of somebody's turn: texts that were thrown away are ended in the next one."""
         self._speculation.left.extend(track.state for track in self._tracks.values())
         self._tracks.clear()
+        if self._slept:
+            self._speculation.lengths.rested((), self._speculation.costs, self._slept)
+            self._slept = 0
 
 
 def _wrong(tree: Tree, vocabulary: int) -> str | None:

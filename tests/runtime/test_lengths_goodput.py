@@ -35,6 +35,47 @@ def test_asking_in_vain_rests_as_long_as_it_costs() -> None:
     assert pauses == [0, 80, 800]
 
 
+def test_a_machine_that_stopped_for_a_moment_stops_no_drafting() -> None:
+    costs, texts = Costs.unknown(), [Progress(Belief(), room=1000) for _ in range(8)]
+    costs.step.add(8, 0.010)
+    costs.draft.add(1, 0.0)
+    lengths = Goodput()
+    for number in range(8):
+        lengths.plan(texts, costs, 8, 64)
+        lengths.trim(texts, [Tree()] * 8, costs, 8, 60.0 if number == 7 else 0.0005)  # seconds
+    assert texts[0].memory.left < 100
+    # However long a pause is, it is over when so many steps went by, of whichever texts.
+    costs.pause = 4000
+    asked = []
+    for _ in range(402):
+        text = Progress(Belief(), room=10)
+        asked.append(lengths.plan([text], costs, 1, 64)[0].depth > 0)
+        lengths.rested([text], costs, 9)
+    assert asked.index(True) == 400
+    trust = Trust()
+    trust.add(3000.0, 2.0)
+    assert trust.value > 0.8
+
+
+def test_texts_that_rested_are_drafted_for_as_soon_as_it_pays() -> None:
+    costs = Costs.unknown()
+    for rows in range(1, 80):
+        costs.step.add(rows, 0.010)
+        costs.draft.add(rows, 0.001 * rows)
+    lengths, texts = Goodput(), [Progress(Belief(costs.belief), room=1000) for _ in range(8)]
+    for text in texts:
+        for _ in range(40):
+            text.belief.observe(Tree.chain([5]), [6])
+    lengths.plan(texts, costs, 8, 256)
+    assert all(text.memory.left for text in texts)
+    for text in texts[:1]:
+        for _ in range(400):
+            text.belief.observe(Tree.chain([5, 6, 7]), [5, 6, 7, 8])
+    found = lengths.plan(texts, costs, 8, 256)
+    assert all(plan.depth > 0 for plan in found)  # else the promise would be one that these texts do not keep
+    assert costs.promised > 0
+
+
 def test_that_nothing_pays_at_the_end_of_a_text_stops_no_other() -> None:
     costs = Costs.unknown()
     for rows in range(1, 9):
@@ -62,14 +103,14 @@ def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None
         depth = lengths.plan([text], costs, 1, 64)[0].depth
         steps.append(depth)
         # Whatever is drafted, texts grow at half the speed of plain decoding.
-        costs.kept(1, 2 / plain if depth else 1 / plain)
+        costs.kept(costs.promised, 1, 2 / plain if depth else 1 / plain)
     assert steps[0] > 1
     assert sum(map(bool, steps[:12])) > 3
     assert sum(map(bool, steps[20:])) < 20
     assert costs.trust.value < 0.7
     for _ in range(3000):  # the same drafts are worth what they promise now
         depth = lengths.plan([text], costs, 1, 64)[0].depth
-        costs.kept(costs.promised * 0.02, 0.02)
+        costs.kept(costs.promised, costs.promised * 0.02, 0.02)
     assert depth > 1
     assert costs.trust.value > 0.9
 
@@ -88,7 +129,11 @@ def test_one_hopeless_text_does_not_pause_the_next() -> None:
     assert costs.pause > 0
     assert lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth > 2
     # Where nothing speaks for it, what others have shown holds for the next too.
-    costs.trust.add(1000.0, 1.0)
+    for _ in range(200):
+        costs.trust.add(8.0, 1.0)
+    found = [lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth for _ in range(4)]
+    assert found == [0, 0, 0, 0]
+    lengths.rested((), costs, 10_000)
     found = [lengths.plan([Progress(Belief(costs.belief), room=100)], costs, 1, 64)[0].depth for _ in range(4)]
     assert found == [2, 0, 0, 0]
 
@@ -104,7 +149,7 @@ def test_free_drafts_are_held_against_what_came_of_them_too() -> None:
     def step(right: bool) -> bool:
         lengths.plan([text], costs, 1, 64)
         (kept,) = lengths.trim([text], [tree], costs, 1, 0.0)
-        costs.kept(1 + right * len(kept), costs.step(1 + len(kept)))
+        costs.kept(costs.promised, 1 + right * len(kept), costs.step(1 + len(kept)))
         return len(kept) > 0
 
     assert step(False)

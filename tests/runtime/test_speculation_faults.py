@@ -10,7 +10,9 @@ from speculation_cases import Scripted, answers, model, prompts, speculation
 
 from runtime.decoding.drafters.recycling import Recycling
 from runtime.decoding.lengths.fixed import Fixed
+from runtime.decoding.lengths.goodput import Goodput
 from runtime.decoding.options import GenerationOptions
+from runtime.decoding.tree import Tree
 from runtime.decoding.verify.target import Target
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
@@ -150,12 +152,29 @@ def test_numbers_that_are_none_are_an_error() -> None:
         target.distribution(0)
 
 
+def test_reading_a_prompt_breaks_no_promise(plain: Any) -> None:
+    texts = prompts(1, 20)
+    truth = answers(plain, texts, max_new_tokens=30, ignore_eos=True)
+
+    class Reading(Scripted):
+        def draft(self, asks: Any) -> list[Tree]:
+            self.overhead = 100.0  # seconds: more than all this takes
+            return super().draft(asks)
+
+    together = speculation(Reading(truth, right=1.0), Goodput())
+    told = []
+    together.costs.kept = lambda promised, tokens, seconds: told.append((promised, seconds))  # type: ignore[method-assign]
+    model(together).generate(texts, max_new_tokens=30, ignore_eos=True)
+    assert any(promised for promised, _ in told)
+    assert all(seconds < 0 for promised, seconds in told if promised)
+
+
 def test_the_time_of_whole_steps_is_told(plain: Any) -> None:
     texts = prompts(2, 20)
     truth = answers(plain, texts, max_new_tokens=30, ignore_eos=True)
     together = speculation(Scripted(truth, right=1.0))
     told = []
-    together.costs.kept = lambda tokens, seconds: told.append((tokens, seconds))  # type: ignore[method-assign]
+    together.costs.kept = lambda promised, tokens, seconds: told.append((tokens, seconds))  # type: ignore[method-assign]
     drafting = model(together)
     drafting.generate(texts, max_new_tokens=30, ignore_eos=True)
     assert sum(tokens for tokens, _ in told) == drafting.stats["new_tokens"] - 2  # all but the prompts' own

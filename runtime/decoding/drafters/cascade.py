@@ -54,10 +54,7 @@ class Cascade(Drafter):
         return self.models[-1].weights + sum(model.lanes.nbytes for model in self.models)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        texts = [ask.text.tokens for ask in asks]
-        self.overhead = sum(
-            model.read_far([ask.state[place] for ask in asks], texts) for place, model in enumerate(self.models)
-        )
+        self.overhead = self.models[0].read_far([ask.state[0] for ask in asks], [ask.text.tokens for ask in asks])
         return [self._chain(ask) for ask in asks]
 
     def _chain(self, ask: Ask) -> Tree:
@@ -76,6 +73,7 @@ class Cascade(Drafter):
         """A token, how likely it is, and what it was drawn from. Who is asked is decided before anything is drawn."""
         text = [*ask.text.tokens, *tree.tokens]
         for place, (model, lane) in enumerate(zip(self.models, ask.state, strict=True)):
+            self.overhead += model.read_far([lane], [text])
             model.catch_up([lane], [text[:-1]])
             logits = model.lanes.feed([lane], [text[-1:]])
             self.asked[place] += 1

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.decoding.drafters.amounts import OF_THE_WHOLE
-from runtime.decoding.drafters.base import Ask, Place, Text, Verified
+from runtime.decoding.drafters.base import Ask, Place, Text
 from runtime.decoding.drafters.fit import UnfitError
 from runtime.decoding.drafters.lanes import Lane
 from runtime.decoding.drafters.model import ModelDrafter
@@ -103,9 +103,6 @@ class Inside(ModelDrafter):
         spot = self.lanes.open()
         assert isinstance(spot, Spot)
         return spot
-
-    def learn(self, state: Any, verified: Verified) -> None:
-        """The prompt is in the target's cache already."""
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         trees = [Tree() for _ in asks]

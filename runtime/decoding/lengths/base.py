@@ -29,12 +29,12 @@ class Costs:
 
     Attributes:
         step: seconds of the target's step by its number of rows.
-        draft: seconds of a drafter's turn by the tokens that it was asked for, deepest branch, for one text.
+        draft: seconds of a drafter's turn, for all texts of the step, by the depth of the deepest branch.
         belief: in its chances.
         idle: seconds that asking for drafts takes a step besides drafting itself.
-        pause: for how many steps the last text was left alone for which drafting did not pay; 0: it pays.
+        pause: for how many more steps of any text trying anew where drafting does not pay would cost too much; 0: it may be tried.
         reading: seconds that a drafter took to catch up with a text that it had not drafted for.
-        promised: tokens a second that the last plan expected, of all texts together; 0: it expected nothing.
+        promised: tokens a second that `plan` or `trim` expects of this step, of all texts together; 0: nothing.
         trust: what came of such promises.
         drawn: how likely the likeliest nodes of drawn trees were reached, in that order, on average of late.
     """
@@ -54,11 +54,10 @@ class Costs:
         # A row of a memory-bound model is nearly free, of a compute-bound one not at all; what is measured soon takes over.
         return cls(Curve(0.3), Curve(1.0), Belief())
 
-    def kept(self, tokens: float, seconds: float) -> None:
-        """A step with all that belongs to it took so long and wrote so many tokens."""
-        if self.promised and seconds > 0:
-            self.trust.add(self.promised * seconds, tokens)
-        self.promised = 0.0
+    def kept(self, promised: float, tokens: float, seconds: float) -> None:
+        """A step of which so many tokens a second were promised (0: nothing was) took so long, and wrote so many tokens."""
+        if promised and seconds > 0:
+            self.trust.add(promised * seconds, tokens)
 
 
 @dataclass(eq=False)
@@ -111,7 +110,7 @@ class Lengths:
         """For how many steps from now on nothing will be asked for any of these texts, whatever happens."""
         return 0
 
-    def rested(self, texts: Sequence[Progress], steps: int) -> None:
+    def rested(self, texts: Sequence[Progress], costs: Costs, steps: int) -> None:
         """So many steps went by in which `plan` was not called."""
 
     def describe(self) -> str:

@@ -52,6 +52,11 @@ class Curve:
             least = min(least, self._medians[index])
             self._values[index] = least
 
+    @property
+    def last(self) -> int:
+        """The largest number of which there are samples; 0: of none."""
+        return self._places[-1] if self._places else 0
+
     def count(self, n: int) -> int:
         """How many samples of this number there are, at most as many as are kept."""
         return len(self._samples.get(n, ()))

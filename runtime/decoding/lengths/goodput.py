@@ -13,8 +13,10 @@ from runtime.kv_cache.bounds import COUNT, bounded, check_bounds
 _MARGIN = 1.02  # what drafting must promise over plain decoding: estimates err, and losing is worse than not winning
 _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and its best proposals are verified
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
+_DEAREST_PAUSE = 4096  # steps, however dear it was to try: what was measured may have been an accident
 _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
+_STEADY = 64  # steps
 _TRY = 2  # nodes of a drawn tree beyond those of earlier ones
 _LATE = 0.1  # weight of the last drawn tree in the average
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
@@ -26,23 +28,32 @@ class _Pause:
 
     Attributes:
         left: steps until it is tried again. length: of the next pause.
-        vain: times in a row that nothing was drafted that was worth being verified.
+        vain: times in a row that nothing was drafted that was worth being verified. asking: seconds of the fastest of these.
+        steady: times in a row that drafting promised to pay.
         probing: this time it is tried whatever it promises.
     """
 
     left: int = 0
     length: int = _FIRST_PAUSE
     vain: int = 0
+    asking: float = float("inf")
+    steady: int = 0
     probing: bool = False
 
     def begin(self, costs: Costs, least: int = 0) -> None:
-        self.left = max(self.length, least)
-        self.length, self.vain = min(2 * self.length, _LONGEST_PAUSE), 0
+        self.left = min(max(self.length, least), _DEAREST_PAUSE)
+        self.length, self.vain, self.asking, self.steady = min(2 * self.length, _LONGEST_PAUSE), 0, float("inf"), 0
         costs.pause = self.left
 
     def over(self, costs: Costs) -> None:
-        self.length, self.vain = _FIRST_PAUSE, 0
+        self.left, self.length, self.vain, self.asking = 0, _FIRST_PAUSE, 0, float("inf")
         costs.pause = 0
+
+    def promising(self, costs: Costs) -> None:
+        """It is worth drafting; a promise that is not kept ends that soon, and must not be renewed every few steps."""
+        self.left, self.steady = 0, self.steady + 1
+        if self.steady >= _STEADY:
+            self.over(costs)
 
 
 @dataclass(frozen=True)
@@ -70,7 +81,8 @@ class Goodput(Lengths):
         share = max(0, most_rows - rows) // max(1, len(texts))
         nodes, plain = min(self.nodes, share), costs.step(rows)
         unknown = not plain or not costs.draft.known
-        cheap = unknown or costs.draft(self.depth) <= _CHEAP * plain
+        cheap = unknown or costs.draft(min(self.depth, costs.draft.last)) <= _CHEAP * plain
+        costs.pause = max(0, costs.pause - 1)
         if unknown:  # one step, as large for many texts as for one, says what the next may cost
             depth, rate = max(1, self.depth // max(1, len(texts))), 0.0
         else:
@@ -87,12 +99,11 @@ class Goodput(Lengths):
         plans, probed = [], False
         for text in texts:
             if text.memory is None:  # what other texts have shown is not tried again at once
-                begun = depth and not cheap  # all that is known of other texts says that it pays
-                text.memory = _Pause() if begun else _Pause(costs.pause // 2, max(_FIRST_PAUSE, costs.pause))
+                text.memory = _Pause(costs.pause)
             pause: _Pause = text.memory
             pause.probing = False
             if depth and not cheap:
-                pause.over(costs)
+                pause.promising(costs)
             if text.room <= 0:
                 plans.append(Plan(0, 0))
             elif pause.left:
@@ -101,6 +112,9 @@ class Goodput(Lengths):
             elif depth:
                 plans.append(Plan(nodes, min(depth, text.room), least))
             elif text.room < self.depth:  # its end is near: that nothing pays there says nothing of other places
+                plans.append(Plan(0, 0))
+            elif pause.steady:  # what came of it until now says more than a probe
+                pause.begin(costs)
                 plans.append(Plan(0, 0))
             elif probed:  # one text at a time says as much as all of them
                 pause.left = costs.pause
@@ -116,7 +130,8 @@ class Goodput(Lengths):
     def resting(self, texts: Sequence[Progress]) -> int:
         return min((text.memory.left if text.memory is not None else 0 for text in texts), default=0)
 
-    def rested(self, texts: Sequence[Progress], steps: int) -> None:
+    def rested(self, texts: Sequence[Progress], costs: Costs, steps: int) -> None:
+        costs.pause = max(0, costs.pause - steps)
         for text in texts:
             if text.memory is not None:
                 text.memory.left = max(0, text.memory.left - steps)
@@ -173,11 +188,11 @@ class Goodput(Lengths):
             found = expected / (drafted + costs.step(rows + count))
             if found > max(rate, plain):
                 best, rate = count, found
-        if best and not costs.promised:  # nobody had to promise anything to be asked
-            if costs.trust.allows(rate, plain):
-                costs.promised = rate
-            else:
-                best = 0
+        probing = any(text.memory is not None and text.memory.probing for text in texts)
+        refused = False
+        if best and not probing and not costs.promised:  # nobody had to promise anything to be asked
+            refused = not costs.trust.allows(rate, plain)
+            best, costs.promised = (0, 0.0) if refused else (best, rate)
         kept: list[list[int]] = [[] for _ in trees]
         for _, node, index in order[:best]:
             kept[index].append(node)
@@ -192,9 +207,12 @@ class Goodput(Lengths):
                 pause.over(costs)
                 continue
             pause.vain += 1
-            share = (costs.idle + drafted) / costs.step(rows) / _WORTH
+            pause.asking = min(pause.asking, costs.idle + drafted)
+            share = pause.asking / costs.step(rows) / _WORTH
             if pause.vain >= _VAIN and share > 1:
                 pause.begin(costs, round(_VAIN * share))
+                if refused:
+                    costs.trust.wait(pause.left // len(texts))
         return result
 
 

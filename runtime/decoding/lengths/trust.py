@@ -4,7 +4,7 @@ from __future__ import annotations
 
 _PRIOR = 24.0  # tokens that were promised and came, before anything was
 _FORGETS = 0.98  # at each promise
-_MOST = 3.0  # times what was promised that a step counts for
+_MORE, _LESS = 3.0, 8.0  # times more or less than was promised that a step counts for: a machine may stop for seconds
 _RECOVERS = 0.1  # of what was lost, at a probe
 _FIRST_WAIT, _LONGEST_WAIT = 32, 512  # steps
 _STEADY = 64  # promises
@@ -29,12 +29,17 @@ class Trust:
 
     def add(self, promised: float, kept: float) -> None:
         """So many tokens were promised for a step, and so many came."""
+        promised = min(promised, _LESS * kept)
         self._promised = _FORGETS * self._promised + promised
-        self._kept = _FORGETS * self._kept + min(kept, _MOST * promised)
+        self._kept = _FORGETS * self._kept + min(kept, _MORE * promised)
 
     def recover(self) -> None:
         """What is not tried any more cannot earn it."""
         self._kept += _RECOVERS * (self._promised - self._kept)
+
+    def wait(self, steps: int) -> None:
+        """For so many steps nothing will be promised, and nothing refused."""
+        self._waited += steps
 
     def allows(self, promised: float, needed: float) -> bool:
         """Whether a promise of so many tokens a second is still more than is needed, as such promises were kept.

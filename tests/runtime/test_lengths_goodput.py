@@ -53,6 +53,8 @@ def test_a_machine_that_stopped_for_a_moment_stops_no_drafting() -> None:
         lengths.rested([text], costs, 9)
     assert asked.index(True) == 400
     trust = Trust()
+    for _ in range(100):
+        trust.add(2.5, 2.5)
     trust.add(3000.0, 2.0)
     assert trust.value > 0.8
 

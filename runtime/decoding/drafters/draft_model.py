@@ -131,7 +131,7 @@ def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) ->
     if own is not None and own != target.checkpoint.fingerprint():
         raise RequestError(
             f"drafter: {draft.path} is a draft of another target: it was made for fingerprint {own}, and that of {target.path} is "
-            f"{target.checkpoint.fingerprint()}"
+            f"{target.checkpoint.fingerprint()}; `compress draft` makes one for it"
         )
     mine, theirs = _vocabulary(draft), _vocabulary(target)
     if mine is not None and theirs is not None:

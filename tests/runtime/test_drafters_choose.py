@@ -132,7 +132,7 @@ def test_a_trimmed_draft_proposes_only_what_it_keeps(target: Target, draft: Path
 @pytest.mark.parametrize(
     ("value", "said"),
     [
-        ("chain", r"drafter: 'chain' drafts with a model: \{\"model\": DIRECTORY, \"method\": \"chain\"\}, with true for the artifact's own"),
+        ("chain", r"drafter: 'chain' drafts with a model: \{\"model\": DIRECTORY, \"method\": \"chain\"\}, with true for"),
         ("lokup", r"drafter: unknown drafter 'lokup'; did you mean 'lookup'\? Allowed: lookup, .*; or the directory of a draft model"),
         ({"method": "lookup", "longst": 3}, "drafter.longst: unknown key 'longst'; did you mean 'longest'"),
         ({"method": "lookup", "longest": 0}, "drafter.longest: expected an integer between 1 and"),

@@ -47,8 +47,8 @@ def drafter_of(value: Any, target: Target) -> Drafter:
         if Path(value).is_dir():
             return _of_model({"model": value}, target)
         if MODELS.find(value) is not None:
-            own = f'{{"model": DIRECTORY, "method": "{value}"}}'
-            raise PolicyError((), f"'{value}' drafts with a model: {own}, with true for the artifact's own draft")
+            whole = f'{{"model": DIRECTORY, "method": "{value}"}}'
+            raise PolicyError((), f"'{value}' drafts with a model: {whole}, with true for the artifact's own draft")
         raise _unknown((), value)
     if not isinstance(value, Mapping):
         raise PolicyError(

@@ -9,6 +9,7 @@ from typing import Any
 
 import typer
 
+from compress.commands.made_draft import show_draft
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import (
     duration,
@@ -105,12 +106,12 @@ def _sample(path: Path, prompt: str, device: str) -> str | None:
 
 
 def _result(artifact: Any) -> dict[str, Any]:
-    cache = {key: artifact.manifest[key] for key in ("kv_cache", "kv_cache_bytes") if key in artifact.manifest}
+    more = {key: artifact.manifest[key] for key in ("kv_cache", "kv_cache_bytes", "draft") if key in artifact.manifest}
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
         "metrics": artifact.metrics,
-        **cache,
+        **more,
         "seconds": artifact.seconds,
         "peak_memory": artifact.peak_memory,
         "warnings": artifact.warnings,
@@ -137,6 +138,8 @@ def _show(result: dict[str, Any]) -> None:
 
         show_cache(Policy.parse(result["kv_cache"]).describe(), result["kv_cache_bytes"])
         show_cache_quality(metrics)
+    if "draft" in result:
+        show_draft(result["draft"])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
     print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")
     path = _quoted(result["path"])

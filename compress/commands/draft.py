@@ -7,8 +7,9 @@ from typing import Any
 
 import typer
 
+from compress.commands.made_draft import show_draft
 from compress.commands.options import DEVICE, RECIPE, SET
-from compress.commands.output import print_json, print_table, stdout_reserved
+from compress.commands.output import print_json, stdout_reserved
 
 
 def register(app: typer.Typer) -> None:
@@ -53,11 +54,6 @@ def draft(
 
 
 def _show(artifact: Path, made: dict[str, Any]) -> None:
-    rows = []
-    before, after = (made["facts"].get(when) or {} for when in ("before", "after"))
-    for kind in after:
-        old, new = ((each[kind]["continuations"] or each[kind]["text"])["greedy"] for each in (before, after))
-        rows.append((kind.replace("_", "-"), f"{old['acceptance']:.1%}", f"{new['acceptance']:.1%}"))
-    print_table("", ("accepted when greedy", "before", "after"), rows, right=(1, 2))
+    show_draft(made)
     print(f"Made by {made['method']} and written to {artifact}, which decodes with it from now on.")
     print(f"  compress bench {artifact} --drafters      whether it is the fastest here")

@@ -43,9 +43,9 @@ def compare_drafters(
     rows = []
     for entry in result["drafters"]:
         speeds = [f"{entry['speedup'][kind]:.2f}x" if entry.get("speedup") else "" for kind in kinds]
-        accepted = "" if entry["mean_accepted"] is None else f"{entry['mean_accepted']:.2f}"
+        accepted = "nothing drafted" if entry["mean_accepted"] is None else f"{entry['mean_accepted']:.2f}"
         rows.append((entry["name"], *speeds, f"{entry['overall']:.2f}x", accepted))
-    print_table("", ("drafter", *kinds, "over all", "accepted a draft"), rows, right=tuple(range(1, len(kinds) + 3)))
+    print_table("", ("drafter", *kinds, "over all", "accepted of a draft"), rows, right=tuple(range(1, len(kinds) + 3)))
     print(
         f"Times faster than plain decoding: {result['prompts']} prompts, {new_tokens} new tokens each, {batch_size} at a time."
     )

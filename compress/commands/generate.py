@@ -107,6 +107,5 @@ def _speed(stats: dict[str, Any]) -> str:
         f"prompt of {stats['prompt_tokens']} tokens read in {stats['prefill_seconds']:.2f} s"
     )
     if stats.get("drafted_tokens"):
-        share = stats["accepted_tokens"] / stats["drafted_tokens"]
-        text += f"; {stats['drafted_tokens']} tokens drafted ({stats['drafter']}), {share:.0%} of them accepted"
+        text += f"; {stats['drafted_tokens']} tokens drafted ({stats['drafter']}), {stats['accepted_tokens']} of them accepted"
     return text

@@ -68,4 +68,5 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
     if result["kv_cache"] is not None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
-    print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}")
+    more = f", and what the draft takes ({result['draft']})" if result["draft"] else ""
+    print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")

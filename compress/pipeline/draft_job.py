@@ -49,6 +49,13 @@ class DraftJob:
         return self.stage.config
 
     @property
+    def effort(self) -> str:
+        """What making it takes, in words."""
+        amounts = {"steps": "steps of training", "trials": "trials"}
+        told = [f"{getattr(self.config, key):,} {what}" for key, what in amounts.items() if hasattr(self.config, key)]
+        return ", ".join([self.stage.method, *told])
+
+    @property
     def method(self) -> DraftMethod:
         from compress.distill import METHODS
 

@@ -45,7 +45,7 @@ class TensorPlan:
 
 @dataclass
 class Plan:
-    """See the module's docstring; `kv_cache` is as `cache_facts` gives it.
+    """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
 
     `problems` and `warnings` are sentences; a run with any of the problems is refused.
     """
@@ -63,6 +63,7 @@ class Plan:
     seconds: float
     spill: bool
     kv_cache: dict[str, Any] | None = None
+    draft: str | None = None
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -74,6 +75,7 @@ class Plan:
         return (
             f"{len(touched)} of {len(self.tensors)} tensors will be compressed, {size(self.bytes_before)} -> {size(self.bytes_after)}; "
             f"needs {size(self.peak_memory)} of memory and {size(self.disk_needed)} of disk, about {duration(self.seconds)}"
+            + (f", and what the draft takes ({self.draft})" if self.draft else "")
         )
 
 
@@ -108,6 +110,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         peak_memory=peak, available_memory=memory_bytes() + available, disk_needed=disk, disk_free=free,
         calibration_tokens=session.calibration.tokens if session.reads_text else 0,
         seconds=_seconds(session, tokens, scored), spill=spill, kv_cache=cache_facts(session, session.cache_policy),
+        draft=None if session.draft is None else session.draft.effort,
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:

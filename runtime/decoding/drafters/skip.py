@@ -95,7 +95,9 @@ def build(target: Target, settings: Mapping[str, Any]) -> Skip:
     left = 2 * layers - len(values["skip_attention"]) - len(values["skip_mlp"])
     if left == 2 * layers:
         raise PolicyError(
-            (), "nothing is skipped; name layers in skip_attention or skip_mlp (`compress` finds good ones)", WHERE
+            (),
+            "nothing is skipped; name layers in skip_attention or skip_mlp (a recipe's draft: {method: skip} finds good ones)",
+            WHERE,
         )
     if not left:
         raise PolicyError((), f"all {layers} layers are skipped; something must be left to draft with", WHERE)

@@ -140,6 +140,20 @@ def test_one_hopeless_text_does_not_pause_the_next() -> None:
     assert found == [2, 0, 0, 0]
 
 
+def test_what_one_text_of_many_gains_is_worth_its_rows_of_later_steps() -> None:
+    for fixed, every, alone, together in ((0.008, 0.0016, 0, 8), (0.012, 0.0001, 1, 8)):
+        costs = Costs.unknown()
+        for rows in range(1, 40):  # seconds: those of the weights, and those of every row
+            costs.step.add(rows, fixed + every * rows)
+        costs.draft.add(1, 0.0)
+        lengths, texts = Goodput(), [Progress(Belief(), room=100) for _ in range(8)]
+        lengths.plan(texts, costs, 8, 64)
+        tree = Tree.chain([5], [0.99])
+        for count, drafted in ((2, 2 * alone), (8, together)):
+            kept = lengths.trim(texts, [tree] * count + [Tree()] * (8 - count), costs, 8, 0.0)
+            assert sum(map(len, kept)) == drafted
+
+
 def test_free_drafts_are_held_against_what_came_of_them_too() -> None:
     costs = Costs.unknown()
     for rows in range(1, 12):

@@ -10,8 +10,8 @@ from runtime.decoding.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Pr
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import COUNT, bounded, check_bounds
 
-_MARGIN = 1.05  # what drafting must promise over plain decoding: estimates err, losing is worse than not winning, and where texts of a
-# batch end at different times a token that one of them gains saves only its own row of a later step
+_MARGIN = 1.05  # what drafting must promise over plain decoding: estimates err, and losing is worse than not winning
+_DEAR = 0.5  # of its share of a step: rows that cost more are computed, not read
 _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and its best proposals are verified
 _FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
 _DEAREST_PAUSE = 4096  # steps, however dear it was to try: what was measured may have been an accident
@@ -140,12 +140,13 @@ class Goodput(Lengths):
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
         """The number of tokens to draft for each text, and the tokens a second that it promises."""
         best, rate = 0, len(texts) / costs.step(rows) * _MARGIN
-        expected, trust = float(len(texts)), costs.trust.value
+        trust, gains = costs.trust.value, _Gains(len(texts), costs, rows)
         reach = [1.0] * len(texts)
         for depth in range(1, self.depth + 1):
             for index, text in enumerate(texts):
                 reach[index] *= text.belief.rate(depth) if depth <= text.room else 0.0
-                expected += reach[index]
+                gains.add(index, reach[index])
+            expected = gains.worth
             seconds = costs.draft(depth) + costs.step(rows + depth * len(texts))
             # Rates are of what was drafted, of which not all is verified: how much of such promises came true says what they are worth.
             found = expected / seconds * trust
@@ -181,12 +182,12 @@ class Goodput(Lengths):
         order = sorted(
             ((-chance, node, index) for index, each in enumerate(reach) for node, chance in enumerate(each)),
         )
-        expected = float(len(texts))
-        best, rate = 0, expected / (drafted + costs.step(rows))
+        gains = _Gains(len(texts), costs, rows)
+        best, rate = 0, gains.worth / (drafted + costs.step(rows))
         plain = rate * _MARGIN
-        for count, (chance, _, _) in enumerate(order, 1):
-            expected -= chance
-            found = expected / (drafted + costs.step(rows + count))
+        for count, (chance, _, index) in enumerate(order, 1):
+            gains.add(index, -chance)
+            found = gains.worth / (drafted + costs.step(rows + count))
             if found > max(rate, plain):
                 best, rate = count, found
         probing = any(text.memory is not None and text.memory.probing for text in texts)
@@ -215,6 +216,34 @@ class Goodput(Lengths):
                 if refused:
                     costs.trust.wait(pause.left // len(texts))
         return result
+
+
+class _Gains:
+    """What a step writes, and what that is worth in tokens of plain decoding.
+
+    A step is saved where all texts get on. What some texts gain over the slowest saves only their own rows of later steps, unless others
+    take their places; where rows are dear it is counted as no more. Where they are cheap it costs nothing either, and texts end earlier.
+    """
+
+    def __init__(self, texts: int, costs: Costs, rows: int) -> None:
+        step = costs.step(rows)
+        row = (step - costs.step(rows - 1)) * texts / step if texts > 1 and step > 0 else 1.0
+        self._uneven = min(1.0, row) if row > _DEAR else 1.0
+        self._more = [0.0] * texts
+        self._least = self._total = 0.0
+
+    def add(self, text: int, tokens: float) -> None:
+        """A text is expected to get so many tokens more."""
+        before = self._more[text]
+        self._more[text] = before + tokens
+        self._total += tokens
+        if before <= self._least:
+            self._least = min(self._more)
+
+    @property
+    def worth(self) -> float:
+        even = self._least * len(self._more)
+        return len(self._more) + even + self._uneven * (self._total - even)
 
 
 def _average(known: list[float], reach: Sequence[float]) -> None:

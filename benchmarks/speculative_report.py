@@ -8,12 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
-ALL = ("held-out", "text", "code", "chat", "edit", "edited twice")
-
 
 def table(result: dict[str, Any]) -> str:
     """A line for each drafter, temperature and batch: times as fast as plain decoding by the same program, for each kind of prompts."""
-    kinds = [kind for kind in ALL if any(row["kind"] == kind for row in result["ours"]["rows"])]
+    kinds = list(dict.fromkeys(row["kind"] for row in result["ours"]["rows"]))
     lines = [f"| | {' | '.join(kinds)} | tokens a second of the first (plain) |", f"|---|{'---:|' * (len(kinds) + 1)}"]
     for who, rows in (
         ("ours", result["ours"]["rows"]),

@@ -19,6 +19,7 @@ from runtime.artifact import sha256
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.exported import MANIFEST, read_manifest
 from runtime.file_rights import let_others_read
+from runtime.replaced import replace_directory
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ONLY_WRITING = (errno.EFBIG, errno.EROFS)  # reading never fails so
@@ -128,7 +129,7 @@ def beside(output: Path) -> Iterator[Path]:
             if file.is_file():
                 let_others_read(file)
         _sync(temporary)
-        _replace(temporary, place)
+        replace_directory(temporary, place, place.with_name(f".{place.name}.{os.getpid()}.old"))
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
         for folder in made:
@@ -200,21 +201,6 @@ def _sync(folder: Path) -> None:
                 raise
         finally:
             os.close(descriptor)
-
-
-def _replace(temporary: Path, output: Path) -> None:
-    if not output.exists():
-        os.rename(temporary, output)
-        return
-    old = output.with_name(f".{output.name}.{os.getpid()}.old")
-    shutil.rmtree(old, ignore_errors=True)  # of a process that had our number; `output` is there, so it is not needed
-    os.rename(output, old)
-    try:
-        os.rename(temporary, output)
-    except OSError:
-        os.rename(old, output)
-        raise
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def _sentence(error: BaseException, output: Path, temporary: Path, inside: bool) -> str | None:

@@ -6,10 +6,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from compress.distill.directory import DRAFT
 from compress.distill.write import KEPT
 from compress.pipeline.files import sha256, write_json
 from runtime.checkpoint import read_json
+from runtime.decoding.drafters.draft_model import DRAFT
 
 _GROUP = 128  # of the schemes
 _NOT_OF_A_DRAFT = ("report.html", "compress.log", "recipe.yaml")

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from compress.pipeline.files import directory_beside, disk_errors, sha256, write_json
+from runtime.decoding.drafters.draft_model import DRAFT
 from runtime.errors import RequestError
 from runtime.file_rights import let_others_read
-
-DRAFT = "draft.json"
 
 
 @contextmanager

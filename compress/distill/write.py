@@ -26,10 +26,11 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.distill.directory import DRAFT, draft_directory, sums
+from compress.distill.directory import draft_directory, sums
 from compress.distill.student import check_kept
 from compress.pipeline.files import write_json
 from runtime.checkpoint import read_json
+from runtime.decoding.drafters.draft_model import DRAFT
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,6 +14,7 @@ from typing import Any
 
 from runtime.errors import CompressError
 from runtime.file_rights import let_others_read
+from runtime.replaced import replace_directory
 
 
 @contextmanager
@@ -44,18 +45,8 @@ def directory_beside(target: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # From here on one of the two is always there whole.
-    shutil.rmtree(old, ignore_errors=True)
-    if target.exists():
-        target.rename(old)
-    try:
-        temporary.rename(target)
-    except BaseException:
-        if old.exists() and not target.exists():
-            old.rename(target)
-        raise
+    replace_directory(temporary, target, old)
     sync_directory(target.parent)
-    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_text(target: Path, text: str) -> None:

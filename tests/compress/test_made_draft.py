@@ -31,6 +31,8 @@ def test_acceptance_and_what_it_promises_are_shown(capsys: pytest.CaptureFixture
     assert "promises nothing" not in said
     show_draft({"method": "pard", "facts": {**facts, "worth": worth(1.0)}})
     assert "promises nothing" in capsys.readouterr().out
+    show_draft({"method": "pard", "facts": {**facts, "worth": {"after": {}}}})  # greedy drafts only were not measured
+    assert "promises nothing" not in capsys.readouterr().out
     show_draft({"method": "skip", "facts": {}})  # nothing was measured
     assert "promises" not in capsys.readouterr().out
 

@@ -23,9 +23,9 @@ from runtime.decoding.drafters.cascade import Cascade
 from runtime.decoding.drafters.choose import Target, choose_speculation
 from runtime.decoding.drafters.confident import Confident
 from runtime.decoding.drafters.hierarchy import Hierarchy
-from runtime.decoding.drafters.lanes import PlainLanes
 from runtime.decoding.drafters.limits import Limited
 from runtime.decoding.drafters.model import ModelDrafter
+from runtime.decoding.drafters.plain_lanes import PlainLanes
 from runtime.decoding.lengths.fixed import Fixed
 from runtime.decoding.lengths.goodput import Goodput
 from runtime.decoding.speculation import Speculation

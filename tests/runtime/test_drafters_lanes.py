@@ -13,7 +13,7 @@ from test_llama_engine import engines
 
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.confident import Confident, StateLanes
-from runtime.decoding.drafters.lanes import PagedLanes
+from runtime.decoding.drafters.paged_lanes import PagedTreeLanes
 from runtime.decoding.tree import ROOT
 from runtime.kernels.cpu import library
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compil
 
 def test_lanes_grow_and_share_memory() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedLanes(lean)
+    lanes = PagedTreeLanes(lean)
     texts = prompts(20, 150, seed=3)
     opened = [lanes.open() for _ in texts]
     found = lanes.feed(opened, texts)
@@ -55,7 +55,7 @@ def test_states_are_those_of_the_logits_in_however_many_passes() -> None:
 
 def test_more_than_a_pass_takes_goes_in_several() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedLanes(lean)
+    lanes = PagedTreeLanes(lean)
     texts = [text[:4] for text in prompts(6, 40, seed=4)]
     opened = [lanes.open() for _ in texts]
     lanes.feed(opened, texts)
@@ -89,7 +89,7 @@ def test_a_head_of_acceptance_is_where_the_states_are() -> None:
 
 def test_branches_of_a_lane_are_computed_level_by_level() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedLanes(lean)
+    lanes = PagedTreeLanes(lean)
     lane, text = lanes.open(), [7, 8, 9]
     lanes.feed([lane], [text])
     (first,) = lanes.branch([lane], [[1, 2]], [[ROOT, ROOT]])

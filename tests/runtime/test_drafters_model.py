@@ -16,7 +16,7 @@ from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.cascade import Cascade
 from runtime.decoding.drafters.confident import Confident, StateLanes
 from runtime.decoding.drafters.first_of import FirstOf, Merged
-from runtime.decoding.drafters.lanes import PagedLanes, PlainLanes
+from runtime.decoding.drafters.lanes import lanes_of
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.drafters.model_tree import DynamicTree, LargeTree
 from runtime.decoding.drafters.nested import nested
@@ -59,7 +59,7 @@ def drafter(kind: str = "chain", lanes: str = "paged", noise: float = 0.01, **se
     if kind == "confident":
         head = accept_head(lean.module.config.hidden_size)
         return Confident(lanes=StateLanes(lean), candidates=candidates, head=head, **settings)
-    held = PagedLanes(lean) if lanes == "paged" else PlainLanes(plain)
+    held = lanes_of(lean if lanes == "paged" else plain)
     return KINDS[kind](lanes=held, candidates=candidates, **settings)
 
 

@@ -31,7 +31,7 @@ class Told:
         passes: of each since the text was read, its nodes.
     """
 
-    trees, most_rows = True, 64
+    most_rows, nbytes = 64, 0
 
     def __init__(self, logits: Callable[[Path], torch.Tensor]) -> None:
         self._logits = logits
@@ -41,6 +41,9 @@ class Told:
 
     def open(self) -> Lane:
         return Lane()
+
+    def close(self, lane: Lane) -> None:
+        del self._read[id(lane)]
 
     def cut(self, lane: Lane, length: int) -> None:
         del lane.tokens[length:]

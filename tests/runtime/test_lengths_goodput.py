@@ -13,6 +13,15 @@ from runtime.decoding.lengths.trust import Trust
 from runtime.decoding.tree import Tree
 
 
+def measured(fixed: float, row: float, draft: float, rows: int = 12) -> Costs:
+    """Steps that take so many seconds and as many more for each row, drafts that take so many for each token."""
+    costs = Costs.unknown()
+    for count in range(1, rows):
+        costs.step.add(count, fixed + row * count)
+        costs.draft.add(count, draft * count)
+    return costs
+
+
 @pytest.mark.parametrize(("texts", "depth"), [(1, 8), (2, 4), (5, 1), (8, 1), (20, 1)])
 def test_the_first_step_is_as_large_for_many_texts_as_for_one(texts: int, depth: int) -> None:
     plans = Goodput().plan([Progress(Belief(), room=100) for _ in range(texts)], Costs.unknown(), texts, 256)
@@ -60,10 +69,7 @@ def test_a_machine_that_stopped_for_a_moment_stops_no_drafting() -> None:
 
 
 def test_texts_that_rested_are_drafted_for_as_soon_as_it_pays() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 80):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.001 * rows)
+    costs = measured(0.010, 0.0, 0.001, rows=80)
     lengths, texts = Goodput(), [Progress(Belief(costs.belief), room=1000) for _ in range(8)]
     for text in texts:
         for _ in range(40):
@@ -79,10 +85,7 @@ def test_texts_that_rested_are_drafted_for_as_soon_as_it_pays() -> None:
 
 
 def test_that_nothing_pays_at_the_end_of_a_text_stops_no_other() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 9):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.001 * rows)
+    costs = measured(0.010, 0.0, 0.001, rows=9)
     lengths = Goodput()
     text = Progress(Belief(), room=20)
     assert lengths.plan([text], costs, 1, 64)[0].depth > 1
@@ -95,10 +98,7 @@ def test_that_nothing_pays_at_the_end_of_a_text_stops_no_other() -> None:
 
 
 def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.001 * rows)
+    costs = measured(0.010, 0.0, 0.001)
     lengths, text = Goodput(), Progress(Belief(), room=100)
     steps, plain = [], 1 / costs.step(1)
     for _ in range(200):
@@ -118,10 +118,7 @@ def test_promises_that_are_not_kept_end_drafting_and_may_be_made_again() -> None
 
 
 def test_one_hopeless_text_does_not_pause_the_next() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010)
-        costs.draft.add(rows, 0.002 * rows)
+    costs = measured(0.010, 0.0, 0.002)
     for _ in range(40):  # what all texts have shown
         costs.belief.observe(Tree.chain([5, 6, 7]), [5, 6, 7, 8])
     lengths, hopeless = Goodput(), Progress(Belief(costs.belief), room=100)
@@ -142,10 +139,7 @@ def test_one_hopeless_text_does_not_pause_the_next() -> None:
 
 def test_what_one_text_of_many_gains_is_worth_its_rows_of_later_steps() -> None:
     for fixed, every, alone, together in ((0.008, 0.0016, 0, 8), (0.012, 0.0001, 1, 8)):
-        costs = Costs.unknown()
-        for rows in range(1, 40):  # seconds: those of the weights, and those of every row
-            costs.step.add(rows, fixed + every * rows)
-        costs.draft.add(1, 0.0)
+        costs = measured(fixed, every, 0.0, rows=40)
         lengths, texts = Goodput(), [Progress(Belief(), room=100) for _ in range(8)]
         lengths.plan(texts, costs, 8, 64)
         tree = Tree.chain([5], [0.99])
@@ -155,10 +149,7 @@ def test_what_one_text_of_many_gains_is_worth_its_rows_of_later_steps() -> None:
 
 
 def test_free_drafts_are_held_against_what_came_of_them_too() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010 + 0.001 * rows)
-    costs.draft.add(1, 0.0)
+    costs = measured(0.010, 0.001, 0.0)
     lengths, text = Goodput(), Progress(Belief(), room=100)
     tree = Tree.chain([5, 6, 7], [0.9, 0.9, 0.9])  # what it says never changes, and is not learned from here
 
@@ -185,10 +176,7 @@ def test_noisy_promises_that_are_kept_on_average_are_trusted() -> None:
 
 
 def test_one_text_at_a_time_is_tried_where_drafting_does_not_pay() -> None:
-    costs = Costs.unknown()
-    for rows in range(1, 12):
-        costs.step.add(rows, 0.010 * rows)  # every row costs as much as a step
-        costs.draft.add(rows, 0.005 * rows)
+    costs = measured(0.0, 0.010, 0.005)
     lengths, texts = Goodput(), [Progress(Belief(), room=1000) for _ in range(8)]
     tried = 0
     for _ in range(2000):

@@ -146,7 +146,7 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
 def _with_draft(method: Method, draft: Any, path: Path, settings: Mapping[str, Any], target: Target) -> Drafter:
     """The drafter of a method over a loaded draft."""
     from runtime.decoding.drafters.candidates import Candidates
-    from runtime.decoding.drafters.lanes import lanes_of
+    from runtime.decoding.drafters.lanes import TreeLanes, lanes_of
     from runtime.decoding.drafters.model_tree import DynamicTree
 
     candidates = Candidates(target.engine.vocab_size, draft.kept)
@@ -160,7 +160,7 @@ def _with_draft(method: Method, draft: Any, path: Path, settings: Mapping[str, A
     if method.name == "confident":
         return _confident(draft, path, candidates, given)
     cls, lanes = method.load(), lanes_of(draft.engine)
-    if issubclass(cls, DynamicTree) and not lanes.trees:
+    if issubclass(cls, DynamicTree) and not isinstance(lanes, TreeLanes):
         reason = f"{method.name} needs a draft whose engine computes trees, such as the decoder in C"
         raise UnfitError(("method",), f"{reason}; this one runs on {draft.engine.description}")
     drafter: Drafter = cls(lanes=lanes, candidates=candidates, weights=draft.weight_bytes, **given)

@@ -10,8 +10,9 @@ from typing import ClassVar
 import torch
 
 from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.lanes import Lane, PagedLanes
+from runtime.decoding.drafters.lanes import Lane
 from runtime.decoding.drafters.model import ModelDrafter
+from runtime.decoding.drafters.paged_lanes import PagedLanes
 from runtime.decoding.tree import Tree
 from runtime.engines.base import Piece
 from runtime.errors import ArtifactError, RequestError

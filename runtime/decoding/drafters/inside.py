@@ -26,7 +26,6 @@ WHERE = "drafter"
 #: Fields that a builder gives.
 GIVEN = ("lanes", "candidates", "weights")
 _BESIDE = ("method", "model", *OF_THE_WHOLE)  # keys that are read elsewhere, for messages
-_CHAINS = "what drafts inside a target proposes chains, token after token"
 
 
 @dataclass(eq=False)
@@ -47,13 +46,12 @@ class Spot(Lane):
 
 
 class ViewLanes:
-    """Texts that a part of the target reads on from where the target is, for chains. See `Lanes`.
+    """Texts that a part of the target reads on from where the target is. See `Lanes`.
 
     Args:
         view: the part; may be another in the next turn.
     """
 
-    trees = False
     nbytes = 0
 
     def __init__(self, view: View) -> None:
@@ -70,19 +68,6 @@ class ViewLanes:
         for spot, new in zip(spots, tokens, strict=True):
             spot.length += len(new)
         return self.view.read(spots[0].here.pool, pieces)
-
-    def ahead(
-        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError(_CHAINS)
-
-    def keep(self, lane: Lane, tokens: Sequence[int]) -> None:
-        raise NotImplementedError(_CHAINS)
-
-    def branch(
-        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError(_CHAINS)
 
     def cut(self, lane: Lane, length: int) -> None:
         assert isinstance(lane, Spot)

@@ -15,7 +15,8 @@ from runtime.decoding.drafters.base import Place
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.draft_model import DRAFT
 from runtime.decoding.drafters.inside import Inside, Spot, engine_of, settings_of
-from runtime.decoding.drafters.lanes import Lane, PagedLanes
+from runtime.decoding.drafters.lanes import Lane
+from runtime.decoding.drafters.paged_lanes import PagedLanes
 from runtime.engines.base import Piece
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.bounds import Range, bounded
@@ -30,7 +31,7 @@ SCHEMA_VERSION = 1
 
 
 class AdapterLanes(PagedLanes):
-    """What an adapter has read of texts, for chains. The layers before it read in the target's cache, and what they write there again of
+    """What an adapter has read of texts. The layers before it read in the target's cache, and what they write there again of
     tokens that the target has read is what is there.
 
     Args:
@@ -54,16 +55,6 @@ class AdapterLanes(PagedLanes):
         places = [self._places[id(piece.pages)] for piece in pieces]
         there = [Piece(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
         return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
-
-    def ahead(
-        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError
-
-    def branch(
-        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
-    ) -> list[torch.Tensor]:
-        raise NotImplementedError
 
     def close(self, lane: Lane) -> None:
         super().close(lane)

@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 
 from runtime.decoding.drafters.base import Ask, Verified
-from runtime.decoding.drafters.lanes import Lane
+from runtime.decoding.drafters.lanes import Lane, TreeLanes
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.drafters.parts.growing import Growing
 from runtime.decoding.drafters.parts.tried import Tried
@@ -35,12 +35,13 @@ class DynamicTree(ModelDrafter):
     """
 
     name: ClassVar[str] = "dynamic-tree"
+    lanes: TreeLanes
     width: int = bounded(8, COUNT)
     level: int = bounded(4, COUNT)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.lanes.trees:
+        if not isinstance(self.lanes, TreeLanes):
             raise RequestError(f"{self.name} needs a draft whose engine computes trees, such as the decoder in C")
         self._tried = Tried()
 

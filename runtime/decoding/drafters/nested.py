@@ -10,16 +10,14 @@ import torch
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.cascade import Cascade
 from runtime.decoding.drafters.fit import UnfitError
-from runtime.decoding.drafters.lanes import PagedLanes
 from runtime.decoding.drafters.model import ModelDrafter
+from runtime.decoding.drafters.paged_lanes import PagedLanes
 from runtime.engines.base import Piece
 from runtime.engines.llama_view import View, parts_of
 
 
 class _Depth:
     """The first layers of a draft as an engine of their own, for lanes."""
-
-    trees = False
 
     def __init__(self, engine: Any, depth: int) -> None:
         self._engine, self._view = engine, View(engine, range(depth))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from runtime.decoding.drafters.base import Ask
+from runtime.decoding.drafters.lanes import AheadLanes
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import COUNT, Range, bounded
@@ -25,6 +26,7 @@ class Parallel(ModelDrafter):
     """
 
     name: ClassVar[str] = "parallel"
+    lanes: AheadLanes
     mask_token: int = bounded(0, Range())
     most: int = bounded(8, COUNT)
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from runtime.decoding.drafters.base import Ask, Text
-from runtime.decoding.drafters.lanes import Lane
+from runtime.decoding.drafters.lanes import AheadLanes, Lane
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import COUNT, bounded
@@ -61,6 +61,7 @@ class Staged(ModelDrafter):
     """
 
     name: ClassVar[str] = "staged"
+    lanes: AheadLanes
     guesses: int = bounded(4, COUNT)
 
     def begin(self, text: Text) -> Any:

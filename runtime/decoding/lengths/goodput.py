@@ -7,54 +7,18 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from runtime.decoding.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Progress
+from runtime.decoding.lengths.gains import Gains
+from runtime.decoding.lengths.pause import Pause
 from runtime.decoding.tree import Tree
 from runtime.kv_cache.bounds import COUNT, bounded, check_bounds
 
 _MARGIN = 1.05  # what drafting must promise over plain decoding: estimates err, and losing is worse than not winning
-_DEAR = 0.5  # of its share of a step: rows that cost more are computed, not read
 _CHEAP = 0.02  # of a step: a drafter that takes no longer is always asked, and its best proposals are verified
-_FIRST_PAUSE, _LONGEST_PAUSE = 32, 512  # steps
-_DEAREST_PAUSE = 4096  # steps, however dear it was to try: what was measured may have been an accident
 _PROBE = 2  # tokens of a draft that is only to see
 _VAIN = 8  # drafts
-_STEADY = 64  # steps
 _TRY = 2  # nodes of a drawn tree beyond those of earlier ones
 _LATE = 0.1  # weight of the last drawn tree in the average
 _WORTH = 0.01  # of the time may go into seeing whether drafting pays
-
-
-@dataclass(eq=False)
-class _Pause:
-    """A text for which drafting does not pay is left alone for a while, longer each time.
-
-    Attributes:
-        left: steps until it is tried again. length: of the next pause.
-        vain: times in a row that nothing was drafted that was worth being verified. asking: seconds of the fastest of these.
-        steady: times in a row that drafting promised to pay.
-        probing: this time it is tried whatever it promises.
-    """
-
-    left: int = 0
-    length: int = _FIRST_PAUSE
-    vain: int = 0
-    asking: float = float("inf")
-    steady: int = 0
-    probing: bool = False
-
-    def begin(self, costs: Costs, least: int = 0) -> None:
-        self.left = min(max(self.length, least), _DEAREST_PAUSE)
-        self.length, self.vain, self.asking, self.steady = min(2 * self.length, _LONGEST_PAUSE), 0, float("inf"), 0
-        costs.pause = self.left
-
-    def over(self, costs: Costs) -> None:
-        self.left, self.length, self.vain, self.asking = 0, _FIRST_PAUSE, 0, float("inf")
-        costs.pause = 0
-
-    def promising(self, costs: Costs) -> None:
-        """It is worth drafting; a promise that is not kept ends that soon, and must not be renewed every few steps."""
-        self.left, self.steady = 0, self.steady + 1
-        if self.steady >= _STEADY:
-            self.over(costs)
 
 
 @dataclass(frozen=True)
@@ -100,8 +64,8 @@ class Goodput(Lengths):
         plans, probed = [], False
         for text in texts:
             if text.memory is None:  # what other texts have shown is not tried again at once
-                text.memory = _Pause(costs.pause)
-            pause: _Pause = text.memory
+                text.memory = Pause(costs.pause)
+            pause: Pause = text.memory
             pause.probing = False
             if depth and not cheap:
                 pause.promising(costs)
@@ -140,7 +104,7 @@ class Goodput(Lengths):
     def _depth(self, texts: Sequence[Progress], costs: Costs, rows: int) -> tuple[int, float]:
         """The number of tokens to draft for each text, and the tokens a second that it promises."""
         best, rate = 0, len(texts) / costs.step(rows) * _MARGIN
-        trust, gains = costs.trust.value, _Gains(len(texts), costs, rows)
+        trust, gains = costs.trust.value, Gains(len(texts), costs, rows)
         reach = [1.0] * len(texts)
         for depth in range(1, self.depth + 1):
             for index, text in enumerate(texts):
@@ -182,7 +146,7 @@ class Goodput(Lengths):
         order = sorted(
             ((-chance, node, index) for index, each in enumerate(reach) for node, chance in enumerate(each)),
         )
-        gains = _Gains(len(texts), costs, rows)
+        gains = Gains(len(texts), costs, rows)
         best, rate = 0, gains.worth / (drafted + costs.step(rows))
         plain = rate * _MARGIN
         for count, (chance, _, index) in enumerate(order, 1):
@@ -200,7 +164,7 @@ class Goodput(Lengths):
             kept[index].append(node)
         result = []
         for text, tree, nodes in zip(texts, trees, kept, strict=True):
-            pause: _Pause = text.memory or _Pause()
+            pause: Pause = text.memory or Pause()
             if pause.probing:
                 result.append(tree)
                 continue
@@ -216,34 +180,6 @@ class Goodput(Lengths):
                 if refused:
                     costs.trust.wait(pause.left // len(texts))
         return result
-
-
-class _Gains:
-    """What a step writes, and what that is worth in tokens of plain decoding.
-
-    A step is saved where all texts get on. What some texts gain over the slowest saves only their own rows of later steps, unless others
-    take their places; where rows are dear it is counted as no more. Where they are cheap it costs nothing either, and texts end earlier.
-    """
-
-    def __init__(self, texts: int, costs: Costs, rows: int) -> None:
-        step = costs.step(rows)
-        row = (step - costs.step(rows - 1)) * texts / step if texts > 1 and step > 0 else 1.0
-        self._uneven = min(1.0, row) if row > _DEAR else 1.0
-        self._more = [0.0] * texts
-        self._least = self._total = 0.0
-
-    def add(self, text: int, tokens: float) -> None:
-        """A text is expected to get so many tokens more."""
-        before = self._more[text]
-        self._more[text] = before + tokens
-        self._total += tokens
-        if before <= self._least:
-            self._least = min(self._more)
-
-    @property
-    def worth(self) -> float:
-        even = self._least * len(self._more)
-        return len(self._more) + even + self._uneven * (self._total - even)
 
 
 def _average(known: list[float], reach: Sequence[float]) -> None:

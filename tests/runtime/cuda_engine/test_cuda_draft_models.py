@@ -16,7 +16,7 @@ from runtime.decoding.drafters.base import Ask
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.cascade import Cascade
 from runtime.decoding.drafters.confident import Confident, StateLanes
-from runtime.decoding.drafters.lanes import PagedLanes
+from runtime.decoding.drafters.lanes import TreeLanes, lanes_of
 from runtime.decoding.drafters.model import ModelDrafter
 from runtime.decoding.drafters.parallel import Parallel
 from runtime.decoding.drafters.staged import Staged
@@ -45,7 +45,7 @@ def drafter(kind: str, noise: float = 0.02, **options: Any) -> Any:
     if kind == "cascade":
         return Cascade([drafter("chain", 5 * noise), drafter("chain", noise)])
     which = lean(noise, **options)
-    own = {"lanes": PagedLanes(which), "candidates": Candidates(VOCABULARY)}
+    own = {"lanes": lanes_of(which), "candidates": Candidates(VOCABULARY)}
     if kind == "confident":
         own |= {"lanes": StateLanes(which), "head": accept_head(64)}
     return KINDS[kind](**own)
@@ -102,12 +102,12 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
 
 
 def test_trees_are_not_asked_of_it() -> None:
-    assert not PagedLanes(lean()).trees
+    assert not isinstance(lanes_of(lean()), TreeLanes)
 
 
 def test_drafted_chains_are_those_of_the_model() -> None:
     which = lean()
-    own = ModelDrafter(PagedLanes(which), Candidates(VOCABULARY))
+    own = ModelDrafter(lanes_of(which), Candidates(VOCABULARY))
     text = SimpleNamespace(tokens=prompts(1, 30)[0], prompt=1)
     (tree,) = own.draft([Ask(own.begin(text), text, 5, 5)])
     written = model_over(lean()).generate([text.tokens], max_new_tokens=5, ignore_eos=True)

@@ -50,6 +50,17 @@ class Statistics:
             square_mean=self.square_mean / s.square(),
         )
 
+    def to(self, device: torch.device | str) -> Statistics:
+        """The same on a device."""
+        return replace(
+            self,
+            hessian=None if self.hessian is None else self.hessian.to(device),
+            abs_mean=self.abs_mean.to(device),
+            minimum=self.minimum.to(device),
+            maximum=self.maximum.to(device),
+            square_mean=self.square_mean.to(device),
+        )
+
 
 class StatisticsCollector:
     """Accumulates `Statistics` batch by batch in float32; memory is one `[in, in]` matrix, whatever the number of tokens.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import platform
-import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +12,9 @@ import yaml
 
 from compress import calibration
 from compress.evaluate.through_cache import LEAST
+from compress.pipeline import passes
 from compress.pipeline.cache import cache_facts
+from compress.pipeline.companions import copy_companions
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
@@ -28,14 +29,6 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy import Policy
 
 SCHEMA_VERSION = 1
-# Small files that make a checkpoint complete. Weights in any other format, code and pickles stay behind.
-COMPANIONS = (
-    "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
-    "spiece.model", "*.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "preprocessor_config.json",
-    "processor_config.json", "LICENSE*", "NOTICE*",
-    # What sentence-transformers says about pooling; its modules have a folder each.
-    "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json",
-)  # fmt: skip
 
 
 def evaluation_windows(session: Session) -> torch.Tensor | None:
@@ -83,12 +76,7 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     write_text(
         directory.path / "recipe.yaml", yaml.safe_dump(session.recipe.resolved(), sort_keys=False, allow_unicode=True)
     )
-    for pattern in COMPANIONS:
-        for file in sorted(session.checkpoint.path.glob(pattern)):
-            if file.is_file():
-                target = directory.path / file.relative_to(session.checkpoint.path)
-                target.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, target)
+    copy_companions(session.checkpoint.path, directory.path)
     write_json(directory.path / "config.json", config)
 
 
@@ -109,7 +97,7 @@ def evaluate(
         return {}
     measure = compare_embeddings if session.streamed.kind == "encoder" else compare
     metrics = measure(
-        session.streamed, artifact, windows, config.batch_size, directory.work if spill else None, reporter
+        session.reference, artifact, windows, config.batch_size, directory.work if spill else None, reporter
     )
     if "after" in metrics:
         metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
@@ -160,6 +148,7 @@ def write_manifest(
         tensors[name] = {"action": "dropped", "stored_as": [], "bytes_before": size, "bytes_after": 0, "reason": reason}
     for name, stored in session.streamed.checkpoint.renamed.items():
         tensors[name]["source_name"] = stored
+    _account_for_cuts(session, tensors)
     lost = sorted(set(session.checkpoint.names()) - set(tensors))
     if lost:
         raise ArtifactError(
@@ -179,7 +168,7 @@ def write_manifest(
         "source": {
             "path_or_id": session.recipe.model,
             "fingerprint": identity["source_fingerprint"],
-            "bytes": session.checkpoint.total_bytes,
+            "bytes": session.original.total_bytes,
         },
         "calibration": _calibration(session),
         "recipe_sha256": session.recipe_digest(draft=True),
@@ -188,10 +177,13 @@ def write_manifest(
         "metrics": metrics,
         "files": files,
         "bytes": {
-            "before": session.checkpoint.total_bytes,
+            "before": session.original.total_bytes,
             "after": sum(entry["bytes_after"] for entry in tensors.values()),
         },
     }
+    made = passes.facts(directory, session)
+    if made:
+        manifest["passes"] = made
     facts = cache_facts(session, policy)
     if policy is not None and facts is not None:
         manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": facts["bytes"]}
@@ -202,6 +194,22 @@ def write_manifest(
 
     write_report(directory.path)
     return manifest
+
+
+def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
+    """What stages before have cut out of tensors of the source, or removed whole."""
+    if session.source is None:
+        return
+    source = session.reference.checkpoint
+    for name in source.names():
+        if name not in tensors:
+            reason = source.dropped.get(name, "removed by an earlier stage")
+            tensors[name] = {
+                "action": "dropped", "stored_as": [], "bytes_before": source.nbytes(name), "bytes_after": 0, "reason": reason,
+            }  # fmt: skip
+        elif source.nbytes(name) != tensors[name]["bytes_before"] and tensors[name]["bytes_before"]:
+            tensors[name]["bytes_before"] = source.nbytes(name)
+            tensors[name]["cut"] = list(source.shape(name))
 
 
 def draft_files(path: Path, draft: dict[str, Any] | None) -> list[Path]:

@@ -16,6 +16,7 @@ import torch
 
 from compress.pipeline.arithmetic import has_bfloat16, products
 from compress.pipeline.cache import cache_facts
+from compress.pipeline.passes import Passes
 from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
 from compress.recipe.models import Recipe
@@ -46,6 +47,7 @@ class TensorPlan:
 @dataclass
 class Plan:
     """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
+    `passes`: what other stages make of the model first, in words.
 
     `problems` and `warnings` are sentences; a run with any of the problems is refused.
     """
@@ -64,6 +66,7 @@ class Plan:
     spill: bool
     kv_cache: dict[str, Any] | None = None
     draft: str | None = None
+    passes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -72,8 +75,9 @@ class Plan:
 
     def headline(self) -> str:
         touched = [t for t in self.tensors if t.action == "compressed"]
+        first = f"{'; '.join(self.passes)}; then " if self.passes else ""
         return (
-            f"{len(touched)} of {len(self.tensors)} tensors will be compressed, {size(self.bytes_before)} -> {size(self.bytes_after)}; "
+            f"{first}{len(touched)} of {len(self.tensors)} tensors will be compressed, {size(self.bytes_before)} -> {size(self.bytes_after)}; "
             f"needs {size(self.peak_memory)} of memory and {size(self.disk_needed)} of disk, about {duration(self.seconds)}"
             + (f", and what the draft takes ({self.draft})" if self.draft else "")
         )
@@ -83,7 +87,8 @@ def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto") 
     """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing."""
     from compress.pipeline.finish import evaluation_windows
 
-    session = Session.open(recipe, device)
+    passes = Passes.open(recipe, device)  # holds what the session looks at
+    session = passes.session
     return plan_session(
         session, evaluation_windows(session), Path(output) if output is not None else recipe.output_directory
     )
@@ -106,11 +111,11 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
     disk = after + tokens * hidden * itemsize * 2 + (2 * scored * hidden * itemsize if spill else 0) + DISK_MARGIN
     free = _free_disk(output)
     plan = Plan(
-        model=str(session.checkpoint.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
+        model=str(session.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
         peak_memory=peak, available_memory=memory_bytes() + available, disk_needed=disk, disk_free=free,
         calibration_tokens=session.calibration.tokens if session.reads_text else 0,
         seconds=_seconds(session, tokens, scored), spill=spill, kv_cache=cache_facts(session, session.cache_policy),
-        draft=None if session.draft is None else session.draft.effort,
+        draft=None if session.draft is None else session.draft.effort, passes=[job.describe() for job in session.jobs],
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:
@@ -175,13 +180,20 @@ def _tensors(session: Session) -> list[TensorPlan]:
             plans.append(TensorPlan(name, "dropped", size_before, 0))
         elif name not in stored:
             plans.append(TensorPlan(name, "copied", size_before, size_before))
+    if session.source is not None:
+        before = session.reference.checkpoint
+        for plan in plans:
+            plan.bytes_before = before.nbytes(plan.name)
+        gone = set(before.names()) - set(checkpoint.names())
+        plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
     for name, work in session.work.items():
         weight = f"{name}.weight"
         shape = tuple(int(n) for n in session.streamed.model.get_submodule(name).weight.shape)  # type: ignore[union-attr]
         density = 1.0 - work.share
         storage = formats.choose(work.scheme, (shape[0], shape[1]), density=density)
         size_after = storage.bytes_estimate(work.scheme, (shape[0], shape[1]), dtype, density)
-        size_before = checkpoint.nbytes(weight) if checkpoint.has(weight) else 0
+        whole = session.reference.checkpoint
+        size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
         plans.append(TensorPlan(weight, "compressed", size_before, size_after, work.describe(), storage.name))
     if session.untie:
         for tied, source in session.streamed.ties.items():

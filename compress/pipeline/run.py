@@ -24,6 +24,7 @@ from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.outside import compress_embeddings, compress_outside
+from compress.pipeline.passes import Passes
 from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
@@ -79,7 +80,8 @@ def apply(
     directory_path = Path(output) if output is not None else recipe.output_directory
     torch.manual_seed(recipe.seed)
     clock = _Clock()
-    session = Session.open(recipe, device)
+    passes = Passes.open(recipe, device)
+    session = passes.session
     evaluation = finish.evaluation_windows(session)
     identity = session.identity(evaluation)
     directory = RunDirectory(directory_path, identity, resume, overwrite)
@@ -104,6 +106,9 @@ def apply(
         ]:
             if warning:
                 reporter.warn(warning)
+        if passes.jobs:
+            session = passes.run(directory, plan.spill, reporter)
+            clock.lap("structure")
         allocate_sparsity(session, directory, reporter, plan.spill)
         _compress_blocks(session, directory, reporter, plan.spill)
         clock.lap("compress")

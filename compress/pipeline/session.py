@@ -26,6 +26,7 @@ from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
+    from compress.pipeline.structure_job import StructureJob
     from runtime.kv_cache.policy import Policy
 
 PROBE_TOKENS = 64
@@ -47,17 +48,32 @@ def choose_device(device: str) -> torch.device:
 
 @dataclass
 class Session:
-    """Everything that is known before the first layer is touched. `draft`: what the recipe's draft stage asks for, if it has one."""
+    """Everything that is known before the first layer is touched.
+
+    Attributes:
+        checkpoint: whose layers are compressed. source: what the recipe names, where other stages have made `checkpoint` of it.
+        draft: what the recipe's draft stage asks for, if it has one.
+        jobs: of the stages that come before (`compress.pipeline.passes`).
+    """
 
     recipe: Recipe
     checkpoint: Checkpoint
     streamed: StreamedModel
     work: dict[str, LayerWork]
     draft: DraftJob | None = None
+    source: Checkpoint | None = None
+    jobs: tuple[StructureJob, ...] = ()
 
     @classmethod
-    def open(cls, recipe: Recipe, device: str = "auto") -> Session:
-        checkpoint = Checkpoint(locate_model(recipe))
+    def open(
+        cls,
+        recipe: Recipe,
+        device: str = "auto",
+        checkpoint: Checkpoint | None = None,
+        source: Checkpoint | None = None,
+    ) -> Session:
+        """Hold the recipe against a model: its own, or `checkpoint`, which was made of `source`."""
+        checkpoint = checkpoint or Checkpoint(locate_model(recipe))
         if "quantization_config" in checkpoint.config:
             method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
             raise RequestError(
@@ -81,9 +97,26 @@ class Session:
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
                 )
         check_shared(streamed, work)
-        session = cls(recipe, streamed.checkpoint, streamed, work)
+        session = cls(recipe, streamed.checkpoint, streamed, work, source=source)
         session.draft = check_draft(session)
         return session
+
+    @classmethod
+    def plain(cls, recipe: Recipe, checkpoint: Checkpoint, device: str = "auto") -> Session:
+        """A checkpoint of which no layer is compressed, with the recipe's text."""
+        streamed = StreamedModel(checkpoint, choose_device(device))
+        check_fits_model(recipe, streamed)
+        return cls(recipe, streamed.checkpoint, streamed, {})
+
+    @property
+    def original(self) -> Checkpoint:
+        """The checkpoint that the recipe names."""
+        return self.checkpoint if self.source is None else self.source
+
+    @cached_property
+    def reference(self) -> StreamedModel:
+        """The recipe's model, which the artifact is compared with."""
+        return self.streamed if self.source is None else StreamedModel(self.source, self.streamed.device)
 
     # ------------------------------------------------------------ calibration
     @property
@@ -94,7 +127,8 @@ class Session:
     @property
     def reads_text(self) -> bool:
         """Whether anything is calibrated on text: the weights, or the cache. A draft has rows of its own."""
-        return self.needs_data or (self.cache_policy is not None and bool(self.cache_policy.missing))
+        cache = self.cache_policy is not None and bool(self.cache_policy.missing)
+        return self.needs_data or cache or any(job.needs for job in self.jobs)
 
     @property
     def cache_policy(self) -> Policy | None:
@@ -187,7 +221,7 @@ class Session:
 
         identity = {
             "recipe": self.recipe_digest(draft=False),
-            "source_fingerprint": self.checkpoint.fingerprint(),
+            "source_fingerprint": self.original.fingerprint(),
             "compress_version": compress.__version__,
         }
         identity["torch_version"] = torch.__version__

@@ -153,9 +153,19 @@ class StreamedModel(PartialModel):
         return self.loaded_block(stack.first) if wanted and not there else nullcontext()
 
     def run_block(
-        self, index: int, state: torch.Tensor, batch: Batch, dtype: torch.dtype | None = None
+        self,
+        index: int,
+        state: torch.Tensor,
+        batch: Batch,
+        dtype: torch.dtype | None = None,
+        block: nn.Module | None = None,
     ) -> torch.Tensor:
-        """One block over one batch, a state in and out; `dtype`: what it is to compute in, where its weights were cast."""
+        """One block over one batch, a state in and out.
+
+        Args:
+            dtype: what it is to compute in, where its weights were cast.
+            block: computes in its place.
+        """
         number, _ = self._place(index)
         kwargs = self.block_kwargs(batch, index)
         state = state.to(self.device)
@@ -167,13 +177,16 @@ class StreamedModel(PartialModel):
         if dtype is not None:
             hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
         with products(self.device):
-            out = self.blocks[index](hidden, **kwargs)
+            out = (self.blocks[index] if block is None else block)(hidden, **kwargs)
         out = out[0] if isinstance(out, tuple) else out
         return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
 
     def advance(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`run_block`, and after the encoder's last block what enters the decoder: the state for block `index + 1`."""
-        state = self.run_block(index, state, batch)
+        return self.hand_over(index, self.run_block(index, state, batch), batch)
+
+    def hand_over(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The state for block `index + 1`, given what block `index` gave (or was given, where it is passed by)."""
         if len(self.stacks) == 2 and index + 1 == self.stacks[1].first:
             with torch.inference_mode():
                 encoder: Any = self.model.get_encoder()

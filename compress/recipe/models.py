@@ -8,33 +8,12 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator
 
+from compress.percent import fraction
 from compress.recipe.origin import Origin
 from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
 
-_PERCENT = re.compile(r"\s*([0-9]+(\.[0-9]*)?|\.[0-9]+)\s*%\s*\Z")
-
-
-def _fraction(value: Any) -> Any:
-    """`"10%"` and `0.1` are both 0.1; a bare 10 is more likely a forgotten % than a factor, so it is refused."""
-    if isinstance(value, str):
-        match = _PERCENT.match(value)
-        if match is None:
-            raise ValueError(f"expected a percentage such as 10% or a fraction such as 0.1, got {value!r}")
-        return float(match.group(1)) / 100
-    if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 5:
-        raise ValueError(
-            f"expected a percentage such as 10% or a fraction such as 0.1, got {value}; did you mean {value}%?"
-        )
-    return value
-
-
-def _integer(value: Any) -> Any:
-    """Whole floats are integers (JSON and `--set` write 64.0 at times)."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Fraction = Annotated[float, BeforeValidator(_fraction), Field(ge=0)]
+Fraction = Annotated[float, BeforeValidator(fraction), Field(ge=0)]
 
 
 class Located(BaseModel):

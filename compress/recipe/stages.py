@@ -62,6 +62,12 @@ def _prune_methods() -> Mapping[str, Any]:
     return METHODS
 
 
+def _structure_methods() -> Mapping[str, Any]:
+    from compress.prune.structure import METHODS
+
+    return METHODS
+
+
 def _quantize_methods() -> Mapping[str, Any]:
     from compress.quantize import METHODS
 
@@ -107,6 +113,7 @@ def _check_targets(config: Any) -> None:
 KINDS: dict[str, StageKind] = {
     kind.name: kind
     for kind in (
+        StageKind("structure", "remove channels, heads, layers: the shapes shrink", _structure_methods),
         StageKind("prune", "set weights to zero", _prune_methods, _check_targets),
         StageKind("quantize", "store weights (and compute activations) in few bits", _quantize_methods, _check_scheme),
         StageKind(

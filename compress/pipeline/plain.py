@@ -1,0 +1,106 @@
+"""A plain Hugging Face checkpoint that is written part by part: what a stage that changes a whole model hands on to the next."""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from compress.pipeline.companions import copy_companions
+from compress.pipeline.files import disk_errors, write_json, written_beside
+from compress.pipeline.shards import shard_name
+from runtime.checkpoint import INDEX, SINGLE, Checkpoint
+from runtime.headers import DTYPES
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class PlainWriter:
+    """Writes one shard a part, in order; what an interrupted run has written is there, and is known to be.
+
+    Args:
+        directory: of the checkpoint. parts: how many there will be.
+    """
+
+    def __init__(self, directory: Path, parts: int) -> None:
+        self.directory, self.parts = directory, parts
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def done(self) -> int:
+        """Parts that are whole, the first so many."""
+        return next((part for part in range(self.parts) if not self._record(part).is_file()), self.parts)
+
+    def facts(self, part: int) -> dict[str, Any]:
+        """What was said of a part when it was written."""
+        found: dict[str, Any] = json.loads(self._record(part).read_text(encoding="utf-8"))["facts"]
+        return found
+
+    def write(self, part: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """One part; `facts` are JSON-able."""
+        shard = shard_name(part + 1, self.parts)
+        with disk_errors(f"writing {self.directory / shard}"), written_beside(self.directory / shard) as temporary:
+            save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary, {"format": "pt"})
+        names = {name: value.numel() * value.element_size() for name, value in tensors.items()}
+        write_json(self._record(part), {"shard": shard, "bytes": names, "facts": dict(facts)})
+
+    def finish(self, source: Path, config: Mapping[str, Any]) -> None:
+        """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""
+        records = [json.loads(self._record(part).read_text(encoding="utf-8")) for part in range(self.parts)]
+        with disk_errors(f"writing {self.directory}"):
+            weights = {name: record["shard"] for record in records for name in record["bytes"]}
+            size = sum(size for record in records for size in record["bytes"].values())
+            write_json(self.directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weights})
+            copy_companions(source, self.directory)
+            write_json(self.directory / "config.json", dict(config))
+        for part in range(self.parts):
+            self._record(part).unlink()
+
+    def _record(self, part: int) -> Path:
+        return self.directory / f".part-{part:05d}.json"
+
+
+def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
+    """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
+    written: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
+    return _changed(written, before.to_dict(), after.to_dict())
+
+
+def _changed(written: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+    result = dict(written)
+    for key, value in after.items():
+        if before.get(key) == value:
+            continue
+        inner = written.get(key)
+        if isinstance(inner, dict) and isinstance(value, dict) and isinstance(before.get(key), dict):
+            result[key] = _changed(inner, before[key], value)
+        else:
+            result[key] = value
+    return result
+
+
+def placeholder(directory: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """A checkpoint of zeros, which take no room on the disk: what comes next can be checked before what it needs is there.
+
+    Args:
+        tensors: {name: (shape, dtype)}.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, dtype) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (directory / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + offset)
+    copy_companions(source, directory)
+    write_json(directory / "config.json", dict(config))

@@ -1,0 +1,164 @@
+"""Remove layers: those that a ranking says matter least, of every stack as many."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.pipeline.files import write_json
+from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.plain import PlainWriter, config_dict
+from compress.pipeline.progress import Reporter
+from compress.pipeline.stream import Batch, StreamedModel
+from compress.pipeline.structure_job import StructureJob
+from compress.prune.structure.sizes import with_layers
+from compress.prune.structure.view import View
+from runtime.errors import CompressError, RequestError
+
+
+def remove_layers(
+    job: StructureJob,
+    streamed: StreamedModel,
+    batches: Sequence[Batch],
+    output: Path,
+    work: Path,
+    spill: bool,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    """Write the smaller model to `output`; arguments and errors as of `remove_channels`.
+
+    Returns:
+        {"kept": for each stack the numbers of its layers that stay, "ranks": of all of them}, JSON-able.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    file = work / "layers.json"
+    if not file.is_file():
+        write_json(file, _choose(job, streamed, batches, work, spill, reporter))
+    chosen = json.loads(file.read_text(encoding="utf-8"))
+    places = [
+        (stack.first + old, f"{stack.name}.{new}.")
+        for stack, kept in zip(streamed.stacks, chosen["kept"], strict=True)
+        for new, old in enumerate(kept)
+    ]
+    writer = PlainWriter(output, len(places) + 1)
+    for part in range(writer.done(), len(places)):
+        index, prefix = places[part]
+        own = streamed.block_prefix(index)
+        names = streamed.block_names(index)
+        writer.write(part, {prefix + name.removeprefix(own): streamed.checkpoint.get(name) for name in names}, {})
+    if writer.done() == len(places):
+        writer.write(len(places), {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}, {})
+    smaller = with_layers(streamed.config, chosen["kept"][0])
+    writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, smaller))
+    return chosen  # type: ignore[no-any-return]
+
+
+def _choose(
+    job: StructureJob,
+    streamed: StreamedModel,
+    batches: Sequence[Batch],
+    work: Path,
+    spill: bool,
+    reporter: Reporter,
+) -> dict[str, Any]:
+    influence = _influence(streamed, batches, work if spill else None, reporter) if "influence" in job.needs else None
+    kept, ranks = [], []
+    for number, stack in enumerate(streamed.stacks):
+        count = len(stack.blocks)
+        if count != job.size.count:
+            raise RequestError(f"a stack of {count} layers where config.json says {job.size.count} cannot be cut")
+        own = slice(stack.first, stack.first + count)
+        view = View(
+            count=count,
+            kept=job.kept,
+            generator=torch.Generator().manual_seed(job.settings.seed + number),
+            weights=[_norms(streamed, range(own.start, own.stop))] if job.method.name == "magnitude" else [],
+            influence=None if influence is None else influence[own],
+        )
+        rank = job.method.rank(view, job.settings)
+        if not bool(torch.isfinite(rank).all()):
+            raise CompressError(f"the layers of {stack.name} cannot be ranked: {job.method.name} gives NaN or Inf")
+        kept.append(_fitting(streamed, own.start, rank, job.kept))
+        ranks.append([float(value) for value in rank])
+    if any(other != kept[0] for other in kept) and _lists(streamed.config, job.size.count):
+        raise RequestError("the stacks would keep different layers, and config.json has one list for both")
+    return {"kept": kept, "ranks": ranks}
+
+
+def _fitting(streamed: StreamedModel, first: int, rank: torch.Tensor, count: int) -> list[int]:
+    """The layers that stay, ascending. One whose tensors no other has (T5's first has the bias of positions) cannot move, nor go."""
+    shapes = [_layout(streamed, first + index) for index in range(len(rank))]
+    rank = rank.clone()
+    for index, shape in enumerate(shapes):
+        if shapes.count(shape) == 1 and len(rank) > 1:
+            rank[index] = torch.inf
+    found = [int(index) for index in rank.argsort(descending=True, stable=True)[:count].sort().values]
+    wrong = next((new for new, old in enumerate(found) if shapes[new] != shapes[old]), None)
+    if wrong is not None:
+        raise RequestError(
+            f"layer {found[wrong]} of a {type(streamed.model).__name__} would come to the place of layer {wrong}, which is built otherwise"
+        )
+    return found
+
+
+def _layout(streamed: StreamedModel, index: int) -> dict[str, tuple[int, ...]]:
+    prefix = streamed.block_prefix(index)
+    return {name.removeprefix(prefix): streamed.checkpoint.shape(name) for name in streamed.block_names(index)}
+
+
+def _norms(streamed: StreamedModel, blocks: range) -> torch.Tensor:
+    """`[layers, 1]`, the norm of all weights of each."""
+    found = []
+    for index in blocks:
+        values = (streamed.checkpoint.get(name).float() for name in streamed.block_names(index))
+        found.append(sum(float(value.square().sum()) for value in values) ** 0.5)
+    return torch.tensor(found)[:, None]
+
+
+def _influence(
+    streamed: StreamedModel, batches: Sequence[Batch], spill: Path | None, reporter: Reporter
+) -> torch.Tensor:
+    """One minus the cosine of what enters and what leaves each block, mean over tokens: float32 `[blocks]`."""
+    count = len(streamed.blocks)
+    reporter.phase("structure: influence of layers", count)
+    states = HiddenStates(len(batches), None if spill is None else spill / "hidden-next")
+    streamed.load_outside()
+    streamed.prelude(list(batches), states)
+    found = torch.zeros(count)
+    with torch.inference_mode():
+        for index in range(count):
+            total = tokens = 0.0
+            with streamed.loaded_block(index):
+                for number, batch in enumerate(batches):
+                    before = states.get(number).to(streamed.device)
+                    after = streamed.run_block(index, before, batch)
+                    length = _own_length(streamed, index, batch, before)
+                    turned = 1 - torch.cosine_similarity(before[:, :length].float(), after[:, :length].float(), dim=-1)
+                    mask = None if batch[1] is None else batch[1].to(turned.device)
+                    total += float((turned if mask is None else turned[mask]).sum())
+                    tokens += turned.numel() if mask is None else int(mask.sum())
+                    states.put(number, streamed.advance(index, before, batch))
+            found[index] = total / max(tokens, 1)
+            reporter.step(f"block {index}: influence {found[index]:.3f}")
+    states.drop()
+    return found
+
+
+def _own_length(streamed: StreamedModel, index: int, batch: Batch, state: torch.Tensor) -> int:
+    """Positions of a state that are the block's own: behind those of a decoder the encoder's follow."""
+    if len(streamed.stacks) == 2 and index >= streamed.stacks[1].first:
+        return int(streamed.target_ids(batch[0]).shape[1])
+    return int(state.shape[1])
+
+
+def _lists(config: Any, depth: int) -> bool:
+    text = config.get_text_config(decoder=True)
+    return any(
+        re.search("layer", key) and isinstance(value, (list, tuple)) and len(value) == depth
+        for key, value in text.to_dict().items()
+    )

@@ -1,0 +1,22 @@
+"""Structured pruning: whole channels, heads, layers and dimensions are removed, and the shapes really shrink. A ranking is one file and one
+line in `METHODS`."""
+
+from __future__ import annotations
+
+from compress.prune.structure import (
+    activation,
+    block_influence,
+    gradient_free,
+    magnitude,
+    obs,
+    prefix,
+    random,
+    taylor,
+    wanda,
+)
+from compress.prune.structure.config import StructureConfig, StructureMethod
+
+_MODULES = (magnitude, wanda, gradient_free, taylor, obs, block_influence, activation, prefix, random)
+METHODS: dict[str, StructureMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
+
+__all__ = ["METHODS", "StructureConfig", "StructureMethod"]

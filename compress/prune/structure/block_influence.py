@@ -1,0 +1,35 @@
+"""Block influence: layers that hardly turn the hidden states are removed."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.view import View
+
+
+class BlockInfluenceConfig(StructureConfig):
+    """Remove the layers whose output is most like their input: one minus the cosine between the two, mean over tokens."""
+
+    method: Literal["block_influence"] = Field("block_influence", description="Name of the method.")
+    remove: Literal["layers"] = Field("layers", description="What: layers.")
+
+
+def rank(view: View, config: BlockInfluenceConfig) -> torch.Tensor:
+    """`[layers]`."""
+    assert view.influence is not None
+    return view.influence
+
+
+METHOD = StructureMethod(
+    name="block_influence",
+    config=BlockInfluenceConfig,
+    summary="removes the layers that change the hidden states least",
+    paper="Men et al., ShortGPT: Layers in Large Language Models are More Redundant Than You Expect, 2024, arXiv 2403.03853",
+    removes=frozenset({"layers"}),
+    rank=rank,
+    needs=frozenset({"influence"}),
+)

@@ -1,0 +1,104 @@
+"""Fields of the stage `structure`, and what a method of it is."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import torch
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from compress.percent import fraction
+from compress.prune.structure.view import View
+
+Remove = Literal["ffn", "heads", "layers", "hidden"]
+Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
+Need = Literal["hessian", "ranges", "gradients", "influence", "states"]
+
+
+class Budget(BaseModel):
+    """What the model may still take, as shares of what it takes now; exactly one."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    parameters: Share | None = Field(None, description="Share of its parameters.")
+    flops: Share | None = Field(None, description="Share of the operations that a token takes.")
+    latency: Share | None = Field(None, description="Share of the time that a token takes to decode here, measured.")
+
+    @model_validator(mode="after")
+    def _one(self) -> Budget:
+        if len(self.given) != 1:
+            raise ValueError("a budget is one of parameters, flops and latency")
+        return self
+
+    @property
+    def given(self) -> dict[str, float]:
+        """The one that was given."""
+        return {name: value for name in type(self).model_fields if (value := getattr(self, name)) is not None}
+
+
+class StructureConfig(BaseModel):
+    """Remove whole channels, heads, layers or dimensions: the shapes shrink, and what is left is a plain checkpoint."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    method: str = Field(description="How what is removed is ranked, see `compress methods`.")
+    remove: Remove = Field(
+        "ffn",
+        description="What: channels of the feed-forward networks, heads (grouped-query groups as a whole), layers, or dimensions of the "
+        "hidden state.",
+    )
+    ratio: Share | None = Field(None, description="Share of them that is removed.")
+    keep: int | None = Field(None, ge=1, description="How many are kept, in the place of a ratio.")
+    budget: Budget | None = Field(
+        None,
+        description="What the model may still take, in the place of a ratio: {parameters: 80%}, {flops: 80%}, {latency: 80%}.",
+    )
+    multiple: int | None = Field(
+        None,
+        ge=1,
+        description="What is kept is a multiple of this; none: 32 channels or dimensions, one head or layer.",
+    )
+    reconstruct: bool = Field(
+        True,
+        description="Fit the layer that reads the channels or heads to what it gave before, by least squares over calibration inputs.",
+    )
+    damping: float = Field(0.01, gt=0, le=1, description="Of the least squares, as a share of the mean second moment.")
+    seed: int = Field(0, ge=0, lt=2**63, description="Of random choices.")
+
+    @model_validator(mode="after")
+    def _one_amount(self) -> StructureConfig:
+        given = [name for name in ("ratio", "keep", "budget") if getattr(self, name) is not None]
+        if len(given) != 1:
+            found = "none of them is given" if not given else f"{' and '.join(given)} are given"
+            raise ValueError(f"how much is removed is said by one of ratio, keep and budget; {found}")
+        return self
+
+    @property
+    def multiple_of(self) -> int:
+        """What is kept is a multiple of this."""
+        if self.multiple is not None:
+            return self.multiple
+        return 32 if self.remove in ("ffn", "hidden") else 1
+
+
+@dataclass(frozen=True)
+class StructureMethod:
+    """One method of `compress.prune.structure.METHODS`.
+
+    Attributes:
+        name, config, summary, paper: as of `compress.method.Method`.
+        removes: what it can rank.
+        rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
+        needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
+            layer; "states", the hidden states.
+    """
+
+    name: str
+    config: type[StructureConfig]
+    summary: str
+    paper: str
+    removes: frozenset[Remove]
+    rank: Callable[[View, Any], torch.Tensor]
+    needs: frozenset[Need] = frozenset()

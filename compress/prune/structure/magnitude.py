@@ -1,0 +1,32 @@
+"""Magnitude: units are ranked by the norm of all their weights."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.view import View
+
+
+class MagnitudeConfig(StructureConfig):
+    """Remove the units whose weights, of all tensors that have slices of them, are smallest by the Euclidean norm."""
+
+    method: Literal["magnitude"] = Field("magnitude", description="Name of the method.")
+
+
+def rank(view: View, config: MagnitudeConfig) -> torch.Tensor:
+    """`[units]`, the norm."""
+    return torch.stack([weights.square().sum(1) for weights in view.weights]).sum(0).sqrt()
+
+
+METHOD = StructureMethod(
+    name="magnitude",
+    config=MagnitudeConfig,
+    summary="removes the units with the smallest weights",
+    paper="Li et al., Pruning Filters for Efficient ConvNets, 2017, arXiv 1608.08710",
+    removes=frozenset({"ffn", "heads", "layers", "hidden"}),
+    rank=rank,
+)

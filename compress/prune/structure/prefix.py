@@ -1,0 +1,33 @@
+"""Prefix: the first units are kept. What has been trained so that its first channels are a model by themselves is cut so."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.view import View
+
+
+class PrefixConfig(StructureConfig):
+    """Keep the first units, as a nested checkpoint (MatFormer) is made for; nothing is fitted unless `reconstruct` asks for it."""
+
+    method: Literal["prefix"] = Field("prefix", description="Name of the method.")
+    reconstruct: bool = Field(False, description="Fit the layer that reads the channels, by least squares.")
+
+
+def rank(view: View, config: PrefixConfig) -> torch.Tensor:
+    """`[units]`, falling."""
+    return -torch.arange(view.count, dtype=torch.float32)
+
+
+METHOD = StructureMethod(
+    name="prefix",
+    config=PrefixConfig,
+    summary="keeps the first units, of checkpoints that are trained for it",
+    paper="Devvrit et al., MatFormer: Nested Transformer for Elastic Inference, 2023, arXiv 2310.07707",
+    removes=frozenset({"ffn", "heads"}),
+    rank=rank,
+)

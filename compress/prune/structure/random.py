@@ -1,0 +1,32 @@
+"""Random: what any ranking must be better than."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.view import View
+
+
+class RandomConfig(StructureConfig):
+    """Remove units at random: the floor that rankings are measured against."""
+
+    method: Literal["random"] = Field("random", description="Name of the method.")
+
+
+def rank(view: View, config: RandomConfig) -> torch.Tensor:
+    """`[units]`, uniform."""
+    return torch.rand(view.count, generator=view.generator)
+
+
+METHOD = StructureMethod(
+    name="random",
+    config=RandomConfig,
+    summary="removes units at random, to compare with",
+    paper="none: a baseline",
+    removes=frozenset({"ffn", "heads", "layers", "hidden"}),
+    rank=rank,
+)

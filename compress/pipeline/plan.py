@@ -75,10 +75,11 @@ class Plan:
 
     def headline(self) -> str:
         touched = [t for t in self.tensors if t.action == "compressed"]
-        first = f"{'; '.join(self.passes)}; then " if self.passes else ""
+        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
         return (
-            f"{first}{len(touched)} of {len(self.tensors)} tensors will be compressed, {size(self.bytes_before)} -> {size(self.bytes_after)}; "
-            f"needs {size(self.peak_memory)} of memory and {size(self.disk_needed)} of disk, about {duration(self.seconds)}"
+            (f"{'; '.join(self.passes)}; then " if self.passes else "")
+            + f"{len(touched)} of {len(self.tensors)} tensors will be compressed, {sizes}; needs {size(self.peak_memory)} of memory and "
+            f"{size(self.disk_needed)} of disk, about {duration(self.seconds)}"
             + (f", and what the draft takes ({self.draft})" if self.draft else "")
         )
 

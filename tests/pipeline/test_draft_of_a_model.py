@@ -110,4 +110,4 @@ def test_the_class_of_the_draft_may_be_another(make_checkpoint, recipe, tmp_path
     stages = recipe(make_checkpoint(), RTN, draft(layers=None, model=str(small), quantize="none"))
     done = compress.apply(stages, output=tmp_path / "out", quiet=True)
     assert json.loads((done.path / "draft/config.json").read_text())["model_type"] == "opt"
-    assert runtime.load(done.path, device="cpu").stats["drafter"].startswith("model")
+    assert runtime.load(done.path, device="cpu").stats["drafter"].startswith("chain")

@@ -67,7 +67,7 @@ def test_an_artifact_brings_its_draft_and_decodes_with_it(plain):
     assert "<h2>Draft</h2>" in page
     assert "same token when greedy" in page
     model = runtime.load(plain.path, device="cpu")
-    assert model.stats["drafter"].startswith("model")
+    assert model.stats["drafter"].startswith("chain")
     texts = [[5, 6, 7, 8], [9, 10] * 8]
     without = runtime.load(plain.path, device="cpu", drafter=False)
     assert model.generate(texts, max_new_tokens=40, ignore_eos=True) == without.generate(

@@ -46,7 +46,7 @@ def test_a_finished_artifact_gets_the_draft_that_apply_would_have_made(plain, re
     assert straight.manifest["draft"] == made
     assert files(plain / "draft") == files(straight.path / "draft")
     model, without = (runtime.load(plain, device="cpu", drafter=drafter) for drafter in (None, False))
-    assert model.stats["drafter"].startswith("model")
+    assert model.stats["drafter"].startswith("chain")
     texts = [each.generate(TEXTS, max_new_tokens=20, ignore_eos=True) for each in (model, without)]
     assert texts[0] == texts[1]
 
@@ -73,13 +73,13 @@ def test_the_old_draft_is_valid_until_the_manifest_names_the_new_one(plain, reci
         with pytest.raises(KeyboardInterrupt):
             compress.draft(plain, second, quiet=True)
     Artifact(plain).verify()
-    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("model")
+    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("chain")
 
     made = compress.draft(plain, second, quiet=True)
     assert made["drafter"] == {"model": "draft-2"}
     assert drafts(plain) == ["draft-2"]
     Artifact(plain).verify()
-    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("model")
+    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("chain")
     assert compress.draft(plain, first, quiet=True)["drafter"] == {"model": "draft"}
     assert drafts(plain) == ["draft"]
     assert files(plain) == {name: content for name, content in before.items() if name != "drafter.json"}
@@ -178,4 +178,4 @@ def test_two_processes_make_the_draft_of_one(plain, recipe, tmp_path):
     curves = [each["facts"]["training"]["curve"]["held_out"] for each in (made, alone)]
     for a, b in zip(*curves, strict=True):
         assert a == pytest.approx(b, abs=1e-3)
-    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("model")
+    assert runtime.load(plain, device="cpu").stats["drafter"].startswith("chain")

@@ -169,7 +169,7 @@ def test_refitted_readers_win_back_most_of_the_loss(tmp_path: Path) -> None:
     base = {
         "name": "test",
         "model": str(BUNDLED),
-        "calibration": {"samples": 16, "sequence_length": 128},
+        "calibration": {"samples": 64, "sequence_length": 128},
         "evaluate": {"sequence_length": 128, "samples": 16},
     }
     loss = {}

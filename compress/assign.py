@@ -26,12 +26,15 @@ class Assignment:
         prune, quantize: config of the stage that prunes and of the one that quantizes it; None where no stage does.
         scheme: what its compressed weight will be.
         stages: indices of the stages that act on it, in recipe order.
+        prune_stage, quantize_stage: index of the one that prunes it, and of the one that quantizes it.
     """
 
     prune: PruneConfig | None
     quantize: QuantizeConfig | None
     scheme: Scheme
     stages: list[int]
+    prune_stage: int | None = None
+    quantize_stage: int | None = None
 
 
 def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignment]:
@@ -115,6 +118,8 @@ def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) ->
         quantize=quantize.config if quantize else None,
         scheme=scheme,
         stages=sorted(stage.index for stage in stages.values()),
+        prune_stage=prune.index if prune else None,
+        quantize_stage=quantize.index if quantize else None,
     )
 
 

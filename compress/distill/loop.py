@@ -7,18 +7,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
 from compress.distill import checkpoint
 from compress.distill.data import Source, TextRows
-from compress.distill.losses import Targets
 from compress.distill.options import TrainOptions
 from compress.distill.rows import Batch, mix
-from compress.distill.student import Student, Sums
-from compress.distill.teacher import Teacher
-from compress.distill.teacher_cache import TeacherCache
 from compress.kv_cache.statistics import Progress
 from runtime.errors import CompressError
 
@@ -26,6 +22,61 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 HELD_OUT_ROWS = 4  # of one forward pass
+_EXPLODED = 10.0  # times the loss of before the first step
+Sums = dict[str, tuple[float, float]]  # {what is measured: (sum over positions, positions)}
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What decides on held-out rows which weights are best.
+
+    Attributes:
+        name: of `Learner.look`.
+        larger: more of it is better; else less is.
+        relative: a gain (`TrainOptions.gain`) is a share of the value before, else absolute.
+    """
+
+    name: str
+    larger: bool
+    relative: bool = False
+
+    def better(self, value: float, than: float, gain: float = 0.0) -> bool:
+        """Whether a value is better than another by more than `gain`; NaN is never."""
+        least = gain * abs(than) if self.relative else gain
+        return value > than + least if self.larger else value < than - least
+
+
+class Learner(Protocol):
+    """What is trained: a module whose parameters that ask for gradients are float32.
+
+    Attributes:
+        phase: what its training is called.
+        goal: what is best.
+        forgiving: a training that diverges ends with the best weights so far; else it fails.
+    """
+
+    phase: str
+    goal: Goal
+    forgiving: bool
+
+    def targets(self, teacher: Any, batch: Batch) -> Any:
+        """What the teacher (None: there is none) says of a batch."""
+
+    def __call__(self, batch: Batch, targets: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of weighted losses, and of the weights."""
+
+    def look(self, batch: Batch, judge: Any) -> Sums:
+        """What is measured on held-out rows."""
+
+    def told(self, means: dict[str, float]) -> str:
+        """What was measured, for people."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is trained and how, as plain data; equal for runs that go on from each other."""
+
+
+class DivergedError(CompressError):
+    """The loss is no number any more."""
 
 
 @dataclass
@@ -65,11 +116,11 @@ class Run:
 
     def __init__(
         self,
-        student: Student,
+        student: Any,
         source: Source,
-        teacher: Teacher | TeacherCache | None,
+        teacher: Any,
         held_out: TextRows,
-        judge: Teacher,
+        judge: Any,
         options: TrainOptions,
         accelerator: Accelerator,
         directory: Path | None,
@@ -83,7 +134,7 @@ class Run:
         self.settings = {
             "options": options.describe(), "student": student.describe(), "source": source.describe(),
             "held_out": held_out.describe(),
-            "teacher": teacher.facts if isinstance(teacher, TeacherCache) else getattr(teacher, "fingerprint", None),
+            "teacher": getattr(teacher, "facts", None) or getattr(teacher, "fingerprint", None),
         }  # fmt: skip
         student.to(device)
         weights = checkpoint.trained_weights(student)
@@ -98,8 +149,8 @@ class Run:
         # Not placed by accelerate, which in a single process knows one device only: the first of the machine.
         self.wrapped, self.optimizer = accelerator.prepare(student, optimizer, device_placement=[False, False])
         self.plain_optimizer = optimizer
-        self.student: Student = accelerator.unwrap_model(self.wrapped)
-        self.weights = checkpoint.trained_weights(self.student)
+        self.student: Learner = accelerator.unwrap_model(self.wrapped)
+        self.weights = checkpoint.trained_weights(accelerator.unwrap_model(self.wrapped))
         self.best_weights: checkpoint.State = {}
         self.order = Order(len(source), options)
         self.standing = Standing()
@@ -123,22 +174,31 @@ class Run:
         """Train; why it ended."""
         options, standing = self.options, self.standing
         if self.progress is not None:
-            self.progress.phase("draft", -(-(options.steps - standing.step) // options.evaluate_every))
+            self.progress.phase(self.student.phase, -(-(options.steps - standing.step) // options.evaluate_every))
         if not standing.looks:
             self._look()
         ended = "patience" if self._settled() else "steps"
         self.wrapped.train()
         while standing.step < options.steps and ended != "patience":
-            standing.running.append(self._step(standing.step))
+            try:
+                standing.running.append(self._step(standing.step))
+            except DivergedError:
+                if not self.student.forgiving:
+                    raise
+                ended = "diverged"
+                break
             standing.step += 1
             last = standing.step == options.steps
             if standing.step % options.evaluate_every == 0 or last:
                 self._look()
                 ended = "patience" if self._settled() else "steps"
+                if self._exploded():
+                    ended = "diverged"
+                    break
             if standing.step % options.checkpoint_every == 0 or last or ended == "patience":
                 self._save()
         checkpoint.restore(self.weights, self.best_weights)
-        self.student.eval()
+        self.accelerator.unwrap_model(self.wrapped).eval()
         return ended
 
     def _step(self, step: int) -> float:
@@ -151,7 +211,7 @@ class Run:
         for number, part in enumerate(parts):
             last = number == len(parts) - 1
             with nullcontext() if last else accelerator.no_sync(self.wrapped):
-                targets = self._targets(part)
+                targets = self.student.targets(self.teacher, part)
                 with self._autocast():
                     loss, weight = self.wrapped(part, targets)
                 accelerator.backward(loss)
@@ -159,7 +219,7 @@ class Run:
         total = accelerator.reduce(total, "sum")
         mean = float(total[0]) / max(float(total[1]), 1e-12)
         if not math.isfinite(mean):
-            raise CompressError(f"training diverged: the loss of step {step + 1} is {mean}; lower the learning rate")
+            raise DivergedError(f"training diverged: the loss of step {step + 1} is {mean}; lower the learning rate")
         if float(total[1]) > 0:  # texts of the draft's own may all have ended at once
             # Gradients are means over the processes, of sums over positions.
             scale = accelerator.num_processes / float(total[1])
@@ -180,13 +240,6 @@ class Run:
         seeds = [mix(self.options.seed, step, slot, 1) for slot in slots]
         return self.source.batch(self.order.rows(step, slots), seeds).to(self.device)
 
-    def _targets(self, part: Batch) -> Targets | None:
-        if self.teacher is None:
-            return None
-        if isinstance(self.teacher, TeacherCache):
-            return self.teacher.targets(part.rows).to(part.ids.device)
-        return self.teacher.logits(part.ids)
-
     def _look(self) -> None:
         """Measure the held-out rows; keep the weights where they are the best so far."""
         means, standing = self._measured(), self.standing
@@ -195,15 +248,16 @@ class Run:
             loss = math.fsum(standing.running) / len(standing.running)
             standing.losses.append({"step": standing.step, "loss": loss, "learning_rate": rate})
             standing.running = []
-        best = standing.best["acceptance"] if standing.looks else -1.0
+        goal = self.student.goal
+        first = not standing.looks
+        best = math.nan if first else standing.best[goal.name]
         standing.looks.append({"step": standing.step, **means})
-        if means["acceptance"] > best:
+        if first or goal.better(means[goal.name], best):
             standing.best_step = standing.step
             self.best_weights = checkpoint.copied(self.weights)
         if self.progress is not None and standing.losses:
             self.progress.step(
-                f"step {standing.step}: loss {standing.losses[-1]['loss']:.4f}, acceptance {means['acceptance']:.3f}, "
-                f"same token {means['agreement']:.3f}"
+                f"step {standing.step}: loss {standing.losses[-1]['loss']:.4f}, {self.student.told(means)}"
             )
 
     def _measured(self) -> dict[str, float]:
@@ -215,7 +269,7 @@ class Run:
         for start in range(0, max(1, len(own)), HELD_OUT_ROWS):
             rows = own[start : start + HELD_OUT_ROWS] or [0]
             part = self.held_out.batch(rows, [0] * len(rows)).to(self.device)
-            found = self.student.measure(part, self.judge.logits(part.ids))
+            found = self.student.look(part, self.judge)
             for name, (value, number) in found.items():
                 before = sums.get(name, (0.0, 0.0))
                 sums[name] = (before[0] + value, before[1] + number) if own else (0.0, 0.0)
@@ -229,8 +283,18 @@ class Run:
         patience, looks = self.options.patience, self.standing.looks
         if patience is None or len(looks) <= patience:
             return False
-        before = max(look["acceptance"] for look in looks[:-patience])
-        return max(look["acceptance"] for look in looks[-patience:]) < before + self.options.gain
+        goal = self.student.goal
+        best = max if goal.larger else min
+        before, after = (best(look[goal.name] for look in part) for part in (looks[:-patience], looks[-patience:]))
+        return not goal.better(after, before, self.options.gain)
+
+    def _exploded(self) -> bool:
+        """Whether held-out rows say that the training has left where it could come back from."""
+        goal, looks = self.student.goal, self.standing.looks
+        if not self.student.forgiving or goal.larger:
+            return False
+        last, first = looks[-1][goal.name], looks[0][goal.name]
+        return not math.isfinite(last) or last > _EXPLODED * first
 
     def _save(self) -> None:
         if self.directory is not None and self.accelerator.is_main_process:

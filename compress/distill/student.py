@@ -8,15 +8,16 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from compress.distill.loop import Goal, Sums
 from compress.distill.losses import Objective, SparseTargets, Targets
 from compress.distill.rows import Batch
-from compress.distill.teacher_cache import kept_digest
+from compress.distill.teacher_cache import TeacherCache, kept_digest
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-Sums = dict[str, tuple[float, float]]  # {what is measured: (sum over positions, positions)}
+_ACCEPTANCE = Goal("acceptance", larger=True)
 
 
 class Student(nn.Module):
@@ -32,6 +33,9 @@ class Student(nn.Module):
         one_pass: one pass of it proposes all tokens of a draft.
     """
 
+    phase = "draft"
+    goal = _ACCEPTANCE
+    forgiving = False
     levels = 1
     one_pass = False
     kept: torch.Tensor | None
@@ -69,6 +73,23 @@ class Student(nn.Module):
         logits = self.logits(ids)
         for ahead in range(length):
             yield logits[:, ahead:]
+
+    def targets(self, teacher: Any, batch: Batch) -> Targets | None:
+        """What is learned from a `Teacher`, a `TeacherCache`, or None."""
+        if teacher is None:
+            return None
+        if isinstance(teacher, TeacherCache):
+            return teacher.targets(batch.rows).to(batch.ids.device)
+        logits: torch.Tensor = teacher.logits(batch.ids)
+        return logits
+
+    def look(self, batch: Batch, judge: Any) -> Sums:
+        """`measure`, against a `Teacher`."""
+        return self.measure(batch, judge.logits(batch.ids))
+
+    def told(self, means: dict[str, float]) -> str:
+        """For people."""
+        return f"acceptance {means['acceptance']:.3f}, same token {means['agreement']:.3f}"
 
     @torch.no_grad()
     def measure(self, batch: Batch, teacher: torch.Tensor) -> Sums:

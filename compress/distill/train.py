@@ -34,7 +34,7 @@ class Trained:
         after: of the best weights.
         curve: {"train": [{"step", "loss", "learning_rate"}], "held_out": [{"step", what is measured}]}, JSON-able; losses are means
             over the steps since the entry before.
-        ended: "steps" or "patience".
+        ended: "steps", "patience" or "diverged".
         seconds: of this run.
     """
 
@@ -98,15 +98,32 @@ def train(
         accelerator = Accelerator()
     place = None if directory is None else Path(directory)
     _check(student, source, teacher, held_out, judge, options, accelerator, place, resume)
+    return run(student, source, teacher, held_out, judge, options, place, resume, accelerator, device, progress)
+
+
+def run(
+    learner: Any,
+    source: Source,
+    teacher: Any,
+    held_out: TextRows,
+    judge: Any,
+    options: TrainOptions,
+    directory: Path | None,
+    resume: bool,
+    accelerator: Accelerator,
+    device: torch.device | None,
+    progress: Progress | None,
+) -> Trained:
+    """Train a `Learner`; arguments as of `train`, checked."""
     began = time.perf_counter()
     if device is None or accelerator.num_processes > 1:
         device = accelerator.device
     with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-        run = Run(student, source, teacher, held_out, judge, options, accelerator, place, progress, device)
+        steps = Run(learner, source, teacher, held_out, judge, options, accelerator, directory, progress, device)
         if resume:
-            run.resume()
-        ended = run.go()
-    standing = run.standing
+            steps.resume()
+        ended = steps.go()
+    standing = steps.standing
     return Trained(
         standing.step, standing.best_step, standing.held_out[0], standing.best, standing.curve(), ended, time.perf_counter() - began
     )  # fmt: skip
@@ -123,15 +140,7 @@ def _check(
     directory: Path | None,
     resume: bool,
 ) -> None:
-    kind = str(accelerator.distributed_type.value)
-    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
-        raise RequestError(
-            f"drafts are small and are trained whole in every process; {kind} shards them, launch without it"
-        )
-    if options.batch % accelerator.num_processes:
-        raise RequestError(
-            f"a batch of {options.batch} rows cannot be shared by {accelerator.num_processes} processes; make it a multiple"
-        )
+    check_run(student, options, accelerator, directory, resume)
     if teacher is None and student.objective.needs_teacher:
         raise RequestError(f"{student.objective.divergence} needs a teacher")
     for who in (teacher, judge):
@@ -151,13 +160,26 @@ def _check(
             )
     if not bool(held_out.trained.any()):
         raise RequestError("held-out rows: no position of them counts")
-    weights = checkpoint.trained_weights(student)
+
+
+def check_run(
+    learner: Any, options: TrainOptions, accelerator: Accelerator, directory: Path | None, resume: bool
+) -> None:
+    """RequestError where anything that is trained could not be so."""
+    kind = str(accelerator.distributed_type.value)
+    if kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "TP"):
+        raise RequestError(f"models are trained whole in every process; {kind} shards them, launch without it")
+    if options.batch % accelerator.num_processes:
+        raise RequestError(
+            f"a batch of {options.batch} rows cannot be shared by {accelerator.num_processes} processes; make it a multiple"
+        )
+    weights = checkpoint.trained_weights(learner)
     if not weights:
-        raise RequestError("no weight of the draft asks for a gradient: all are frozen")
+        raise RequestError("no weight asks for a gradient: all are frozen")
     odd = next((name for name, weight in weights.items() if weight.dtype != torch.float32), None)
     if odd is not None:
         raise RequestError(
-            f"weight {odd} of the draft is {str(weights[odd].dtype).removeprefix('torch.')}; drafts are trained in float32"
+            f"weight {odd} is {str(weights[odd].dtype).removeprefix('torch.')}; what is trained is float32"
         )
     if resume and directory is None:
         raise RequestError("nothing to resume: no directory for checkpoints is given")

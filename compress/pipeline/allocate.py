@@ -51,7 +51,7 @@ def allocate_sparsity(session: Session, directory: RunDirectory, reporter: Repor
 
 
 def _allocation(work: LayerWork) -> str:
-    return "uniform" if work.prune is None else str(work.prune.allocation)
+    return "uniform" if work.prune is None or work.pruned else str(work.prune.allocation)
 
 
 def _compute(

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from compress.distill.recovery.held import Held
 from compress.pipeline.collect import InputGroup, collect, find_groups
 from compress.pipeline.folding import find_folds, fold
 from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
@@ -29,6 +30,7 @@ class BlockJob:
     Attributes:
         prefix: qualified name of `block`, with the final dot; "" outside.
         work: qualified layer name -> what is done to it; only layers of this block.
+        held: qualified layer name -> masks and grids that are not to be chosen again.
         forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
     """
 
@@ -40,6 +42,7 @@ class BlockJob:
     dtype: torch.dtype
     true_sequential: bool = True
     on_nonfinite: str = "fail"
+    held: Mapping[str, Held] = field(default_factory=dict)
 
 
 @dataclass
@@ -171,6 +174,7 @@ def _solve(
         solved = solve_group(
             weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
             names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,
+            held=assignment.hold([job.held.get(job.prefix + n) for n in batch]),
         )  # fmt: skip
         for name, module, layer in zip(batch, modules, solved, strict=True):
             inputs = activation_tensors(assignment.scheme, statistics, job.dtype)

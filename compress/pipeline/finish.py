@@ -12,12 +12,12 @@ import yaml
 
 from compress import calibration
 from compress.evaluate.through_cache import LEAST
-from compress.pipeline import passes
 from compress.pipeline.cache import cache_facts
 from compress.pipeline.companions import copy_companions
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
+from compress.pipeline.pass_records import facts
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
@@ -181,12 +181,12 @@ def write_manifest(
             "after": sum(entry["bytes_after"] for entry in tensors.values()),
         },
     }
-    made = passes.facts(directory, session)
+    made = facts(directory, session)
     if made:
         manifest["passes"] = made
-    facts = cache_facts(session, policy)
-    if policy is not None and facts is not None:
-        manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": facts["bytes"]}
+    cache = cache_facts(session, policy)
+    if policy is not None and cache is not None:
+        manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": cache["bytes"]}
     if draft is not None:
         manifest["draft"] = draft
     write_json(directory.path / MANIFEST, manifest)

@@ -105,6 +105,7 @@ def _solve(
         dtype=dtype,
         names=[name],
         sparsity=shares,
+        held=work.hold([session.held.get(name)]),
     )[0]
     outside.layers[name] = pack_layer(name, work, solved, activation_tensors(work.scheme, statistics, dtype), module)
     reporter.detail(f"{name}  error {solved.error:.3e}")

@@ -14,22 +14,29 @@ from typing import Any
 
 import torch
 
+from compress.pipeline import finish, recover_job, structure_job
+from compress.pipeline.allocate import allocate_sparsity
+from compress.pipeline.blocks import compress_blocks
 from compress.pipeline.directory import RunDirectory
+from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.plain import config_dict, placeholder
 from compress.pipeline.progress import Reporter
+from compress.pipeline.recover import recover
+from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.structure import remove_structure
-from compress.pipeline.structure_job import StructureJob, prepare
+from compress.pipeline.structure_job import StructureJob
 from compress.prune.structure.couplings import shapes
 from compress.recipe import Recipe, Stage, locate_model
 from runtime.checkpoint import Checkpoint
 from runtime.errors import RequestError
 from runtime.skeleton import build_skeleton
 
-WHOLE = ("structure",)
+WHOLE = ("structure", "recover")
 """Kinds of stages that make another model."""
 _LAYERED = ("prune", "quantize")
+Job = StructureJob | RecoverJob
 
 
 @dataclass
@@ -44,7 +51,7 @@ class Passes:
     recipe: Recipe
     device: str
     session: Session
-    jobs: list[StructureJob]
+    jobs: list[Job]
     _placeholders: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     @classmethod
@@ -59,13 +66,21 @@ class Passes:
             return cls(recipe, device, Session.open(recipe, device), [])
         original = Checkpoint(locate_model(recipe))
         room = tempfile.TemporaryDirectory(prefix="compress-plan-")
-        checkpoint, jobs = original, []
+        whole = StreamedModel(_uncompressed(original), choose_device(device))
+        checkpoint, jobs, settled = original, list[Job](), -1
         for number, stage in enumerate(stages):
-            streamed = StreamedModel(_uncompressed(checkpoint), choose_device(device))
-            job = prepare(recipe, stage, streamed)
+            streamed = StreamedModel(checkpoint, choose_device(device))
+            if stage.kind == "recover":
+                layered = _layers_before(recipe, stage)
+                if layered is not None:
+                    Session.open(layered, device, checkpoint, original, settled)
+                jobs.append(recover_job.prepare(recipe, stage, streamed, whole))
+                settled = stage.index
+                continue
+            job = structure_job.prepare(recipe, stage, streamed)
             jobs.append(job)
             checkpoint = _empty(Path(room.name) / str(number), streamed, job)
-        session = Session.open(recipe, device, checkpoint, original)
+        session = Session.open(recipe, device, checkpoint, original, settled)
         session.jobs = tuple(jobs)
         return cls(recipe, device, session, jobs, room)
 
@@ -73,37 +88,64 @@ class Passes:
         """Carry out the passes that are not done; the session of what they made."""
         if not self.jobs:
             return self.session
-        original = self.session.original
-        checkpoint = original
+        original = checkpoint = self.session.original
+        settled = -1
         for number, job in enumerate(self.jobs):
-            part = _part(number)
+            part = part_name(number)
             output = directory.work / part
             if directory.record(part) is None:
                 work = output.with_name(f"{part}-work")
-                before = Session.plain(self.recipe, checkpoint, self.device)
-                before.jobs = tuple(self.jobs)
-                batches = before.batches if job.needs else [(before.probe, None)]
-                found = remove_structure(
-                    job, before.streamed, batches, (before.probe, None), output, work, spill, reporter
-                )
+                if isinstance(job, RecoverJob):
+                    found = self._recover(job, checkpoint, settled, directory, output, work, spill, reporter)
+                else:
+                    found = self._cut(job, checkpoint, output, work, spill, reporter)
                 directory.commit(part, found)
                 shutil.rmtree(work, ignore_errors=True)
             checkpoint = Checkpoint(output)
+            settled = job.stage.index if isinstance(job, RecoverJob) else settled
             if number:
-                shutil.rmtree(directory.work / _part(number - 1), ignore_errors=True)
-        session = Session.open(self.recipe, self.device, checkpoint, original)
+                shutil.rmtree(directory.work / part_name(number - 1), ignore_errors=True)
+        session = Session.open(self.recipe, self.device, checkpoint, original, settled)
         session.jobs = tuple(self.jobs)
         return session
 
+    def _plain(self, checkpoint: Checkpoint) -> Session:
+        """The model as it is, of which no layer is compressed."""
+        session = Session.plain(self.recipe, checkpoint, self.device)
+        session.jobs = tuple(self.jobs)
+        original = self.session.original
+        session.source = None if checkpoint.path == original.path else original
+        return session
 
-def facts(directory: RunDirectory, session: Session) -> list[dict[str, Any]]:
-    """What the passes of a run have done, for the manifest."""
-    found = (directory.record(_part(number)) for number in range(len(session.jobs)))
-    return [record for record in found if record is not None]
+    def _cut(
+        self, job: StructureJob, checkpoint: Checkpoint, output: Path, work: Path, spill: bool, reporter: Reporter
+    ) -> dict[str, Any]:
+        before = self._plain(checkpoint)
+        batches = before.batches if job.needs else [(before.probe, None)]
+        return remove_structure(job, before.streamed, batches, (before.probe, None), output, work, spill, reporter)
 
-
-def _part(number: int) -> str:
-    return f"pass-{number:05d}"
+    def _recover(
+        self,
+        job: RecoverJob,
+        checkpoint: Checkpoint,
+        settled: int,
+        directory: RunDirectory,
+        output: Path,
+        work: Path,
+        spill: bool,
+        reporter: Reporter,
+    ) -> dict[str, Any]:
+        """Train the model as it is: where stages before compress its layers, they are compressed first."""
+        layered, before = _layers_before(self.recipe, job.stage), checkpoint.path
+        if layered is not None:
+            before = work / "compressed"
+            session = Session.open(layered, self.device, checkpoint, self.session.original, settled)
+            own = RunDirectory(before, session.identity(None), resume=True)
+            own.claim()
+            allocate_sparsity(session, own, reporter, spill)
+            compress_blocks(session, own, reporter, spill)
+            finish.write_metadata(session, own)
+        return recover(job, before, self._plain(checkpoint), facts(directory, self.session), output, work, reporter)
 
 
 def _whole_stages(recipe: Recipe) -> list[Stage]:
@@ -114,11 +156,17 @@ def _whole_stages(recipe: Recipe) -> list[Stage]:
         if stage.kind in _LAYERED:
             layered = layered or stage
         elif stage.kind in WHOLE:
-            if layered is not None:
+            if layered is not None and stage.kind == "structure":
                 text = f"stage {layered.index} ({layered.kind}) compresses layers that this one would cut; put this one before it"
                 raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
             found.append(stage)
     return found
+
+
+def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:
+    """The recipe with the stages alone that compress layers before this one; None: there are none."""
+    stages = [other for other in recipe.stages if other.kind in _LAYERED and other.index < stage.index]
+    return recipe.model_copy(update={"stages": stages, "evaluate": None}) if stages else None
 
 
 def _uncompressed(checkpoint: Checkpoint) -> Checkpoint:

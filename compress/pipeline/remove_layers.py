@@ -137,7 +137,7 @@ def _influence(
                 for number, batch in enumerate(batches):
                     before = states.get(number).to(streamed.device)
                     after = streamed.run_block(index, before, batch)
-                    length = _own_length(streamed, index, batch, before)
+                    length = streamed.own_length(index, batch)
                     turned = 1 - torch.cosine_similarity(before[:, :length].float(), after[:, :length].float(), dim=-1)
                     mask = None if batch[1] is None else batch[1].to(turned.device)
                     total += float((turned if mask is None else turned[mask]).sum())
@@ -147,13 +147,6 @@ def _influence(
             reporter.step(f"block {index}: influence {found[index]:.3f}")
     states.drop()
     return found
-
-
-def _own_length(streamed: StreamedModel, index: int, batch: Batch, state: torch.Tensor) -> int:
-    """Positions of a state that are the block's own: behind those of a decoder the encoder's follow."""
-    if len(streamed.stacks) == 2 and index >= streamed.stacks[1].first:
-        return int(streamed.target_ids(batch[0]).shape[1])
-    return int(state.shape[1])
 
 
 def _lists(config: Any, depth: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,8 @@ from torch import nn
 
 from compress import calibration
 from compress.assign import assign
+from compress.distill.recovery.held import HELD, Held
+from compress.distill.recovery.held import load as load_held
 from compress.pipeline.cache import check_cache
 from compress.pipeline.draft import check_draft
 from compress.pipeline.draft_job import DraftJob
@@ -26,6 +28,7 @@ from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
+    from compress.pipeline.recover_job import RecoverJob
     from compress.pipeline.structure_job import StructureJob
     from runtime.kv_cache.policy import Policy
 
@@ -54,6 +57,7 @@ class Session:
         checkpoint: whose layers are compressed. source: what the recipe names, where other stages have made `checkpoint` of it.
         draft: what the recipe's draft stage asks for, if it has one.
         jobs: of the stages that come before (`compress.pipeline.passes`).
+        held: {layer: what a recovery before has left that is not to be chosen again}.
     """
 
     recipe: Recipe
@@ -62,7 +66,8 @@ class Session:
     work: dict[str, LayerWork]
     draft: DraftJob | None = None
     source: Checkpoint | None = None
-    jobs: tuple[StructureJob, ...] = ()
+    jobs: tuple[StructureJob | RecoverJob, ...] = ()
+    held: dict[str, Held] = field(default_factory=dict)
 
     @classmethod
     def open(
@@ -71,8 +76,13 @@ class Session:
         device: str = "auto",
         checkpoint: Checkpoint | None = None,
         source: Checkpoint | None = None,
+        settled: int = -1,
     ) -> Session:
-        """Hold the recipe against a model: its own, or `checkpoint`, which was made of `source`."""
+        """Hold the recipe against a model: its own, or `checkpoint`, which was made of `source`.
+
+        Args:
+            settled: number of the last recovery stage that has made it; what was compressed before that stays.
+        """
         checkpoint = checkpoint or Checkpoint(locate_model(recipe))
         if "quantization_config" in checkpoint.config:
             method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
@@ -87,7 +97,7 @@ class Session:
             for name, module in streamed.model.named_modules()
             if isinstance(module, (nn.Linear, nn.Embedding)) and not is_head(streamed, name, module)
         ]
-        work = {name: LayerWork(assignment) for name, assignment in assign(recipe, infos).items()}
+        work = {name: LayerWork(assignment, settled=settled) for name, assignment in assign(recipe, infos).items()}
         for name, layer in work.items():
             if isinstance(streamed.model.get_submodule(name), nn.Embedding) and (
                 layer.needs or layer.scheme.activations is not None
@@ -97,7 +107,9 @@ class Session:
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
                 )
         check_shared(streamed, work)
-        session = cls(recipe, streamed.checkpoint, streamed, work, source=source)
+        file = checkpoint.path / HELD
+        held = load_held(file) if settled >= 0 and file.is_file() else {}
+        session = cls(recipe, streamed.checkpoint, streamed, work, source=source, held=held)
         session.draft = check_draft(session)
         return session
 

@@ -181,6 +181,11 @@ class StreamedModel(PartialModel):
         out = out[0] if isinstance(out, tuple) else out
         return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
 
+    def own_length(self, index: int, batch: Batch) -> int:
+        """Positions of block `index`'s state that are its own: behind those of a decoder the encoder's follow."""
+        ids = self.source_ids(batch[0]) if self._place(index)[0] == 0 else self.target_ids(batch[0])
+        return int(ids.shape[1])
+
     def advance(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`run_block`, and after the encoder's last block what enters the decoder: the state for block `index + 1`."""
         return self.hand_over(index, self.run_block(index, state, batch), batch)

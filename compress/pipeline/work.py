@@ -7,6 +7,7 @@ from typing import Any
 
 from compress import prune, quantize
 from compress.assign import Assignment
+from compress.distill.recovery.held import Held
 from compress.method import Method
 from compress.solver.group import compensates
 from runtime.scheme import Scheme
@@ -14,10 +15,38 @@ from runtime.scheme import Scheme
 
 @dataclass
 class LayerWork:
-    """One layer's assignment. `sparsity` is its own share when the recipe spreads sparsity over layers, else None."""
+    """One layer's assignment.
+
+    Attributes:
+        sparsity: its own share when the recipe spreads sparsity over layers, else None.
+        settled: number of the recovery stage before which all was done already: what it was pruned by then, or quantized, stays.
+    """
 
     assignment: Assignment
     sparsity: float | None = None
+    settled: int = -1
+
+    @property
+    def pruned(self) -> bool:
+        """Which of its weights are removed is settled."""
+        stage = self.assignment.prune_stage
+        return stage is not None and stage < self.settled
+
+    @property
+    def quantized(self) -> bool:
+        """Its grid is settled, and its weights are on it."""
+        stage = self.assignment.quantize_stage
+        return stage is not None and stage < self.settled
+
+    def hold(self, held: list[Held | None]) -> list[Held] | None:
+        """Of what is held of layers, what is not to be chosen again; None: everything is."""
+        if not self.pruned and not self.quantized:
+            return None
+        return [
+            Held(own.mask if self.pruned else None, own.scheme, *((own.scale, own.zero) if self.quantized else ()))
+            for own in held
+            if own is not None
+        ]
 
     @property
     def prune(self) -> Any:
@@ -40,11 +69,11 @@ class LayerWork:
 
     @property
     def methods(self) -> list[Method]:
-        """The methods at work, pruning first."""
+        """The methods that have something to do, pruning first."""
         found = []
-        if self.assignment.prune is not None:
+        if self.assignment.prune is not None and not self.pruned:
             found.append(prune.METHODS[self.assignment.prune.method])
-        if self.assignment.quantize is not None:
+        if self.assignment.quantize is not None and not self.quantized:
             found.append(quantize.METHODS[self.assignment.quantize.method])
         return found
 
@@ -55,15 +84,15 @@ class LayerWork:
         activations = self.scheme.activations
         if activations is not None and not activations.dynamic:
             needs.add("ranges")
-        if self.prune is not None and self.prune.allocation != "uniform":
+        if self.prune is not None and not self.pruned and self.prune.allocation != "uniform":
             needs.add("ranges")
         return frozenset(needs)
 
     @property
     def compensates(self) -> bool:
         """Whether a solver makes up for errors in later columns; then it pays to look at what the layers before it became."""
-        pruned = self.prune is not None and prune.METHODS[self.prune.method].compensates
-        return pruned or (self.quantize is not None and compensates(self.quantize))
+        pruned = self.prune is not None and not self.pruned and prune.METHODS[self.prune.method].compensates
+        return pruned or (self.quantize is not None and not self.quantized and compensates(self.quantize))
 
     @property
     def transform(self) -> Any:
@@ -72,7 +101,8 @@ class LayerWork:
 
     def same_settings(self, other: LayerWork) -> bool:
         """Whether both can be solved in one go."""
-        return (self.prune, self.quantize, self.scheme) == (other.prune, other.quantize, other.scheme)
+        mine, theirs = ((own.prune, own.quantize, own.scheme, own.pruned, own.quantized) for own in (self, other))
+        return mine == theirs
 
     def describe(self) -> str:
         """As reports name it: "sparsegpt 2:4 + gptq int4 g128"."""

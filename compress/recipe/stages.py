@@ -74,6 +74,12 @@ def _quantize_methods() -> Mapping[str, Any]:
     return METHODS
 
 
+def _recover_methods() -> Mapping[str, Any]:
+    from compress.distill.recovery import METHODS
+
+    return METHODS
+
+
 def _cache_methods() -> Mapping[str, Any]:
     from runtime.kv_cache.presets import PRESETS
 
@@ -116,6 +122,9 @@ KINDS: dict[str, StageKind] = {
         StageKind("structure", "remove channels, heads, layers: the shapes shrink", _structure_methods),
         StageKind("prune", "set weights to zero", _prune_methods, _check_targets),
         StageKind("quantize", "store weights (and compute activations) in few bits", _quantize_methods, _check_scheme),
+        StageKind(
+            "recover", "train what the stages before have left, towards the model's own outputs", _recover_methods
+        ),
         StageKind(
             "kv_cache", "how keys and values are held while the model writes", _cache_methods, parse=_cache_policy
         ),

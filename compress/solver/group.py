@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
+from compress.distill.recovery.held import Held
 from compress.prune import METHODS as PRUNE
 from compress.prune import PruneConfig
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import QuantizeConfig, check_fits
-from compress.quantize.grid import make_grid
+from compress.quantize.grid import Grid, make_grid
 from compress.solver.chunks import rows_at_a_time
 from compress.solver.compensate import Constraint, Options, Solved, compensate
 from compress.solver.nearest import assemble, keep_float
@@ -46,6 +47,7 @@ def solve_group(
     dtype: torch.dtype,
     names: list[str] | None = None,
     sparsity: list[float] | None = None,
+    held: list[Held] | None = None,
 ) -> list[LayerResult]:
     """Solve weights that read the same input together.
 
@@ -58,20 +60,30 @@ def solve_group(
         dtype: of scales and of the dequantized weight.
         names: of the layers, for messages.
         sparsity: of each weight, where an allocation differs from `prune.sparsity`.
+        held: of each weight, masks and grids that are not to be chosen again; weights are zero there, and on the grids, already.
 
     Raises:
         RequestError: a shape that the scheme or the pattern does not fit.
         CompressError: NaN or Inf in weights or statistics, missing statistics, a Hessian that cannot be factored.
     """
     names = names or [f"weight {i}" for i in range(len(weights))]
-    _check(weights, statistics, prune, quantize, scheme, names)
+    if held is not None and len(held) != len(weights):
+        raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
+    settled = prune if held is not None and held[0].mask is not None else None
+    _check(
+        weights, statistics, None if settled is not None else prune, None if _on_grid(held) else quantize, scheme, names
+    )
+    if held is not None and _on_grid(held):
+        return [_kept(weight.detach(), own, scheme, dtype) for weight, own in zip(weights, held, strict=True)]
     current = [weight.detach() for weight in weights]
     fractions: tuple[float, ...] = ()
     masks: list[torch.Tensor] | None = None
     chosen_in_loop = False
     if prune is not None:
         fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
-        masks = fixed_masks(current, statistics, prune, fractions)
+        masks = (
+            fixed_masks(current, statistics, prune, fractions) if settled is None else [own.mask for own in held or () if own.mask is not None]
+        )
         chosen_in_loop = masks is None
     compensated = quantize is not None and compensates(quantize)
     pattern = prune.parsed if prune is not None and chosen_in_loop else None
@@ -107,6 +119,18 @@ def solve_group(
         _result(weight.detach(), found.weight, None if apart else found.lost, hessian, found.notes)
         for weight, found in zip(weights, solved, strict=True)
     ]
+
+
+def _on_grid(held: list[Held] | None) -> bool:
+    return held is not None and held[0].scale is not None
+
+
+def _kept(weight: torch.Tensor, held: Held, scheme: Scheme, dtype: torch.dtype) -> LayerResult:
+    """A weight that is on its grid, or has nothing to be rounded to, as it is stored."""
+    grid, mask = held.grid, None if held.mask is None else held.mask.to(weight.device)
+    assert grid is not None
+    grid = Grid(grid.scheme, grid.scale.to(weight.device), None if grid.zero is None else grid.zero.to(weight.device))
+    return _result(weight, assemble(grid.codes(weight.float()), grid, mask, scheme, dtype), None, None, {"held": True})
 
 
 def compensates(quantize: QuantizeConfig) -> bool:

@@ -376,7 +376,7 @@ def test_what_cannot_be_trained_is_refused() -> None:
         attempt(runs.student(model), teacher=None)
     with pytest.raises(RequestError, match="vocabulary of 61 and its target of 62"):
         attempt(runs.student(model), judge=Teacher(lambda ids: ids, 62))
-    with pytest.raises(RequestError, match="is bfloat16; drafts are trained in float32"):
+    with pytest.raises(RequestError, match="is bfloat16; what is trained is float32"):
         attempt(Student(runs.cut(model, 1, torch.bfloat16)))
     with pytest.raises(RequestError, match="all are frozen"):
         attempt(Student(runs.cut(model, 1).requires_grad_(False)))

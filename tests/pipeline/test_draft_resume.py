@@ -33,13 +33,13 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
                 compress.apply(recipe(make_checkpoint(), RTN, stage), output=tmp_path / "out", quiet=True)
         assert said.value.exit_code == 1
         assert not (tmp_path / "out/compress.json").exists()
-        own = run._one_block
+        own = blocks._one_block
 
         def of_the_draft(session: Any, *rest: Any) -> Any:
             assert session.recipe.name == "draft", "a block was compressed again"
             return own(session, *rest)
 
-        monkeypatch.setattr(run, "_one_block", of_the_draft)
+        monkeypatch.setattr(blocks, "_one_block", of_the_draft)
         return tmp_path / "out"
 
     return make

@@ -16,6 +16,7 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
+from compress.pipeline import blocks
 from compress.pipeline import run as pipeline_run
 from compress.pipeline.plan import make_plan
 from compress.pipeline.run import LimitError
@@ -232,7 +233,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
     compress.apply(wanted, output=tmp_path / "whole", quiet=True)
     for stop in (1, 2, 4):
         output = tmp_path / f"stopped-{stop}"
-        one_block = pipeline_run._one_block
+        one_block = blocks._one_block
 
         def stopping(session, directory, index, *rest, stop=stop, one_block=one_block):
             if index == stop:
@@ -240,7 +241,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
             return one_block(session, directory, index, *rest)
 
         with monkeypatch.context() as patch:
-            patch.setattr(pipeline_run, "_one_block", stopping)
+            patch.setattr(blocks, "_one_block", stopping)
             with pytest.raises(CompressError, match="stopped"):
                 compress.apply(wanted, output=output, quiet=True)
         compress.apply(wanted, output=output, resume=True, quiet=True)

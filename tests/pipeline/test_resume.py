@@ -85,9 +85,9 @@ def test_kill_at_random_moments(job, tmp_path):
 
 
 def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
-    from compress.pipeline import run
+    from compress.pipeline import blocks, run
 
-    real, seen = run._one_block, []
+    real, seen = blocks._one_block, []
 
     def stop_at(limit):
         def one_block(session, directory, index, *rest):
@@ -101,19 +101,19 @@ def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
     from compress.recipe import load
 
     for limit in (2, 4):
-        monkeypatch.setattr(run, "_one_block", stop_at(limit))
+        monkeypatch.setattr(blocks, "_one_block", stop_at(limit))
         with pytest.raises(KeyboardInterrupt):
             run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
-    monkeypatch.setattr(run, "_one_block", stop_at(-1))
+    monkeypatch.setattr(blocks, "_one_block", stop_at(-1))
     run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
 def test_resume_refuses_another_request(job, tmp_path, monkeypatch):
-    from compress.pipeline import run
+    from compress.pipeline import blocks, run
     from compress.recipe import load
 
-    monkeypatch.setattr(run, "_one_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(blocks, "_one_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.apply(load(job), output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

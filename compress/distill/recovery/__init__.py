@@ -1,0 +1,11 @@
+"""Training that wins quality back after pruning and quantization. A method is one file and one line in `METHODS`."""
+
+from __future__ import annotations
+
+from compress.distill.recovery import finetune, lora
+from compress.distill.recovery.config import RecoverConfig, RecoverMethod
+
+_MODULES = (finetune, lora)
+METHODS: dict[str, RecoverMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
+
+__all__ = ["METHODS", "RecoverConfig", "RecoverMethod"]

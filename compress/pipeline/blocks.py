@@ -1,0 +1,139 @@
+"""The pass over the blocks of a checkpoint: each is compressed, written as its own shard, and recorded; then what is in no block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.pipeline.block import BlockJob, BlockResult, compress_block
+from compress.pipeline.directory import RunDirectory
+from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.outside import compress_embeddings, compress_outside
+from compress.pipeline.progress import Reporter
+from compress.pipeline.session import Session
+from compress.pipeline.shards import shard_name, write_part
+from compress.pipeline.stream import Batch, StreamedModel
+
+
+def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
+    """Compress what is not done; the records of all parts are in the directory's work."""
+    streamed = session.streamed
+    count = len(streamed.blocks)
+    total = count + 1
+    done = 0
+    while done < count and directory.record(_part(done)) is not None:
+        done += 1
+    reporter.phase("compress", total, done)
+    if done:
+        reporter.info(f"resuming at block {done} of {count}")
+    streamed.load_outside()
+    embeddings = compress_embeddings(session, reporter)
+    batches: list[Batch] = [*session.batches, (session.probe, None)] if session.needs_data else [(session.probe, None)]
+    scratch = directory.work / "hidden-next" if spill else None
+    if done == 0:
+        states = HiddenStates(len(batches), scratch)
+        streamed.prelude(batches, states)
+    elif directory.record("outside") is None:
+        states = HiddenStates.load(directory.hidden_path(done), len(batches), scratch)
+    else:
+        return
+    if not session.outside_work:
+        if done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
+            for batch in batches:
+                streamed.block_kwargs(batch, done)
+        streamed.release_outside()
+    for index in range(done, count):
+        record = _one_block(session, directory, index, states, batches, reporter)
+        states.persist(directory.hidden_path(index + 1))
+        directory.commit(_part(index), record)
+        _remove_hidden(directory, index)
+        worst = max(record["layers"], key=lambda layer: layer["error"], default=None)
+        reporter.step(
+            f"block {index}: " + (f"worst layer {worst['name']} error {worst['error']:.2e}" if worst else "copied")
+        )
+    outside = compress_outside(session, embeddings, states, batches, total, directory, reporter)
+    directory.commit("outside", outside)
+    reporter.step("embeddings, final norm and head")
+
+
+def _part(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+def _remove_hidden(directory: RunDirectory, index: int) -> None:
+    shutil.rmtree(directory.hidden_path(index), ignore_errors=True)
+
+
+def _one_block(
+    session: Session,
+    directory: RunDirectory,
+    index: int,
+    states: HiddenStates,
+    batches: list[Batch],
+    reporter: Reporter,
+) -> dict[str, Any]:
+    streamed = session.streamed
+    work = session.block_work(index)
+    calibrated = range(len(batches) - 1)  # the last batch is the probe
+    with streamed.loaded_block(index) as block, _modules_put_back(block):
+        job = BlockJob(
+            prefix=streamed.block_prefix(index), block=block, work=work,
+            forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in calibrated],
+            small_forward=_small_forward(streamed, index, states, batches) if session.needs_data else None,
+            dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
+            held=session.held,
+        )  # fmt: skip
+        result: BlockResult = compress_block(job, reporter)
+        with torch.inference_mode():
+            for number, batch in enumerate(batches):
+                states.put(number, streamed.advance(index, states.get(number), batch))
+        prefix = streamed.block_prefix(index)
+        changed = {
+            prefix + n: p.data
+            for n, p in block.named_parameters()
+            if n.rpartition(".")[0] in result.scaled and (prefix + n).removesuffix(".weight") not in result.layers
+        }
+        return write_part(
+            directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),
+            changed, result.layers, result.skipped,
+        )  # fmt: skip
+
+
+@contextmanager
+def _modules_put_back(block: nn.Module) -> Iterator[None]:
+    """Layers that were replaced to simulate quantized inputs give way to the originals again: the block runs as the source later."""
+    original = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    try:
+        yield
+    finally:
+        for name, module in original.items():
+            parent_name, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(parent_name), leaf, module)
+
+
+def _runner(
+    streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch
+) -> Callable[[], torch.Tensor]:
+    return lambda: streamed.run_block(index, states.get(number), batch)
+
+
+def _small_forward(
+    streamed: StreamedModel, index: int, states: HiddenStates, batches: list[Batch]
+) -> Callable[[torch.dtype], torch.Tensor]:
+    """Runs the block over the first row of the first batch in a given dtype (folding is tried in float32)."""
+
+    ids, mask = batches[0]
+    batch = (ids[:1], mask[:1] if mask is not None else None)
+    streamed.block_kwargs(
+        batch, index
+    )  # now, since finding them may run the block, which somebody may be watching later
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        return streamed.run_block(index, states.get(0)[:1], batch, dtype)
+
+    return run

@@ -1,0 +1,126 @@
+"""A stage `recover` before anything is computed: its text read, and held against the model and what comes before."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from compress import calibration
+from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
+from compress.pipeline.kinds import check_fits_model
+from compress.recipe import Recipe, Stage
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from compress.pipeline.session import Session
+    from compress.pipeline.stream import StreamedModel
+
+HELD_OUT, MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
+
+
+@dataclass(frozen=True)
+class RecoverJob:
+    """What will be trained, as far as it is known.
+
+    Attributes:
+        stage: of the recipe.
+        config: of the model; nothing of it changes.
+        warnings: sentences for the user.
+    """
+
+    stage: Stage
+    config: PretrainedConfig
+    warnings: tuple[str, ...] = ()
+
+    @property
+    def settings(self) -> RecoverConfig:
+        found: RecoverConfig = self.stage.config
+        return found
+
+    @property
+    def method(self) -> RecoverMethod:
+        return METHODS[self.stage.method]
+
+    @property
+    def needs(self) -> set[str]:
+        """It always needs text."""
+        return {"text"}
+
+    def describe(self) -> str:
+        """For people: "recovery by finetune, 400 steps of training"."""
+        return f"recovery by {self.stage.method}, {self.settings.steps:,} steps of training"
+
+
+def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
+    """The stage, checked.
+
+    Args:
+        streamed: what will be trained, or a model of zeros of its shapes. original: the teacher.
+
+    Raises:
+        RequestError: with file and line, where it cannot be carried out.
+    """
+    config: RecoverConfig = stage.config
+    path = ("stages", stage.index, stage.kind)
+
+    def refuse(key: str, text: str) -> RequestError:
+        return RequestError(recipe.origin.at((*path, key), text))
+
+    if streamed.kind == "encoder":
+        for key in ("kl", "cross_entropy"):
+            if key in config.model_fields_set and getattr(config, key):
+                raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
+        if not config.squarehead:
+            raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
+    ours, theirs = (int(model.config.get_text_config().hidden_size) for model in (streamed, original))
+    if config.squarehead and ours != theirs:
+        text = f"hidden states of {ours} dimensions cannot be compared with those of {theirs}, which the model had; set squarehead: 0"
+        raise refuse("squarehead", text)
+    vocabularies = [int(model.config.get_text_config().vocab_size) for model in (streamed, original)]
+    if config.kl and streamed.kind != "encoder" and vocabularies[0] != vocabularies[1]:
+        text = f"a model of {vocabularies[0]} tokens cannot learn what one of {vocabularies[1]} says; set kl: 0 and cross_entropy: 1"
+        raise refuse("kl", text)
+    rank = getattr(config, "rank", None)
+    if rank is not None and rank > ours:
+        raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
+    if not recipe.calibration.packing:
+        raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
+    check_fits_model(recipe.model_copy(update={"calibration": _rows_config(recipe, config)}), streamed)
+    return RecoverJob(stage, streamed.config)
+
+
+def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
+    """The stage's rows of calibration text, int64 `[n, s]`, and a warning where they are fewer than asked for.
+
+    Raises:
+        RequestError: there are not enough to hold one out.
+    """
+    config: RecoverConfig = stage.config
+    text = _rows_config(session.recipe, config)
+    data = calibration.load(text, session.tokenizer, session.vocabulary)
+    if data.rows < 2:
+        raise RequestError(
+            text.at(
+                "data",
+                f"recovery needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one",
+            )
+        )
+    warning = None
+    if data.rows < config.samples:
+        told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
+        warning = session.recipe.origin.at(("stages", stage.index, stage.kind, "samples"), told)
+    return session.framed(torch.cat([ids for ids, _ in data.batches])), warning
+
+
+def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to train on, and rows that are held out."""
+    count = min(MOST_HELD_OUT, max(1, len(ids) // HELD_OUT))
+    return ids[:-count], ids[-count:]
+
+
+def _rows_config(recipe: Recipe, config: RecoverConfig) -> Any:
+    return recipe.calibration.model_copy(update={"samples": config.samples, "sequence_length": config.sequence_length})

@@ -91,6 +91,10 @@ def load(
     target = read_device(device)
     compute = _dtype(dtype)
     bound = None if max_memory is None else byte_count("max_memory", max_memory)
+    if drafter is not None and drafter is not False:
+        from runtime.decoding.drafters.choose import check_written
+
+        check_written(drafter)
     if threads is not None:
         if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
             raise RequestError(f"threads must be an integer >= 1, not {threads!r}")

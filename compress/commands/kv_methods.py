@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
 
-from runtime.kv_cache.bounds import Range, range_of
+from compress.commands.fields import fields_of, shown, summary_of
 from runtime.kv_cache.methods import AXES, Method, Table
 from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_fields import annotation, calibrated_fields, choices, options_of
+from runtime.kv_cache.policy_fields import calibrated_fields
 from runtime.kv_cache.policy_parts import Choice
 from runtime.kv_cache.presets import PRESETS, Preset
 
@@ -24,7 +23,7 @@ def listed() -> Iterator[dict[str, str]]:
         yield {"name": preset.name, "stage": STAGE, "summary": preset.summary}
     for key, table in AXES.items():
         for method in table:
-            yield {"name": method.name, "stage": f"{STAGE} {key}", "summary": _summary(method.load())}
+            yield {"name": method.name, "stage": f"{STAGE} {key}", "summary": summary_of(method.load())}
 
 
 def described(name: str) -> list[dict[str, Any]]:
@@ -50,8 +49,8 @@ def _preset(preset: Preset) -> dict[str, Any]:
     parts += [("select", policy.select)] if policy.select is not None else []
     fields: list[dict[str, Any]] = []
     for key, part in parts:
-        for entry in _fields(part.cls, part.method):
-            entry |= {"name": f"{key}.{entry['name']}", "default": _default(part.fields[entry["name"]])}
+        for entry in fields_of(part.cls, part.method.fixed):
+            entry |= {"name": f"{key}.{entry['name']}", "default": shown(part.fields[entry["name"]])}
             fields += [entry] if entry["name"] not in {known["name"] for known in fields} else []
     written = ", ".join(f"{key}: {_inline(value)}" for key, value in preset.settings.items())
     return {
@@ -73,68 +72,12 @@ def _method(key: str, table: Table, method: Method) -> dict[str, Any]:
     return {
         "name": method.name,
         "stage": f"{STAGE} {key}",
-        "summary": _summary(cls),
+        "summary": summary_of(cls),
         "description": description,
         "paper": source[1] if source else "none",
         "needs": calibrated_fields(cls),
-        "fields": _fields(cls, method),
+        "fields": fields_of(cls, method.fixed),
     }
-
-
-def _fields(cls: Any, method: Method) -> list[dict[str, Any]]:
-    told = _attributes(cls)
-    return [
-        {
-            "name": field.name,
-            "type": _type(field),
-            "default": "required" if field.default is dataclasses.MISSING else _default(field.default),
-            "description": told.get(field.name, ""),
-        }
-        for field in options_of(cls, method.fixed).values()
-    ]
-
-
-def _type(field: dataclasses.Field[Any]) -> str:
-    allowed = choices(field)
-    if allowed:
-        return f"one of {', '.join(allowed)}"
-    names = {
-        "int": "an integer",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a text",
-        "Score": "a score",
-        "tuple[int, ...]": "a list of integers",
-    }
-    kinds = [kind.strip() for kind in annotation(field).split("|")]
-    words = " or ".join(names.get(kind, kind) for kind in kinds if kind != "None")
-    limits = range_of(field)
-    return words if limits == Range() or not {"int", "float"} & set(kinds) else f"{words} {limits}"
-
-
-def _attributes(cls: Any) -> dict[str, str]:
-    """{field: its description} from the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "")
-        _, _, section = text.partition("Attributes:\n")
-        for line in re.split(r"\n(?=    \w[\w, ]*: )", section.split("\n\n")[0]):
-            name, _, words = line.strip().partition(": ")
-            for each in name.split(","):
-                if words:
-                    found[each.strip()] = " ".join(words.split())
-    return found
-
-
-def _summary(cls: Any) -> str:
-    text = (inspect.getdoc(cls) or "").split("\n\n")[0].split("Parts:")[0].strip()
-    return re.sub(r"\s*\([^()]*(?:arXiv|seed)[^()]*\)", "", " ".join(text.split())).rstrip(".")
-
-
-def _default(value: Any) -> str:
-    if value is None:
-        return "none"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _inline(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""`compress methods`: what a stage of a recipe can be, and which fields it takes."""
+"""`compress methods`: what a stage of a recipe can be, what can draft, and which fields they take."""
 
 from __future__ import annotations
 
@@ -30,6 +30,7 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
     Examples:
       compress methods
       compress methods show gptq
+      compress methods show lookup
     """
     if context.invoked_subcommand is not None:
         return
@@ -43,11 +44,11 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
 
 
 def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = _JSON) -> None:
-    """Print what a method does, its paper, and every field that a recipe may give it."""
-    from compress.commands import kv_methods
+    """Print what a method does, its paper, and every field that a recipe, or `drafter`, may give it."""
+    from compress.commands import drafter_methods, kv_methods
 
     described = [_describe(kind, method) for kind, method in _methods() if method.name == name]
-    described += kv_methods.described(name)
+    described += [*kv_methods.described(name), *drafter_methods.described(name)]
     if not described:
         names = list(dict.fromkeys(entry["name"] for entry in _listed()))
         raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names, 80)}")
@@ -56,16 +57,17 @@ def show_method(name: str = typer.Argument(..., help="Name of a method."), as_js
         return
     for entry in described:
         key = "method: " if " " not in entry["stage"] else ""
-        print(f"{entry['stage']}: {{{key}{entry['name']}}}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
+        written = entry.get("written", f"{entry['stage']}: {{{key}{entry['name']}}}")
+        print(f"{written}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
         for field in entry["fields"]:
             print(f"  {field['name']}: {field['type']} (default: {field['default']})\n      {field['description']}")
 
 
 def _listed() -> list[dict[str, str]]:
-    from compress.commands import kv_methods
+    from compress.commands import drafter_methods, kv_methods
 
     own = [{"name": method.name, "stage": kind, "summary": method.summary} for kind, method in _methods()]
-    return [*own, *kv_methods.listed()]
+    return [*own, *kv_methods.listed(), *drafter_methods.listed()]
 
 
 def _methods() -> Iterator[tuple[str, Any]]:

@@ -27,6 +27,18 @@ MAX_MEMORY = typer.Option(
     "--max-memory",
     help='Memory for weights, such as "2GB": blocks that do not fit are read from disk as they are needed.',
 )
+
+
+def _no_option(value: str | None) -> str | None:
+    """A drafter's name never begins with a dash: that is the next option, which was taken for the value that is missing."""
+    if value is not None and value.startswith("-"):
+        from runtime.decoding.drafters.methods import FREE, SELF
+
+        allowed = f"a name ({', '.join([*FREE.names, *SELF.names])}), the directory of a draft model, a JSON object or list, or none"
+        raise RequestError(f"--drafter: {value!r} is an option and no drafter; expected {allowed}")
+    return value
+
+
 KV_CACHE = typer.Option(
     None,
     "--kv-cache",
@@ -38,6 +50,7 @@ DRAFTER = typer.Option(
     None,
     "--drafter",
     metavar="DRAFTER",
+    callback=_no_option,
     help="What proposes tokens that the model verifies several at a time: a name (lookup, suffix, ...), the directory of a draft model, "
     "a JSON object or list, or none; default: as the artifact says.",
 )
@@ -62,10 +75,16 @@ def load_options(
 
 
 def read_drafter(value: str | None) -> Any:
-    """What --drafter says: JSON where it begins like JSON, else a name or a directory."""
-    if value is None or value.strip()[:1] not in ("{", "["):
-        return value
-    try:
-        return json.loads(value)
-    except ValueError as error:
-        raise RequestError(f"--drafter: {value!r} is no JSON: {error}") from None
+    """What --drafter says: JSON where it begins like JSON, else a name or a directory; RequestError where nothing is called so."""
+    if value is None:
+        return None
+    written: Any = value
+    if value.strip()[:1] in ("{", "["):
+        try:
+            written = json.loads(value)
+        except ValueError as error:
+            raise RequestError(f"--drafter: {value!r} is no JSON: {error}") from None
+    from runtime.decoding.drafters.choose import check_written
+
+    check_written(written, "--drafter")
+    return written

@@ -51,6 +51,8 @@ def compare(
     from runtime.decoding.drafters.fit import UnfitError
     from runtime.model import Model
 
+    if text is not None:
+        _read(text)  # before the model, which takes longer
     loaded = runtime.load(model, **{**options, "drafter": False})
     if not isinstance(loaded, Model):
         raise RequestError(f"{model} holds a {type(loaded).__name__}; drafters are for causal language models")

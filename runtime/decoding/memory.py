@@ -50,7 +50,7 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
         )
     if -(-drafts // engine.page_size) > bound:
         need = _gigabytes(-(-drafts // engine.page_size) * engine.page_bytes)
-        raise RequestError(f"drafter.nodes: a tree of {drafts} tokens takes {need} of KV cache; {limit}draft fewer")
+        raise RequestError(f"drafter: a tree of {drafts} tokens takes {need} of KV cache; {limit}draft fewer (nodes)")
     return min(bound, sum(pages) + (len(pages) if drafts else 0))
 
 

@@ -25,12 +25,12 @@ LENGTHS = Table(
 )
 
 
-def read_method(table: Table, value: Any, where: str, path: Path = ()) -> Any:
+def read_method(table: Table, value: Any, path: Path = ()) -> Any:
     """An instance of one of a table's methods.
 
     Args:
         value: a name, or {name: {field: value}}.
-        where: what messages call the whole; `path`: the place in it.
+        path: where it stands.
 
     Raises:
         PolicyError: an unknown name or field, or a value out of its range.
@@ -39,17 +39,12 @@ def read_method(table: Table, value: Any, where: str, path: Path = ()) -> Any:
         value = {value: {}}
     if not isinstance(value, Mapping) or len(value) != 1:
         names = ", ".join(table.names)
-        raise PolicyError(
-            path, f"expected one of {names}, or a mapping of one to its settings, got {found(value)}", where
-        )
+        raise PolicyError(path, f"expected one of {names}, or a mapping of one to its settings, got {found(value)}")
     ((name, fields),) = value.items()
     method = table.find(name) if isinstance(name, str) else None
-    try:
-        if method is None:
-            raise unknown(path, name, table.names, table.what)
-        return configured(method, fields or {}, (*path, method.name))
-    except PolicyError as error:
-        raise error.at(where) from None
+    if method is None:
+        raise unknown(path, name, table.names, table.what)
+    return configured(method, fields or {}, (*path, method.name))
 
 
 def configured(method: Method, fields: Any, path: Path) -> Any:

@@ -23,11 +23,16 @@ class PolicyError(RequestError):
 
     def __init__(self, path: Path, text: str, where: str = "kv_cache") -> None:
         self.path, self.text = path, text
-        super().__init__(f"{'.'.join(map(str, (where, *path)))}: {text}")
+        super().__init__(f"{written(where, path)}: {text}")
 
     def at(self, where: str) -> PolicyError:
         """The same about a policy of another name."""
         return PolicyError(self.path, self.text, where)
+
+
+def written(where: str, path: Path) -> str:
+    """A key as it is written in Python: "drafter.of[1].longest"."""
+    return where + "".join(f"[{key}]" if isinstance(key, int) else f".{key}" for key in path)
 
 
 def unknown(path: Path, word: Any, names: Iterable[str], what: str) -> PolicyError:

@@ -122,6 +122,13 @@ def test_shell_completion_is_there():
         (["plan", "llama_w4", "--set", "stages.0.quantize.group_size=4096"], "group_size 4096 is larger than the row of"),
         (["plan", "llama_w4_sparse", "--set", "stages.0.prune.pattern=2:5"], "pattern '2:5' needs a width divisible by 5, the weight is"),
         (["methods", "show", "gtpq"], "no method 'gtpq'; did you mean 'gptq'?"),
+        (["methods", "show", "lokup"], "no method 'lokup'; did you mean 'lookup'?"),
+        (["bench", "nowhere", "--drafter", "-p", "64"], "--drafter: '-p' is an option and no drafter; expected a name (lookup, copyspec"),
+        (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream' is an option and no drafter"),
+        (["bench", "nowhere", "--drafter", "lokup"], "--drafter: unknown drafter 'lokup'; did you mean 'lookup'? Allowed: lookup"),
+        (["generate", "nowhere", "x", "--drafter", '["lookup", "nope"]'], "--drafter[1]: unknown drafter 'nope'. Allowed: lookup"),
+        (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: expected an integer between 1 and"),
+        (["bench", "nowhere", "--drafters", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
         (["recipes", "show", "lama_w4"], "did you mean 'llama_w4'?"),
         (["recipes", "shw"], "shw"),
     ],
@@ -235,7 +242,9 @@ def test_methods_are_listed_and_shown(capsys):
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
     drafts = {("draft", name) for name in DRAFT}
-    assert {(stage, name) for stage, name in listed if not stage.startswith("kv_cache")} == weights | drafts
+    assert {
+        (stage, name) for stage, name in listed if not stage.startswith(("kv_cache", "drafter"))
+    } == weights | drafts
     code, out, _ = run(capsys, "methods")
     assert "sparsegpt" in out
     for _, name in weights:
@@ -270,6 +279,43 @@ def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
     code, out, _ = run(capsys, "methods", "show", "layer-defensivekv")
     assert "evict.prior: a number at least 0 and at most 1 (default: 1.0)" in out
     assert "evict.layers.safeguard" in out
+
+
+def test_drafters_are_listed_with_their_fields(capsys):
+    from runtime.decoding.drafters.methods import COMPOSITIONS, FREE, HEADS, MODELS, SELF
+    from runtime.decoding.methods import LENGTHS, RULES
+
+    _, out, _ = run(capsys, "methods", "--json")
+    entries = [entry for entry in json.loads(out)["methods"] if entry["stage"].startswith("drafter")]
+    listed = {(entry["stage"], entry["name"]) for entry in entries}
+    drafters = [name for table in (FREE, SELF, MODELS, HEADS, COMPOSITIONS) for name in table.names]
+    assert listed == {
+        *(("drafter", name) for name in drafters),
+        *(("drafter acceptance", name) for name in RULES.names),
+        *(("drafter lengths", name) for name in LENGTHS.names),
+    }
+    assert all(entry["summary"] for entry in entries)
+    for stage, name in listed:
+        code, out, _ = run(capsys, "methods", "show", name, "--json")
+        assert code == 0
+        shown = json.loads(out)
+        (method,) = [each for each in shown.get("methods", [shown]) if each["stage"] == stage]
+        assert method["description"]
+        assert method["written"].startswith("drafter: {")
+        assert all(field["description"] for field in method["fields"]), (name, method["fields"])
+        assert "arXiv" in method["paper"] or name in (*COMPOSITIONS.names, "fixed")
+    code, out, _ = run(capsys, "methods", "show", "lookup")
+    assert out.startswith("drafter: {method: lookup}\n")
+    assert "longest: an integer at least 1 and at most 64 (default: 8)" in out
+    assert "Source: prompt lookup: Saxena" in out
+    assert "2304.04487" in out
+    _, out, _ = run(capsys, "methods", "show", "early-exit")
+    assert "layer: an integer at least 1, or auto: chosen anew for every draft (default: auto)" in out
+    assert "every: an integer at least 1 (default: 4)\n      With auto: " in out
+    _, out, _ = run(capsys, "methods", "show", "skip")
+    assert "draft: {method: skip}" in out
+    assert "drafter: {method: skip}" in out
+    assert "skip_mlp: a list of integers (default: [])\n      those whose" in out
 
 
 def test_a_method_says_its_fields(capsys):

@@ -12,7 +12,7 @@ from draft_stages import RTN, draft, files
 import compress
 import runtime
 from compress.distill import loop, making
-from compress.pipeline import finish, run
+from compress.pipeline import blocks, finish
 from runtime.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 

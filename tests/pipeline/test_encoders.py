@@ -17,7 +17,6 @@ from encoder_models import bert, save, t5
 import compress
 import runtime
 from compress.pipeline import blocks
-from compress.pipeline import run as pipeline_run
 from compress.pipeline.plan import make_plan
 from compress.pipeline.run import LimitError
 from compress.pipeline.stream import StreamedModel, run_blocks

@@ -25,7 +25,7 @@ FREE: dict[str, Callable[..., Drafter]] = {
     "trie": Trie,
     "recycling": Recycling,
     "hierarchy": Hierarchy,
-    "adaptive_ngram": AdaptiveNgram,
+    "adaptive-ngram": AdaptiveNgram,
 }
 
 

@@ -153,7 +153,7 @@ def test_a_composition_wants_what_its_parts_want(kind: Any) -> None:
 def test_a_composition_of_nothing_is_refused(kind: Any) -> None:
     with pytest.raises(ValueError, match="must be at least one drafter"):
         kind([])
-    with pytest.raises(ValueError, match=r"first_of.least must be at least 0"):
+    with pytest.raises(ValueError, match=r"first.least must be at least 0"):
         FirstOf([Lookup()], least=-1.0)
 
 
@@ -199,7 +199,7 @@ def test_what_is_expected_of_a_tree() -> None:
 @pytest.mark.parametrize("kind", [FirstOf, Merged])
 def test_real_drafters_together_are_at_least_about_as_good_as_the_best_alone(kind: Any) -> None:
     text = random_text(5, 600, 5)
-    parts = ["lookup", "suffix", "adaptive_ngram", "recycling"]
+    parts = ["lookup", "suffix", "adaptive-ngram", "recycling"]
     alone = [Writing(FREE[name](), text[:200], text[200:]).finish().pace for name in parts]
     composed = Writing(kind([FREE[name]() for name in parts]), text[:200], text[200:]).finish()
     assert composed.pace > 0.9 * max(alone)
@@ -212,4 +212,4 @@ def test_a_merged_drafter_can_be_a_part_of_another() -> None:
     drafter = FirstOf([Lookup(), Merged([FREE["trie"](), FREE["recycling"]()])], least=3.0)
     writing = Writing(drafter, text[:80], text[80:]).finish()
     assert writing.text.tokens == text
-    assert drafter.describe() == "first_of(lookup, merged(trie, recycling))"
+    assert drafter.describe() == "first(lookup, merged(trie, recycling))"

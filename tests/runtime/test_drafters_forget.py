@@ -16,7 +16,7 @@ from runtime.kernels.cpu import library
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 
 
-@pytest.mark.parametrize("name", ["suffix", "trie", "hierarchy", "recycling", "adaptive_ngram", "composed"])
+@pytest.mark.parametrize("name", ["suffix", "trie", "hierarchy", "recycling", "adaptive-ngram", "composed"])
 def test_a_second_pass_knows_nothing_of_the_first(name: str) -> None:
     drafter: Any = FirstOf([FREE["suffix"](), FREE["trie"]()]) if name == "composed" else FREE[name]()
     drafting = model(speculation(drafter))

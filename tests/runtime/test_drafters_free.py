@@ -230,7 +230,7 @@ def test_a_text_that_ended_leaves_no_memory_but_what_was_learned(name: str) -> N
     drafter.end(second.state)
     drafter.end(second.state)  # once more does no harm
     assert drafter.memory_bytes <= max(held, learned) + 100_000
-    if name not in ("recycling", "adaptive_ngram"):
+    if name not in ("recycling", "adaptive-ngram"):
         assert drafter.memory_bytes < held
     assert first.text.tokens == text
 
@@ -263,7 +263,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "suffix": {"history": 2000},
     "hierarchy": {"history": 2000},
     "trie": {"capacity": 2000},
-    "adaptive_ngram": {"capacity": 2000},
+    "adaptive-ngram": {"capacity": 2000},
 }
 
 
@@ -318,7 +318,7 @@ def test_the_memory_that_is_said_is_the_memory_that_is_taken(name: str) -> None:
         ("recycling", {"candidates": 0}, "recycling.candidates must be at least 1"),
         ("hierarchy", {"longest": 2, "shortest": 3}, "hierarchy.shortest must be at most hierarchy.longest"),
         ("hierarchy", {"statistics": [[1], [2]]}, "hierarchy.statistics must be one row of token ids"),
-        ("adaptive_ngram", {"exploration": -0.5}, "adaptive_ngram.exploration must be at least 0"),
+        ("adaptive-ngram", {"exploration": -0.5}, "adaptive-ngram.exploration must be at least 0"),
     ],
 )
 def test_settings_out_of_their_range_are_refused(name: str, wrong: dict[str, Any], reason: str) -> None:

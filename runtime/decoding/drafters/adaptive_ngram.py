@@ -36,7 +36,7 @@ class AdaptiveNgram(Drafter):
         prompt: most tokens of a prompt, its last ones, that are counted, too.
     """
 
-    name: ClassVar[str] = "adaptive_ngram"
+    name: ClassVar[str] = "adaptive-ngram"
     exploration: float = bounded(3.0, Range(0, 1000))
     width: int = bounded(4, COUNT)
     capacity: int = bounded(1 << 17, Range(1 << 10, 1 << 24))

@@ -29,7 +29,7 @@ def brought(artifact: Artifact, device: torch.device) -> Brought | None:
     """
     choice = read_choice(artifact, device)
     if choice is not None:
-        return Brought(choice.value, str(choice.file))
+        return Brought(choice.value, f"{choice.file}: drafter")
     own = own_draft(artifact)
     return None if own is None else Brought(own, place_of(artifact))
 

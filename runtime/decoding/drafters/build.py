@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from runtime.decoding.drafters.amounts import OF_THE_WHOLE
 from runtime.decoding.drafters.base import Drafter
-from runtime.decoding.drafters.brought import own_draft
+from runtime.decoding.drafters.brought import own_draft, place_of
 from runtime.decoding.drafters.fit import Target, UnfitError
-from runtime.decoding.drafters.methods import FREE, GIVEN, HEADS, MODELS, OWN, SELF, names
+from runtime.decoding.drafters.methods import COMPOSITIONS, FREE, GIVEN, GIVEN_COMPOSED, HEADS, MODELS, OWN, SELF
+from runtime.decoding.drafters.written import check, find, read_settings, settings_of
 from runtime.decoding.methods import configured
 from runtime.engines.base import SpeculativeEngine
+from runtime.errors import ArtifactError
 from runtime.kv_cache.methods import Method
-from runtime.kv_cache.policy_fields import PolicyError, found, integer, read_fields, unknown
+from runtime.kv_cache.policy_fields import PolicyError, integer
 
-_KEYS = ("method", "model", "of", *OF_THE_WHOLE)  # beside the settings of the method
 _log = logging.getLogger("compress.speculation")
 
 
@@ -28,46 +29,8 @@ def drafter_of(value: Any, target: Target) -> Drafter:
         PolicyError: there is none such. UnfitError: the engine cannot serve it.
         RequestError, ArtifactError: its directory is another target's, or cannot be read.
     """
-    if value is True:
-        value = own_draft(target.artifact)
-        if value is None:
-            raise PolicyError((), f"{target.artifact.path} brings no draft of its own")
-    if isinstance(value, Drafter):
-        return value
-    if isinstance(value, Path):
-        value = str(value)
-    if isinstance(value, (list, tuple)):
-        return _composed(value, target)
-    if isinstance(value, str):
-        method, own = FREE.find(value), SELF.find(value)
-        if own is not None:
-            return _self(own.name, {}, target)
-        if method is not None:
-            return configured(method, {}, ())  # type: ignore[no-any-return]
-        if Path(value).is_dir():
-            return _of_model({"model": value}, target)
-        if MODELS.find(value) is not None:
-            whole = f'{{"model": DIRECTORY, "method": "{value}"}}'
-            raise PolicyError((), f"'{value}' drafts with a model: {whole}, with true for the artifact's own draft")
-        raise _unknown((), value)
-    if not isinstance(value, Mapping):
-        raise PolicyError(
-            (), f"expected a name ({', '.join(names())}), a directory, settings or a list of these, got {found(value)}"
-        )
-    if "of" in value:
-        return _composed(value["of"], target, {key: each for key, each in value.items() if key != "of"})
-    if "model" in value:
-        return _of_model(value if value["model"] is not True else {**value, "model": _own_model(target)}, target)
-    name = value.get("method")
-    method = FREE.find(name) if isinstance(name, str) else None
-    if method is None:
-        own = SELF.find(name) if isinstance(name, str) else None
-        if own is not None:
-            return _self(own.name, value, target)
-        if isinstance(name, str) and MODELS.find(name) is not None:
-            raise PolicyError(("model",), f"the key is missing: '{name}' drafts with a model, whose directory it is")
-        raise _unknown(("method",), name)
-    return configured(method, _own_settings(value), ())  # type: ignore[no-any-return]
+    check(value)
+    return _built(value, target)
 
 
 def check_ids(drafter: Drafter, target: Target) -> None:
@@ -80,16 +43,36 @@ def check_ids(drafter: Drafter, target: Target) -> None:
             )
 
 
-def _own_settings(value: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: each for key, each in value.items() if key not in _KEYS}
+def _built(value: Any, target: Target) -> Drafter:
+    """`drafter_of` of a value that was checked."""
+    if isinstance(value, Drafter):
+        return value
+    if value is True:
+        return _own(target)
+    if isinstance(value, (list, tuple)):
+        return _composed(value, {}, (), target)
+    if isinstance(value, (str, Path)):
+        if not (find(FREE, value) or find(SELF, value)):
+            with _of_the_whole("model"):
+                return _of_model({"model": value}, target)
+        value = {"method": value}
+    if "of" in value:
+        return _composed(value["of"], value, ("of",), target)
+    if "model" in value:
+        return _of_model(value if value["model"] is not True else {**value, "model": _own_model(target)}, target)
+    method = find(FREE, value["method"])
+    if method is not None:
+        return configured(method, settings_of(value), ())  # type: ignore[no-any-return]
+    return _self(value, target)
 
 
-def _self(name: str, value: Mapping[str, Any], target: Target) -> Drafter:
+def _self(value: Mapping[str, Any], target: Target) -> Drafter:
     """A drafter that is a part of the target."""
     from runtime.decoding.drafters import early_exit, skip
 
-    build = {"skip": skip.build, "early-exit": early_exit.build}[name]
-    return build(target, _own_settings(value))
+    method = find(SELF, value["method"])
+    build = skip.build if method is not None and method.name == "skip" else early_exit.build
+    return build(target, settings_of(value))
 
 
 def _heads(name: str, path: Path, facts: Mapping[str, Any], value: Mapping[str, Any], target: Target) -> Drafter:
@@ -98,13 +81,35 @@ def _heads(name: str, path: Path, facts: Mapping[str, Any], value: Mapping[str, 
 
     if value.get("method", name) != name:
         raise PolicyError(("method",), f"{path} holds a draft of the method {name}; leave the key out")
-    own = _own_settings(value)
+    own = settings_of(value)
     if name == "kangaroo":
         return kangaroo.build(target, {**own, "model": str(path)})
     return {"medusa": medusa.build_medusa, "mtp": mtp.build_mtp}[name](target, path, facts, own)
 
 
+@contextmanager
+def _of_the_whole(*keys: str) -> Iterator[None]:
+    """What is wrong with keys that nobody wrote is said of the whole."""
+    try:
+        yield
+    except PolicyError as error:
+        if error.path and error.path[0] in keys:
+            raise type(error)(error.path[1:], error.text) from None
+        raise
+
+
 # ---------------------------------------------------------------- draft models
+def _own(target: Target) -> Drafter:
+    """The artifact's own draft."""
+    value = own_draft(target.artifact)
+    if value is None:
+        raise PolicyError((), f"{target.artifact.path} brings no draft of its own")
+    try:
+        return drafter_of(value, target)
+    except PolicyError as error:
+        raise type(error)((), str(error.at(place_of(target.artifact)))) from None
+
+
 def _own_model(target: Target) -> str:
     """The directory of the artifact's own draft, where it has one."""
     own = own_draft(target.artifact)
@@ -118,23 +123,23 @@ def _of_model(value: Mapping[str, Any], target: Target) -> Drafter:
     from runtime.decoding.drafters.limits import within
 
     path = Path(str(value["model"]))
-    if not path.is_dir():
+    if not path.is_dir():  # the artifact's own
         raise PolicyError(("model",), f"there is no directory {str(path)!r}")
     facts = draft_facts(path)
-    written = facts.get("method")
-    heads = HEADS.find(written) if isinstance(written, str) else None
+    heads = find(HEADS, facts.get("method"))
     if heads is not None:
         return _heads(heads.name, path, facts, value, target)
     name = value.get("method", next((method for key, method in OWN.items() if key in facts), "chain"))
-    method = MODELS.find(name) if isinstance(name, str) else None
+    method = find(MODELS, name)
     if method is None:
-        raise unknown(("method",), name, MODELS.names, "drafter with a model")
-    settings = read_fields(method.load(), _own_settings(value), (), (*GIVEN, *method.fixed), _nothing, _KEYS)
+        raise PolicyError(("method",), f"{path} holds no draft of the method {name}")
+    settings = read_settings(method, value, GIVEN)
     draft = target.drafts.get(str(path))
     if draft is None:
         draft = load_draft(path, target.artifact, target.engine.device, target.trust_remote_code)
     try:
-        drafter = _with_draft(method, draft, path, settings, target)
+        with _of_the_whole(*(() if "method" in value else ("method",))):
+            drafter = _with_draft(method, draft, path, settings, target)
     except UnfitError as error:
         if not target.lenient:
             raise
@@ -198,52 +203,32 @@ def _trained(facts: Mapping[str, Any], path: Path) -> dict[str, int]:
     parallel = facts.get("parallel")
     if not isinstance(parallel, Mapping):
         raise PolicyError(("method",), f"{path} was not trained to propose several tokens at once; use chain")
-    return {
-        "mask_token": integer(("mask_token",), parallel.get("mask_token")),
-        "most": integer(("tokens",), parallel.get("tokens"), 1),
-    }
+    try:
+        mask, most = (
+            integer(("mask_token",), parallel.get("mask_token")),
+            integer(("tokens",), parallel.get("tokens"), 1),
+        )
+    except PolicyError as error:
+        raise ArtifactError(str(error.at(f"{path / 'draft.json'}: parallel"))) from None
+    return {"mask_token": mask, "most": most}
 
 
 # ---------------------------------------------------------------- compositions
-def _composed(values: Any, target: Target, settings: Mapping[str, Any] | None = None) -> Drafter:
-    from runtime.decoding.drafters.first_of import FirstOf, Merged
-
-    if not isinstance(values, Sequence) or isinstance(values, str) or len(values) < 2:
-        raise PolicyError(("of",), f"expected a list of two drafters or more, got {found(values)}")
-    own = _own_settings(settings or {})
-    kinds = {"first": FirstOf, "merged": Merged}
-    kind = (settings or {}).get("method", "first")
-    if kind not in kinds:
-        raise unknown(("method",), kind, kinds, "way to compose drafters")
-    read = read_fields(kinds[kind], own, (), ("drafters",), _nothing, _KEYS)
-    before = () if settings is None else ("of",)
-    return kinds[kind]([_part(value, (*before, place), target) for place, value in enumerate(values)], **read)
+def _composed(values: Sequence[Any], settings: Mapping[str, Any], path: tuple[str, ...], target: Target) -> Drafter:
+    """A composition of the drafters of a list, which stands at `path`."""
+    method = find(COMPOSITIONS, settings.get("method", "first"))
+    assert method is not None, "it was checked"
+    read = read_settings(method, settings, GIVEN_COMPOSED)
+    parts = [_part(value, (*path, place), target) for place, value in enumerate(values)]
+    drafter: Drafter = method.load()(parts, **read)
+    return drafter
 
 
 def _part(value: Any, path: tuple[str | int, ...], target: Target) -> Drafter:
     """One drafter of a composition, whose place is `path`."""
-    key = next((key for key in OF_THE_WHOLE if key in value), None) if isinstance(value, Mapping) else None
-    if key is not None:
-        raise PolicyError(
-            (*path, key), f"it is said of the whole, not of a part: {{'of': [...], '{key}': {_written(value[key])}}}"
-        )
     try:
-        drafter = drafter_of(value, target)
+        drafter = _built(value, target)
         check_ids(drafter, target)
     except PolicyError as error:
         raise type(error)((*path, *error.path), error.text) from None
     return drafter
-
-
-def _written(value: Any) -> str:
-    return repr(value) if isinstance(value, (str, int, float)) else "..."
-
-
-def _unknown(path: tuple[str, ...], name: Any) -> PolicyError:
-    error = unknown(path, name, names(), "drafter")
-    text = f"{error.text}; or the directory of a draft model"
-    return PolicyError(path, text)
-
-
-def _nothing(path: Any, value: Any) -> Any:
-    raise PolicyError(path, f"expected a setting, got {found(value)}")

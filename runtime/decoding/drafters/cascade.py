@@ -27,7 +27,7 @@ class Cascade(Drafter):
         sure: probability of a token from which on no further model is asked.
     """
 
-    name: ClassVar[str] = "cascade"
+    name: ClassVar[str] = "nested"
     draws = True
 
     models: Sequence[ModelDrafter]
@@ -37,7 +37,7 @@ class Cascade(Drafter):
     def __post_init__(self) -> None:
         check_bounds(self)
         if len(self.models) < 2:
-            raise ValueError("cascade.models must be at least two")
+            raise ValueError("nested.models must be at least two")
         self.vocabulary = self.models[0].vocabulary
         self.asked = [0] * len(self.models)
 

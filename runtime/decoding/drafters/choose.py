@@ -6,16 +6,17 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from runtime.decoding.drafters.amounts import check_memory, lengths_of, rule_of, said
+from runtime.decoding.drafters.amounts import amounts_of, check_memory, inherited, lengths_of, rule_of, said
 from runtime.decoding.drafters.brought import brought, own_draft, place_of
 from runtime.decoding.drafters.build import check_ids, drafter_of
 from runtime.decoding.drafters.choice import CHOICE
 from runtime.decoding.drafters.fit import Target, UnfitError, why_not
+from runtime.decoding.drafters.written import check
 from runtime.decoding.speculation import Speculation
 from runtime.errors import RequestError
 from runtime.kv_cache.policy_fields import PolicyError
 
-__all__ = ["CHOICE", "Target", "choose_speculation", "is_none", "why_not"]
+__all__ = ["CHOICE", "Target", "check_written", "choose_speculation", "is_none", "why_not"]
 
 WHERE = "drafter"
 _OFF = ("none", "off")
@@ -25,6 +26,22 @@ _log = logging.getLogger("compress.speculation")
 def is_none(value: Any) -> bool:
     """Whether it asks for plain decoding."""
     return value is False or (isinstance(value, str) and value.lower() in _OFF)
+
+
+def check_written(value: Any, where: str = WHERE) -> None:
+    """RequestError where no model could be drafted for so: what can be told before one is read.
+
+    Args:
+        value: as for `choose_speculation`. where: what messages call it.
+    """
+    if value is None or is_none(value) or isinstance(value, Speculation):
+        return
+    try:
+        check(value)
+        rule_of(said(value))
+        amounts_of(said(value))
+    except PolicyError as error:
+        raise error.at(where) from None
 
 
 def choose_speculation(value: Any, target: Target) -> Speculation | None:
@@ -69,19 +86,16 @@ def _unasked(target: Target) -> Speculation | None:
 
 
 def _made(value: Any, target: Target, where: str) -> Speculation:
+    given, own = said(value), inherited(value, target)
     try:
         if isinstance(value, Speculation):
             check_ids(value.drafter, target)
-            check_memory(value.lengths, target)
+            check_memory(value.lengths, target, ("lengths", "nodes"))
             return value
-        if value is True:  # a choice says so
-            value = own_draft(target.artifact)
-            if value is None:
-                raise PolicyError((), f"{target.artifact.path} brings no draft of its own")
-        settings = said(value, target)
-        rule, lengths = rule_of(settings, where), lengths_of(settings, target, where)
+        rule, lengths = rule_of(given | own), lengths_of(given | own, target)
         drafter = drafter_of(value, target)
         check_ids(drafter, target)
     except PolicyError as error:
-        raise error.at(where) from None
+        said_there = bool(error.path) and error.path[0] in own
+        raise error.at(place_of(target.artifact) if said_there else where) from None
     return Speculation(drafter, rule, lengths)

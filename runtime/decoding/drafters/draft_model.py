@@ -13,7 +13,7 @@ from torch import nn
 
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
-from runtime.decoding.drafters.fit import UnfitError
+from runtime.decoding.drafters.fit import UnfitError, other_target
 from runtime.errors import ArtifactError, RequestError
 
 DRAFT = "draft.json"
@@ -129,10 +129,7 @@ def check_target(facts: Mapping[str, Any], draft: Artifact, target: Artifact) ->
     """RequestError where a draft says that it is another target's, or where its tokens mean something else."""
     own = facts.get("target")
     if own is not None and own != target.checkpoint.fingerprint():
-        raise RequestError(
-            f"drafter: {draft.path} is a draft of another target: it was made for fingerprint {own}, and that of {target.path} is "
-            f"{target.checkpoint.fingerprint()}; `compress draft` makes one for it"
-        )
+        raise other_target(draft.path, own, target)
     mine, theirs = _vocabulary(draft), _vocabulary(target)
     if mine is not None and theirs is not None:
         if mine != theirs:

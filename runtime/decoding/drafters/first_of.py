@@ -80,7 +80,7 @@ class FirstOf(_Composed):
         least: tokens that a tree must be expected to bring, so that the next drafter is not asked.
     """
 
-    name: ClassVar[str] = "first_of"
+    name: ClassVar[str] = "first"
     least: float = bounded(2.0, Range(0))
 
     def __post_init__(self) -> None:

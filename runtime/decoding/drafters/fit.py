@@ -4,14 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runtime.artifact import Artifact
 from runtime.engines.base import SpeculativeEngine
+from runtime.errors import RequestError
 from runtime.kv_cache.policy_fields import PolicyError
 
 if TYPE_CHECKING:
     from runtime.decoding.drafters.draft_model import DraftModel
+
+SHOWN = 12  # characters of a fingerprint: as many as tell two of them apart
 
 
 @dataclass
@@ -37,6 +41,15 @@ class UnfitError(PolicyError):
 
     def at(self, where: str) -> UnfitError:
         return UnfitError(self.path, self.text, where)
+
+
+def other_target(path: Path, own: Any, target: Artifact) -> RequestError:
+    """What is said of a draft whose fingerprint of its target, `own`, is not that of this one."""
+    theirs, mine = str(own)[:SHOWN], target.checkpoint.fingerprint()[:SHOWN]
+    return RequestError(
+        f"drafter: {path} is a draft of another target: it was made for fingerprint {theirs}, and that of {target.path} is {mine}; "
+        "`compress draft` makes one for it"
+    )
 
 
 def why_not(engine: Any) -> str | None:

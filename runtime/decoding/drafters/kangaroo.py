@@ -14,11 +14,12 @@ from runtime.decoding.checks import is_integer
 from runtime.decoding.drafters.base import Place
 from runtime.decoding.drafters.candidates import Candidates
 from runtime.decoding.drafters.draft_model import DRAFT
+from runtime.decoding.drafters.fit import other_target
 from runtime.decoding.drafters.inside import Inside, Spot, engine_of, settings_of
 from runtime.decoding.drafters.lanes import Lane
 from runtime.decoding.drafters.paged_lanes import PagedLanes
 from runtime.engines.base import Piece
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError
 from runtime.kv_cache.bounds import Range, bounded
 
 if TYPE_CHECKING:
@@ -118,12 +119,9 @@ def _check(path: Path, target: Target, layers: int) -> int:
     version = facts.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArtifactError(f"{file} has schema_version {version!r}; this version reads {SCHEMA_VERSION}")
-    own, fingerprint = facts.get("target"), target.artifact.checkpoint.fingerprint()
-    if own != fingerprint:
-        raise RequestError(
-            f"drafter: {path} is a draft of another target: it was made for fingerprint {own}, and that of {target.artifact.path} is "
-            f"{fingerprint}"
-        )
+    own = facts.get("target")
+    if own != target.artifact.checkpoint.fingerprint():
+        raise other_target(path, own, target.artifact)
     layer: Any = facts.get("exit_layer")
     if not is_integer(layer) or not 1 <= layer < layers:
         raise ArtifactError(

@@ -103,6 +103,15 @@ _TRUSTED = 64  # tokens; that more of them agree says nothing new
 
 
 @dataclass(eq=False)
+class CopySpec(Lookup):
+    """Copies what followed the latest earlier occurrence of the text's last three tokens (CopySpec: Dumitru et al., arXiv 2502.08923)."""
+
+    name: ClassVar[str] = "copyspec"
+    longest: int = bounded(3, Range(1, 64))
+    shortest: int = bounded(3, Range(1, 64))
+
+
+@dataclass(eq=False)
 class _Copied:
     """What is known of a text, and what was copied last."""
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from runtime.decoding.drafters.base import Ask, Drafter, Text, Verified
 from runtime.decoding.drafters.candidates import Candidates
+from runtime.decoding.drafters.methods import GIVEN_HEADS
 from runtime.decoding.drafters.parts.files import rates_of, read_heads
 from runtime.decoding.drafters.parts.lean import make_lean, nbytes
 from runtime.decoding.drafters.parts.medusa_heads import MedusaHeads
@@ -185,7 +186,7 @@ def build_medusa(target: Target, path: Path, facts: Mapping[str, Any], settings:
     Raises:
         RequestError: it is another target's, or a setting is wrong. ArtifactError: it cannot be read.
     """
-    given = read_settings(Medusa, settings, ("parts", "heads", "head", "candidates", "start"))
+    given = read_settings(Medusa, settings, GIVEN_HEADS)
     parts = TargetParts.of(target.engine)
     files = read_heads(path, facts, "medusa", target.artifact, parts)
     count = files.size("count")

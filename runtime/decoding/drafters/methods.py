@@ -10,7 +10,7 @@ _HERE = "runtime.decoding.drafters"
 FREE = Table(
     "drafter",
     Method("lookup", f"{_HERE}.lookup:Lookup"),
-    Method("copyspec", f"{_HERE}.lookup:Lookup", {"longest": 3, "shortest": 3}),
+    Method("copyspec", f"{_HERE}.lookup:CopySpec", {"longest": 3, "shortest": 3}),
     Method("suffix", f"{_HERE}.suffix:Suffix"),
     Method("trie", f"{_HERE}.trie:Trie"),
     Method("recycling", f"{_HERE}.recycling:Recycling"),
@@ -42,10 +42,20 @@ HEADS = Table(
     Method("mtp", f"{_HERE}.mtp:MTP"),
     Method("kangaroo", f"{_HERE}.kangaroo:Kangaroo"),
 )
+#: Drafters composed of others: {"of": [...], "method": one of these}.
+COMPOSITIONS = Table(
+    "way to compose drafters",
+    Method("first", f"{_HERE}.first_of:FirstOf"),
+    Method("merged", f"{_HERE}.first_of:Merged"),
+)
 #: What a draft.json has, and the method that goes with it.
 OWN = {"depths": "nested", "parallel": "parallel", "accept_head": "confident"}
 #: What a draft model gives its drafter, or its drafter finds by itself.
 GIVEN = ("lanes", "candidates", "weights", "mask_token", "most", "models", "asked", "head")
+#: What a directory of heads, and the target, give theirs.
+GIVEN_HEADS = ("parts", "heads", "block", "head", "candidates", "start")
+#: What a composition is made of.
+GIVEN_COMPOSED = ("drafters",)
 TABLES = (FREE, SELF, MODELS)
 
 

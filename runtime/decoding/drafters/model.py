@@ -33,7 +33,7 @@ class ModelDrafter(Drafter):
         weights: bytes of the draft's weights that the target does not have.
     """
 
-    name: ClassVar[str] = "model"
+    name: ClassVar[str] = "chain"
     draws = True
 
     lanes: Lanes

@@ -13,6 +13,7 @@ from torch import nn
 
 from runtime.decoding.drafters.base import Ask, Drafter, Text, Verified
 from runtime.decoding.drafters.candidates import Candidates
+from runtime.decoding.drafters.methods import GIVEN_HEADS
 from runtime.decoding.drafters.parts.entries import Entries
 from runtime.decoding.drafters.parts.files import read_heads
 from runtime.decoding.drafters.parts.lean import make_lean, nbytes
@@ -262,7 +263,7 @@ def build_mtp(target: Target, path: Path, facts: Mapping[str, Any], settings: Ma
     Raises:
         RequestError: it is another target's, or a setting is wrong. ArtifactError: it cannot be read.
     """
-    given = read_settings(MTP, settings, ("parts", "block", "head", "candidates"))
+    given = read_settings(MTP, settings, GIVEN_HEADS)
     parts = TargetParts.of(target.engine)
     files = read_heads(path, facts, "mtp", target.artifact, parts)
     names = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary")

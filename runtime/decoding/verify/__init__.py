@@ -10,6 +10,10 @@ from runtime.decoding.verify.base import Rule
 def read_rule(value: Any, where: str = "acceptance") -> Rule:
     """A rule from a name or {name: settings}; RequestError where there is none such."""
     from runtime.decoding.methods import RULES, read_method
+    from runtime.kv_cache.policy_fields import PolicyError
 
-    rule: Rule = read_method(RULES, value, where)
+    try:
+        rule: Rule = read_method(RULES, value)
+    except PolicyError as error:
+        raise error.at(where) from None
     return rule

@@ -25,6 +25,7 @@ import torch
 from torch import nn
 
 from runtime.artifact import Artifact
+from runtime.decoding.drafters.fit import other_target
 from runtime.decoding.drafters.parts.target import TargetParts
 from runtime.errors import ArtifactError, RequestError
 from runtime.headers import read_header
@@ -91,11 +92,9 @@ def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifa
             f"drafter: {path} holds {facts.get('method')!r} of schema version {facts.get('schema_version')!r}, expected {method!r} of "
             f"{SCHEMA_VERSION}"
         )
-    own, fingerprint = facts.get("target"), target.checkpoint.fingerprint()
-    if own != fingerprint:
-        raise RequestError(
-            f"drafter: {path} is a draft of another target: it was made for fingerprint {own}, and that of {target.path} is {fingerprint}"
-        )
+    own = facts.get("target")
+    if own != target.checkpoint.fingerprint():
+        raise other_target(path, own, target)
     for name, size in (("vocabulary", parts.vocabulary), ("hidden", parts.hidden)):
         if facts.get(name) != size:
             raise RequestError(

@@ -50,11 +50,9 @@ def apply(
         runtime.errors.RequestError: the request is wrong; nothing was changed.
         runtime.errors.CompressError: the run failed, or its result exceeds a limit of `evaluate`.
     """
-    from compress.distill.team import refuse_several
     from compress.pipeline import run
     from compress.recipe import load
 
-    refuse_several("apply")
     loaded = load(recipe, model=model, output=output, set=set)
     return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
 

@@ -10,6 +10,7 @@ from typing import Any
 import typer
 
 from compress.commands.made_draft import show_draft
+from compress.commands.made_passes import pass_rows
 from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import (
     duration,
@@ -60,11 +61,11 @@ def apply(
       compress apply recipes/llama_w4.yaml --model ~/models/my-llama --output out/my-llama-w4
       compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
       compress apply llama_w4 --resume
+      torchrun --nproc_per_node 2 -m compress.cli apply llama_small_w4     recovery shared by two processes
     """
-    from compress.distill.team import refuse_several
+    from compress.distill.team import is_first
     from compress.recipe import load
 
-    refuse_several("apply")
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
@@ -75,6 +76,8 @@ def apply(
             artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
         except LimitError as error:
             artifact, failure = error.result, error
+        if not is_first():  # the main process speaks for all
+            return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
         text = _sample(artifact.path, wanted, device) if wanted else None
@@ -106,7 +109,11 @@ def _sample(path: Path, prompt: str, device: str) -> str | None:
 
 
 def _result(artifact: Any) -> dict[str, Any]:
-    more = {key: artifact.manifest[key] for key in ("kv_cache", "kv_cache_bytes", "draft") if key in artifact.manifest}
+    more = {
+        key: artifact.manifest[key]
+        for key in ("passes", "kv_cache", "kv_cache_bytes", "draft")
+        if key in artifact.manifest
+    }
     return {
         "path": str(artifact.path),
         "bytes": artifact.manifest["bytes"],
@@ -121,6 +128,7 @@ def _result(artifact: Any) -> dict[str, Any]:
 def _show(result: dict[str, Any]) -> None:
     before, after = result["bytes"]["before"], result["bytes"]["after"]
     rows = [("size of the tensors", size(before), size(after), f"{before / max(after, 1):.2f} times smaller")]
+    rows += pass_rows(result.get("passes") or [])
     metrics = result["metrics"]
     if "after" in metrics:
         old, new = metrics["before"]["perplexity"], metrics["after"]["perplexity"]

@@ -33,6 +33,11 @@ def launched() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def is_first() -> bool:
+    """Whether this is the main one of the processes that a launcher has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def refuse_several(command: str) -> None:
     """RequestError where `command`, which runs in one process, was launched in several."""
     if launched() > 1:

@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from compress.distill.team import Team
 from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
+from compress.pipeline.assist import ask
 from compress.pipeline.blocks import compress_blocks
 from compress.pipeline.directory import RunDirectory
+from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
-from compress.pipeline.plain import config_dict, placeholder
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import recover
 from compress.pipeline.recover_job import RecoverJob
@@ -27,11 +27,9 @@ from compress.pipeline.session import Session, choose_device
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.structure import remove_structure
 from compress.pipeline.structure_job import StructureJob
-from compress.prune.structure.couplings import shapes
 from compress.recipe import Recipe, Stage, locate_model
 from runtime.checkpoint import Checkpoint
 from runtime.errors import RequestError
-from runtime.skeleton import build_skeleton
 
 WHOLE = ("structure", "recover")
 """Kinds of stages that make another model."""
@@ -46,12 +44,14 @@ class Passes:
     Attributes:
         session: of what is compressed in the end. As long as nothing is computed, of a checkpoint of zeros where there are passes.
         jobs: the passes, in order.
+        team: the processes that share what is trained; this is the main one.
     """
 
     recipe: Recipe
     device: str
     session: Session
     jobs: list[Job]
+    team: Team = field(default_factory=Team)
     _placeholders: tempfile.TemporaryDirectory[str] | None = field(default=None, repr=False)
 
     @classmethod
@@ -74,15 +74,15 @@ class Passes:
                 layered = _layers_before(recipe, stage)
                 if layered is not None:
                     Session.open(layered, device, checkpoint, original, settled)
-                jobs.append(recover_job.prepare(recipe, stage, streamed, whole))
+                jobs.append(recover_job.prepare(recipe, stage, Session.plain(recipe, checkpoint, device), whole))
                 settled = stage.index
                 continue
             job = structure_job.prepare(recipe, stage, streamed)
             jobs.append(job)
-            checkpoint = _empty(Path(room.name) / str(number), streamed, job)
+            checkpoint = outline(Path(room.name) / str(number), streamed, job)
         session = Session.open(recipe, device, checkpoint, original, settled)
         session.jobs = tuple(jobs)
-        return cls(recipe, device, session, jobs, room)
+        return cls(recipe, device, session, jobs, _placeholders=room)
 
     def run(self, directory: RunDirectory, spill: bool, reporter: Reporter) -> Session:
         """Carry out the passes that are not done; the session of what they made."""
@@ -111,10 +111,8 @@ class Passes:
 
     def _plain(self, checkpoint: Checkpoint) -> Session:
         """The model as it is, of which no layer is compressed."""
-        session = Session.plain(self.recipe, checkpoint, self.device)
+        session = Session.plain(self.recipe, checkpoint, self.device, self.session.original)
         session.jobs = tuple(self.jobs)
-        original = self.session.original
-        session.source = None if checkpoint.path == original.path else original
         return session
 
     def _cut(
@@ -145,7 +143,9 @@ class Passes:
             allocate_sparsity(session, own, reporter, spill)
             compress_blocks(session, own, reporter, spill)
             finish.write_metadata(session, own)
-        return recover(job, before, self._plain(checkpoint), facts(directory, self.session), output, work, reporter)
+        plain, done = self._plain(checkpoint), facts(directory, self.session)
+        ask(self.team, job, plain, before, output, work, done)
+        return recover(job, before, plain, done, output, work, reporter, self.team)
 
 
 def _whole_stages(recipe: Recipe) -> list[Stage]:
@@ -176,12 +176,3 @@ def _uncompressed(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
         )
     return checkpoint
-
-
-def _empty(directory: Path, streamed: StreamedModel, job: StructureJob) -> Checkpoint:
-    """A checkpoint of zeros that looks as the pass's result will."""
-    source = streamed.checkpoint
-    model = build_skeleton(job.config, torch.float32, stored=source.names())
-    tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
-    placeholder(directory, source.path, config_dict(source, streamed.config, job.config), tensors)
-    return Checkpoint(directory)

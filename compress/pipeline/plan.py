@@ -109,6 +109,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
     available = psutil.virtual_memory().available
     spill = states > SPILL_SHARE * available
     peak = memory_bytes() + WORKSPACE + _working_set(session, rows, evaluation) + (0 if spill else states)
+    peak = max(peak, memory_bytes() + WORKSPACE + max((job.memory(session) for job in session.jobs), default=0))
     disk = after + tokens * hidden * itemsize * 2 + (2 * scored * hidden * itemsize if spill else 0) + DISK_MARGIN
     free = _free_disk(output)
     plan = Plan(
@@ -137,6 +138,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         )
     plan.warnings += unused_limits(session)
     plan.warnings += [] if session.draft is None else session.draft.warnings
+    plan.warnings += [warning for job in session.jobs for warning in job.warnings]
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     if plan.peak_memory > MEMORY_SHARE * plan.available_memory:

@@ -13,7 +13,7 @@ from torch import nn
 from compress.distill.data import TextRows
 from compress.distill.loop import DivergedError
 from compress.distill.recovery import held as held_files
-from compress.distill.recovery.constraints import constrain, settle
+from compress.distill.recovery.constraints import between_codes, constrain, settle
 from compress.distill.recovery.held import HELD, Held
 from compress.distill.recovery.layers import followed
 from compress.distill.recovery.learner import Recovering
@@ -57,9 +57,7 @@ def recover(
         What happened, JSON-able.
     """
     team, settings, device = team or Team(), job.settings, session.streamed.device
-    ids, warning = rows(session, job.stage)
-    if warning and team.is_main:
-        reporter.warn(warning)
+    ids, _ = rows(session, job.stage)
     given, apart = split(ids)
     teacher_of = session.reference
     layers = followed([len(stack.blocks) for stack in teacher_of.stacks], passes) if settings.squarehead else []
@@ -68,9 +66,13 @@ def recover(
     model, held = whole(before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
+    for name, own in held.items():
+        if own.grid is not None and settings.adapter is None and session.checkpoint.has(f"{name}.weight"):
+            weight = model.get_submodule(name).weight
+            weight.data = between_codes(weight.data, session.checkpoint.get(f"{name}.weight"), own.grid)
     constrain(model, held, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(model)
     learner = Recovering(model, session.streamed, settings, range(len(layers)))
     trained, ended = _train(learner, given, apart, teacher, judge, job, work, device, reporter, team)
     team.leave()
@@ -173,6 +175,14 @@ def _teachers(
         progress=reporter,
     )
     return cached, Cached(cached.directory, len(given))
+
+
+def _checkpoint_activations(model: Any) -> None:
+    options = {"use_reentrant": False}  # reentrant ones know no gradient of a block whose input needs none
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def _targets(model: Any) -> frozenset[str]:

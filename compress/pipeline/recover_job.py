@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 
 from compress import calibration
 from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
@@ -50,22 +51,37 @@ class RecoverJob:
         """It always needs text."""
         return {"text"}
 
+    def memory(self, session: Session) -> int:
+        """Bytes that training takes: weights, gradients, AdamW's moments and the best weights so far, float32; the teacher; activations."""
+        settings, config = self.settings, self.config.get_text_config()
+        size = sum(p.numel() for p in session.streamed.model.parameters())
+        adapter = settings.adapter
+        held = 20 * size if adapter is None else 4 * size + 20 * _adapted(session, adapter.rank)
+        teacher = session.original.total_bytes if settings.teacher == "memory" else 0
+        positions = (settings.micro_batch or settings.batch_size) * settings.sequence_length
+        # About 17 numbers of the hidden size are kept of a layer (Korthikanti et al., arXiv 2205.05198), or one.
+        layers = len(session.streamed.blocks)
+        numbers = layers + 17 if settings.gradient_checkpointing else 17 * layers
+        logits = 0 if session.streamed.kind == "encoder" else 5 * int(config.vocab_size)
+        return held + teacher + 4 * positions * (numbers * int(config.hidden_size) + logits)
+
     def describe(self) -> str:
         """For people: "recovery by finetune, 400 steps of training"."""
         return f"recovery by {self.stage.method}, {self.settings.steps:,} steps of training"
 
 
-def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
+def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedModel) -> RecoverJob:
     """The stage, checked.
 
     Args:
-        streamed: what will be trained, or a model of zeros of its shapes. original: the teacher.
+        session: of what will be trained, or of a model of zeros of its shapes. original: the teacher.
 
     Raises:
         RequestError: with file and line, where it cannot be carried out.
     """
     config: RecoverConfig = stage.config
     path = ("stages", stage.index, stage.kind)
+    streamed = session.streamed
 
     def refuse(key: str, text: str) -> RequestError:
         return RequestError(recipe.origin.at((*path, key), text))
@@ -90,7 +106,8 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel, original: Str
     if not recipe.calibration.packing:
         raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
     check_fits_model(recipe.model_copy(update={"calibration": _rows_config(recipe, config)}), streamed)
-    return RecoverJob(stage, streamed.config)
+    _, warning = rows(session, stage)
+    return RecoverJob(stage, streamed.config, () if warning is None else (warning,))
 
 
 def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
@@ -114,6 +131,12 @@ def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
         told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
         warning = session.recipe.origin.at(("stages", stage.index, stage.kind, "samples"), told)
     return session.framed(torch.cat([ids for ids, _ in data.batches])), warning
+
+
+def _adapted(session: Session, rank: int) -> int:
+    """Numbers of low-rank changes of all linear layers of the blocks."""
+    layers = (m for m in session.streamed.blocks.modules() if isinstance(m, nn.Linear))
+    return sum(rank * (m.in_features + m.out_features) for m in layers)
 
 
 def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

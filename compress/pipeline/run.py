@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import resource
 import time
-from dataclasses import dataclass, field
+from contextlib import closing
 from pathlib import Path
-from typing import Any
 
 import torch
 
+from compress.distill.team import Team, launched, refuse_several
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
+from compress.pipeline.applied import AppliedArtifact, LimitError
+from compress.pipeline.assist import asking, assist
 from compress.pipeline.blocks import compress_blocks
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
-from compress.pipeline.directory import LOG, RunDirectory
+from compress.pipeline.directory import LOG, MANIFEST, RunDirectory
 from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.passes import Passes
@@ -23,27 +25,8 @@ from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
-from runtime.errors import CompressError, RequestError
-
-
-@dataclass
-class AppliedArtifact:
-    """What `apply` gives back.
-
-    Attributes:
-        path: directory of the artifact.
-        metrics: quality, sizes and limits, as in the manifest.
-        manifest: content of compress.json.
-        seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
-        peak_memory: largest resident memory of the process, in bytes.
-    """
-
-    path: Path
-    metrics: dict[str, Any]
-    manifest: dict[str, Any]
-    seconds: dict[str, float] = field(default_factory=dict)
-    peak_memory: int = 0
-    warnings: list[str] = field(default_factory=list)
+from runtime.checkpoint import read_json
+from runtime.errors import RequestError
 
 
 def apply(
@@ -55,7 +38,7 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
 ) -> AppliedArtifact:
-    """Run a recipe.
+    """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share the training of its recoveries.
 
     Args:
         output: directory to write; default the recipe's.
@@ -68,10 +51,25 @@ def apply(
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    if launched() > 1 and not any(stage.kind == "recover" for stage in recipe.stages):
+        refuse_several("apply without a recover stage")
+    with closing(Team.join(device)) as team:
+        if not team.is_main:
+            path = assist(recipe, device, team)
+            manifest = read_json(path / MANIFEST)
+            return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
+        with asking(team, Path(output) if output is not None else recipe.output_directory):
+            return _apply(recipe, output, resume, overwrite, device, quiet, team)
+
+
+def _apply(
+    recipe: Recipe, output: Path | None, resume: bool, overwrite: bool, device: str, quiet: bool, team: Team
+) -> AppliedArtifact:
     directory_path = Path(output) if output is not None else recipe.output_directory
     torch.manual_seed(recipe.seed)
     clock = _Clock()
     passes = Passes.open(recipe, device)
+    passes.team = team
     session = passes.session
     evaluation = finish.evaluation_windows(session)
     identity = session.identity(evaluation)
@@ -136,14 +134,6 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
             f"{sentence}; the artifact is complete in {result.path}, but the recipe does not accept it", result
         )
     return result
-
-
-class LimitError(CompressError):
-    """The artifact is complete, but worse than the recipe's `evaluate` limits allow. `result` is what `apply` would have returned."""
-
-    def __init__(self, message: str, result: AppliedArtifact) -> None:
-        super().__init__(message)
-        self.result = result
 
 
 class _Clock:

@@ -114,11 +114,15 @@ class Session:
         return session
 
     @classmethod
-    def plain(cls, recipe: Recipe, checkpoint: Checkpoint, device: str = "auto") -> Session:
-        """A checkpoint of which no layer is compressed, with the recipe's text."""
+    def plain(
+        cls, recipe: Recipe, checkpoint: Checkpoint, device: str = "auto", source: Checkpoint | None = None
+    ) -> Session:
+        """A checkpoint of which no layer is compressed, with the recipe's text; `source`: what it was made of."""
+        if source is not None and source.path == checkpoint.path:
+            source = None
         streamed = StreamedModel(checkpoint, choose_device(device))
         check_fits_model(recipe, streamed)
-        return cls(recipe, streamed.checkpoint, streamed, {})
+        return cls(recipe, streamed.checkpoint, streamed, {}, source=source)
 
     @property
     def original(self) -> Checkpoint:

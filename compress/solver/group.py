@@ -82,7 +82,9 @@ def solve_group(
     if prune is not None:
         fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
         masks = (
-            fixed_masks(current, statistics, prune, fractions) if settled is None else [own.mask for own in held or () if own.mask is not None]
+            fixed_masks(current, statistics, prune, fractions)
+            if settled is None
+            else [own.mask for own in held or () if own.mask is not None]
         )
         chosen_in_loop = masks is None
     compensated = quantize is not None and compensates(quantize)
@@ -123,6 +125,10 @@ def solve_group(
 
 def _on_grid(held: list[Held] | None) -> bool:
     return held is not None and held[0].scale is not None
+
+
+def _masks(held: list[Held] | None) -> list[torch.Tensor]:
+    return [own.mask for own in held or () if own.mask is not None]
 
 
 def _kept(weight: torch.Tensor, held: Held, scheme: Scheme, dtype: torch.dtype) -> LayerResult:

@@ -12,6 +12,8 @@ from torch.nn.utils import parametrize
 from compress.distill.recovery.held import Held
 from compress.quantize.grid import Grid
 
+_NEARLY = 0.45  # of a step
+
 
 @dataclass(frozen=True)
 class Adapter:
@@ -119,6 +121,23 @@ def constrain(
         grid = None if own is None else own.grid
         if grid is not None:
             parametrize.register_parametrization(layer, "weight", OnGrid(grid).to(device))
+
+
+def between_codes(weight: torch.Tensor, source: torch.Tensor, grid: Grid) -> torch.Tensor:
+    """Numbers that round to what `weight` is on the grid, as near as they may be to those that it was rounded from.
+
+    In the middle of its code a weight would have to go half a step before anything happens. Where a solver, or a scale that was folded
+    into a neighbour, has moved it by more than a step, the weight before says nothing of where it should go, and it stays where it is.
+
+    Args:
+        weight: `[out, in]`, on the grid. source: the same before it was quantized.
+    """
+    step = grid.expand(weight.shape[1])[0].abs()
+    rest = source.to(weight) - weight
+    inside = torch.maximum(torch.minimum(rest, _NEARLY * step), -_NEARLY * step)
+    moved = weight + torch.where(rest.abs() <= step, inside, torch.zeros_like(rest))
+    same = grid.codes(moved.clone()) == grid.codes(weight.clone())
+    return torch.where(same, moved, weight)
 
 
 def settle(module: nn.Module) -> None:

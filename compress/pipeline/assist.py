@@ -1,0 +1,70 @@
+"""What all processes but the main one do in a run that a launcher has started several of: they share the training of its recoveries.
+
+Everything else is the main process's alone. Before each recovery it says to all where the model is; when there are no more it says so, also
+where the run failed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from compress.distill.team import PartDone, Team
+from compress.pipeline.applied import LimitError
+from compress.pipeline.progress import Reporter
+from compress.pipeline.recover import recover
+from compress.pipeline.recover_job import RecoverJob
+from compress.pipeline.session import Session, choose_device
+from compress.recipe import Recipe
+from runtime.checkpoint import Checkpoint
+from runtime.errors import CompressError
+
+
+def ask(
+    team: Team,
+    job: RecoverJob,
+    session: Session,
+    before: Path,
+    output: Path,
+    work: Path,
+    passes: Sequence[Mapping[str, Any]],
+) -> None:
+    """The main process: let the others begin a recovery; it then calls `recover` with the same."""
+    paths = (session.checkpoint.path, session.original.path, before, output, work)
+    team.agreed({"stage": job.stage.index, "paths": [str(path.absolute()) for path in paths], "passes": list(passes)})
+
+
+@contextmanager
+def asking(team: Team, output: Path) -> Iterator[None]:
+    """The main process: when this is left, all others are told that there is nothing more, and whether `output` is complete."""
+    done: dict[str, Any] = {"complete": None}
+    try:
+        yield
+        done["complete"] = str(output.absolute())
+    except LimitError:
+        done["complete"] = str(output.absolute())
+        raise
+    finally:
+        team.agreed(done)
+
+
+def assist(recipe: Recipe, device: str, team: Team) -> Path:
+    """Any other process: train along until the main one says that there is nothing more; the artifact.
+
+    Raises:
+        CompressError: the run failed.
+    """
+    where = str(team.device(choose_device(device)))
+    nothing: dict[str, Any] = {}
+    while "complete" not in (task := team.agreed(nothing)):
+        checkpoint, original, before, output, work = map(Path, task["paths"])
+        session = Session.plain(recipe, Checkpoint(checkpoint), where, Checkpoint(original))
+        stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
+        job = RecoverJob(stage, session.streamed.config)
+        with Reporter(None, quiet=True) as reporter, suppress(PartDone):
+            recover(job, before, session, task["passes"], output, work, reporter, team)
+    if task["complete"] is None:
+        raise CompressError("the run failed in the main process, which says why")
+    return Path(task["complete"])

@@ -1,0 +1,285 @@
+"""The stage `recover`: what earlier stages have settled stays, quality comes back, and later stages build on it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
+
+from encoder_models import bert, save, t5
+
+import compress
+import runtime
+from compress.distill import loop
+from compress.pipeline.plan import make_plan
+from compress.recipe import load as load_recipe
+from runtime.errors import CompressError, RequestError
+from runtime.linear import CompressedLinear
+
+BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
+SPARSE = {"prune": {"method": "sparsegpt", "sparsity": 0.6}}
+GRID = {"quantize": {"method": "gptq", "bits": 2, "group_size": 64}}
+
+
+def recover(method: str = "finetune", **fields: Any) -> dict[str, Any]:
+    small = {"samples": 24, "sequence_length": 32, "steps": 6, "batch_size": 4, "evaluate_every": 3}
+    return {"recover": {"method": method, **small, **fields}}
+
+
+def bundled(*stages: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "name": "test",
+        "model": str(BUNDLED),
+        "calibration": {"samples": 32, "sequence_length": 64},
+        "stages": list(stages),
+        "evaluate": {"sequence_length": 64, "samples": 24},
+    }
+
+
+LONGER = {"samples": 400, "sequence_length": 64, "steps": 40, "batch_size": 8, "evaluate_every": 20}
+
+
+def weights(path: Path) -> dict[str, torch.Tensor]:
+    module = runtime.load(path, kernels="reference").engine.module
+    found = {}
+    for name, layer in module.named_modules():
+        if isinstance(layer, CompressedLinear):
+            found[name] = layer.dequantize()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("before", "method", "fields", "share"),
+    [
+        (SPARSE, "finetune", {"learning_rate": 1e-3}, 0.75),
+        (SPARSE, "lora", {"rank": 16, "learning_rate": 3e-3}, 0.9),
+        (GRID, "finetune", {"learning_rate": 1e-3}, 0.8),
+    ],
+)
+def test_some_of_what_was_lost_comes_back_soon(
+    tmp_path: Path, before: dict[str, Any], method: str, fields: dict[str, Any], share: float
+) -> None:
+    lost = compress.apply(bundled(before), output=tmp_path / "lost", quiet=True)
+    stage = recover(method, **LONGER, **fields)
+    won = compress.apply(bundled(before, stage), output=tmp_path / "won", quiet=True)
+    assert won.metrics["perplexity_increase"] < share * lost.metrics["perplexity_increase"]
+    (facts,) = won.manifest["passes"]
+    assert facts["recover"] == method
+    assert facts["perplexity_after"] < facts["perplexity_before"]
+    assert facts["after"]["loss"] < facts["before"]["loss"]
+    one, other = weights(tmp_path / "lost"), weights(tmp_path / "won")
+    assert one.keys() == other.keys()
+    changed = [float((one[name] != other[name]).float().mean()) for name in one]
+    assert sum(change > 0.001 for change in changed) > len(changed) / 2
+    if before is SPARSE:
+        # What was removed stays removed; now and then a weight that was left is trained to zero.
+        assert all(not bool((other[name][one[name] == 0] != 0).any()) for name in one)
+        assert won.manifest["layers"][0]["sparsity"] == pytest.approx(0.6, abs=0.01)
+    else:
+        assert won.manifest["bytes"]["after"] == lost.manifest["bytes"]["after"]
+        assert [layer["bits"] for layer in won.manifest["layers"]] == [
+            layer["bits"] for layer in lost.manifest["layers"]
+        ]
+
+
+def test_the_whole_chain(tmp_path: Path) -> None:
+    stages = (
+        {"structure": {"method": "obs", "remove": "ffn", "keep": 640}},
+        recover(**LONGER, learning_rate=3e-4),
+        {"prune": {"method": "sparsegpt", "pattern": "2:4"}},
+        recover(**LONGER, learning_rate=3e-4, teacher="cached"),
+        {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 128}},
+        {
+            "draft": {
+                "method": "distillspec",
+                "layers": 1,
+                "samples": 16,
+                "sequence_length": 32,
+                "steps": 4,
+                "data": "given",
+            }
+        },
+    )
+    recipe = bundled(*stages)
+    plan = make_plan(load_recipe(recipe), tmp_path / "out")
+    assert len(plan.passes) == 3
+    made = compress.apply(recipe, output=tmp_path / "out", quiet=True)
+    assert [facts.get("remove") or facts.get("recover") for facts in made.manifest["passes"]] == [
+        "ffn",
+        "finetune",
+        "finetune",
+    ]
+    assert made.metrics["perplexity_increase"] < 0.6
+    for name, weight in weights(tmp_path / "out").items():
+        assert int((weight.view(len(weight), -1, 4) != 0).sum(-1).max()) <= 2, name
+    layers = {layer["name"]: layer["method"] for layer in made.manifest["layers"]}
+    assert all("2:4" in method and "gptq" in method for method in layers.values())
+    assert made.manifest["draft"]["method"] == "distillspec"
+    assert runtime.load(tmp_path / "out").generate("import os", max_new_tokens=8)
+
+
+@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
+def test_other_kinds_of_models(recipe: Any, tmp_path: Path, kind: str) -> None:
+    model = bert() if kind == "encoder" else t5(tie_word_embeddings=False)
+    source = save(model, tmp_path / "model")
+    fields: dict[str, Any] = {"steps": 12, "learning_rate": 1e-3}
+    request = recipe(source, {"prune": {"method": "wanda", "sparsity": 0.5}}, recover(**fields, teacher="cached"))
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    (facts,) = made.manifest["passes"]
+    assert facts["after"]["loss"] < facts["before"]["loss"]
+    assert ("kl" in facts["after"]) == (kind == "encoder-decoder")
+    assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.02) for layer in made.manifest["layers"])
+
+
+@pytest.mark.parametrize("stop", [2, 5])
+def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+) -> None:
+    request = recipe(make_checkpoint(), {"prune": {"method": "sparsegpt", "sparsity": 0.5}}, recover(evaluate_every=2))
+    straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
+    real = loop.Run._step
+
+    def step(self: Any, number: int) -> float:
+        if number == stop:
+            raise KeyboardInterrupt
+        return real(self, number)
+
+    monkeypatch.setattr(loop.Run, "_step", step)
+    with pytest.raises(KeyboardInterrupt):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    done = []
+    monkeypatch.setattr(loop.Run, "_step", lambda self, number: (done.append(number), real(self, number))[1])
+    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    assert done[0] == stop // 2 * 2
+    for file in straight.path.glob("*.safetensors"):
+        assert file.read_bytes() == (made.path / file.name).read_bytes()
+    assert json.loads((straight.path / "compress.json").read_text()) == json.loads(
+        (made.path / "compress.json").read_text()
+    )
+
+
+def test_a_loss_that_diverges_ends_with_the_best_weights(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, recover(steps=9))
+    real = loop.Run._step
+
+    def step(self: Any, number: int) -> float:
+        if number == 7:
+            for weight in self.weights.values():
+                weight.data.fill_(torch.nan)
+        return real(self, number)
+
+    monkeypatch.setattr(loop.Run, "_step", step)
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    (facts,) = made.manifest["passes"]
+    assert facts["ended"] == "diverged"
+    assert 0 < facts["best_step"] <= 6
+    assert any("diverged" in warning for warning in made.warnings)
+    assert all(bool(torch.isfinite(weight).all()) for weight in weights(made.path).values())
+
+
+def test_precision_and_memory_do_not_change_what_is_learned(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    request = {"prune": {"method": "magnitude", "sparsity": 0.5}}
+    losses = {}
+    for name, fields in (
+        ("plain", {}),
+        ("checkpointed", {"gradient_checkpointing": True}),
+        ("parts", {"micro_batch": 2}),
+        ("bf16", {"precision": "bfloat16"}),
+    ):
+        made = compress.apply(recipe(make_checkpoint(), request, recover(**fields)), output=tmp_path / name, quiet=True)
+        losses[name] = made.manifest["passes"][0]["after"]["loss"]
+    assert losses["checkpointed"] == pytest.approx(losses["plain"], rel=1e-4)
+    assert losses["parts"] == pytest.approx(losses["plain"], rel=1e-2)
+    assert losses["bf16"] == pytest.approx(losses["plain"], rel=5e-2)
+
+
+SHARED = """
+import sys, compress, torch
+torch.set_num_threads(1)
+made = compress.apply(sys.argv[1], output=sys.argv[2], device="cpu", quiet=True)
+print(made.path, len(made.manifest["passes"]))
+"""
+
+
+def launched(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess[str]:
+    """A program in several processes, as torchrun starts them."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
+    here = str(Path(__file__).resolve().parents[2])
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=250)
+
+
+def test_two_processes_learn_what_one_learns(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    stages = (
+        {"prune": {"method": "wanda", "pattern": "2:4"}},
+        recover(micro_batch=1, learning_rate=1e-3),
+        recover("lora", rank=4),
+    )
+    request = recipe(make_checkpoint(dtype=torch.float32), *stages)
+    alone = compress.apply(request, output=tmp_path / "alone", device="cpu", quiet=True)
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
+    (tmp_path / "program.py").write_text(SHARED)
+    done = launched(str(tmp_path / "program.py"), str(tmp_path / "recipe.yaml"), str(tmp_path / "both"))
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.split() == [str(tmp_path / "both"), "2"] * 2
+    manifest = json.loads((tmp_path / "both/compress.json").read_text())
+    for one, other in zip(alone.manifest["passes"], manifest["passes"], strict=True):
+        for mine, theirs in zip(one["curve"]["held_out"], other["curve"]["held_out"], strict=True):
+            assert theirs == pytest.approx(mine, rel=1e-3, abs=1e-5)
+    mine, theirs = weights(tmp_path / "alone"), weights(tmp_path / "both")
+    for name, weight in mine.items():
+        torch.testing.assert_close(theirs[name], weight, rtol=1e-2, atol=1e-3)
+        assert torch.equal(theirs[name] == 0, weight == 0)
+
+
+def test_a_run_that_fails_in_one_process_ends_in_all(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    request = recipe(make_checkpoint(), {"prune": {"method": "wanda", "pattern": "2:4"}}, recover())
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
+    (tmp_path / "program.py").write_text(SHARED)
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/mine.txt").write_text("not yours")
+    done = launched(str(tmp_path / "program.py"), str(tmp_path / "recipe.yaml"), str(tmp_path / "out"))
+    assert done.returncode != 0
+    assert "already holds mine.txt" in done.stderr
+    assert "failed in the main process" in done.stderr or "SIGTERM" in done.stderr
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["mine.txt"]
+
+
+@pytest.mark.parametrize(
+    ("stages", "words"),
+    [
+        ([recover(kl=0.0, squarehead=0.0)], ["recover", "nothing to learn"]),
+        ([recover(learning_rate=0.0)], ["recover.learning_rate", "above 0"]),
+        ([recover("lora", rank=65)], ["recover.rank", "hidden size 64"]),
+        ([recover("finetun")], ["recover.method", "did you mean", "finetune"]),
+        ([recover(sequence_length=100_000)], ["sequence_length"]),
+        ([recover(data="x.txt")], ["unknown key", "data"]),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, stages: Any, words: list[str]
+) -> None:
+    with pytest.raises((RequestError, CompressError)) as error:
+        compress.apply(recipe(make_checkpoint(), *stages), output=tmp_path / "out", quiet=True)
+    for word in words:
+        assert word in str(error.value), str(error.value)
+    assert error.value.exit_code == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_encoder_has_no_next_token_to_learn(recipe: Any, tmp_path: Path) -> None:
+    source = save(bert(), tmp_path / "model")
+    for fields in ({"kl": 1.0}, {"squarehead": 0.0}):
+        with pytest.raises(RequestError, match=r"recover\.(kl|squarehead).*squarehead alone"):
+            compress.apply(recipe(source, recover(**fields)), output=tmp_path / "out", quiet=True)

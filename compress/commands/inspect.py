@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compress.commands.made_passes import show_passes
 from compress.commands.output import print_json, print_table, show_cache, show_cache_quality, size, stdout_reserved
 from runtime.errors import ArtifactError, CompressError
 
@@ -122,6 +123,7 @@ def _show(result: dict[str, Any]) -> None:
         print(
             f"Made by compress {result['compress_version']} from {result['source']['path_or_id']}: {ratio:.2f} times smaller"
         )
+    show_passes(result.get("passes") or [])
     if result.get("kv_cache"):
         from runtime.kv_cache.policy import Policy
 

@@ -25,7 +25,8 @@ def plan(
     device: str = DEVICE,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Say what `apply` would do: tensors, sizes, memory, disk, time. Nothing is run, nothing is written.
+    """Say what `apply` would do: tensors, sizes, memory, disk, time. Nothing is run, nothing is written; for a budget of latency, models
+    of zeros are timed.
 
     Exit code 2 when the run could not fit; `apply` makes the same check before it starts.
 
@@ -61,6 +62,8 @@ def _show(result: dict[str, Any]) -> None:
         how = ", ".join(part for part in (tensor["method"], tensor["format"]) if part)
         rows.append((tensor["name"], tensor["action"], how, size(tensor["bytes_before"]), size(tensor["bytes_after"])))
     print_table("", ("tensor", "what happens", "method, format", "before", "after"), rows, right=(3, 4))
+    for text in result["passes"]:
+        print(f"First: {text}")
     before, after = result["bytes_before"], result["bytes_after"]
     print(f"Model: {result['model']}    Output: {result['output']}")
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")

@@ -68,19 +68,24 @@ class PlainWriter:
 def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
     """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
     written: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    return _changed(written, before.to_dict(), after.to_dict())
+    return _changed(written, before.to_dict(), after.to_dict(), after)
 
 
-def _changed(written: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any]) -> dict[str, Any]:
+def _changed(
+    written: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], config: Any
+) -> dict[str, Any]:
+    # A size may go by several names (num_experts, num_local_experts); it changes under those that the file knows.
+    others: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
     result = dict(written)
     for key, value in after.items():
         if before.get(key) == value:
             continue
         inner = written.get(key)
         if isinstance(inner, dict) and isinstance(value, dict) and isinstance(before.get(key), dict):
-            result[key] = _changed(inner, before[key], value)
-        else:
-            result[key] = value
+            result[key] = _changed(inner, before[key], value, getattr(config, key, None))
+            continue
+        names = [name for name in (key, *(n for n, real in others.items() if real == key)) if name in written]
+        result |= dict.fromkeys(names or [key], value)
     return result
 
 

@@ -17,6 +17,7 @@ from compress.distill.recovery.constraints import between_codes, constrain, sett
 from compress.distill.recovery.held import HELD, Held
 from compress.distill.recovery.layers import followed
 from compress.distill.recovery.learner import Recovering
+from compress.distill.recovery.nested import Nested, feed_forward, order
 from compress.distill.recovery.teachers import Cached, InMemory, RecoveryTeacher, cache_outputs
 from compress.distill.rows import digest_of
 from compress.distill.team import Team
@@ -32,6 +33,8 @@ from runtime.checkpoint import read_json
 from runtime.engines.torch import Blueprint
 from runtime.linear import CompressedLinear
 from runtime.skeleton import find_stacks
+
+_RANKED = 64  # rows of text that channels are ranked by
 
 
 def recover(
@@ -66,6 +69,8 @@ def recover(
     model, held = whole(before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
+    if job.method.nested and getattr(settings, "order", False):
+        order(model, session.streamed, feed_forward(session.streamed), given[:_RANKED])
     for name, own in held.items():
         if own.grid is not None and settings.adapter is None and session.checkpoint.has(f"{name}.weight"):
             weight = model.get_submodule(name).weight
@@ -73,7 +78,8 @@ def recover(
     constrain(model, held, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
-    learner = Recovering(model, session.streamed, settings, range(len(layers)))
+    kind = Nested if job.method.nested else Recovering
+    learner = kind(model, session.streamed, settings, range(len(layers)))
     trained, ended = _train(learner, given, apart, teacher, judge, job, work, device, reporter, team)
     team.leave()
     if ended == "diverged":

@@ -10,6 +10,7 @@ from torch import nn
 
 from compress import calibration
 from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
+from compress.distill.recovery.nested import feed_forward
 from compress.pipeline.kinds import check_fits_model
 from compress.recipe import Recipe, Stage
 from runtime.errors import RequestError
@@ -103,6 +104,17 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     rank = getattr(config, "rank", None)
     if rank is not None and rank > ours:
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
+    if METHODS[stage.method].nested:
+        layered = next((s for s in recipe.stages if s.kind in ("prune", "quantize") and s.index < stage.index), None)
+        if layered is not None:
+            raise refuse(
+                "method",
+                f"nested widths are trained before layers are compressed, and stage {layered.index} is before it",
+            )
+        try:
+            feed_forward(streamed)
+        except RequestError as error:
+            raise refuse("method", str(error)) from None
     if not recipe.calibration.packing:
         raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
     check_fits_model(recipe.model_copy(update={"calibration": _rows_config(recipe, config)}), streamed)

@@ -66,7 +66,7 @@ def remove_channels(
     streamed.load_outside()
     # The probe is last.
     every = [*batches, probe] if job.needs & {"hessian", "ranges"} else [batches[0], probe]
-    states = _states(streamed, every, min(done, count), work, spill)
+    states = entering(streamed, every, min(done, count), work, spill)
     for index in range(done, count):
         remover = _Block(job, streamed, smaller[index], index, states, every)
         with streamed.loaded_block(index):
@@ -74,9 +74,9 @@ def remove_channels(
             with torch.inference_mode():
                 for number, batch in enumerate(every):
                     states.put(number, streamed.advance(index, states.get(number), batch))
-        states.persist(_hidden(work, index + 1))
+        states.persist(hidden_directory(work, index + 1))
         writer.write(index, tensors, {"layers": facts})
-        shutil.rmtree(_hidden(work, index), ignore_errors=True)
+        shutil.rmtree(hidden_directory(work, index), ignore_errors=True)
         worst = max((layer["error"] for layer in facts if layer["error"] is not None), default=None)
         reporter.step(f"block {index}: " + ("nothing to remove" if worst is None else f"error {worst:.2e}"))
     if done <= count:
@@ -110,7 +110,7 @@ class _Block:
         job, source = self.job, self.streamed.checkpoint
         names = self.streamed.block_names(self.index)
         tensors = {name: source.get(name) for name in names}
-        _check_finite(tensors)
+        check_finite(tensors)
         facts, all_kept = [], {}
         for channels in self._in_order():
             statistics = self._statistics(channels)
@@ -283,13 +283,14 @@ def _error(before: torch.Tensor, after: torch.Tensor, statistics: Statistics | N
     return float(((lost @ moments) * lost).sum()) / whole if whole > 0 else 0.0
 
 
-def _check_finite(tensors: dict[str, torch.Tensor]) -> None:
+def check_finite(tensors: dict[str, torch.Tensor]) -> None:
+    """CompressError that names the tensor with NaN or Inf."""
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint")
 
 
-def _states(streamed: StreamedModel, batches: Sequence[Batch], done: int, work: Path, spill: bool) -> HiddenStates:
+def entering(streamed: StreamedModel, batches: Sequence[Batch], done: int, work: Path, spill: bool) -> HiddenStates:
     """What enters the first block that is still to be done."""
     work.mkdir(parents=True, exist_ok=True)
     scratch = work / "hidden-next" if spill else None
@@ -297,13 +298,14 @@ def _states(streamed: StreamedModel, batches: Sequence[Batch], done: int, work: 
         states = HiddenStates(len(batches), scratch)
         streamed.prelude(list(batches), states)
         return states
-    states = HiddenStates.load(_hidden(work, done), len(batches), scratch)
+    states = HiddenStates.load(hidden_directory(work, done), len(batches), scratch)
     for batch in batches:
         streamed.block_kwargs(batch, min(done, len(streamed.blocks) - 1))
     return states
 
 
-def _hidden(work: Path, index: int) -> Path:
+def hidden_directory(work: Path, index: int) -> Path:
+    """Where what enters a block is kept for an interrupted call."""
     return work / f"hidden-{index:05d}"
 
 

@@ -7,10 +7,14 @@ import re
 from collections.abc import Collection
 from typing import TYPE_CHECKING
 
+import torch
+
+from compress.pipeline.converted import Converted, find_converted
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
+from runtime.headers import TensorEntry
 from runtime.naming import match_names, without_place
-from runtime.skeleton import model_kind
+from runtime.skeleton import model_kind, tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,7 +26,8 @@ class SourceCheckpoint(Checkpoint):
     """A checkpoint whose tensors go by the model's names.
 
     Attributes:
-        renamed: {the model's name: the name in the files} where the two differ.
+        renamed: {the model's name: the name in the files} where the two differ; of a tensor that the files hold in parts, the first.
+        converted: {the model's name: how it is made} of tensors that the files hold in parts (experts one by one).
         dropped: {name: why} of tensors that no artifact needs.
 
     Raises:
@@ -32,8 +37,12 @@ class SourceCheckpoint(Checkpoint):
     def __init__(self, checkpoint: Checkpoint, model: PreTrainedModel, places: Collection[str]) -> None:
         self.__dict__.update(copy.copy(checkpoint.__dict__))
         self.renamed = {new: old for new, old in match_names(model, checkpoint.names(), places).items() if new != old}
+        self.converted: dict[str, Converted] = {}
         back = {old: new for new, old in self.renamed.items()}
-        self._tensors = dict(sorted((back.get(name, name), checkpoint.entry(name)) for name in checkpoint.names()))
+        named = {back.get(name, name): checkpoint.entry(name) for name in checkpoint.names()}
+        if not set(places) - _shared(model) <= named.keys() and not set(named) <= set(places):
+            self._convert(checkpoint, model, places, named)
+        self._tensors = dict(sorted(named.items()))
         self.dropped: dict[str, str] = {}
         if model_kind(model.config) != "encoder":
             return
@@ -42,3 +51,38 @@ class SourceCheckpoint(Checkpoint):
             if not reason:
                 raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {name}")
             self.dropped[name] = reason
+
+    def _convert(
+        self,
+        checkpoint: Checkpoint,
+        model: PreTrainedModel,
+        places: Collection[str],
+        named: dict[str, TensorEntry],
+    ) -> None:
+        """Put tensors that transformers would rename, or make out of several, into `named`, in the place of those in the files."""
+        renamed, self.converted = find_converted(model, checkpoint, places)
+        self._files = checkpoint
+        for name, stored in renamed.items():
+            named.pop(stored, None)
+            named[name] = checkpoint.entry(stored)
+            self.renamed[name] = stored
+        for name, made in self.converted.items():
+            entries = [checkpoint.entry(stored) for stored in made.sources]
+            for stored in made.sources:
+                named.pop(stored, None)
+            form = made.build(
+                lambda stored: torch.empty(self._files.shape(stored), dtype=self._files.dtype(stored), device="meta")
+            )
+            size = form.numel() * form.element_size()
+            named[name] = TensorEntry(name, entries[0].file, form.dtype, tuple(form.shape), entries[0].offset, size)
+            self.renamed[name] = made.sources[0]
+
+    def get(self, name: str) -> torch.Tensor:
+        """One tensor, put together where the files hold it in parts; see `Checkpoint.get`."""
+        made = self.converted.get(name)
+        return super().get(name) if made is None else made.build(self._files.get)
+
+
+def _shared(model: PreTrainedModel) -> set[str]:
+    """Names that need no tensor of their own, since one that they are tied to may be stored."""
+    return {name for pair in tied_names(model).items() for name in pair}

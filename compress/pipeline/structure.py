@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from compress.pipeline.files import write_json
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.progress import Reporter
 from compress.pipeline.remove_channels import remove_channels
+from compress.pipeline.remove_experts import remove_experts
+from compress.pipeline.remove_hidden import remove_hidden
 from compress.pipeline.remove_layers import remove_layers
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.structure_job import StructureJob
+from compress.prune.structure.sizes import resized
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 
@@ -34,24 +39,55 @@ def remove_structure(
     """Write the smaller model to `output`; arguments and errors as of `remove_channels`.
 
     Returns:
-        What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", and what the
-        removal says.
+        What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
+        (where time was), and what the removal says.
     """
+    _check_begun(job, streamed, work)
     if job.settings.remove == "layers":
         found = remove_layers(job, streamed, batches, output, work, spill, reporter)
         expected = _without(streamed, found["kept"], probe)
+    elif job.settings.remove == "experts":
+        found, expected = remove_experts(job, streamed, batches, probe, output, work, spill, reporter)
+    elif job.settings.remove == "hidden":
+        found, expected = remove_hidden(job, streamed, batches, probe, output, work, spill, reporter)
     else:
         found, expected = remove_channels(job, streamed, batches, probe, output, work, spill, reporter)
     smaller = StreamedModel(Checkpoint(output), streamed.device, dtype=streamed.dtype)
     check_equal(output, run(smaller, probe), expected.float().cpu())
     return {
         "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.kept, "unit": job.size.unit,
-        "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller), **found,
+        "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
+        **({"measured": job.measured} if job.measured else {}), **found,
     }  # fmt: skip
 
 
+def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None:
+    """The model is the one that the job was made for, and a pass that goes on goes on to as many units.
+
+    Times are kept, so that a budget of latency gives the same number again; where they are lost it may not.
+    """
+    file = work / "job.json"
+    plan = {"before": job.size.count, "after": job.kept}
+    begun = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else plan
+    wanted, found = (_told(c) for c in (job.config, resized(streamed.config, job.settings.remove, job.kept)))
+    if begun != plan or wanted != found:
+        raise CompressError(
+            f"this run was begun with another number of units than {job.describe()}, since times were measured anew; run it again with "
+            "--overwrite"
+        )
+    work.mkdir(parents=True, exist_ok=True)
+    write_json(file, plan)
+
+
+def _told(config: Any) -> dict[str, Any]:
+    """A config without where it was read."""
+    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+
+
 def _parameters(streamed: StreamedModel) -> int:
-    return sum(p.numel() for p in streamed.model.parameters())
+    """Of a model, tied ones once: those that are read become tensors of their own."""
+    named = streamed.model.named_parameters(remove_duplicate=False)
+    return sum(value.numel() for name, value in named if name not in streamed.ties)
 
 
 def _without(whole: StreamedModel, kept: Sequence[Sequence[int]], probe: Batch) -> torch.Tensor:

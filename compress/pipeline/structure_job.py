@@ -5,22 +5,27 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from compress.nearest import listing
+from compress.pipeline.gradients import ROWS
+from compress.pipeline.latency import Latency
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
-from compress.prune.structure.couplings import Channels, Slices, changed, channels_of, shapes
-from compress.prune.structure.sizes import Size, resized, size_of
+from compress.prune.structure.config import Remove
+from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of, shapes
+from compress.prune.structure.experts import Experts, experts_of
+from compress.prune.structure.sizes import Size, active_experts, number_of_experts, resized, size_of, with_wider_heads
 from compress.recipe import Recipe, Stage
 from runtime.errors import ArtifactError, RequestError
-from runtime.skeleton import build_skeleton
+from runtime.skeleton import build_skeleton, find_stacks
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+    from compress.pipeline.session import Session
     from compress.pipeline.stream import StreamedModel
 
 
@@ -33,7 +38,9 @@ class StructureJob:
         size: what there is. kept: units that stay.
         config: of the smaller model.
         slices: what units have of which tensors; none where layers go.
-        channels: of each block, by the layer that reads them; none where layers or dimensions of the hidden state go.
+        channels: of each block, by the layer that reads them; none where layers, experts or dimensions of the hidden state go.
+        experts: of each block, None of those that have none; none at all where something else goes.
+        measured: what was timed to find how many stay, JSON-able, see `compress.pipeline.latency`; empty without a budget of latency.
     """
 
     stage: Stage
@@ -42,6 +49,8 @@ class StructureJob:
     config: PretrainedConfig
     slices: tuple[Slices, ...]
     channels: tuple[tuple[Channels, ...], ...]
+    experts: tuple[Experts | None, ...] = ()
+    measured: dict[str, Any] = field(default_factory=dict)
 
     @property
     def settings(self) -> StructureConfig:
@@ -54,16 +63,34 @@ class StructureJob:
 
     @property
     def needs(self) -> set[str]:
-        """What must be collected; a refit needs second moments."""
+        """What must be collected; a refit needs second moments, norms over fewer dimensions what they divide by."""
         refit = self.settings.reconstruct and self.settings.remove in ("ffn", "heads")
-        return {*self.method.needs, *(("hessian",) if refit else ())}
+        dimensions = self.settings.remove == "hidden"
+        return {*self.method.needs, *(("hessian",) if refit else ()), *(("states",) if dimensions else ())}
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """Sentences for the user: there are none."""
+        return ()
+
+    def memory(self, session: Session) -> int:
+        """Bytes that it takes beyond what compressing a block takes: gradients need the whole model, float32, and its activations."""
+        if "gradients" not in self.needs:
+            return 0
+        size = sum(p.numel() for p in session.reference.model.parameters())
+        config = session.reference.config.get_text_config()
+        numbers = 17 * len(session.reference.blocks) * int(config.hidden_size) + 5 * int(config.vocab_size)
+        return 4 * (size + ROWS * session.recipe.calibration.sequence_length * numbers)
 
     def describe(self) -> str:
         """For people: "ffn 1024 -> 768 channels by obs, readers refitted"."""
-        fitted = ", readers refitted" if self.settings.reconstruct and self.settings.remove in ("ffn", "heads") else ""
-        return (
-            f"{self.settings.remove} {self.size.count} -> {self.kept} {self.size.unit} by {self.stage.method}{fitted}"
-        )
+        readers = {"ffn": ", readers refitted", "heads": ", readers refitted", "hidden": ", layers refitted"}
+        fitted = readers.get(self.settings.remove, "") if self.settings.reconstruct else ""
+        timed = ""
+        if self.measured:
+            before, after = (1e3 * self.measured[when] for when in ("before", "after"))
+            timed = f" (latency measured: {self.measured['of']} {before:.3g} -> about {after:.3g} ms)"
+        return f"{self.settings.remove} {self.size.count} -> {self.kept} {self.size.unit} by {self.stage.method}{fitted}{timed}"
 
 
 def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJob:
@@ -82,29 +109,37 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     with _at(recipe, (*path, "remove")):
         size = size_of(streamed.config, config.remove)
         whole = streamed.model
-    kept = _kept(recipe, stage, size, streamed)
+        if config.remove == "hidden" and not changed_shapes(whole, _built(with_wider_heads(streamed.config), streamed)):
+            raise RequestError(
+                f"the heads of a {type(whole).__name__} are as wide as their share of the hidden size is, and its config cannot say that "
+                "they stay as they are: dimensions of the hidden state cannot be removed alone"
+            )
+    kept, measured = _kept(recipe, stage, size, streamed)
     with _at(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
         if config.remove == "layers":
-            return StructureJob(stage, size, kept, smaller, (), ())
+            return StructureJob(stage, size, kept, smaller, (), (), measured=measured)
         built = _built(smaller, streamed)
         slices = changed(whole, built, size.count, kept)
         if not slices:
             raise RequestError(f"the config of a {type(whole).__name__} cannot say that it has fewer {size.unit}")
         if config.remove == "hidden":
-            return StructureJob(stage, size, kept, smaller, tuple(slices), ())
+            return StructureJob(stage, size, kept, smaller, tuple(slices), (), measured=measured)
         outside = [s.name for s in slices if not streamed.is_inside(s.name)]
         if outside:
             raise RequestError(
                 f"{outside[0]} of a {type(whole).__name__} is in no layer and has parts of these {size.unit}"
             )
+        if config.remove == "experts":
+            experts = tuple(experts_of(whole, slices, streamed.block_prefix(i)) for i in range(len(streamed.blocks)))
+            return StructureJob(stage, size, kept, smaller, tuple(slices), (), experts, measured)
         channels = [
             tuple(channels_of(whole, slices, streamed.block_prefix(index), size.count))
             for index in range(len(streamed.blocks))
         ]
         if not any(channels):
             raise RequestError(f"no layer of a {type(whole).__name__} has such {size.unit}")
-        return StructureJob(stage, size, kept, smaller, tuple(slices), tuple(channels))
+        return StructureJob(stage, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
 
 
 def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:
@@ -118,6 +153,11 @@ def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> fl
     weights = 2.0 * sum(
         math.prod(shape) for name, shape in shapes(model).items() if name.endswith(".weight") and len(shape) == 2
     )
+    # Of fused experts `[experts, ...]` a token has those that it is sent to.
+    active, experts = active_experts(config), number_of_experts(config)
+    if active is not None and experts:
+        held = sum(math.prod(shape) for shape in shapes(model).values() if len(shape) == 3 and shape[0] == experts)
+        weights += 2.0 * held * active / experts
     embeddings: Any = model.get_input_embeddings()
     weights -= 2.0 * math.prod(
         embeddings.weight.shape
@@ -125,7 +165,7 @@ def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> fl
     text: Any = config.get_text_config(decoder=True)
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
     width = getattr(text, "head_dim", None) or hidden // heads
-    return weights + 4.0 * context * heads * width * len(streamed.blocks)
+    return weights + 4.0 * context * heads * width * sum(len(blocks) for _, blocks in find_stacks(model))
 
 
 def _built(config: PretrainedConfig, streamed: StreamedModel) -> PreTrainedModel:
@@ -136,37 +176,47 @@ def _built(config: PretrainedConfig, streamed: StreamedModel) -> PreTrainedModel
 
 
 # ---------------------------------------------------------------- how many are kept
-def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> int:
+def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> tuple[int, dict[str, Any]]:
+    """How many stay, and what was measured to find it."""
     config: StructureConfig = stage.config
     path = ("stages", stage.index, stage.kind)
-    multiple = config.multiple_of
-    least, most = min(multiple, size.count), (size.count - 1) // multiple * multiple
+    multiple = math.lcm(config.multiple_of, size.groups)
+    least = -(-max(size.least, min(multiple, size.count)) // multiple) * multiple
+    most = (size.count - 1) // multiple * multiple
     if config.keep is not None:
-        if not 1 <= config.keep < size.count:
-            text = f"the model has {size.count} {size.unit}: 1 to {size.count - 1} can be kept, not {config.keep}"
+        if not size.least <= config.keep < size.count:
+            why = "" if size.least == 1 else f" (a token is sent to {active_experts(streamed.config)} of them)"
+            text = f"the model has {size.count} {size.unit}: {size.least} to {size.count - 1} can be kept{why}, not {config.keep}"
             raise RequestError(recipe.origin.at((*path, "keep"), text))
         if config.multiple is not None and config.keep % config.multiple:
             text = f"{config.keep} is no multiple of {config.multiple}, which `multiple` asks for"
             raise RequestError(recipe.origin.at((*path, "keep"), text))
-        return config.keep
-    if most < 1:
+        if config.keep % size.groups:
+            text = f"{config.keep} is no multiple of {size.groups}: the model routes in so many groups, and of each as many must stay"
+            raise RequestError(recipe.origin.at((*path, "keep"), text))
+        return config.keep, {}
+    if most < least:
         text = f"of {size.count} {size.unit} fewer cannot be kept in multiples of {multiple}; set multiple"
+        if size.least > 1:
+            text = f"none of {size.count} {size.unit} can go: {size.least} are needed for a token, in multiples of {multiple}"
         raise RequestError(recipe.origin.at((*path, "multiple" if config.multiple else "remove"), text))
     if config.ratio is not None:
         wanted = (1 - config.ratio) * size.count
         kept = round(wanted / multiple) * multiple
         if not least <= kept <= most:
-            near = f"{most / size.count:.1%}" if kept > most else f"{least / size.count:.1%}"
+            amount = "all" if kept > most else "too few" if kept else "none"
+            near = most if kept > most else least
             text = (
                 f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, in multiples of {multiple} "
-                f"{'all' if kept > most else 'none'}; the nearest that can be kept is {most if kept > most else least} ({near})"
+                f"{amount}; the nearest that can be kept is {near} ({near / size.count:.1%})"
             )
             raise RequestError(recipe.origin.at((*path, "ratio"), text))
-        return kept
+        return kept, {}
     assert config.budget is not None
     ((name, share),) = config.budget.given.items()
-    costs = _costs(name, recipe, streamed, config)
-    whole = costs(size.count)
+    with _at(recipe, (*path, "budget", name)):
+        costs = _costs(name, recipe, streamed, config.remove, range(least, size.count + 1, multiple))
+        whole = costs(size.count)
     choices = range(least, most + 1, multiple)
     found = _largest(choices, lambda count: costs(count) <= share * whole)
     if found is None:
@@ -174,19 +224,19 @@ def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> 
             f"with {least} of {size.count} {size.unit} the model still takes {costs(least) / whole:.1%} of its {name}"
         )
         raise RequestError(recipe.origin.at((*path, "budget", name), text))
-    return found
+    return found, costs.facts(found) if isinstance(costs, Latency) else {}
 
 
-def _costs(name: str, recipe: Recipe, streamed: StreamedModel, config: StructureConfig) -> Callable[[int], float]:
-    """What a model with so many units takes."""
+def _costs(
+    name: str, recipe: Recipe, streamed: StreamedModel, remove: Remove, choices: range
+) -> Callable[[int], float]:
+    """What a model with so many units takes; `choices` are those that are kept, maybe."""
     if name == "latency":
-        from compress.pipeline.latency import Latency
-
-        return Latency(streamed, config.remove)
+        return Latency(streamed, remove, choices)
     if name == "parameters":
-        return lambda count: parameters(resized(streamed.config, config.remove, count), streamed)
+        return lambda count: parameters(resized(streamed.config, remove, count), streamed)
     context = recipe.calibration.sequence_length
-    return lambda count: flops(resized(streamed.config, config.remove, count), streamed, context)
+    return lambda count: flops(resized(streamed.config, remove, count), streamed, context)
 
 
 def _largest(choices: range, fits: Callable[[int], bool]) -> int | None:

@@ -119,7 +119,7 @@ def _check_targets(config: Any) -> None:
 KINDS: dict[str, StageKind] = {
     kind.name: kind
     for kind in (
-        StageKind("structure", "remove channels, heads, layers: the shapes shrink", _structure_methods),
+        StageKind("structure", "remove channels, heads, layers, experts: the shapes shrink", _structure_methods),
         StageKind("prune", "set weights to zero", _prune_methods, _check_targets),
         StageKind("quantize", "store weights (and compute activations) in few bits", _quantize_methods, _check_scheme),
         StageKind(

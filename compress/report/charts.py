@@ -20,8 +20,12 @@ _GROUPED_BLOCKS = 8
 """Up to this many blocks each layer gets a bar; with more, bars would be hairlines and each kind of layer gets a line."""
 
 
-def error_chart(layers: Sequence[Mapping[str, Any]]) -> str:
-    """SVG: relative output error of every compressed layer, by block, one colour a kind of layer. Empty without layers."""
+def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str:
+    """SVG: relative output error of every compressed layer, by block, one colour a kind of layer. Empty without layers.
+
+    Args:
+        name: what ids begin with, different for each chart of a page.
+    """
     blocks, series = _by_kind(layers, "error")
     if not series:
         return ""
@@ -41,7 +45,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]]) -> str:
         axes.set_ylabel("relative output error")
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
         _legend_above(axes)
-        return svg(drawn, "error")
+        return svg(drawn, name)
 
 
 def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:

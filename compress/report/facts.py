@@ -23,6 +23,9 @@ _PART_PATTERNS = (
 )
 _OVERHEAD = re.compile(r"\.(weight|input)_(scale|zero_point|shape|g_idx|metadata|bitmap|row_offsets)$")
 
+_CUT = "removed by an earlier stage"
+"""Why whole tensors are gone that the recipe asked to remove, which is no warning."""
+
 _LONGEST_KIND = 24
 """Characters of a layer's kind in a legend; more would leave no room for the chart."""
 
@@ -141,7 +144,7 @@ def _warnings(manifest: dict[str, Any]) -> list[str]:
             found.append(f"{limit['name']} {value}; the recipe's limit is {limit['limit']:.4g}")
     for name, account in manifest["tensors"].items():
         reason = account.get("reason", "")
-        if account["action"] == "dropped":
+        if account["action"] == "dropped" and reason != _CUT:
             found.append(f"{name} was dropped" + (f": {reason}" if reason else ""))
         elif "NaN" in reason:
             found.append(reason)

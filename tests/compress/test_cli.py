@@ -234,7 +234,9 @@ def test_recipes_are_listed_and_shown(capsys):
 
 def test_methods_are_listed_and_shown(capsys):
     from compress.distill import METHODS as DRAFT
+    from compress.distill.recovery import METHODS as RECOVER
     from compress.prune import METHODS as PRUNE
+    from compress.prune.structure import METHODS as STRUCTURE
     from compress.quantize import METHODS as QUANTIZE
 
     code, out, _ = run(capsys, "methods", "--json")
@@ -242,9 +244,10 @@ def test_methods_are_listed_and_shown(capsys):
     listed = {(entry["stage"], entry["name"]) for entry in json.loads(out)["methods"]}
     weights = {*(("prune", name) for name in PRUNE), *(("quantize", name) for name in QUANTIZE)}
     drafts = {("draft", name) for name in DRAFT}
+    models = {*(("structure", name) for name in STRUCTURE), *(("recover", name) for name in RECOVER)}
     assert {
         (stage, name) for stage, name in listed if not stage.startswith(("kv_cache", "drafter"))
-    } == weights | drafts
+    } == weights | drafts | models
     code, out, _ = run(capsys, "methods")
     assert "sparsegpt" in out
     for _, name in weights:
@@ -252,6 +255,11 @@ def test_methods_are_listed_and_shown(capsys):
         assert code == 0
         assert "Source: " in out
         assert "targets: a list of texts" in out
+    for stage, name in models:
+        code, out, _ = run(capsys, "methods", "show", name)
+        assert code == 0
+        assert "Source: " in out
+        assert {"structure": "ratio: a number", "recover": "squarehead: a number"}[stage] in out
     for name in DRAFT:
         code, out, _ = run(capsys, "methods", "show", name)
         assert code == 0

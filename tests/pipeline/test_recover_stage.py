@@ -283,3 +283,45 @@ def test_an_encoder_has_no_next_token_to_learn(recipe: Any, tmp_path: Path) -> N
     for fields in ({"kl": 1.0}, {"squarehead": 0.0}):
         with pytest.raises(RequestError, match=r"recover\.(kl|squarehead).*squarehead alone"):
             compress.apply(recipe(source, recover(**fields)), output=tmp_path / "out", quiet=True)
+
+
+def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
+    nested = {**LONGER, "widths": ["25%", "50%", "100%"], "learning_rate": 1e-3, "steps": 60}
+    made = compress.apply(bundled(recover("matformer", **nested)), output=tmp_path / "nested", quiet=True)
+    (facts,) = made.manifest["passes"]
+    widths = (192, 384, 768)
+    assert all(facts["after"][f"loss_{width}"] < facts["before"][f"loss_{width}"] for width in widths[:2])
+    assert made.metrics["perplexity_increase"] < 0.2
+    increase = {}
+    for source in (BUNDLED, tmp_path / "nested"):
+        small = {**bundled({"structure": {"method": "prefix", "remove": "ffn", "keep": 384}}), "model": str(source)}
+        cut = compress.apply(small, output=tmp_path / f"cut-{source.name}", quiet=True)
+        increase[source.name] = cut.metrics["after"]["perplexity"]
+    # Both were cut to the first half without any training after.
+    assert increase["nested"] < 0.7 * increase["stdlib-4m"]
+    ids = torch.randint(0, 4096, (1, 16))
+    whole = runtime.load(tmp_path / "nested", kernels="reference").engine.module
+    for layer in whole.model.layers:
+        layer.mlp.down_proj.weight.data[:, 384:] = 0
+    with torch.no_grad():
+        expected = whole(input_ids=ids).logits
+    found = runtime.load(tmp_path / "cut-nested").logits(ids)
+    torch.testing.assert_close(found, expected.float(), rtol=0.1, atol=0.1)
+
+
+def test_channels_in_order_of_rank_compute_the_same(tmp_path: Path) -> None:
+    from compress.distill.recovery.nested import feed_forward, order
+    from compress.pipeline.recover import whole
+    from compress.pipeline.stream import StreamedModel
+    from runtime.checkpoint import Checkpoint
+
+    streamed = StreamedModel(Checkpoint(BUNDLED))
+    model, _ = whole(BUNDLED, torch.device("cpu"))
+    ids = torch.randint(0, 4096, (4, 32))
+    with torch.no_grad():
+        before = model(input_ids=ids).logits
+        first = model.model.layers[0].mlp.up_proj.weight.clone()
+        order(model, streamed, feed_forward(streamed), ids)
+        after = model(input_ids=ids).logits
+    torch.testing.assert_close(after, before, rtol=1e-3, atol=1e-3)
+    assert not torch.equal(model.model.layers[0].mlp.up_proj.weight, first)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from compress.distill.recovery import finetune, lora
+from compress.distill.recovery import finetune, lora, matformer
 from compress.distill.recovery.config import RecoverConfig, RecoverMethod
 
-_MODULES = (finetune, lora)
+_MODULES = (finetune, lora, matformer)
 METHODS: dict[str, RecoverMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
 __all__ = ["METHODS", "RecoverConfig", "RecoverMethod"]

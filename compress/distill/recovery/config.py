@@ -82,10 +82,15 @@ class RecoverConfig(BaseModel):
 
 @dataclass(frozen=True)
 class RecoverMethod:
-    """One method of `compress.distill.recovery.METHODS`; attributes as of `compress.method.Method`."""
+    """One method of `compress.distill.recovery.METHODS`; attributes as of `compress.method.Method`.
+
+    Attributes:
+        nested: prefixes of the model are trained with it.
+    """
 
     name: str
     config: type[RecoverConfig]
     summary: str
     paper: str
     needs: frozenset[str] = frozenset()
+    nested: bool = False

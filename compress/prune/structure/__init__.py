@@ -1,5 +1,5 @@
-"""Structured pruning: whole channels, heads, layers and dimensions are removed, and the shapes really shrink. A ranking is one file and one
-line in `METHODS`."""
+"""Structured pruning: whole channels, heads, layers, experts and dimensions are removed, and the shapes really shrink. A ranking is one
+file and one line in `METHODS`."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from compress.prune.structure import (
     obs,
     prefix,
     random,
+    reap,
+    routing,
     taylor,
     wanda,
 )
 from compress.prune.structure.config import StructureConfig, StructureMethod
 
-_MODULES = (magnitude, wanda, gradient_free, taylor, obs, block_influence, activation, prefix, random)
+_MODULES = (magnitude, wanda, gradient_free, taylor, obs, block_influence, activation, routing, reap, prefix, random)
 METHODS: dict[str, StructureMethod] = {module.METHOD.name: module.METHOD for module in _MODULES}
 
 __all__ = ["METHODS", "StructureConfig", "StructureMethod"]

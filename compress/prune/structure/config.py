@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from compress.percent import fraction
 from compress.prune.structure.view import View
 
-Remove = Literal["ffn", "heads", "layers", "hidden"]
+Remove = Literal["ffn", "heads", "layers", "experts", "hidden"]
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
-Need = Literal["hessian", "ranges", "gradients", "influence", "states"]
+Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs"]
 
 
 class Budget(BaseModel):
@@ -46,8 +46,8 @@ class StructureConfig(BaseModel):
     method: str = Field(description="How what is removed is ranked, see `compress methods`.")
     remove: Remove = Field(
         "ffn",
-        description="What: channels of the feed-forward networks, heads (grouped-query groups as a whole), layers, or dimensions of the "
-        "hidden state.",
+        description="What: channels of the feed-forward networks, heads (grouped-query groups as a whole), layers, experts (of each layer "
+        "as many), or dimensions of the hidden state.",
     )
     ratio: Share | None = Field(None, description="Share of them that is removed.")
     keep: int | None = Field(None, ge=1, description="How many are kept, in the place of a ratio.")
@@ -58,11 +58,12 @@ class StructureConfig(BaseModel):
     multiple: int | None = Field(
         None,
         ge=1,
-        description="What is kept is a multiple of this; none: 32 channels or dimensions, one head or layer.",
+        description="What is kept is a multiple of this; none: 32 channels or dimensions, one head, layer or expert.",
     )
     reconstruct: bool = Field(
         True,
-        description="Fit the layer that reads the channels or heads to what it gave before, by least squares over calibration inputs.",
+        description="Fit layers to what they gave before, by least squares over calibration inputs: those that read channels or heads; "
+        "where dimensions of the hidden state go, all linear layers that read or write them.",
     )
     damping: float = Field(0.01, gt=0, le=1, description="Of the least squares, as a share of the mean second moment.")
     seed: int = Field(0, ge=0, lt=2**63, description="Of random choices.")
@@ -92,7 +93,7 @@ class StructureMethod:
         removes: what it can rank.
         rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
         needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
-            layer; "states", the hidden states.
+            layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give.
     """
 
     name: str

@@ -106,6 +106,12 @@ def changed(whole: PreTrainedModel, smaller: PreTrainedModel, before: int, after
     return found
 
 
+def changed_shapes(one: nn.Module, other: nn.Module) -> list[str]:
+    """Names of tensors that have other shapes in the other model, or are only in one of the two."""
+    old, new = shapes(one), shapes(other)
+    return sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+
+
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Of all parameters and stored buffers, tied ones under each of their names."""
     result = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}

@@ -1,4 +1,4 @@
-"""The layer that reads removed channels is fitted to what it gave before, from second moments of its inputs; nothing is trained."""
+"""Layers are fitted to what they gave before something was removed, from second moments of their inputs; nothing is trained."""
 
 from __future__ import annotations
 
@@ -34,13 +34,32 @@ def refit(
         CompressError: the moments cannot be factored however they are damped.
     """
     wide, all_moments = weight.double(), moments.to("cpu", torch.float64)
-    corner = all_moments[kept][:, kept]
-    own = wide[:, kept]
-    # Of the difference to the kept weights: (W' - W_k) (H_kk + lambda) = W_removed H_removed,k.
-    target = wide @ all_moments[:, kept] - own @ corner
+    return nearest(wide[:, kept], all_moments[kept][:, kept], wide @ all_moments[:, kept], damping)
+
+
+def nearest(
+    prior: torch.Tensor, moments: torch.Tensor, target: torch.Tensor, damping: float
+) -> tuple[torch.Tensor, float]:
+    """The weight whose outputs over inputs `x` come nearest to given outputs `y`.
+
+    Minimizes `E |y - W x|^2 + lambda |W - prior|^2`.
+
+    Args:
+        prior: `[out, in]`. moments: `[in, in]`, mean of `x x^T`. target: `[out, in]`, mean of `y x^T`.
+        damping: lambda as a share of the mean diagonal of the moments; ten times more where the system cannot be solved.
+
+    Returns:
+        float32 `[out, in]`, and the damping that it took.
+
+    Raises:
+        CompressError: the moments cannot be factored however they are damped.
+    """
+    own, corner = prior.double(), moments.double()
+    # Of the difference to the prior: (W - prior) (H + lambda) = target - prior H.
+    rest = target.double() - own @ corner
     for _ in range(_TRIES):
         factor, failed = torch.linalg.cholesky_ex(damped(corner, damping))
         if not int(failed):
-            return (own + torch.cholesky_solve(target.T, factor).T).float(), damping
+            return (own + torch.cholesky_solve(rest.T, factor).T).float(), damping
         damping *= 10
     raise CompressError("the second moments of a layer's inputs cannot be factored; they hold NaN or Inf")

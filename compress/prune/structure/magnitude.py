@@ -27,6 +27,6 @@ METHOD = StructureMethod(
     config=MagnitudeConfig,
     summary="removes the units with the smallest weights",
     paper="Li et al., Pruning Filters for Efficient ConvNets, 2017, arXiv 1608.08710",
-    removes=frozenset({"ffn", "heads", "layers", "hidden"}),
+    removes=frozenset({"ffn", "heads", "layers", "experts", "hidden"}),
     rank=rank,
 )

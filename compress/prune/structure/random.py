@@ -27,6 +27,6 @@ METHOD = StructureMethod(
     config=RandomConfig,
     summary="removes units at random, to compare with",
     paper="none: a baseline",
-    removes=frozenset({"ffn", "heads", "layers", "hidden"}),
+    removes=frozenset({"ffn", "heads", "layers", "experts", "hidden"}),
     rank=rank,
 )

@@ -15,14 +15,17 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-What = Literal["ffn", "heads", "hidden", "layers"]
+What = Literal["ffn", "heads", "hidden", "layers", "experts"]
 _FFN = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads")
 _GROUPS = ("num_key_value_heads",)
 _WIDTHS = ("head_dim", "d_kv")  # of a head, where a config can say it
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_layers")
-_UNITS = {"ffn": "channels", "heads": "heads", "hidden": "dimensions", "layers": "layers"}
+_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+_EXPERT_GROUPS = ("n_group", "num_expert_group")  # of which a router picks some before it picks experts in them
+_UNITS = {"ffn": "channels", "heads": "heads", "hidden": "dimensions", "layers": "layers", "experts": "experts"}
 
 
 @dataclass(frozen=True)
@@ -32,15 +35,19 @@ class Size:
     Attributes:
         what: which.
         count: units there are: channels of a feed-forward network, key and value heads with the query heads that read them, dimensions of
-            the hidden state, layers of a stack.
+            the hidden state, layers of a stack, routed experts of a layer.
         unit: what they are called, for sentences.
         members: query heads of a unit (heads only).
+        least: fewer than these cannot be kept.
+        groups: of which as many units must stay in each (experts only).
     """
 
     what: What
     count: int
     unit: str
     members: int = 1
+    least: int = 1
+    groups: int = 1
 
 
 def size_of(config: PretrainedConfig, what: What) -> Size:
@@ -56,6 +63,8 @@ def size_of(config: PretrainedConfig, what: What) -> Size:
         return Size(what, _one(text, _HIDDEN, what), _UNITS[what])
     if what == "layers":
         return Size(what, _one(text, _LAYERS, what), _UNITS[what])
+    if what == "experts":
+        return _experts(text)
     heads = _one(text, _HEADS, what)
     groups = next((value for name in _GROUPS if isinstance(value := getattr(text, name, None), int)), heads)
     if groups < 1 or heads % groups:
@@ -67,8 +76,8 @@ def size_of(config: PretrainedConfig, what: What) -> Size:
 def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfig:
     """A copy of the config with `count` units, 1 to as many as there are. Layers: the first so many (see `with_layers`)."""
     size = size_of(config, what)
-    if not 1 <= count <= size.count:
-        raise RequestError(f"{size.unit} that are kept: 1 to {size.count}, not {count}")
+    if not size.least <= count <= size.count:
+        raise RequestError(f"{size.unit} that are kept: {size.least} to {size.count}, not {count}")
     if what == "layers":
         return with_layers(config, list(range(count)))
     smaller: Any = copy.deepcopy(config)
@@ -82,11 +91,21 @@ def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfi
         width = _head_width(text)
         _set(text, _HIDDEN, count)
         _set_width(text, width)
+    elif what == "experts":
+        _set(text, _EXPERTS, count)
     else:
         _set(text, _FFN, count)
         if getattr(text, "n_inner", 0) is None:  # GPT-2 takes four times its hidden size where it says nothing
             text.n_inner = count
     return smaller  # type: ignore[no-any-return]
+
+
+def with_wider_heads(config: PretrainedConfig) -> PretrainedConfig:
+    """A copy of the config with heads of twice the width; a model whose config cannot say that is built as before."""
+    wider: Any = copy.deepcopy(config)
+    text = _text(wider)
+    _set_width(text, 2 * _head_width(text))
+    return wider  # type: ignore[no-any-return]
 
 
 def with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
@@ -99,6 +118,43 @@ def with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
             setattr(text, key, [value[index] for index in kept])
     _set(text, _LAYERS, len(kept))
     return smaller  # type: ignore[no-any-return]
+
+
+def active_experts(config: PretrainedConfig) -> int | None:
+    """Routed experts that a token is sent to; None where the config names none."""
+    text = _text(config)
+    for name in _ACTIVE:
+        value = getattr(text, name, None)
+        if isinstance(value, (list, tuple)) and value:  # an entry for each layer
+            value = max(value)
+        if isinstance(value, int):
+            return value
+    return None
+
+
+def number_of_experts(config: PretrainedConfig) -> int | None:
+    """Routed experts of a layer; None where the config names none."""
+    text = _text(config)
+    return next((value for name in _EXPERTS if isinstance(value := getattr(text, name, None), int)), None)
+
+
+def _experts(text: Any) -> Size:
+    """Of a router that picks groups first, as many experts must stay in each group, and enough for a token in those that it picks."""
+    count, active = _one(text, _EXPERTS, "experts"), active_experts(text)
+    if count < 2:
+        raise RequestError(f"a {text.model_type} has no experts of which some could go (its config says {count})")
+    if active is None:
+        raise RequestError(f"the config of a {text.model_type} does not say how many experts a token is sent to")
+    groups = next((value for name in _EXPERT_GROUPS if isinstance(value := getattr(text, name, None), int)), None)
+    if groups is None:
+        return Size("experts", count, _UNITS["experts"], least=active)
+    chosen = getattr(text, "topk_group", None)
+    if groups < 1 or count % groups or not isinstance(chosen, int) or chosen < 1:
+        raise RequestError(
+            f"a {text.model_type} routes {count} experts in {groups} groups of which it picks {chosen}: no whole groups"
+        )
+    each = max(2, -(-active // chosen))  # groups are compared by their two best
+    return Size("experts", count, _UNITS["experts"], least=groups * each, groups=groups)
 
 
 def _one(text: Any, names: tuple[str, ...], what: What) -> int:

@@ -10,6 +10,23 @@ from compress.statistics import Statistics
 
 
 @dataclass
+class Routing:
+    """What the experts of one layer were sent over calibration text, and what they gave.
+
+    Attributes:
+        tokens: in all, padding left out.
+        used: float32 `[experts]`: tokens that each was sent.
+        weight: float32 `[experts]`: sum over its tokens of the weight that the router gave it.
+        output: float32 `[experts]`: sum over its tokens of that weight times the Euclidean norm of what it gave; 0 unless needed.
+    """
+
+    tokens: int
+    used: torch.Tensor
+    weight: torch.Tensor
+    output: torch.Tensor
+
+
+@dataclass
 class View:
     """Units of one layer, of one stack of layers, or of the hidden state.
 
@@ -21,6 +38,7 @@ class View:
         sensitivity: float32 `[units]`: mean square of the derivative of a loss by a factor on the unit; None unless needed.
         influence: float32 `[units]`: how much a layer changes the hidden states, 0 to 2; None unless needed.
         states: float32 `[units]`: mean size of each dimension of the hidden states as layers read them; None unless needed.
+        routing: what the experts were sent; None unless needed.
         generator: for what is random.
         notes: what a ranking wants to tell the report.
     """
@@ -34,6 +52,7 @@ class View:
     sensitivity: torch.Tensor | None = None
     influence: torch.Tensor | None = None
     states: torch.Tensor | None = None
+    routing: Routing | None = None
     notes: dict[str, float] = field(default_factory=dict)
 
     @property

@@ -1,0 +1,202 @@
+"""Remove dimensions of the hidden state: the same ones of every tensor that has any, chosen once for the whole model.
+
+Norms are corrected for the smaller root mean square, and linear layers fitted to what they gave before.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress.pipeline.cut_model import Cut, cut_model
+from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.measure_hidden import Measured, measured
+from compress.pipeline.norms import find_norms, gain
+from compress.pipeline.plain import PlainWriter, config_dict
+from compress.pipeline.progress import Reporter
+from compress.pipeline.refit_hidden import Refit
+from compress.pipeline.same_without import Comparison
+from compress.pipeline.stream import Batch, StreamedModel
+from compress.pipeline.structure_job import StructureJob
+from compress.prune.structure.view import View
+from runtime.errors import CompressError
+
+
+def remove_hidden(
+    job: StructureJob,
+    streamed: StreamedModel,
+    batches: Sequence[Batch],
+    probe: Batch,
+    output: Path,
+    work: Path,
+    spill: bool,
+    reporter: Reporter,
+) -> tuple[dict[str, Any], torch.Tensor]:
+    """Write the smaller model to `output`; arguments as of `remove_channels`.
+
+    Returns:
+        {"dimensions": those that stay, "gains": by what each norm's output is multiplied, "layers": a line for
+        each layer that was fitted, "left_out": tensors that the model has no place for and that are as wide as it was}, JSON-able; and the
+        state after the last block that the smaller model should give for the probe.
+
+    Raises:
+        RequestError: the model depends on its hidden size in a way that its shapes do not show. CompressError: weights or hidden states
+            with NaN or Inf.
+    """
+    work.mkdir(parents=True, exist_ok=True)
+    norms = find_norms(streamed.model, job.slices)
+    seen = measured(streamed, job.slices, norms, batches, work, spill, reporter)
+    rank = _rank(job, streamed, seen)
+    kept = rank.argsort(descending=True, stable=True)[: job.kept].sort().values
+    gains = {name: gain(shares, kept) for name, shares in seen.shares.items()}
+    cut = Cut(job.slices, kept, job.size.count, norms, gains)
+    smaller = cut_model(job, streamed, cut, work / "outline")
+    every = [*batches, probe] if job.settings.reconstruct else [probe]
+    sides = _Sides(streamed, smaller, every, work, spill, job.settings.reconstruct)
+    streamed.load_outside()
+    comparison = Comparison(streamed, smaller, cut, probe)
+    comparison.settle_scales()
+    lines, left_out = _write(job, sides, comparison, output, reporter)
+    return {
+        "dimensions": kept.tolist(), "gains": dict(sorted(cut.gains.items())), "layers": lines, "left_out": left_out,
+    }, sides.ours.get(len(every) - 1)  # fmt: skip
+
+
+def _rank(job: StructureJob, streamed: StreamedModel, seen: Measured) -> torch.Tensor:
+    """Float32 `[dimensions]`, larger for what matters more."""
+    if "states" in job.method.needs and seen.states is None:
+        raise CompressError(
+            f"no linear layer of a {type(streamed.model).__name__} reads the hidden state, so {job.method.name} cannot rank its dimensions"
+        )
+    view = View(
+        count=job.size.count,
+        kept=job.kept,
+        generator=torch.Generator().manual_seed(job.settings.seed),
+        weights=_norms(job, streamed) if job.method.name == "magnitude" else [],
+        states=seen.states,
+    )
+    rank = job.method.rank(view, job.settings)
+    if not bool(torch.isfinite(rank).all()):
+        raise CompressError(f"the dimensions cannot be ranked: {job.method.name} gives NaN or Inf")
+    return rank
+
+
+def _norms(job: StructureJob, streamed: StreamedModel) -> list[torch.Tensor]:
+    """Of each stored tensor, one after the other, the norm of what each dimension has of it: float32 `[dimensions, 1]`."""
+    return [
+        part.by_unit(streamed.checkpoint.get(part.name).float(), job.size.count).norm(dim=1, keepdim=True)
+        for part in job.slices
+        if streamed.checkpoint.has(part.name)
+    ]
+
+
+class _Sides:
+    """The states that enter the next block, of the smaller model and, where layers are fitted, of the whole one.
+
+    Args:
+        batches: the probe last.
+    """
+
+    def __init__(
+        self,
+        whole: StreamedModel,
+        smaller: StreamedModel,
+        batches: Sequence[Batch],
+        work: Path,
+        spill: bool,
+        both: bool,
+    ) -> None:
+        self.whole, self.smaller, self.batches, self.work, self.spill = whole, smaller, list(batches), work, spill
+        self.models = {"ours": smaller, **({"theirs": whole} if both else {})}
+        self._states: dict[str, HiddenStates] = {}
+
+    @property
+    def ours(self) -> HiddenStates:
+        return self._states["ours"]
+
+    @property
+    def theirs(self) -> HiddenStates | None:
+        return self._states.get("theirs")
+
+    def enter(self, done: int) -> None:
+        """Up to the first block that is still to be done."""
+        for name, model in self.models.items():
+            scratch = self.work / f"{name}-next" if self.spill else None
+            if done == 0:
+                self._states[name] = HiddenStates(len(self.batches), scratch)
+                model.prelude(self.batches, self._states[name])
+                continue
+            self._states[name] = HiddenStates.load(self._directory(name, done), len(self.batches), scratch)
+            for batch in self.batches:
+                model.block_kwargs(batch, min(done, len(model.blocks) - 1))
+
+    @torch.inference_mode()
+    def advance(self, index: int) -> None:
+        """Past a block that is loaded in both."""
+        for name, model in self.models.items():
+            states = self._states[name]
+            for number, batch in enumerate(self.batches):
+                states.put(number, model.advance(index, states.get(number), batch))
+
+    def persist(self, index: int) -> None:
+        """So that an interrupted call can go on at block `index`."""
+        for name, states in self._states.items():
+            states.persist(self._directory(name, index))
+
+    def forget(self, index: int) -> None:
+        for name in self.models:
+            shutil.rmtree(self._directory(name, index), ignore_errors=True)
+
+    def _directory(self, name: str, index: int) -> Path:
+        return self.work / f"{name}-{index:05d}"
+
+
+def _write(
+    job: StructureJob, sides: _Sides, comparison: Comparison, output: Path, reporter: Reporter
+) -> tuple[list[dict[str, Any]], list[str]]:
+    """Every part of the smaller model: cut, compared, fitted, written. Returns a line for each fitted layer, and what is left out."""
+    streamed, smaller = sides.whole, sides.smaller
+    count = len(smaller.blocks)
+    writer = PlainWriter(output, count + 1)
+    done = writer.done()
+    reporter.phase(f"structure: {job.describe()}", count + 1, done)
+    sides.enter(min(done, count))
+    refit = Refit(streamed, smaller, comparison.cut, sides.batches[:-1], job.settings.damping)
+    for index in range(done, count):
+        facts: list[dict[str, Any]] = []
+        with streamed.loaded_block(index), smaller.loaded_block(index) as block:
+            comparison.check_block(index, sides.ours.get(len(sides.batches) - 1).to(smaller.device))
+            if sides.theirs is not None:
+                facts = refit.block(index, sides.theirs, sides.ours)
+            sides.advance(index)
+            prefix = smaller.block_prefix(index)
+            fitted = {f"{fact['name']}.weight" for fact in facts}
+            tensors = {
+                name: block.get_parameter(name.removeprefix(prefix)).data.to(smaller.checkpoint.dtype(name))
+                if name in fitted
+                else smaller.checkpoint.get(name)
+                for name in smaller.block_names(index)
+            }
+        sides.persist(index + 1)
+        writer.write(index, tensors, {"layers": facts})
+        sides.forget(index)
+        worst = max((fact["error"] for fact in facts), default=None)
+        reporter.step(f"block {index}: cut" + ("" if worst is None else f", error {worst:.2e}"))
+    extra = [name for name in streamed.extra if name not in streamed.checkpoint.dropped]
+    left_out = [name for name in extra if job.size.count in streamed.checkpoint.shape(name)]
+    if done <= count:
+        facts = [] if sides.theirs is None else refit.head(sides.theirs, sides.ours)
+        outside = {name: smaller.checkpoint.get(name) for name in smaller.outside_names()}
+        for fact in facts:
+            name = f"{fact['name']}.weight"
+            outside[name] = smaller.model.get_parameter(name).data.to(smaller.checkpoint.dtype(name))
+        outside |= {name: streamed.checkpoint.get(name) for name in extra if name not in left_out}
+        writer.write(count, outside, {"layers": facts})
+        reporter.step("embeddings, final norm and head")
+    lines = [line for part in range(count + 1) for line in writer.facts(part)["layers"]]
+    writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, job.config))
+    return lines, left_out

@@ -1,0 +1,35 @@
+"""REAP: experts that add little where they are used are removed, by routing weight times the norm of what they give."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from pydantic import Field
+
+from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.view import View
+
+
+class ReapConfig(StructureConfig):
+    """Remove the experts that add least to the tokens that they are sent: the mean over these of routing weight times output norm."""
+
+    method: Literal["reap"] = Field("reap", description="Name of the method.")
+    remove: Literal["experts"] = Field("experts", description="What: experts.")
+
+
+def rank(view: View, config: ReapConfig) -> torch.Tensor:
+    """`[experts]`; 0 of those that no token was sent."""
+    assert view.routing is not None
+    return view.routing.output / view.routing.used.clamp_min(1)
+
+
+METHOD = StructureMethod(
+    name="reap",
+    config=ReapConfig,
+    summary="removes the experts that add least to the tokens that they are sent",
+    paper="Lasby et al., REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression, 2025, arXiv 2510.13999",
+    removes=frozenset({"experts"}),
+    rank=rank,
+    needs=frozenset({"routing", "expert_outputs"}),
+)

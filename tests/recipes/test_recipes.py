@@ -25,6 +25,7 @@ BITS = {
     "llama_w4_sparse": 3.2,
     "llama_w4": 4.2,
     "llama_w4_draft": 4.2,
+    "llama_small_w4": 3.2,
     "llama_kv4": 4.2,
     "llama_w4_tensorrt": 4.2,
     "llama_w8a8": 8.2,

@@ -17,14 +17,18 @@ class GradientFreeConfig(StructureConfig):
     """Remove the channels that are least representative of all and least active (R2D2).
 
     Representative: kernelized convex masking finds, for each channel's outgoing weights in the space of a Gaussian kernel, the convex
-    combination of all that comes nearest; the weight of a channel in its own is its rank. Active: mean size of its value over text.
+    combination of all that comes nearest; the weight of a channel in its own is its rank. Active: size of its value over text.
     """
 
     method: Literal["gradient_free"] = Field("gradient_free", description="Name of the method.")
     width: float | None = Field(
-        None,
+        1.0,
         gt=0,
         description="Of the Gaussian kernel, in Euclidean distances of outgoing weights; none: the median distance of the layer.",
+    )
+    activity: Literal["rms", "mean"] = Field(
+        "rms",
+        description="How the size of a channel's value is taken over text: its root mean square, or its mean as in the paper.",
     )
     convergence: float = Field(
         0.01, gt=0, lt=1, description="Relative change of the convex combinations that ends the search."
@@ -32,12 +36,13 @@ class GradientFreeConfig(StructureConfig):
 
 
 def rank(view: View, config: GradientFreeConfig) -> torch.Tensor:
-    """`[units]`: sums over the unit's channels of representative rank times mean size, the latter as a share of the largest."""
+    """`[units]`: sums over the unit's channels of representative rank times size, the latter as a share of the largest."""
     assert view.columns is not None
     assert view.statistics is not None
     representative, steps = convex_masking(view.columns.T, config.width, config.convergence)
     view.notes["steps"] = float(steps)
-    active = view.statistics.abs_mean.to(representative)
+    mean, square = view.statistics.abs_mean, view.statistics.square_mean
+    active = (mean if config.activity == "mean" else square.sqrt()).to(representative)
     score = representative * active / active.max().clamp_min(torch.finfo(torch.float32).tiny)
     return score.view(view.count, view.each).sum(1)
 

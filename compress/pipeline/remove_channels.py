@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -11,10 +10,10 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.by_block import write_by_block
 from compress.pipeline.collect import InputGroup, collect
 from compress.pipeline.gradients import sensitivities
 from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.plain import PlainWriter, config_dict
 from compress.pipeline.progress import Reporter
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.structure_job import StructureJob
@@ -23,7 +22,7 @@ from compress.prune.structure.least_squares import refit
 from compress.prune.structure.view import View
 from compress.statistics import Statistics
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import build_skeleton, find_stacks, set_tensor
+from runtime.skeleton import set_tensor
 
 # What a block of a cut model gives may differ from what the whole one gives without the removed channels: float32 sums in another order.
 TOLERANCE = 1e-3
@@ -53,39 +52,21 @@ def remove_channels(
         RequestError: the model computes something else without these channels than with zeros in their place. CompressError: weights or
             inputs with NaN or Inf.
     """
-    count = len(streamed.blocks)
-    writer = PlainWriter(output, count + 1)
-    done = writer.done()
-    reporter.phase(f"structure: {job.describe()}", count + 1, done)
     gradients = _sensitivities(job, streamed, batches, work, reporter) if "gradients" in job.needs else {}
-    smaller = nn.ModuleList(
-        block
-        for _, stack in find_stacks(build_skeleton(job.config, torch.float32, stored=streamed.checkpoint.names()))
-        for block in stack
-    )
-    streamed.load_outside()
-    # The probe is last.
     every = [*batches, probe] if job.needs & {"hessian", "ranges"} else [batches[0], probe]
-    states = entering(streamed, every, min(done, count), work, spill)
-    for index in range(done, count):
-        remover = _Block(job, streamed, smaller[index], index, states, every)
-        with streamed.loaded_block(index):
-            tensors, facts = remover.cut(gradients)
-            with torch.inference_mode():
-                for number, batch in enumerate(every):
-                    states.put(number, streamed.advance(index, states.get(number), batch))
-        states.persist(hidden_directory(work, index + 1))
-        writer.write(index, tensors, {"layers": facts})
-        shutil.rmtree(hidden_directory(work, index), ignore_errors=True)
+
+    def cut(
+        smaller: nn.Module, index: int, states: HiddenStates
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
+        tensors, facts = _Block(job, streamed, smaller, index, states, every).cut(gradients)
+        with torch.inference_mode():
+            for number, batch in enumerate(every):
+                states.put(number, streamed.advance(index, states.get(number), batch))
         worst = max((layer["error"] for layer in facts if layer["error"] is not None), default=None)
-        reporter.step(f"block {index}: " + ("nothing to remove" if worst is None else f"error {worst:.2e}"))
-    if done <= count:
-        outside = {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}
-        writer.write(count, outside, {"layers": []})
-        reporter.step("embeddings, final norm and head")
-    layers = [layer for part in range(count + 1) for layer in writer.facts(part)["layers"]]
-    writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, job.config))
-    return {"layers": layers}, states.get(len(every) - 1)
+        return tensors, facts, "nothing to remove" if worst is None else f"error {worst:.2e}"
+
+    layers, state = write_by_block(job, streamed, every, torch.float32, output, work, spill, reporter, cut)
+    return {"layers": layers}, state
 
 
 class _Block:
@@ -288,25 +269,6 @@ def check_finite(tensors: dict[str, torch.Tensor]) -> None:
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint")
-
-
-def entering(streamed: StreamedModel, batches: Sequence[Batch], done: int, work: Path, spill: bool) -> HiddenStates:
-    """What enters the first block that is still to be done."""
-    work.mkdir(parents=True, exist_ok=True)
-    scratch = work / "hidden-next" if spill else None
-    if done == 0:
-        states = HiddenStates(len(batches), scratch)
-        streamed.prelude(list(batches), states)
-        return states
-    states = HiddenStates.load(hidden_directory(work, done), len(batches), scratch)
-    for batch in batches:
-        streamed.block_kwargs(batch, min(done, len(streamed.blocks) - 1))
-    return states
-
-
-def hidden_directory(work: Path, index: int) -> Path:
-    """Where what enters a block is kept for an interrupted call."""
-    return work / f"hidden-{index:05d}"
 
 
 def _sensitivities(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,16 +11,16 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.by_block import write_by_block
 from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.plain import PlainWriter, config_dict
 from compress.pipeline.progress import Reporter
-from compress.pipeline.remove_channels import check_finite, entering, hidden_directory
+from compress.pipeline.remove_channels import check_finite
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.structure_job import StructureJob
 from compress.prune.structure.experts import Call, Experts, RoutingCollector, chosen
 from compress.prune.structure.view import Routing, View
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import build_skeleton, find_stacks, set_tensor
+from runtime.skeleton import set_tensor
 
 # What a cut layer gives may differ from what the whole one gives when told to use the same experts: sums in another order, in 16 bits.
 TOLERANCE = 3e-2
@@ -43,35 +42,16 @@ def remove_experts(
         {"layers": a line for each layer with experts, which stay among it}, JSON-able; and the state after the last block that the
         smaller model should give for the probe.
     """
-    count = len(streamed.blocks)
-    writer = PlainWriter(output, count + 1)
-    done = writer.done()
-    reporter.phase(f"structure: {job.describe()}", count + 1, done)
-    smaller = [
-        block
-        for _, stack in find_stacks(build_skeleton(job.config, streamed.dtype, stored=streamed.checkpoint.names()))
-        for block in stack
-    ]
-    streamed.load_outside()
-    # The probe is last.
     every = [*batches, probe] if job.needs else [probe]
-    states = entering(streamed, every, min(done, count), work, spill)
-    for index in range(done, count):
-        with streamed.loaded_block(index):
-            remover = _Block(job, streamed, smaller[index], index, states, every)
-            tensors, facts = remover.cut()
-        states.persist(hidden_directory(work, index + 1))
-        writer.write(index, tensors, {"layers": facts})
-        shutil.rmtree(hidden_directory(work, index), ignore_errors=True)
-        told = "no experts" if not facts else f"{facts[0]['kept']} of {facts[0]['units']} experts stay"
-        reporter.step(f"block {index}: {told}")
-    if done <= count:
-        outside = {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}
-        writer.write(count, outside, {"layers": []})
-        reporter.step("embeddings, final norm and head")
-    layers = [layer for part in range(count + 1) for layer in writer.facts(part)["layers"]]
-    writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, job.config))
-    return {"layers": layers}, states.get(len(every) - 1)
+
+    def cut(
+        smaller: nn.Module, index: int, states: HiddenStates
+    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
+        tensors, facts = _Block(job, streamed, smaller, index, states, every).cut()
+        return tensors, facts, f"{facts[0]['kept']} of {facts[0]['units']} experts stay" if facts else "no experts"
+
+    layers, state = write_by_block(job, streamed, every, streamed.dtype, output, work, spill, reporter, cut)
+    return {"layers": layers}, state
 
 
 class _Block:

@@ -202,7 +202,7 @@ def test_a_run_does_not_go_on_to_another_number(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, clock: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = recipe(make_checkpoint(), stage(budget={"latency": "85%"}, remove="ffn", multiple=4))
-    real = remove_channels.PlainWriter.write
+    real = plain.PlainWriter.write
     calls: list[int] = []
 
     def write(self: Any, part: int, *arguments: Any) -> None:
@@ -211,10 +211,10 @@ def test_a_run_does_not_go_on_to_another_number(
             raise KeyboardInterrupt
         real(self, part, *arguments)
 
-    monkeypatch.setattr(remove_channels.PlainWriter, "write", write)
+    monkeypatch.setattr(plain.PlainWriter, "write", write)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
-    monkeypatch.setattr(remove_channels.PlainWriter, "write", real)
+    monkeypatch.setattr(plain.PlainWriter, "write", real)
     known = cache.with_name("known")
     shutil.move(cache, known)
     # The clock of another day: channels cost more.

@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline import remove_experts
+from compress.pipeline import plain
 from compress.pipeline.plan import make_plan
 from compress.pipeline.stream import StreamedModel
 from compress.recipe import load as load_recipe
@@ -216,7 +216,7 @@ def test_a_run_that_was_stopped_goes_on(
 ) -> None:
     request = recipe(checkpoint("olmoe"), stage("reap", keep=4))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, calls = remove_experts.PlainWriter.write, []
+    real, calls = plain.PlainWriter.write, []
 
     def write(self: Any, part: int, *arguments: Any) -> None:
         calls.append(part)
@@ -224,7 +224,7 @@ def test_a_run_that_was_stopped_goes_on(
             raise KeyboardInterrupt
         real(self, part, *arguments)
 
-    monkeypatch.setattr(remove_experts.PlainWriter, "write", write)
+    monkeypatch.setattr(plain.PlainWriter, "write", write)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

@@ -20,7 +20,7 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.pipeline import remove_channels
+from compress.pipeline import plain
 from compress.pipeline.plan import make_plan
 from compress.recipe import load as load_recipe
 from runtime.checkpoint import Checkpoint
@@ -249,7 +249,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     source = make_checkpoint()
     request = recipe(source, stage("taylor", keep=64, **FFN), stage("block_influence", keep=2))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, calls = remove_channels.PlainWriter.write, []
+    real, calls = plain.PlainWriter.write, []
 
     def write(self: Any, part: int, *arguments: Any) -> None:
         calls.append(part)
@@ -257,7 +257,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
             raise KeyboardInterrupt
         real(self, part, *arguments)
 
-    monkeypatch.setattr(remove_channels.PlainWriter, "write", write)
+    monkeypatch.setattr(plain.PlainWriter, "write", write)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 from compress.evaluate import token_time
-from compress.pipeline import latency, remove_channels
+from compress.pipeline import latency, plain
 from compress.pipeline.latency import Latency, depths, rising
 from compress.pipeline.plan import make_plan
 from compress.pipeline.stream import StreamedModel

@@ -72,8 +72,11 @@ class Passes:
             streamed = StreamedModel(checkpoint, choose_device(device))
             if stage.kind == "recover":
                 layered = _layers_before(recipe, stage)
-                if layered is not None:
-                    Session.open(layered, device, checkpoint, original, settled)
+                if layered is not None and Session.open(layered, device, checkpoint, original, settled).untie:
+                    text = (
+                        "a stage before compresses the embedding or the head, which share one tensor; ignore both in it"
+                    )
+                    raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
                 jobs.append(recover_job.prepare(recipe, stage, Session.plain(recipe, checkpoint, device), whole))
                 settled = stage.index
                 continue
@@ -101,8 +104,9 @@ class Passes:
                     found = self._cut(job, checkpoint, output, work, spill, reporter)
                 directory.commit(part, found)
                 shutil.rmtree(work, ignore_errors=True)
-            checkpoint = Checkpoint(output)
             settled = job.stage.index if isinstance(job, RecoverJob) else settled
+            if directory.record(part_name(number + 1)) is None:  # else it has been used, and is gone
+                checkpoint = Checkpoint(output)
             if number:
                 shutil.rmtree(directory.work / part_name(number - 1), ignore_errors=True)
         session = Session.open(self.recipe, self.device, checkpoint, original, settled)

@@ -80,9 +80,9 @@ def recover(
         _checkpoint_activations(model)
     kind = Nested if job.method.nested else Recovering
     learner = kind(model, session.streamed, settings, range(len(layers)))
-    trained, ended = _train(learner, given, apart, teacher, judge, job, work, device, reporter, team)
+    trained = _train(learner, given, apart, teacher, judge, job, work, device, reporter, team)
     team.leave()
-    if ended == "diverged":
+    if trained.ended == "diverged":
         reporter.warn(
             "recovery: the loss diverged; the best weights before that are kept. A lower learning_rate may do better"
         )
@@ -141,7 +141,7 @@ def _train(
     device: torch.device,
     reporter: Reporter,
     team: Team,
-) -> tuple[Trained, str]:
+) -> Trained:
     options, directory = job.settings.options(), work / "training"
     accelerator = team.accelerator
     if accelerator is None:
@@ -149,10 +149,9 @@ def _train(
 
         accelerator = Accelerator(cpu=device.type == "cpu")
     check_run(learner, options, accelerator, directory, True)
-    trained = run_training(
+    return run_training(
         learner, TextRows(given), teacher, TextRows(apart), judge, options, directory, True, accelerator, team.device(device), reporter
     )  # fmt: skip
-    return trained, trained.ended
 
 
 def _teachers(

@@ -20,6 +20,7 @@ from encoder_models import bert, save, t5
 import compress
 import runtime
 from compress.distill import loop
+from compress.pipeline import blocks
 from compress.pipeline.plan import make_plan
 from compress.recipe import load as load_recipe
 from runtime.errors import CompressError, RequestError
@@ -165,6 +166,48 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     assert json.loads((straight.path / "compress.json").read_text()) == json.loads(
         (made.path / "compress.json").read_text()
     )
+
+
+def test_passes_that_are_done_are_not_done_again(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stages = (
+        {"structure": {"method": "obs", "keep": 64}},
+        recover(),
+        {"prune": {"method": "wanda", "pattern": "2:4"}},
+        recover(),
+    )
+    request = recipe(make_checkpoint(), *stages)
+    straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
+    real, blocks_done = blocks._one_block, []
+
+    def one_block(session: Any, *rest: Any) -> Any:
+        blocks_done.append(session.held != {})
+        if sum(blocks_done) == 2:  # in the last pass of all
+            raise KeyboardInterrupt
+        return real(session, *rest)
+
+    monkeypatch.setattr(blocks, "_one_block", one_block)
+    with pytest.raises(KeyboardInterrupt):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    monkeypatch.undo()
+    assert sorted(path.name for path in (tmp_path / "out/.compress").glob("pass-*")) == [
+        "pass-00000.json", "pass-00001.json", "pass-00002", "pass-00002.json",
+    ]  # fmt: skip
+    monkeypatch.setattr(loop.Run, "_step", lambda *_: pytest.fail("trained again"))
+    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    assert json.loads((straight.path / "compress.json").read_text()) == json.loads(
+        (made.path / "compress.json").read_text()
+    )
+
+
+def test_a_head_that_shares_its_tensor_is_not_trained_apart(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    stages = (
+        {"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Linear", "lm_head"], "ignore": []}},
+        recover(),
+    )
+    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*share one tensor"):
+        compress.apply(recipe(make_checkpoint(tie_word_embeddings=True), *stages), output=tmp_path / "out", quiet=True)
 
 
 def test_a_loss_that_diverges_ends_with_the_best_weights(

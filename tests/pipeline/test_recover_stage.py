@@ -275,7 +275,7 @@ def test_two_processes_learn_what_one_learns(make_checkpoint: Any, recipe: Any, 
     (tmp_path / "program.py").write_text(SHARED)
     done = launched(str(tmp_path / "program.py"), str(tmp_path / "recipe.yaml"), str(tmp_path / "both"))
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.split() == [str(tmp_path / "both"), "2"] * 2
+    assert done.stdout.count(str(tmp_path / "both")) == 2, "each process has the artifact"
     manifest = json.loads((tmp_path / "both/compress.json").read_text())
     for one, other in zip(alone.manifest["passes"], manifest["passes"], strict=True):
         for mine, theirs in zip(one["curve"]["held_out"], other["curve"]["held_out"], strict=True):

@@ -135,8 +135,9 @@ def _show(result: dict[str, Any]) -> None:
         rows.append(
             ("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", f"{metrics['perplexity_increase']:+.1%}")
         )
-        rows.append(("KL to the original, nats a token", "", f"{metrics['kl']:.4g}", ""))
-        rows.append(("same most likely token", "", f"{metrics['top1_agreement']:.1%}", ""))
+        if "kl" in metrics:  # not where the two have other tokens
+            rows.append(("KL to the original, nats a token", "", f"{metrics['kl']:.4g}", ""))
+            rows.append(("same most likely token", "", f"{metrics['top1_agreement']:.1%}", ""))
     if "cosine" in metrics:
         cosine = metrics["cosine"]
         rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))

@@ -132,9 +132,8 @@ def _show(result: dict[str, Any]) -> None:
     metrics = result.get("metrics") or {}
     if "after" in metrics:
         before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-        print(
-            f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), KL {metrics['kl']:.4g} nats a token"
-        )
+        compared = f"KL {metrics['kl']:.4g} nats a token" if "kl" in metrics else metrics.get("reason", "")
+        print(f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), {compared}")
     if "cosine" in metrics:
         print(
             f"Cosine similarity of embeddings: {metrics['cosine']['mean']:.4f} (worst {metrics['cosine']['min']:.4f})"

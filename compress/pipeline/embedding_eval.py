@@ -19,8 +19,11 @@ def compare_embeddings(
     batch_size: int,
     spill: Path | None,
     reporter: Reporter,
+    source_windows: torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Cosine similarity of the pooled embeddings of each window of `windows` `[n, s]` int64, source against artifact.
+
+    `source_windows`: the same tokens by the source's ids, where they are others.
 
     Pooled as the checkpoint's sentence-transformers files say, else by the mean.
 
@@ -29,7 +32,10 @@ def compare_embeddings(
     batches: list[Batch] = [(rows, None) for rows in windows.split(batch_size)]
     pooling = read_pooling(source.checkpoint.path)
     reporter.phase("evaluate", 2 * len(source.blocks))
-    before = run_blocks(source, batches, spill and spill / "eval-source", lambda i: reporter.step(f"source block {i}"))
+    given: list[Batch] = (
+        batches if source_windows is None else [(ids, None) for ids in source_windows.split(batch_size)]
+    )
+    before = run_blocks(source, given, spill and spill / "eval-source", lambda i: reporter.step(f"source block {i}"))
     after = run_blocks(
         artifact, batches, spill and spill / "eval-artifact", lambda i: reporter.step(f"artifact block {i}")
     )

@@ -22,6 +22,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.streamed_eval import compare
+from compress.pipeline.text_eval import REASON, compare_texts
 from runtime.errors import ArtifactError, RequestError
 from runtime.quantization_config import build, entry_from_dict
 
@@ -35,14 +36,28 @@ def evaluation_windows(session: Session) -> torch.Tensor | None:
     """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation.
 
     Raises:
-        RequestError: a text that cannot be used, or windows too short to measure the recipe's cache on.
+        RequestError: a text that cannot be used, windows too short to measure the recipe's cache on, or a limit on what cannot be measured.
     """
     config = session.recipe.evaluate
     if config is None:
         return None
     if session.cache_policy is not None and config.sequence_length < LEAST:
         raise RequestError(config.at("sequence_length", f"a kv_cache stage needs windows of at least {LEAST} tokens"))
+    if session.cut_tokens and session.streamed.kind != "encoder":
+        for name in ("max_kl", "min_top1_agreement"):
+            if getattr(config, name) is not None:
+                raise RequestError(config.at(name, f"{REASON}; set max_perplexity_increase in its place"))
+        return _same_text(session)[1].ids
     return session.framed(calibration.load_evaluation(config, session.tokenizer, session.vocabulary))
+
+
+def _same_text(session: Session) -> tuple[calibration.Spans, calibration.Spans]:
+    """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
+    config = session.recipe.evaluate
+    assert config is not None
+    theirs = calibration.evaluation_spans(config, session.source_tokenizer, session.source_vocabulary)
+    characters = int(theirs.characters.sum())
+    return theirs, calibration.evaluation_spans(config, session.tokenizer, session.vocabulary, characters)
 
 
 def parts(session: Session) -> list[str]:
@@ -95,10 +110,14 @@ def evaluate(
     if not session.checkpoint_is_finite:
         reporter.warn("the source holds NaN or Inf, so its quality was not measured")
         return {}
-    measure = compare_embeddings if session.streamed.kind == "encoder" else compare
-    metrics = measure(
-        session.reference, artifact, windows, config.batch_size, directory.work if spill else None, reporter
-    )
+    source, work = session.reference, directory.work if spill else None
+    if session.streamed.kind == "encoder":
+        given = session.source_ids(windows) if session.cut_tokens else None
+        metrics = compare_embeddings(source, artifact, windows, config.batch_size, work, reporter, given)
+    elif session.cut_tokens:
+        metrics = compare_texts(source, artifact, *_same_text(session), config.batch_size, work, reporter)
+    else:
+        metrics = compare(source, artifact, windows, config.batch_size, work, reporter)
     if "after" in metrics:
         metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
     metrics["sequence_length"] = int(windows.shape[1])
@@ -113,7 +132,7 @@ def check_limits(metrics: dict[str, Any], limits: dict[str, float]) -> list[dict
     else:
         values = {
             "max_perplexity": metrics["after"]["perplexity"], "max_perplexity_increase": metrics["perplexity_increase"],
-            "max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"],
+            **({"max_kl": metrics["kl"], "min_top1_agreement": metrics["top1_agreement"]} if "kl" in metrics else {}),
         }  # fmt: skip
     return held_to(values, limits)
 

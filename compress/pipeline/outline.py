@@ -25,4 +25,6 @@ def outline(directory: Path, streamed: StreamedModel, job: StructureJob) -> Chec
     model = build_skeleton(job.config, torch.float32, stored=source.names())
     tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
     placeholder(directory, source.path, config_dict(source, streamed.config, job.config), tensors)
+    if job.tokens is not None:
+        job.tokens.write(directory)
     return Checkpoint(directory)

@@ -101,6 +101,9 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     if config.kl and streamed.kind != "encoder" and vocabularies[0] != vocabularies[1]:
         text = f"a model of {vocabularies[0]} tokens cannot learn what one of {vocabularies[1]} says; set kl: 0 and cross_entropy: 1"
         raise refuse("kl", text)
+    if config.squarehead and vocabularies[0] != vocabularies[1]:
+        text = f"hidden states cannot be compared where a text has other tokens ({vocabularies[0]}, the model had {vocabularies[1]})"
+        raise refuse("squarehead", f"{text}; set squarehead: 0")
     rank = getattr(config, "rank", None)
     if rank is not None and rank > ours:
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")

@@ -30,6 +30,7 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from compress.pipeline.recover_job import RecoverJob
     from compress.pipeline.structure_job import StructureJob
+    from compress.prune.vocabulary import Tokens
     from runtime.kv_cache.policy import Policy
 
 PROBE_TOKENS = 64
@@ -134,6 +135,19 @@ class Session:
         """The recipe's model, which the artifact is compared with."""
         return self.streamed if self.source is None else StreamedModel(self.source, self.streamed.device)
 
+    # ------------------------------------------------------------ tokens
+    @property
+    def cut_tokens(self) -> list[Tokens]:
+        """What earlier stages have left of the vocabulary, one after the other; empty: all of it."""
+        found = (getattr(job, "tokens", None) for job in self.jobs)
+        return [tokens for tokens in found if tokens is not None]
+
+    def source_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The recipe's model's ids of the same tokens."""
+        for tokens in reversed(self.cut_tokens):
+            ids = tokens.kept[ids]
+        return ids
+
     # ------------------------------------------------------------ calibration
     @property
     def needs_data(self) -> bool:
@@ -154,19 +168,22 @@ class Session:
 
     @cached_property
     def tokenizer(self) -> Any:
-        from transformers import AutoTokenizer
+        """Of the model that is compressed."""
+        return _tokenizer(self.checkpoint)
 
-        try:
-            return AutoTokenizer.from_pretrained(str(self.checkpoint.path))
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-            raise RequestError(
-                f"{self.checkpoint.path} has no tokenizer that can be read ({first}), and text needs one"
-            ) from error
+    @cached_property
+    def source_tokenizer(self) -> Any:
+        """Of the recipe's model."""
+        return _tokenizer(self.original)
 
     @property
     def vocabulary(self) -> int:
         return int(self.streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
+    @property
+    def source_vocabulary(self) -> int:
+        """Of the recipe's model."""
+        return int(self.reference.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     @cached_property
     def calibration(self) -> calibration.CalibrationData:
@@ -247,3 +264,15 @@ class Session:
         if self.reads_text:
             identity["calibration_text"] = self.calibration.sha256
         return identity
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RequestError(
+            f"{checkpoint.path} has no tokenizer that can be read ({first}), and text needs one"
+        ) from error

@@ -16,9 +16,9 @@ from compress.pipeline.remove_channels import remove_channels
 from compress.pipeline.remove_experts import remove_experts
 from compress.pipeline.remove_hidden import remove_hidden
 from compress.pipeline.remove_layers import remove_layers
+from compress.pipeline.remove_vocabulary import remove_vocabulary
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.structure_job import StructureJob
-from compress.prune.structure.sizes import resized
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 
@@ -50,6 +50,8 @@ def remove_structure(
         found, expected = remove_experts(job, streamed, batches, probe, output, work, spill, reporter)
     elif job.settings.remove == "hidden":
         found, expected = remove_hidden(job, streamed, batches, probe, output, work, spill, reporter)
+    elif job.settings.remove == "vocabulary":
+        found, probe, expected = remove_vocabulary(job, streamed, probe, output, reporter)
     else:
         found, expected = remove_channels(job, streamed, batches, probe, output, work, spill, reporter)
     smaller = StreamedModel(Checkpoint(output), streamed.device, dtype=streamed.dtype)
@@ -69,7 +71,7 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
     file = work / "job.json"
     plan = {"before": job.size.count, "after": job.kept}
     begun = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else plan
-    wanted, found = (_told(c) for c in (job.config, resized(streamed.config, job.settings.remove, job.kept)))
+    wanted, found = (_told(c) for c in (job.config, job.smaller(streamed.config)))
     if begun != plan or wanted != found:
         raise CompressError(
             f"this run was begun with another number of units than {job.describe()}, since times were measured anew; run it again with "

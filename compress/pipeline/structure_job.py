@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,11 +13,13 @@ import torch
 from compress.nearest import listing
 from compress.pipeline.gradients import ROWS
 from compress.pipeline.latency import Latency
+from compress.pipeline.vocabulary_job import kept_tokens
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
 from compress.prune.structure.config import Remove
 from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of, shapes
 from compress.prune.structure.experts import Experts, experts_of
 from compress.prune.structure.sizes import Size, active_experts, number_of_experts, resized, size_of, with_wider_heads
+from compress.prune.vocabulary import Tokens
 from compress.recipe import Recipe, Stage
 from runtime.errors import ArtifactError, RequestError
 from runtime.skeleton import build_skeleton, find_stacks
@@ -38,9 +40,10 @@ class StructureJob:
         size: what there is. kept: units that stay.
         config: of the smaller model.
         slices: what units have of which tensors; none where layers go.
-        channels: of each block, by the layer that reads them; none where layers, experts or dimensions of the hidden state go.
+        channels: of each block, by the layer that reads them; none but where channels or heads go.
         experts: of each block, None of those that have none; none at all where something else goes.
         measured: what was timed to find how many stay, JSON-able, see `compress.pipeline.latency`; empty without a budget of latency.
+        tokens: that stay; None where something else goes.
     """
 
     stage: Stage
@@ -51,6 +54,7 @@ class StructureJob:
     channels: tuple[tuple[Channels, ...], ...]
     experts: tuple[Experts | None, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
+    tokens: Tokens | None = None
 
     @property
     def settings(self) -> StructureConfig:
@@ -60,6 +64,11 @@ class StructureJob:
     @property
     def method(self) -> StructureMethod:
         return METHODS[self.stage.method]
+
+    def smaller(self, config: PretrainedConfig) -> PretrainedConfig:
+        """The config that the job makes of one."""
+        resulting = resized(config, self.settings.remove, self.kept)
+        return resulting if self.tokens is None else self.tokens.config(config, resulting)
 
     @property
     def needs(self) -> set[str]:
@@ -74,7 +83,10 @@ class StructureJob:
         return ()
 
     def memory(self, session: Session) -> int:
-        """Bytes that it takes beyond what compressing a block takes: gradients need the whole model, float32, and its activations."""
+        """Bytes that it takes beyond what compressing a block takes: gradients need the whole model, float32, and its activations; where
+        dimensions of the hidden state go, two models are held side by side."""
+        if self.settings.remove == "hidden":
+            return _side_by_side(session.reference)
         if "gradients" not in self.needs:
             return 0
         size = sum(p.numel() for p in session.reference.model.parameters())
@@ -109,11 +121,8 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     with _at(recipe, (*path, "remove")):
         size = size_of(streamed.config, config.remove)
         whole = streamed.model
-        if config.remove == "hidden" and not changed_shapes(whole, _built(with_wider_heads(streamed.config), streamed)):
-            raise RequestError(
-                f"the heads of a {type(whole).__name__} are as wide as their share of the hidden size is, and its config cannot say that "
-                "they stay as they are: dimensions of the hidden state cannot be removed alone"
-            )
+        if config.remove == "hidden":
+            _check_width(streamed)
     kept, measured = _kept(recipe, stage, size, streamed)
     with _at(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
@@ -123,8 +132,10 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         slices = changed(whole, built, size.count, kept)
         if not slices:
             raise RequestError(f"the config of a {type(whole).__name__} cannot say that it has fewer {size.unit}")
-        if config.remove == "hidden":
-            return StructureJob(stage, size, kept, smaller, tuple(slices), (), measured=measured)
+    if config.remove in ("hidden", "vocabulary"):
+        job = StructureJob(stage, size, kept, smaller, tuple(slices), (), measured=measured)
+        return job if config.remove == "hidden" else _vocabulary(job, recipe, streamed)
+    with _at(recipe, (*path, "remove")):
         outside = [s.name for s in slices if not streamed.is_inside(s.name)]
         if outside:
             raise RequestError(
@@ -140,6 +151,42 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         if not any(channels):
             raise RequestError(f"no layer of a {type(whole).__name__} has such {size.unit}")
         return StructureJob(stage, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
+
+
+def _check_width(streamed: StreamedModel) -> None:
+    """RequestError where heads get narrower when the hidden state does: matrices of the layers would change along both sides."""
+    whole = streamed.model
+    if changed_shapes(whole, _built(with_wider_heads(streamed.config), streamed)):
+        return  # the config says how wide they are
+    half = size_of(streamed.config, "hidden").count // 2
+    try:
+        slices = changed(whole, _built(resized(streamed.config, "hidden", half), streamed), 2 * half, half)
+        inside = [s.name for s in slices if streamed.is_inside(s.name)]
+    except RequestError:  # so few dimensions are no whole heads
+        inside = [""] * 2
+    if len(set(inside)) < len(inside):
+        raise RequestError(
+            f"the heads of a {type(whole).__name__} are as wide as their share of the hidden size is, and its config cannot say that "
+            "they stay as they are: dimensions of the hidden state cannot be removed alone"
+        )
+
+
+def _vocabulary(job: StructureJob, recipe: Recipe, streamed: StreamedModel) -> StructureJob:
+    """The job with its tokens; RequestError where they cannot be so few, or the tokenizer cannot be cut."""
+    from compress.pipeline.session import Session
+
+    tokenizer = Session(recipe, streamed.checkpoint, streamed, {}).tokenizer
+    tokens = kept_tokens(recipe, job.stage, streamed, tokenizer, job.kept)
+    return replace(job, tokens=tokens, config=tokens.config(streamed.config, job.config))
+
+
+def _side_by_side(streamed: StreamedModel) -> int:
+    """Bytes of two models with what is in no block, a block of each, also in float32, and second moments of the widest layer."""
+    blocks = [sum(p.numel() for p in block.parameters()) for block in streamed.blocks]
+    outside = sum(p.numel() for p in streamed.model.parameters()) - sum(blocks)
+    widest = max((m.in_features for m in streamed.blocks.modules() if isinstance(m, torch.nn.Linear)), default=0)
+    itemsize = streamed.dtype.itemsize
+    return 2 * itemsize * outside + 2 * (itemsize + 4) * max(blocks) + (3 * 4 + 4 * 8) * widest**2
 
 
 def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:

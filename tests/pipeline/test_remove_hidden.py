@@ -254,19 +254,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     assert not (made.path / ".compress").exists()
 
 
-@pytest.mark.parametrize("family", ["opt", "gpt2", "bert"])
+@pytest.mark.parametrize("family", ["opt", "gpt2", "falcon", "bert"])
 def test_heads_that_follow_from_the_hidden_size_are_a_reason(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str
 ) -> None:
     if family == "bert":
         source = save(bert(), tmp_path / "bert")
-    elif family == "gpt2":
-        model = AutoModelForCausalLM.from_config(
-            AutoConfig.for_model("gpt2", vocab_size=257, n_embd=64, n_layer=2, n_head=4)
-        )
-        model.save_pretrained(tmp_path / "gpt2")
-        byte_tokenizer().save_pretrained(tmp_path / "gpt2")
-        source = tmp_path / "gpt2"
+    elif family in ("gpt2", "falcon"):
+        sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4} if family == "gpt2" else SMALL["qwen2"]
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=257, **sizes))
+        model.save_pretrained(tmp_path / family)
+        byte_tokenizer().save_pretrained(tmp_path / family)
+        source = tmp_path / family
     else:
         source = make_checkpoint(family)
     with pytest.raises(

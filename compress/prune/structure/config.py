@@ -12,9 +12,9 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_valida
 from compress.percent import fraction
 from compress.prune.structure.view import View
 
-Remove = Literal["ffn", "heads", "layers", "experts", "hidden"]
+Remove = Literal["ffn", "heads", "layers", "experts", "hidden", "vocabulary"]
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
-Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs"]
+Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
 
 
 class Budget(BaseModel):
@@ -47,7 +47,7 @@ class StructureConfig(BaseModel):
     remove: Remove = Field(
         "ffn",
         description="What: channels of the feed-forward networks, heads (grouped-query groups as a whole), layers, experts (of each layer "
-        "as many), or dimensions of the hidden state.",
+        "as many), dimensions of the hidden state, or tokens of the vocabulary.",
     )
     ratio: Share | None = Field(None, description="Share of them that is removed.")
     keep: int | None = Field(None, ge=1, description="How many are kept, in the place of a ratio.")
@@ -58,7 +58,7 @@ class StructureConfig(BaseModel):
     multiple: int | None = Field(
         None,
         ge=1,
-        description="What is kept is a multiple of this; none: 32 channels or dimensions, one head, layer or expert.",
+        description="What is kept is a multiple of this; none: 32 channels, dimensions or tokens, one head, layer or expert.",
     )
     reconstruct: bool = Field(
         True,
@@ -81,7 +81,7 @@ class StructureConfig(BaseModel):
         """What is kept is a multiple of this."""
         if self.multiple is not None:
             return self.multiple
-        return 32 if self.remove in ("ffn", "hidden") else 1
+        return 32 if self.remove in ("ffn", "hidden", "vocabulary") else 1
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StructureMethod:
         removes: what it can rank.
         rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
         needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
-            layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give.
+            layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give; "occurrences" of tokens.
     """
 
     name: str

@@ -15,17 +15,20 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-What = Literal["ffn", "heads", "hidden", "layers", "experts"]
+What = Literal["ffn", "heads", "hidden", "layers", "experts", "vocabulary"]
 _FFN = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
 _HIDDEN = ("hidden_size", "n_embd", "d_model")
 _HEADS = ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads")
 _GROUPS = ("num_key_value_heads",)
 _WIDTHS = ("head_dim", "d_kv")  # of a head, where a config can say it
+_VOCABULARY = ("vocab_size",)
 _LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_layers")
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 _ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 _EXPERT_GROUPS = ("n_group", "num_expert_group")  # of which a router picks some before it picks experts in them
-_UNITS = {"ffn": "channels", "heads": "heads", "hidden": "dimensions", "layers": "layers", "experts": "experts"}
+_UNITS = {
+    "ffn": "channels", "heads": "heads", "hidden": "dimensions", "layers": "layers", "experts": "experts", "vocabulary": "tokens",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -65,6 +68,8 @@ def size_of(config: PretrainedConfig, what: What) -> Size:
         return Size(what, _one(text, _LAYERS, what), _UNITS[what])
     if what == "experts":
         return _experts(text)
+    if what == "vocabulary":
+        return Size(what, _one(text, _VOCABULARY, what), _UNITS[what])
     heads = _one(text, _HEADS, what)
     groups = next((value for name in _GROUPS if isinstance(value := getattr(text, name, None), int)), heads)
     if groups < 1 or heads % groups:
@@ -93,6 +98,11 @@ def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfi
         _set_width(text, width)
     elif what == "experts":
         _set(text, _EXPERTS, count)
+    elif what == "vocabulary":
+        _set(text, _VOCABULARY, count)
+        # New ids are not known here (see `compress.prune.vocabulary`); a model is not built with padding that is no token.
+        if isinstance(pad := getattr(text, "pad_token_id", None), int) and pad >= count:
+            text.pad_token_id = 0
     else:
         _set(text, _FFN, count)
         if getattr(text, "n_inner", 0) is None:  # GPT-2 takes four times its hidden size where it says nothing
@@ -186,7 +196,8 @@ def _set_width(text: Any, width: int) -> None:
     """Say it, even where the config did not: most models then build heads of that width, and of others the shapes will tell."""
     named = [name for name in _WIDTHS if hasattr(text, name)]
     for name in named or _WIDTHS[:1]:
-        setattr(text, name, width)
+        if not isinstance(getattr(type(text), name, None), property):  # Falcon's is computed
+            setattr(text, name, width)
 
 
 def _text(config: Any) -> Any:

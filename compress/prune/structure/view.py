@@ -28,7 +28,7 @@ class Routing:
 
 @dataclass
 class View:
-    """Units of one layer, of one stack of layers, or of the hidden state.
+    """Units of one layer, of one stack of layers, of the hidden state, or of the vocabulary.
 
     Attributes:
         count: units. kept: how many of them will be.
@@ -39,6 +39,7 @@ class View:
         influence: float32 `[units]`: how much a layer changes the hidden states, 0 to 2; None unless needed.
         states: float32 `[units]`: mean size of each dimension of the hidden states as layers read them; None unless needed.
         routing: what the experts were sent; None unless needed.
+        occurrences: int64 `[units]`: how often a token is in the calibration text; None unless needed.
         generator: for what is random.
         notes: what a ranking wants to tell the report.
     """
@@ -53,6 +54,7 @@ class View:
     influence: torch.Tensor | None = None
     states: torch.Tensor | None = None
     routing: Routing | None = None
+    occurrences: torch.Tensor | None = None
     notes: dict[str, float] = field(default_factory=dict)
 
     @property

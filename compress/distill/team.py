@@ -70,9 +70,11 @@ class Team:
             raise RequestError(
                 f"device {device!r}: each of {launched()} processes computes on the GPU that its launcher gives it; use auto or cpu"
             )
-        from accelerate import Accelerator, InitProcessGroupKwargs
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
-        return cls(Accelerator(cpu=device == "cpu", kwargs_handlers=[InitProcessGroupKwargs(timeout=_PATIENCE)]))
+        # A loss on hidden states alone reaches no head, and one width of several not all channels.
+        kinds = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(find_unused_parameters=True)]
+        return cls(Accelerator(cpu=device == "cpu", kwargs_handlers=kinds))
 
     @property
     def size(self) -> int:
@@ -104,6 +106,11 @@ class Team:
         held: list[Any] = [value]
         broadcast_object_list(held)
         return held[0]  # type: ignore[no-any-return]
+
+    def meet(self) -> None:
+        """Wait until all are here."""
+        if self.accelerator is not None:
+            self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
         """The processes part. One that ended with the others' connections open could be aborted by their threads."""

@@ -48,6 +48,7 @@ def asking(team: Team, output: Path) -> Iterator[None]:
         raise
     finally:
         team.agreed(done)
+        team.meet()  # a process that is gone before the others have heard it would abort them
 
 
 def assist(recipe: Recipe, device: str, team: Team) -> Path:
@@ -65,6 +66,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
         job = RecoverJob(stage, session.streamed.config)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):
             recover(job, before, session, task["passes"], output, work, reporter, team)
+    team.meet()
     if task["complete"] is None:
         raise CompressError("the run failed in the main process, which says why")
     return Path(task["complete"])

@@ -40,7 +40,8 @@ def sensitivities(
             factor = torch.ones(rows, 1, units, device=value.device, requires_grad=True)
             factors[name] = factor
             wide = factor.repeat_interleave(value.shape[-1] // units, dim=2)
-            return (value * wide.to(value.dtype), *args[1:])
+            by_row = value.reshape(rows, -1, value.shape[-1])  # OPT lays all tokens end to end
+            return ((by_row * wide.to(value.dtype)).view_as(value), *args[1:])
 
         return hook
 

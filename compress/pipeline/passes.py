@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from torch import nn
+
 from compress.distill.team import Team
 from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
@@ -72,11 +74,8 @@ class Passes:
             streamed = StreamedModel(checkpoint, choose_device(device))
             if stage.kind == "recover":
                 layered = _layers_before(recipe, stage)
-                if layered is not None and Session.open(layered, device, checkpoint, original, settled).untie:
-                    text = (
-                        "a stage before compresses the embedding or the head, which share one tensor; ignore both in it"
-                    )
-                    raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
+                if layered is not None:
+                    _check_outside(Session.open(layered, device, checkpoint, original, settled), stage)
                 jobs.append(recover_job.prepare(recipe, stage, Session.plain(recipe, checkpoint, device), whole))
                 settled = stage.index
                 continue
@@ -165,6 +164,19 @@ def _whole_stages(recipe: Recipe) -> list[Stage]:
                 raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
             found.append(stage)
     return found
+
+
+def _check_outside(session: Session, stage: Stage) -> None:
+    """RequestError where a recovery would train what is in no layer otherwise than it will be stored."""
+    modules = {name: session.streamed.model.get_submodule(name) for name in session.outside_work}
+    embedding = next((name for name, module in modules.items() if isinstance(module, nn.Embedding)), None)
+    text = None
+    if embedding is not None:
+        text = f"a stage before compresses {embedding}, an embedding, which recovery does not train; ignore it there, or compress it after"
+    elif session.untie:
+        text = "a stage before compresses the head, which shares its tensor with the embedding; ignore it there, or compress it after"
+    if text is not None:
+        raise RequestError(session.recipe.origin.at(("stages", stage.index, stage.kind), text))
 
 
 def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:

@@ -18,7 +18,7 @@ from compress.distill.recovery.held import HELD, Held
 from compress.distill.recovery.layers import followed
 from compress.distill.recovery.learner import Recovering
 from compress.distill.recovery.nested import Nested, feed_forward, order
-from compress.distill.recovery.teachers import Cached, InMemory, RecoveryTeacher, cache_outputs
+from compress.distill.recovery.teachers import Cached, InMemory, Nobody, RecoveryTeacher, cache_outputs
 from compress.distill.rows import digest_of
 from compress.distill.team import Team
 from compress.distill.train import Trained, check_run
@@ -149,9 +149,11 @@ def _train(
 
         accelerator = Accelerator(cpu=device.type == "cpu")
     check_run(learner, options, accelerator, directory, True)
-    return run_training(
+    trained = run_training(
         learner, TextRows(given), teacher, TextRows(apart), judge, options, directory, True, accelerator, team.device(device), reporter
     )  # fmt: skip
+    accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
+    return trained
 
 
 def _teachers(
@@ -166,6 +168,9 @@ def _teachers(
 ) -> tuple[RecoveryTeacher, RecoveryTeacher]:
     """Of the rows to train on, and of those that are held out."""
     settings = job.settings
+    if not settings.kl and not settings.squarehead:
+        nobody = Nobody()
+        return nobody, nobody
     if settings.teacher == "memory":
         teacher = InMemory(streamed, layers, device)
         return teacher, teacher
@@ -202,7 +207,7 @@ def _facts(job: RecoverJob, trained: Trained, text: str, passes: Sequence[Mappin
     found = {"recover": job.stage.method, "text": text, **facts}
     for when in ("before", "after"):
         if "cross_entropy" in facts[when]:
-            found[f"perplexity_{when}"] = math.exp(facts[when]["cross_entropy"])
+            found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -9,10 +10,12 @@ import torch
 from torch import nn
 
 from compress import calibration
+from compress.distill.losses import Objective
 from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recovery.nested import feed_forward
-from compress.pipeline.kinds import check_fits_model
+from compress.distill.team import launched
 from compress.recipe import Recipe, Stage
+from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
     from compress.pipeline.session import Session
     from compress.pipeline.stream import StreamedModel
 
+_POSITION = re.compile(r"(position|wpe)[^.]*$")
 HELD_OUT, MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 
 
@@ -57,8 +61,10 @@ class RecoverJob:
         settings, config = self.settings, self.config.get_text_config()
         size = sum(p.numel() for p in session.streamed.model.parameters())
         adapter = settings.adapter
-        held = 20 * size if adapter is None else 4 * size + 20 * _adapted(session, adapter.rank)
-        teacher = session.original.total_bytes if settings.teacher == "memory" else 0
+        # Checkpoints are taken from copies of weights and moments.
+        held = 32 * size if adapter is None else 4 * size + 32 * _adapted(session, adapter.rank)
+        asked = settings.teacher == "memory" and bool(settings.kl or settings.squarehead)
+        teacher = session.original.total_bytes if asked else 0
         positions = (settings.micro_batch or settings.batch_size) * settings.sequence_length
         # About 17 numbers of the hidden size are kept of a layer (Korthikanti et al., arXiv 2205.05198), or one.
         layers = len(session.streamed.blocks)
@@ -104,6 +110,18 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     if config.squarehead and vocabularies[0] != vocabularies[1]:
         text = f"hidden states cannot be compared where a text has other tokens ({vocabularies[0]}, the model had {vocabularies[1]})"
         raise refuse("squarehead", f"{text}; set squarehead: 0")
+    if config.batch_size % launched():
+        text = f"a batch of {config.batch_size} rows cannot be shared by {launched()} processes; make it a multiple"
+        raise refuse("batch_size", text)
+    if config.adapter is not None and not any(isinstance(m, nn.Linear) for m in streamed.blocks.modules()):
+        raise refuse(
+            "method",
+            f"a {type(streamed.model).__name__} has no linear layers that {stage.method} could change; use finetune",
+        )
+    try:
+        Objective(config.divergence, config.temperature)
+    except RequestError as error:
+        raise refuse("temperature", str(error)) from None
     rank = getattr(config, "rank", None)
     if rank is not None and rank > ours:
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
@@ -120,7 +138,10 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
             raise refuse("method", str(error)) from None
     if not recipe.calibration.packing:
         raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
-    check_fits_model(recipe.model_copy(update={"calibration": _rows_config(recipe, config)}), streamed)
+    limit = position_limit(streamed.model) if streamed.kind == "encoder" else _positions(streamed)
+    if limit is not None and config.sequence_length > limit:
+        text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
+        raise refuse("sequence_length", text)
     _, warning = rows(session, stage)
     return RecoverJob(stage, streamed.config, () if warning is None else (warning,))
 
@@ -146,6 +167,16 @@ def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
         told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
         warning = session.recipe.origin.at(("stages", stage.index, stage.kind, "samples"), told)
     return session.framed(torch.cat([ids for ids, _ in data.batches])), warning
+
+
+def _positions(streamed: StreamedModel) -> int | None:
+    """Positions that a model has learned a vector for; None: it knows them otherwise."""
+    found = (
+        m.num_embeddings
+        for n, m in streamed.model.named_modules()
+        if isinstance(m, nn.Embedding) and _POSITION.search(n)
+    )
+    return min(found, default=None)
 
 
 def _adapted(session: Session, rank: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +44,8 @@ def remove_structure(
         (where time was), and what the removal says.
     """
     _check_begun(job, streamed, work)
+    # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
+    job = replace(job, config=job.smaller(streamed.config))
     if job.settings.remove == "layers":
         found = remove_layers(job, streamed, batches, output, work, spill, reporter)
         expected = _without(streamed, found["kept"], probe)
@@ -82,8 +85,9 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
 
 
 def _told(config: Any) -> dict[str, Any]:
-    """A config without where it was read."""
-    return {key: value for key, value in config.to_dict().items() if key != "_name_or_path"}
+    """A config without where it was read, and without its lists."""
+    kept = config.to_dict().items()
+    return {key: value for key, value in kept if key != "_name_or_path" and not isinstance(value, (list, tuple))}
 
 
 def _parameters(streamed: StreamedModel) -> int:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 
 from compress.nearest import listing
 from compress.pipeline.gradients import ROWS
@@ -197,18 +199,20 @@ def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:
 def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> float:
     """Multiplications and additions of one token that follows `context` others."""
     model = _built(config, streamed)
+    # Looked up, not multiplied with; a tied head is counted by its own name.
+    tables = {
+        f"{name}.weight" for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)
+    }
     weights = 2.0 * sum(
-        math.prod(shape) for name, shape in shapes(model).items() if name.endswith(".weight") and len(shape) == 2
+        math.prod(shape)
+        for name, shape in shapes(model).items()
+        if name.endswith(".weight") and len(shape) == 2 and name not in tables
     )
     # Of fused experts `[experts, ...]` a token has those that it is sent to.
     active, experts = active_experts(config), number_of_experts(config)
     if active is not None and experts:
         held = sum(math.prod(shape) for shape in shapes(model).values() if len(shape) == 3 and shape[0] == experts)
         weights += 2.0 * held * active / experts
-    embeddings: Any = model.get_input_embeddings()
-    weights -= 2.0 * math.prod(
-        embeddings.weight.shape
-    )  # looked up, not multiplied with; a tied head is counted as its own
     text: Any = config.get_text_config(decoder=True)
     heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
     width = getattr(text, "head_dim", None) or hidden // heads
@@ -217,9 +221,11 @@ def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> fl
 
 def _built(config: PretrainedConfig, streamed: StreamedModel) -> PreTrainedModel:
     try:
+        type(config).from_dict(config.to_dict())  # what has been set is checked when it is read, which comes too late
         return build_skeleton(config, torch.float32, stored=streamed.checkpoint.names())
-    except ArtifactError as error:
-        raise RequestError(f"a {type(streamed.model).__name__} cannot be built so: {error}") from None
+    except (ArtifactError, StrictDataclassError, ValueError) as error:
+        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        raise RequestError(f"a {type(streamed.model).__name__} cannot be built so: {cause}") from None
 
 
 # ---------------------------------------------------------------- how many are kept

@@ -81,11 +81,7 @@ def solve_group(
     chosen_in_loop = False
     if prune is not None:
         fractions = tuple(sparsity) if sparsity is not None else (prune.target_sparsity,) * len(weights)
-        masks = (
-            fixed_masks(current, statistics, prune, fractions)
-            if settled is None
-            else [own.mask for own in held or () if own.mask is not None]
-        )
+        masks = fixed_masks(current, statistics, prune, fractions) if settled is None else _masks(held, current)
         chosen_in_loop = masks is None
     compensated = quantize is not None and compensates(quantize)
     pattern = prune.parsed if prune is not None and chosen_in_loop else None
@@ -127,8 +123,10 @@ def _on_grid(held: list[Held] | None) -> bool:
     return held is not None and held[0].scale is not None
 
 
-def _masks(held: list[Held] | None) -> list[torch.Tensor]:
-    return [own.mask for own in held or () if own.mask is not None]
+def _masks(held: list[Held] | None, weights: list[torch.Tensor]) -> list[torch.Tensor]:
+    """What was held on the disk, where the weights are."""
+    pairs = zip(held or (), weights, strict=True)
+    return [own.mask.to(weight.device) for own, weight in pairs if own.mask is not None]
 
 
 def _kept(weight: torch.Tensor, held: Held, scheme: Scheme, dtype: torch.dtype) -> LayerResult:

@@ -201,12 +201,65 @@ def test_passes_that_are_done_are_not_done_again(
     )
 
 
+@pytest.mark.parametrize("steps", [0, 1])
+def test_nested_widths_with_activations_computed_again(steps: int) -> None:
+    from compress.distill.recovery.matformer import MatFormerConfig
+    from compress.distill.recovery.nested import Nested
+    from compress.distill.recovery.outputs import Outputs
+    from compress.distill.rows import Batch
+    from compress.pipeline.recover import _checkpoint_activations, whole
+    from compress.pipeline.stream import StreamedModel
+    from runtime.checkpoint import Checkpoint
+
+    streamed = StreamedModel(Checkpoint(BUNDLED))
+    config = MatFormerConfig(kl=0.0, squarehead=0.0, cross_entropy=1.0, widths=[0.25, 1.0])
+    seeds = torch.tensor([steps, steps])
+    ids = torch.randint(0, 4096, (2, 16), generator=torch.Generator().manual_seed(0))
+    batch = Batch(ids, torch.ones(2, 16, dtype=torch.bool), seeds, seeds)
+    batch.trained[:, -1] = False
+    gradients = []
+    for again in (False, True):
+        model, _ = whole(BUNDLED, torch.device("cpu"))
+        model.requires_grad_(True)
+        if again:
+            _checkpoint_activations(model)
+        learner = Nested(model, streamed, config, [])
+        learner.train()
+        loss, _ = learner(batch, Outputs([], None))
+        loss.backward()
+        gradients.append(model.model.layers[1].mlp.down_proj.weight.grad)
+    torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-3, atol=1e-4)
+    narrow = learner.width == 192
+    assert bool((gradients[0][:, 192:] == 0).all()) == narrow
+
+
+def test_the_text_alone_needs_no_teacher(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from compress.distill.recovery.teachers import InMemory
+
+    monkeypatch.setattr(InMemory, "__init__", lambda *_: pytest.fail("a teacher was loaded"))
+    stages = ({"prune": {"method": "wanda", "pattern": "2:4"}}, recover(kl=0.0, squarehead=0.0, cross_entropy=1.0))
+    made = compress.apply(recipe(make_checkpoint(), *stages), output=tmp_path / "out", quiet=True)
+    assert made.manifest["passes"][0]["after"].keys() == {"loss", "cross_entropy"}
+
+
+def test_an_embedding_that_was_quantized_is_not_trained(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    quantize = {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Linear", "Embedding"]}
+    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*embed_tokens, an embedding"):
+        compress.apply(
+            recipe(make_checkpoint(tie_word_embeddings=False), {"quantize": quantize}, recover()),
+            output=tmp_path / "out",
+            quiet=True,
+        )
+
+
 def test_a_head_that_shares_its_tensor_is_not_trained_apart(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     stages = (
         {"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Linear", "lm_head"], "ignore": []}},
         recover(),
     )
-    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*share one tensor"):
+    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*(shares its tensor|an embedding)"):
         compress.apply(recipe(make_checkpoint(tie_word_embeddings=True), *stages), output=tmp_path / "out", quiet=True)
 
 

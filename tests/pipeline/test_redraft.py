@@ -148,7 +148,8 @@ def test_several_processes_are_for_the_draft_alone(plain, recipe, tmp_path, monk
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, draft())))
     monkeypatch.setenv("WORLD_SIZE", "2")
     said = (
-        r"apply without a recover stage runs in one process .* in 2 \(WORLD_SIZE\).* `accelerate launch -m compress.cli draft ARTIFACT RECIPE`"
+        r"apply without a recover stage runs in one process .* in 2 \(WORLD_SIZE\).* "
+        "`accelerate launch -m compress.cli draft ARTIFACT RECIPE`"
     )
     with pytest.raises(RequestError, match=said):
         compress.apply(file, output=tmp_path / "out")

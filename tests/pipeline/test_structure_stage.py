@@ -300,16 +300,40 @@ def test_budgets(make_checkpoint: Any, recipe: Any, tmp_path: Path, budget: str,
         ({"method": "magnitudo", "ratio": 0.5}, ["magnitudo", "did you mean"]),
         ({"method": "magnitude", "keep": 50, "multiple": 32}, ["no multiple of 32"]),
         ({"method": "magnitude", "keep": 50, "remove": "neurons"}, ["remove", "neurons"]),
+        (
+            {"method": "magnitude", "keep": 3, "remove": "heads"},
+            ["structure.remove", "cannot be built", "not a multiple"],
+        ),
     ],
 )
 def test_what_cannot_be_is_refused(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, fields: Any, words: list[str]
 ) -> None:
+    # Of 4 groups of 2 heads 3 would be 6 heads, which 64 dimensions cannot be shared by.
+    groups = {"num_attention_heads": 8, "num_key_value_heads": 4} if fields.get("keep") == 3 else {}
+    source = make_checkpoint(**groups)
     with pytest.raises(RequestError) as error:
-        compress.apply(recipe(make_checkpoint(), {"structure": fields}), output=tmp_path / "out", quiet=True)
+        compress.apply(recipe(source, {"structure": fields}), output=tmp_path / "out", quiet=True)
     for word in words:
         assert word in str(error.value), str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+def test_layers_of_kinds_that_take_turns(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    source = make_checkpoint("gemma2", num_hidden_layers=4, dtype=torch.float32)
+    stages = (stage("random", keep=2, remove="layers", seed=2), stage("obs", keep=64, **FFN))
+    made = compress.apply(recipe(source, *stages), output=tmp_path / "out", quiet=True)
+    kept = made.manifest["passes"][0]["kept"][0]
+    before, after = (json.loads((path / "config.json").read_text())["layer_types"] for path in (source, made.path))
+    assert after == [before[layer] for layer in kept]
+    assert after != before[:2]
+
+
+@pytest.mark.parametrize("family", ["opt", "gpt2", "qwen3"])
+def test_gradients_of_all_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str) -> None:
+    source = _other("gpt2", tmp_path, n_embd=64, n_layer=2, n_head=4) if family == "gpt2" else make_checkpoint(family)
+    made = compress.apply(recipe(source, stage("taylor", keep=64, **FFN)), output=tmp_path / "out", quiet=True)
+    assert made.manifest["passes"][0]["after"] == 64
 
 
 def test_layers_are_compressed_last(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,8 +19,8 @@ from runtime.skeleton import build_skeleton
 
 
 class Nested(Recovering):
-    """A model whose prefixes are trained with it. Every forward pass in training has one width, drawn by the seed of its rows, as in the
-    paper; held-out rows are measured at all of them.
+    """A model whose prefixes are trained with it. Every forward pass in training has one width, drawn by the seed of its first row, as
+    in the paper; held-out rows are measured at all of them.
 
     Args:
         model, streamed, config, layers: as of `Recovering`; the config is a `MatFormerConfig`.
@@ -32,34 +31,39 @@ class Nested(Recovering):
         self._channels = (feed_forward(streamed),)
         count = self._channels[0][0].count
         self.widths = [max(1, round(share * count)) for share in config.widths]
+        self.width = count
+        # They stay, as activations may be computed again after a forward pass, and must be what they were.
+        for channels in self._channels[0]:
+            model.get_submodule(channels.consumer).register_forward_pre_hook(self._narrow(channels.columns.each))
 
     def forward(self, batch: Batch, targets: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Recovering.forward`, at one width."""
-        chosen = mix(int(batch.seeds[0])) % len(self.widths)
-        with self.narrowed(self.widths[chosen]):
-            return super().forward(batch, targets)
+        self.width = self.widths[mix(int(batch.seeds[0])) % len(self.widths)]
+        return super().forward(batch, targets)
 
     @torch.no_grad()
     def look(self, batch: Batch, judge: Any) -> Sums:
         """As `Recovering.look`: means over the widths, and "loss_256", ... of each number of channels."""
         targets, count, found = judge.outputs(batch), float(batch.trained.sum()), dict[str, tuple[float, float]]()
         for width in self.widths:
-            with self.narrowed(width):
-                losses = self.losses(batch, targets)
+            self.width = width
+            losses = self.losses(batch, targets)
             for name, value in losses.items():
                 before = found.get(name, (0.0, 0.0))
                 found[name] = (before[0] + float(value) * count, before[1] + count)
                 found[f"{name}_{width}"] = (float(value) * count, count)
         return found
 
-    @contextmanager
-    def narrowed(self, width: int) -> Iterator[None]:
-        """Nothing reads the channels after the first `width`."""
-        with ExitStack() as stack:
-            for channels in self._channels[0]:
-                layer = self.model.get_submodule(channels.consumer)
-                stack.callback(layer.register_forward_pre_hook(_first(width * channels.columns.each)).remove)
-            yield
+    def _narrow(self, each: int) -> Callable[..., Any]:
+        """Nothing reads the channels after the first `self.width`."""
+
+        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            value, columns = args[0], self.width * each
+            if columns >= value.shape[-1]:
+                return args
+            return (nn.functional.pad(value[..., :columns], (0, value.shape[-1] - columns)), *args[1:])
+
+        return hook
 
     def describe(self) -> dict[str, Any]:
         """See `Learner.describe`."""
@@ -117,14 +121,3 @@ def order(model: Any, streamed: StreamedModel, channels: Sequence[Channels], ids
         for part in own.slices:
             held = model.get_parameter(part.name)
             held.data = part.cut(held.data, ranked, own.count).contiguous()
-
-
-def _first(columns: int) -> Callable[..., Any]:
-    def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-        value = args[0]
-        if columns >= value.shape[-1]:
-            return args
-        kept = value[..., :columns]
-        return (nn.functional.pad(kept, (0, value.shape[-1] - columns)), *args[1:])
-
-    return hook

@@ -39,6 +39,16 @@ class RecoveryTeacher(Protocol):
         """Of a batch, on its device, without gradients."""
 
 
+class Nobody:
+    """Where the text alone is learned from."""
+
+    def __init__(self) -> None:
+        self.facts: dict[str, Any] = {"teacher": None}
+
+    def outputs(self, batch: Batch) -> Outputs:
+        return Outputs([], None)
+
+
 class InMemory:
     """The whole model, as its checkpoint stores it.
 

@@ -117,12 +117,13 @@ def recovery(bench: Bench, training: dict[str, Any]) -> list[dict[str, Any]]:
     lost = found[-len(settings)]
     for cell in found[-len(settings) + 1 :]:
         gap = lost["perplexity"] - lost["perplexity_before"]
-        cell["recovered"] = (lost["perplexity"] - cell["perplexity"]) / gap
+        cell["won_back"] = (lost["perplexity"] - cell["perplexity"]) / gap
     return found
 
 
 def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and with a quarter of channels and heads gone.
+    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and with a quarter of its
+    parameters gone.
 
     Both are timed in turn in one process, `rounds` times.
     """
@@ -138,16 +139,16 @@ def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, round
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(source)
-    cut = [
-        {"structure": {"method": "magnitude", "remove": what, "ratio": 0.25, "reconstruct": False}}
-        for what in ("ffn", "heads")
-    ]
+    budget = {"parameters": 0.75}
+    cut = {
+        "structure": {"method": "magnitude", "remove": "ffn", "budget": budget, "multiple": 128, "reconstruct": False}
+    }
     weights = {"quantize": {"method": "rtn", "bits": 8, "group_size": 128}}
     wide = Bench(bench.work, Path(bench.base["calibration"]["data"]), source, 8)
     wide.base.pop("evaluate")
     paths = {
         "whole": wide.apply(weights, name="wide-whole").path,
-        "cut": wide.apply(*cut, weights, name="wide-cut").path,
+        "cut": wide.apply(cut, weights, name="wide-cut").path,
     }
     models = {name: runtime.load(path, device="cpu", threads=threads) for name, path in paths.items()}
     times: dict[str, list[float]] = {name: [] for name in models}
@@ -159,7 +160,7 @@ def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, round
                 times[name].append(time.perf_counter() - began)
     ratios = [whole / smaller for whole, smaller in zip(times["whole"], times["cut"], strict=True)]
     found = {
-        "shape": {"hidden": hidden, "inner": inner, "layers": depth}, "removed": "25 % of channels and of heads", "threads": threads,
+        "shape": {"hidden": hidden, "inner": inner, "layers": depth}, "removed": "channels, until a quarter of the parameters is gone", "threads": threads,
         "tokens_per_second": {name: 48 / statistics.median(each) for name, each in times.items()},
         "speedup": statistics.median(ratios), "speedups": [round(ratio, 3) for ratio in ratios],
     }  # fmt: skip

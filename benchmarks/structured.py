@@ -122,8 +122,8 @@ def recovery(bench: Bench, training: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and with a quarter of its
-    parameters gone.
+    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and without a quarter of
+    its parameters.
 
     Both are timed in turn in one process, `rounds` times.
     """
@@ -160,7 +160,8 @@ def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, round
                 times[name].append(time.perf_counter() - began)
     ratios = [whole / smaller for whole, smaller in zip(times["whole"], times["cut"], strict=True)]
     found = {
-        "shape": {"hidden": hidden, "inner": inner, "layers": depth}, "removed": "channels, until a quarter of the parameters is gone", "threads": threads,
+        "shape": {"hidden": hidden, "inner": inner, "layers": depth}, "removed": "channels, a quarter of the parameters",
+        "threads": threads,
         "tokens_per_second": {name: 48 / statistics.median(each) for name, each in times.items()},
         "speedup": statistics.median(ratios), "speedups": [round(ratio, 3) for ratio in ratios],
     }  # fmt: skip

@@ -6,7 +6,7 @@ where the run failed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from compress.distill.team import PartDone, Team
 from compress.pipeline.applied import LimitError
 from compress.pipeline.progress import Reporter
-from compress.pipeline.recover import recover
+from compress.pipeline.recover import Recovery, recover
 from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
 from compress.recipe import Recipe
@@ -22,18 +22,16 @@ from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 
 
-def ask(
-    team: Team,
-    job: RecoverJob,
-    session: Session,
-    before: Path,
-    output: Path,
-    work: Path,
-    passes: Sequence[Mapping[str, Any]],
-) -> None:
+def ask(recovery: Recovery) -> None:
     """The main process: let the others begin a recovery; it then calls `recover` with the same."""
-    paths = (session.checkpoint.path, session.original.path, before, output, work)
-    team.agreed({"stage": job.stage.index, "paths": [str(path.absolute()) for path in paths], "passes": list(passes)})
+    session = recovery.session
+    paths = (session.checkpoint.path, session.original.path, recovery.before, recovery.output, recovery.work)
+    task = {
+        "stage": recovery.job.stage.index,
+        "paths": [str(path.absolute()) for path in paths],
+        "passes": list(recovery.passes),
+    }
+    recovery.team.agreed(task)
 
 
 @contextmanager
@@ -65,7 +63,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
         stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
         job = RecoverJob(stage, session.streamed.config)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):
-            recover(job, before, session, task["passes"], output, work, reporter, team)
+            recover(Recovery(job, before, session, task["passes"], output, work, reporter, team))
     team.meet()
     if task["complete"] is None:
         raise CompressError("the run failed in the main process, which says why")

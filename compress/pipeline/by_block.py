@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,50 +11,76 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.cutting import Cutting
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.plain import PlainWriter, config_dict
-from compress.pipeline.progress import Reporter
-from compress.pipeline.stream import Batch, StreamedModel
-from compress.pipeline.structure_job import StructureJob
+from compress.pipeline.stream import Batch
 from runtime.skeleton import build_skeleton, find_stacks
 
-#: (block of the smaller model without weights, its number, states of all batches) -> its tensors by name, a line for each layer of it that
-#: was cut, and a word for people. The block is in memory; the states enter it, and become what the cut block gives.
-CutBlock = Callable[[nn.Module, int, HiddenStates], tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]]
+
+class OpenBlock(ABC):
+    """One block on its way to fewer units; it is in memory.
+
+    Args:
+        smaller: the same block of the smaller model, without weights.
+        index: its number.
+        states: that enter it, of all batches.
+        batches: the probe last.
+    """
+
+    def __init__(
+        self, cutting: Cutting, smaller: nn.Module, index: int, states: HiddenStates, batches: Sequence[Batch]
+    ) -> None:
+        self.job, self.streamed = cutting.job, cutting.streamed
+        self.smaller, self.index, self.states, self.batches = smaller, index, states, batches
+        self.prefix = self.streamed.block_prefix(index)
+        self.block = self.streamed.blocks[index]
+
+    @abstractmethod
+    def cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
+        """Its tensors by name, a line for each layer of it that was cut, and a word for people; the states become what it gives then."""
+
+    def module(self, name: str, block: nn.Module | None = None) -> nn.Module:
+        """A module of the block (or of another like it) by its name in the model."""
+        local = f"{name}.".removeprefix(self.prefix).removesuffix(".")
+        return (self.block if block is None else block).get_submodule(local)
+
+    def held(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the block in memory, by its name in the model."""
+        parent, _, leaf = name.removeprefix(self.prefix).rpartition(".")
+        value = getattr(self.block.get_submodule(parent), leaf)
+        assert isinstance(value, torch.Tensor)
+        return value.data
 
 
 def write_by_block(
-    job: StructureJob,
-    streamed: StreamedModel,
+    cutting: Cutting,
     batches: Sequence[Batch],
     dtype: torch.dtype,
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-    cut: CutBlock,
+    opened: Callable[[nn.Module, int, HiddenStates], OpenBlock],
 ) -> tuple[list[dict[str, Any]], torch.Tensor]:
     """Cut every block that is not done, and write the checkpoint.
 
     Args:
         batches: that go through the model, the probe last.
         dtype: of the smaller model's parameters.
-        output, work, spill: as of `remove_channels`.
+        opened: makes an `OpenBlock` of the smaller model's block, its number, and the states that enter it.
 
     Returns:
         The lines of all layers, and the state after the last block that the smaller model should give for the probe.
     """
+    job, streamed, work, reporter = cutting.job, cutting.streamed, cutting.work, cutting.reporter
     count = len(streamed.blocks)
-    writer = PlainWriter(output, count + 1)
+    writer = PlainWriter(cutting.output, count + 1)
     done = writer.done()
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
     skeleton = build_skeleton(job.config, dtype, stored=streamed.checkpoint.names())
     smaller = [block for _, stack in find_stacks(skeleton) for block in stack]
     streamed.load_outside()
-    states = _entering(streamed, batches, min(done, count), work, spill)
+    states = _entering(cutting, batches, min(done, count))
     for index in range(done, count):
         with streamed.loaded_block(index):
-            tensors, facts, told = cut(smaller[index], index, states)
+            tensors, facts, told = opened(smaller[index], index, states).cut()
         states.persist(_hidden_directory(work, index + 1))
         writer.write(index, tensors, {"layers": facts})
         shutil.rmtree(_hidden_directory(work, index), ignore_errors=True)
@@ -67,15 +94,15 @@ def write_by_block(
     return layers, states.get(len(batches) - 1)
 
 
-def _entering(streamed: StreamedModel, batches: Sequence[Batch], done: int, work: Path, spill: bool) -> HiddenStates:
+def _entering(cutting: Cutting, batches: Sequence[Batch], done: int) -> HiddenStates:
     """What enters the first block that is still to be done."""
-    work.mkdir(parents=True, exist_ok=True)
-    scratch = work / "hidden-next" if spill else None
+    streamed = cutting.streamed
+    cutting.work.mkdir(parents=True, exist_ok=True)
     if done == 0:
-        states = HiddenStates(len(batches), scratch)
+        states = cutting.states(len(batches))
         streamed.prelude(list(batches), states)
         return states
-    states = HiddenStates.load(_hidden_directory(work, done), len(batches), scratch)
+    states = HiddenStates.load(_hidden_directory(cutting.work, done), len(batches), cutting.scratch())
     for batch in batches:
         streamed.block_kwargs(batch, min(done, len(streamed.blocks) - 1))
     return states

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
+from compress.pipeline.cutting import check_finite
 from compress.pipeline.norms import Norm
 from compress.pipeline.outline import outline
-from compress.pipeline.remove_channels import check_finite
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.structure_job import StructureJob

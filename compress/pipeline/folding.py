@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from compress.pipeline.collect import InputGroup
+from compress.pipeline.difference import relative
 
 # Relative change of the block's output (float32) under which folding counts as function-preserving.
 TOLERANCE = 1e-4
@@ -162,8 +163,7 @@ def _preserves(block: nn.Module, place: Fold, run: Callable[[], torch.Tensor], r
             for p in [m.weight]
         }
         fold(block, place, scale, work)
-        change = (run() - reference).norm() / reference.norm().clamp_min(1e-12)
-        return bool(change < TOLERANCE)
+        return relative(run(), reference) < TOLERANCE
     finally:
         for (name, key), value in saved.items():
             block.get_submodule(name)._parameters[key] = nn.Parameter(value, requires_grad=False)

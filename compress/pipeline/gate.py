@@ -11,6 +11,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from compress.pipeline.difference import relative
 from compress.pipeline.directory import RunDirectory
 from compress.pipeline.hidden import HiddenStates, batch_file
 from compress.pipeline.progress import Reporter
@@ -109,7 +110,7 @@ def check_against_pipeline(
     for index in range(count):
         with artifact.loaded_block(index):
             hidden = artifact.advance(index, hidden, (session.probe, None))
-    difference = _relative(hidden, ours)
+    difference = relative(hidden, ours)
     reporter.detail(f"load back: streamed artifact differs from the pipeline by {difference:.2e}")
     if not difference <= STREAM_TOLERANCE:
         raise CompressError(
@@ -148,7 +149,7 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
                         f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
                     )
     logits = _ask_engine(session, path, fast, blueprint).to(expected.device)
-    difference = _relative(logits, expected)
+    difference = relative(logits, expected)
     reporter.detail(
         f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in what it gives"
     )
@@ -183,19 +184,9 @@ class _Compare:
         layer(torch.randn(8, layer.in_features, generator=generator).to(layer.device, layer.dtype))
 
     def __call__(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
-        self.difference = max(self.difference or 0.0, _relative(output, self.reference(args[0])))
+        self.difference = max(self.difference or 0.0, relative(output, self.reference(args[0])))
 
 
 def _probe(path: Path, batches: int) -> torch.Tensor:
     with safe_open(path / batch_file(batches - 1), framework="pt") as file:
         return file.get_tensor("hidden")
-
-
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    value, reference = value.float().cpu(), reference.float().cpu()
-    finite = torch.isfinite(reference)
-    if not torch.equal(finite, torch.isfinite(value)):
-        return float("inf")
-    # A recipe that skips layers with NaN has an artifact that computes NaN where its source does.
-    value, reference = value[finite], reference[finite]
-    return float((value - reference).norm() / reference.norm().clamp_min(1e-12))

@@ -20,12 +20,10 @@ import torch
 
 from compress.evaluate.token_time import TEXT_TOKENS, token_time
 from compress.pipeline.files import write_json
-from compress.pipeline.plain import config_dict, placeholder
-from compress.prune.structure.couplings import shapes
+from compress.pipeline.plain import zeros
 from compress.prune.structure.sizes import What, resized, size_of, with_layers
 from runtime.cache_directory import cache_directory
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import build_skeleton
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -168,11 +166,7 @@ class Zeros:
 
     def _write(self, directory: Path, config: PretrainedConfig) -> tuple[Path, Path]:
         """A checkpoint of zeros; where its time is kept, and its directory."""
-        source = self._streamed.checkpoint
-        model = build_skeleton(config, torch.float32, stored=source.names())
-        tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
-        described = config_dict(source, self._streamed.config, config)
-        placeholder(directory, source.path, described, tensors)
+        described, tensors = zeros(directory, self._streamed, config)
         return cache_directory("latency") / f"{_key(described, tensors, self._streamed.device)}.json", directory
 
     def _time(self, directories: dict[Path, Path]) -> dict[Path, float]:

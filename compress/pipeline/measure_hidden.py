@@ -6,7 +6,6 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,12 +13,12 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.pipeline.collect import collect, find_groups
+from compress.pipeline.cutting import Cutting
 from compress.pipeline.files import written_beside
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.norms import Norm
-from compress.pipeline.progress import Reporter
 from compress.pipeline.stream import Batch, StreamedModel
-from compress.prune.structure.couplings import Slices, is_input
+from compress.prune.structure.couplings import is_input
 from runtime.errors import CompressError
 
 _SHARES = "shares."
@@ -39,23 +38,15 @@ class Measured:
     shares: dict[str, torch.Tensor]
 
 
-def measured(
-    streamed: StreamedModel,
-    slices: Sequence[Slices],
-    norms: dict[str, Norm],
-    batches: Sequence[Batch],
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> Measured:
-    """Measured once for a run and those that go on from it, in `work`.
+def measured(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
+    """Measured once for a run and those that go on from it.
 
     Raises:
         CompressError: the hidden states hold NaN or Inf.
     """
-    file = work / "measured.safetensors"
+    file = cutting.work / "measured.safetensors"
     if not file.is_file():
-        found = _measure(streamed, slices, norms, batches, work / "measured-next" if spill else None, reporter)
+        found = _measure(cutting, norms)
         with written_beside(file) as temporary:
             save_file(
                 {_SHARES + name: value for name, value in found.shares.items()}
@@ -66,21 +57,15 @@ def measured(
     return Measured(held.pop("states", None), {name.removeprefix(_SHARES): value for name, value in held.items()})
 
 
-def _measure(
-    streamed: StreamedModel,
-    slices: Sequence[Slices],
-    norms: dict[str, Norm],
-    batches: Sequence[Batch],
-    spill: Path | None,
-    reporter: Reporter,
-) -> Measured:
+def _measure(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
+    streamed, slices, batches, reporter = cutting.streamed, cutting.job.slices, cutting.batches, cutting.reporter
     count = len(streamed.blocks)
     reporter.phase("structure: hidden states", count)
     readers = {s.name.removesuffix(".weight") for s in slices if is_input(streamed.model, s)}
     linear = {n for n in readers if isinstance(streamed.model.get_submodule(n), nn.Linear)}
     watch = _Watch(norms)
     outside = {name for name in norms if not streamed.is_inside(name)}
-    states = HiddenStates(len(batches), spill)
+    states = cutting.states(len(batches), "measured")
     sizes: list[torch.Tensor] = []
     streamed.load_outside()
     with torch.inference_mode():

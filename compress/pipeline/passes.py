@@ -19,11 +19,12 @@ from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.assist import ask
 from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.cutting import Cutting
 from compress.pipeline.directory import RunDirectory
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
-from compress.pipeline.recover import recover
+from compress.pipeline.recover import Recovery, recover
 from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
 from compress.pipeline.stream import StreamedModel
@@ -123,7 +124,8 @@ class Passes:
     ) -> dict[str, Any]:
         before = self._plain(checkpoint)
         batches = before.batches if job.needs else [(before.probe, None)]
-        return remove_structure(job, before.streamed, batches, (before.probe, None), output, work, spill, reporter)
+        probe = (before.probe, None)
+        return remove_structure(Cutting(job, before.streamed, batches, probe, output, work, spill, reporter))
 
     def _recover(
         self,
@@ -147,8 +149,9 @@ class Passes:
             compress_blocks(session, own, reporter, spill)
             finish.write_metadata(session, own)
         plain, done = self._plain(checkpoint), facts(directory, self.session)
-        ask(self.team, job, plain, before, output, work, done)
-        return recover(job, before, plain, done, output, work, reporter, self.team)
+        recovery = Recovery(job, before, plain, done, output, work, reporter, self.team)
+        ask(recovery)
+        return recover(recovery)
 
 
 def _whole_stages(recipe: Recipe) -> list[Stage]:

@@ -7,7 +7,7 @@ import math
 import struct
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import save_file
@@ -15,8 +15,18 @@ from safetensors.torch import save_file
 from compress.pipeline.companions import copy_companions
 from compress.pipeline.files import disk_errors, write_json, written_beside
 from compress.pipeline.shards import shard_name
+from compress.prune.structure.couplings import shapes
 from runtime.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.headers import DTYPES
+from runtime.skeleton import build_skeleton
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from compress.pipeline.stream import StreamedModel
+
+Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
+"""What is in a config.json; and of each stored tensor its shape and dtype."""
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -109,3 +119,17 @@ def placeholder(directory: Path, source: Path, config: Mapping[str, Any], tensor
         file.truncate(8 + len(raw) + offset)
     copy_companions(source, directory)
     write_json(directory / "config.json", dict(config))
+
+
+def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) -> Form:
+    """Write a checkpoint of zeros, which takes no room on the disk; what was written.
+
+    Args:
+        streamed: the whole model. config: of a smaller one.
+    """
+    source = streamed.checkpoint
+    model = build_skeleton(config, torch.float32, stored=source.names())
+    tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
+    described = config_dict(source, streamed.config, config)
+    placeholder(directory, source.path, described, tensors)
+    return described, tensors

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -37,40 +38,64 @@ from runtime.skeleton import find_stacks
 _RANKED = 64  # rows of text that channels are ranked by
 
 
-def recover(
-    job: RecoverJob,
-    before: Path,
-    session: Session,
-    passes: Sequence[Mapping[str, Any]],
-    output: Path,
-    work: Path,
-    reporter: Reporter,
-    team: Team | None = None,
-) -> dict[str, Any]:
-    """Train, and write what comes of it to `output`: a plain checkpoint, and what of it is held (`HELD`).
+@dataclass(frozen=True)
+class Recovery:
+    """A stage `recover` that is being carried out.
 
-    Args:
+    Attributes:
+        job: what will be trained.
         before: the model as it is, a checkpoint or an artifact.
         session: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
         passes: what earlier stages have done.
-        work: for what an interrupted call goes on from.
-        team: the processes that share the training; in all but the main one this ends in `PartDone`.
+        output: for the checkpoint. work: for what an interrupted call goes on from.
+        reporter: of progress.
+        team: the processes that share the training.
+    """
+
+    job: RecoverJob
+    before: Path
+    session: Session
+    passes: Sequence[Mapping[str, Any]]
+    output: Path
+    work: Path
+    reporter: Reporter
+    team: Team = field(default_factory=Team)
+
+    @property
+    def device(self) -> torch.device:
+        """Where one process alone computes."""
+        return self.session.streamed.device
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each."""
+
+    given: torch.Tensor
+    apart: torch.Tensor
+    teacher: RecoveryTeacher
+    judge: RecoveryTeacher
+
+
+def recover(recovery: Recovery) -> dict[str, Any]:
+    """Train, and write what comes of it: a plain checkpoint, and what of it is held (`HELD`).
 
     Returns:
-        What happened, JSON-able.
+        What happened, JSON-able. All processes but the main one end in `PartDone`.
     """
-    team, settings, device = team or Team(), job.settings, session.streamed.device
+    job, session, device, team = recovery.job, recovery.session, recovery.device, recovery.team
+    settings = job.settings
     ids, _ = rows(session, job.stage)
-    given, apart = split(ids)
-    teacher_of = session.reference
-    layers = followed([len(stack.blocks) for stack in teacher_of.stacks], passes) if settings.squarehead else []
+    layers = []
+    if settings.squarehead:
+        layers = followed([len(stack.blocks) for stack in session.reference.stacks], recovery.passes)
     with team.in_turn():
-        teacher, judge = _teachers(job, teacher_of, given, apart, layers, work / "teacher", device, reporter)
-    model, held = whole(before, device)
+        text = _text(recovery, ids, layers)
+    model, held = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
     if job.method.nested and getattr(settings, "order", False):
-        order(model, session.streamed, feed_forward(session.streamed), given[:_RANKED])
+        order(model, session.streamed, feed_forward(session.streamed), text.given[:_RANKED])
     for name, own in held.items():
         if own.grid is not None and settings.adapter is None and session.checkpoint.has(f"{name}.weight"):
             weight = model.get_submodule(name).weight
@@ -79,17 +104,16 @@ def recover(
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
     kind = Nested if job.method.nested else Recovering
-    learner = kind(model, session.streamed, settings, range(len(layers)))
-    trained = _train(learner, given, apart, teacher, judge, job, work, device, reporter, team)
+    trained = _train(recovery, kind(model, session.streamed, settings, range(len(layers))), text)
     team.leave()
     if trained.ended == "diverged":
-        reporter.warn(
+        recovery.reporter.warn(
             "recovery: the loss diverged; the best weights before that are kept. A lower learning_rate may do better"
         )
     settle(model)
-    write(model, session.streamed, output)
-    held_files.save(output / HELD, held)
-    return _facts(job, trained, digest_of(ids), passes)
+    write(model, session.streamed, recovery.output)
+    held_files.save(recovery.output / HELD, held)
+    return _facts(job, trained, text, digest_of(ids))
 
 
 def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
@@ -130,61 +154,41 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
     writer.finish(source.path, read_json(source.path / "config.json"))
 
 
-def _train(
-    learner: Recovering,
-    given: torch.Tensor,
-    apart: torch.Tensor,
-    teacher: RecoveryTeacher,
-    judge: RecoveryTeacher,
-    job: RecoverJob,
-    work: Path,
-    device: torch.device,
-    reporter: Reporter,
-    team: Team,
-) -> Trained:
-    options, directory = job.settings.options(), work / "training"
-    accelerator = team.accelerator
+def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
+    options, directory, device = recovery.job.settings.options(), recovery.work / "training", recovery.device
+    accelerator = recovery.team.accelerator
     if accelerator is None:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=device.type == "cpu")
     check_run(learner, options, accelerator, directory, True)
     trained = run_training(
-        learner, TextRows(given), teacher, TextRows(apart), judge, options, directory, True, accelerator, team.device(device), reporter
+        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, options, directory, True, accelerator,
+        recovery.team.device(device), recovery.reporter,
     )  # fmt: skip
     accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
     return trained
 
 
-def _teachers(
-    job: RecoverJob,
-    streamed: StreamedModel,
-    given: torch.Tensor,
-    apart: torch.Tensor,
-    layers: list[int],
-    directory: Path,
-    device: torch.device,
-    reporter: Reporter,
-) -> tuple[RecoveryTeacher, RecoveryTeacher]:
-    """Of the rows to train on, and of those that are held out."""
-    settings = job.settings
+def _text(recovery: Recovery, ids: torch.Tensor, layers: list[int]) -> _Text:
+    """The rows with whoever teaches them: the whole model's outputs, or hidden states of these layers."""
+    settings, streamed = recovery.job.settings, recovery.session.reference
+    given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
-        nobody = Nobody()
-        return nobody, nobody
+        return _Text(given, apart, Nobody(), Nobody())
     if settings.teacher == "memory":
-        teacher = InMemory(streamed, layers, device)
-        return teacher, teacher
-    every = torch.cat([given, apart])
+        teacher = InMemory(streamed, layers, recovery.device)
+        return _Text(given, apart, teacher, teacher)
     cached = cache_outputs(
         streamed,
-        every,
+        torch.cat([given, apart]),
         layers,
-        directory,
+        recovery.work / "teacher",
         top=settings.teacher_top,
         temperature=settings.temperature,
-        progress=reporter,
+        progress=recovery.reporter,
     )
-    return cached, Cached(cached.directory, len(given))
+    return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 
 def _checkpoint_activations(model: Any) -> None:
@@ -201,14 +205,18 @@ def _targets(model: Any) -> frozenset[str]:
     return frozenset(name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside)
 
 
-def _facts(job: RecoverJob, trained: Trained, text: str, passes: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    facts = trained.facts()
+def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
+    facts, settings = trained.facts(), job.settings
     del facts["seconds"]  # the same recipe gives the same bytes
-    found = {"recover": job.stage.method, "text": text, **facts}
+    found = {
+        "recover": job.stage.method, "text": digest, "divergence": settings.divergence,
+        "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},
+        "most_steps": settings.steps, "batch_size": settings.batch_size, **facts,
+    }  # fmt: skip
     for when in ("before", "after"):
         if "cross_entropy" in facts[when]:
             found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
     return found
 
 
-__all__ = ["HELD", "DivergedError", "recover", "whole", "write"]
+__all__ = ["HELD", "DivergedError", "Recovery", "recover", "whole", "write"]

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from compress.pipeline.by_block import write_by_block
+from compress.pipeline.by_block import OpenBlock, write_by_block
 from compress.pipeline.collect import InputGroup, collect
+from compress.pipeline.cutting import Cutting, best, check_finite, check_ranks
+from compress.pipeline.difference import relative
 from compress.pipeline.gradients import sensitivities
 from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.progress import Reporter
-from compress.pipeline.stream import Batch, StreamedModel
-from compress.pipeline.structure_job import StructureJob
 from compress.prune.structure.couplings import Channels, input_dim, layouts, weights_of
 from compress.prune.structure.least_squares import refit
 from compress.prune.structure.view import View
@@ -28,21 +25,8 @@ from runtime.skeleton import set_tensor
 TOLERANCE = 1e-3
 
 
-def remove_channels(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    probe: Batch,
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Write the smaller model to `output`.
-
-    Args:
-        batches: calibration text. probe: ids that follow the model through, to be compared with what was written.
-        work: for what an interrupted call goes on from. spill: hidden states are held on the disk.
+def remove_channels(cutting: Cutting) -> tuple[dict[str, Any], torch.Tensor]:
+    """Write the smaller model.
 
     Returns:
         {"layers": a line for each reader of channels}, JSON-able; and the state after the last block that the smaller model should give
@@ -52,42 +36,34 @@ def remove_channels(
         RequestError: the model computes something else without these channels than with zeros in their place. CompressError: weights or
             inputs with NaN or Inf.
     """
-    gradients = _sensitivities(job, streamed, batches, work, reporter) if "gradients" in job.needs else {}
-    every = [*batches, probe] if job.needs & {"hessian", "ranges"} else [batches[0], probe]
+    needs, batches, probe = cutting.job.needs, cutting.batches, cutting.probe
+    gradients = _sensitivities(cutting) if "gradients" in needs else {}
+    every = [*batches, probe] if needs & {"hessian", "ranges"} else [batches[0], probe]
 
-    def cut(
-        smaller: nn.Module, index: int, states: HiddenStates
-    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
-        tensors, facts = _Block(job, streamed, smaller, index, states, every).cut(gradients)
-        with torch.inference_mode():
-            for number, batch in enumerate(every):
-                states.put(number, streamed.advance(index, states.get(number), batch))
-        worst = max((layer["error"] for layer in facts if layer["error"] is not None), default=None)
-        return tensors, facts, "nothing to remove" if worst is None else f"error {worst:.2e}"
+    def opened(smaller: nn.Module, index: int, states: HiddenStates) -> _Block:
+        return _Block(gradients, cutting, smaller, index, states, every)
 
-    layers, state = write_by_block(job, streamed, every, torch.float32, output, work, spill, reporter, cut)
+    layers, state = write_by_block(cutting, every, torch.float32, opened)
     return {"layers": layers}, state
 
 
-class _Block:
-    """One block on its way to fewer channels."""
+class _Block(OpenBlock):
+    """One block on its way to fewer channels. `gradients`: what a loss says of each unit, by reader."""
 
-    def __init__(
-        self,
-        job: StructureJob,
-        streamed: StreamedModel,
-        smaller: nn.Module,
-        index: int,
-        states: HiddenStates,
-        batches: Sequence[Batch],
-    ) -> None:
-        self.job, self.streamed, self.smaller, self.index = job, streamed, smaller, index
-        self.states, self.batches = states, batches
-        self.prefix = streamed.block_prefix(index)
-        self.block = streamed.blocks[index]
+    def __init__(self, gradients: dict[str, torch.Tensor], *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.gradients = gradients
 
-    def cut(self, gradients: dict[str, torch.Tensor]) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
-        """The block's tensors without the channels, by name; the block in memory gives what they will give."""
+    def cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
+        """See `OpenBlock`; the block in memory is changed, so that it gives what the cut one will."""
+        tensors, facts = self._cut()
+        with torch.inference_mode():
+            for number, batch in enumerate(self.batches):
+                self.states.put(number, self.streamed.advance(self.index, self.states.get(number), batch))
+        worst = max((layer["error"] for layer in facts if layer["error"] is not None), default=None)
+        return tensors, facts, "nothing to remove" if worst is None else f"error {worst:.2e}"
+
+    def _cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         job, source = self.job, self.streamed.checkpoint
         names = self.streamed.block_names(self.index)
         tensors = {name: source.get(name) for name in names}
@@ -95,13 +71,11 @@ class _Block:
         facts, all_kept = [], {}
         for channels in self._in_order():
             statistics = self._statistics(channels)
-            view = self._view(channels, statistics, gradients.get(channels.consumer))
-            importance = job.method.rank(view, job.settings)
-            if not bool(torch.isfinite(importance).all()):
-                raise CompressError(
-                    f"{channels.consumer}: the units cannot be ranked: {job.method.name} gives NaN or Inf"
-                )
-            kept = importance.argsort(descending=True, stable=True)[: job.kept].sort().values
+            view = self._view(channels, statistics, self.gradients.get(channels.consumer))
+            rank = check_ranks(
+                job.method.rank(view, job.settings), f"the units of {channels.consumer}", job.method.name
+            )
+            kept = best(rank, job.kept)
             all_kept[channels.consumer] = kept
             facts.append(self._replace_reader(channels, kept, statistics, view))
         chosen = self._layout(all_kept, tensors)
@@ -109,8 +83,7 @@ class _Block:
         for channels in chosen:
             for part in channels.slices:
                 if part.name == f"{channels.consumer}.weight":
-                    held = self.block.get_parameter(part.name.removeprefix(self.prefix)).data
-                    result[part.name] = held.to(tensors[part.name].dtype)
+                    result[part.name] = self.held(part.name).to(tensors[part.name].dtype)
                 if part.name in result:
                     result[part.name] = part.cut(result[part.name], all_kept[channels.consumer], channels.count)
         return result, facts
@@ -125,7 +98,7 @@ class _Block:
         def remember(consumer: str) -> Any:
             return lambda *_: order.append(consumer)
 
-        handles = [self._module(name).register_forward_pre_hook(remember(name)) for name in found]
+        handles = [self.module(name).register_forward_pre_hook(remember(name)) for name in found]
         try:
             with torch.no_grad():
                 self._run(self.block, None)
@@ -152,17 +125,14 @@ class _Block:
         return found
 
     def _view(self, channels: Channels, statistics: Statistics | None, sensitivity: torch.Tensor | None) -> View:
-        held = {
-            name: self.block.get_parameter(name.removeprefix(self.prefix)).data.cpu()
-            for name in (part.name for part in channels.slices)
-        }
+        held = {part.name: self.held(part.name).cpu() for part in channels.slices}
         # In whatever order a fused tensor holds the units, their sizes are compared in the likeliest.
         likeliest = next(layouts(channels, self.job.size.members))
         return View(
             count=channels.count,
             kept=self.job.kept,
             generator=torch.Generator().manual_seed(self.job.settings.seed + self.index),
-            columns=_as_read(self._module(channels.consumer)).float().cpu(),
+            columns=_as_read(self.module(channels.consumer)).float().cpu(),
             weights=weights_of(likeliest, held),
             statistics=None if statistics is None else statistics.to("cpu"),
             sensitivity=sensitivity,
@@ -172,7 +142,7 @@ class _Block:
         self, channels: Channels, kept: torch.Tensor, statistics: Statistics | None, view: View
     ) -> dict[str, Any]:
         """Zero what the reader makes of removed units, and fit the rest; returns the layer's line."""
-        settings, module = self.job.settings, self._module(channels.consumer)
+        settings, module = self.job.settings, self.module(channels.consumer)
         weight = _as_read(module)
         columns = channels.columns.index(kept, channels.count)
         before = weight.to("cpu", torch.float32, copy=True)
@@ -225,27 +195,24 @@ class _Block:
             for part in channels.slices:
                 parts.setdefault(part.name, []).append((part, kept[channels.consumer], channels.count))
         for name, _ in trial.named_parameters():
-            value = self.block.get_parameter(name).data.float().cpu()
+            value = self.held(self.prefix + name).float().cpu()
             for part, units, count in parts.get(self.prefix + name, ()):
                 value = part.cut(value, units, count)
             set_tensor(trial, name, value.to(self.streamed.device))
         for name, _ in trial.named_buffers():
-            set_tensor(trial, name, self.block.get_buffer(name).to(self.streamed.device))
+            set_tensor(trial, name, self.held(self.prefix + name).to(self.streamed.device))
         try:
             with torch.no_grad():
                 result = self._run(trial, torch.float32)
         except (RuntimeError, ValueError):  # shapes that do not go together
             return float("inf")
-        return float((result - expected).norm() / expected.norm().clamp_min(1e-12))
+        return relative(result, expected)
 
     def _run(self, block: nn.Module, dtype: torch.dtype | None) -> torch.Tensor:
         """A block in the place of this one, over the first row of the text."""
         ids, mask = self.batches[0]
         batch = (ids[:1], mask[:1] if mask is not None else None)
         return self.streamed.run_block(self.index, self.states.get(0)[:1], batch, dtype, block)
-
-    def _module(self, name: str) -> nn.Module:
-        return self.block.get_submodule(name.removeprefix(self.prefix))
 
 
 def _as_read(module: nn.Module) -> torch.Tensor:
@@ -264,27 +231,18 @@ def _error(before: torch.Tensor, after: torch.Tensor, statistics: Statistics | N
     return float(((lost @ moments) * lost).sum()) / whole if whole > 0 else 0.0
 
 
-def check_finite(tensors: dict[str, torch.Tensor]) -> None:
-    """CompressError that names the tensor with NaN or Inf."""
-    for name, value in tensors.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
-            raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint")
-
-
-def _sensitivities(
-    job: StructureJob, streamed: StreamedModel, batches: Sequence[Batch], work: Path, reporter: Reporter
-) -> dict[str, torch.Tensor]:
+def _sensitivities(cutting: Cutting) -> dict[str, torch.Tensor]:
     """What a loss says of each unit, computed once for a run and those that go on from it."""
     from safetensors.torch import load_file, save_file
 
     from compress.pipeline.files import written_beside
 
-    file = work / "sensitivities.safetensors"
+    file = cutting.work / "sensitivities.safetensors"
     if file.is_file():
         return load_file(file)
-    readers = {c.consumer: c.count for block in job.channels for c in block}
-    found = sensitivities(streamed, readers, batches, reporter)
-    work.mkdir(parents=True, exist_ok=True)
+    readers = {c.consumer: c.count for block in cutting.job.channels for c in block}
+    found = sensitivities(cutting.streamed, readers, cutting.batches, cutting.reporter)
+    cutting.work.mkdir(parents=True, exist_ok=True)
     with written_beside(file) as temporary:
         save_file(found, temporary)
     return found

@@ -3,76 +3,51 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
-from compress.pipeline.by_block import write_by_block
+from compress.pipeline.by_block import OpenBlock, write_by_block
+from compress.pipeline.cutting import Cutting, check_finite, check_ranks
+from compress.pipeline.difference import relative
 from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.progress import Reporter
-from compress.pipeline.remove_channels import check_finite
-from compress.pipeline.stream import Batch, StreamedModel
-from compress.pipeline.structure_job import StructureJob
 from compress.prune.structure.experts import Call, Experts, RoutingCollector, chosen
 from compress.prune.structure.view import Routing, View
-from runtime.errors import CompressError, RequestError
+from runtime.errors import RequestError
 from runtime.skeleton import set_tensor
 
 # What a cut layer gives may differ from what the whole one gives when told to use the same experts: sums in another order, in 16 bits.
 TOLERANCE = 3e-2
 
 
-def remove_experts(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    probe: Batch,
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Write the smaller model to `output`; arguments and errors as of `remove_channels`.
+def remove_experts(cutting: Cutting) -> tuple[dict[str, Any], torch.Tensor]:
+    """Write the smaller model; errors as of `remove_channels`.
 
     Returns:
         {"layers": a line for each layer with experts, which stay among it}, JSON-able; and the state after the last block that the
         smaller model should give for the probe.
     """
-    every = [*batches, probe] if job.needs else [probe]
+    every = [*cutting.batches, cutting.probe] if cutting.job.needs else [cutting.probe]
 
-    def cut(
-        smaller: nn.Module, index: int, states: HiddenStates
-    ) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
-        tensors, facts = _Block(job, streamed, smaller, index, states, every).cut()
-        return tensors, facts, f"{facts[0]['kept']} of {facts[0]['units']} experts stay" if facts else "no experts"
+    def opened(smaller: nn.Module, index: int, states: HiddenStates) -> _Block:
+        return _Block(cutting, smaller, index, states, every)
 
-    layers, state = write_by_block(job, streamed, every, streamed.dtype, output, work, spill, reporter, cut)
+    layers, state = write_by_block(cutting, every, cutting.streamed.dtype, opened)
     return {"layers": layers}, state
 
 
-class _Block:
+class _Block(OpenBlock):
     """One block on its way to fewer experts."""
 
-    def __init__(
-        self,
-        job: StructureJob,
-        streamed: StreamedModel,
-        smaller: nn.Module,
-        index: int,
-        states: HiddenStates,
-        batches: Sequence[Batch],
-    ) -> None:
-        self.job, self.streamed, self.smaller, self.index = job, streamed, smaller, index
-        self.states, self.batches = states, batches
-        self.prefix = streamed.block_prefix(index)
-        self.block = streamed.blocks[index]
+    def cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]], str]:
+        """See `OpenBlock`; the block in memory stays whole."""
+        tensors, facts = self._cut()
+        return tensors, facts, f"{facts[0]['kept']} of {facts[0]['units']} experts stay" if facts else "no experts"
 
-    @torch.inference_mode()
-    def cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
+    def _cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         """The block's tensors without the experts, by name, and its line; the states become what the cut block gives."""
         source = self.streamed.checkpoint
         tensors = {name: source.get(name) for name in self.streamed.block_names(self.index)}
@@ -83,12 +58,10 @@ class _Block:
                 self.states.put(number, self.streamed.advance(self.index, self.states.get(number), batch))
             return tensors, []
         routing = self._routing(experts) if "routing" in self.job.needs else None
-        importance = self.job.method.rank(self._view(experts, routing), self.job.settings)
-        if not bool(torch.isfinite(importance).all()):
-            raise CompressError(
-                f"{experts.module}: the experts cannot be ranked: {self.job.method.name} gives NaN or Inf"
-            )
-        kept = chosen(importance, self.job.kept, self.job.size.groups)
+        method = self.job.method
+        rank = method.rank(self._view(experts, routing), self.job.settings)
+        check_ranks(rank, f"the experts of {experts.module}", method.name)
+        kept = chosen(rank, self.job.kept, self.job.size.groups)
         block = self._without(experts, kept)
         self._check(experts, block, kept)
         error = self._advance(experts, block)
@@ -110,7 +83,7 @@ class _Block:
         def hook(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             collector.add(module, Call.of(module, arguments, keywords), mask)
 
-        handle = self._module(self.block, experts.module).register_forward_pre_hook(hook, with_kwargs=True)
+        handle = self.module(experts.module).register_forward_pre_hook(hook, with_kwargs=True)
         try:
             for number, batch in enumerate(self.batches[:-1]):
                 mask = batch[1]
@@ -125,7 +98,7 @@ class _Block:
             count=count,
             kept=self.job.kept,
             generator=torch.Generator().manual_seed(self.job.settings.seed + self.index),
-            weights=[part.by_unit(self._held(part.name).float().cpu(), count) for part in experts.slices]
+            weights=[part.by_unit(self.held(part.name).float().cpu(), count) for part in experts.slices]
             if self.job.method.name == "magnitude"
             else [],
             routing=routing,
@@ -136,7 +109,7 @@ class _Block:
         parts = {part.name: part for part in experts.slices}
         block = copy.deepcopy(self.smaller)
         for name, _ in [*block.named_parameters(), *block.named_buffers()]:
-            value = self._held(self.prefix + name)
+            value = self.held(self.prefix + name)
             part = parts.get(self.prefix + name)
             set_tensor(block, name, value if part is None else part.cut(value, kept, self.job.size.count))
         return block
@@ -157,14 +130,14 @@ class _Block:
 
         found = []
         for one, hook in ((block, listen), (self.block, tell)):
-            handle = self._module(one, experts.module).register_forward_pre_hook(hook, with_kwargs=True)
+            handle = self.module(experts.module, one).register_forward_pre_hook(hook, with_kwargs=True)
             try:
                 with self._output(one, experts) as given:
                     self.streamed.run_block(self.index, state, batch, block=one)
             finally:
                 handle.remove()
             found.append(given[0])
-        difference = _relative(found[0], found[1]) ** 0.5
+        difference = relative(found[0], found[1])
         if not difference <= TOLERANCE:
             kind = type(self.streamed.model).__name__
             raise RequestError(
@@ -200,25 +173,8 @@ class _Block:
             value = output[0] if isinstance(output, tuple) else output
             found.append(value.reshape(-1, value.shape[-1]).float())
 
-        handle = self._module(block, experts.around).register_forward_hook(hook)
+        handle = self.module(experts.around, block).register_forward_hook(hook)
         try:
             yield found
         finally:
             handle.remove()
-
-    def _module(self, block: nn.Module, name: str) -> nn.Module:
-        """A module of the whole block or of the cut one by its name in the model."""
-        local = f"{name}.".removeprefix(self.prefix).removesuffix(".")
-        return block.get_submodule(local)
-
-    def _held(self, name: str) -> torch.Tensor:
-        """A parameter or buffer of the whole block, by its name in the model."""
-        parent, _, leaf = name.removeprefix(self.prefix).rpartition(".")
-        value = getattr(self.block.get_submodule(parent), leaf)
-        assert isinstance(value, torch.Tensor)
-        return value.data
-
-
-def _relative(value: torch.Tensor, reference: torch.Tensor) -> float:
-    """Squared difference as a share of the reference's squares."""
-    return float((value - reference).square().sum() / reference.square().sum().clamp_min(1e-30))

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from compress.pipeline.cut_model import Cut, cut_model
+from compress.pipeline.cutting import Cutting, best, check_ranks
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.measure_hidden import Measured, measured
 from compress.pipeline.norms import find_norms, gain
 from compress.pipeline.plain import PlainWriter, config_dict
-from compress.pipeline.progress import Reporter
 from compress.pipeline.refit_hidden import Refit
 from compress.pipeline.same_without import Comparison
 from compress.pipeline.stream import Batch, StreamedModel
@@ -26,17 +26,8 @@ from compress.prune.structure.view import View
 from runtime.errors import CompressError
 
 
-def remove_hidden(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    probe: Batch,
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> tuple[dict[str, Any], torch.Tensor]:
-    """Write the smaller model to `output`; arguments as of `remove_channels`.
+def remove_hidden(cutting: Cutting) -> tuple[dict[str, Any], torch.Tensor]:
+    """Write the smaller model.
 
     Returns:
         {"dimensions": those that stay, "gains": by what each norm's output is multiplied, "layers": a line for
@@ -47,20 +38,20 @@ def remove_hidden(
         RequestError: the model depends on its hidden size in a way that its shapes do not show. CompressError: weights or hidden states
             with NaN or Inf.
     """
-    work.mkdir(parents=True, exist_ok=True)
+    job, streamed = cutting.job, cutting.streamed
+    cutting.work.mkdir(parents=True, exist_ok=True)
     norms = find_norms(streamed.model, job.slices)
-    seen = measured(streamed, job.slices, norms, batches, work, spill, reporter)
-    rank = _rank(job, streamed, seen)
-    kept = rank.argsort(descending=True, stable=True)[: job.kept].sort().values
+    seen = measured(cutting, norms)
+    kept = best(_rank(job, streamed, seen), job.kept)
     gains = {name: gain(shares, kept) for name, shares in seen.shares.items()}
     cut = Cut(job.slices, kept, job.size.count, norms, gains)
-    smaller = cut_model(job, streamed, cut, work / "outline")
-    every = [*batches, probe] if job.settings.reconstruct else [probe]
-    sides = _Sides(streamed, smaller, every, work, spill, job.settings.reconstruct)
+    smaller = cut_model(job, streamed, cut, cutting.work / "outline")
+    every = [*cutting.batches, cutting.probe] if job.settings.reconstruct else [cutting.probe]
+    sides = _Sides(cutting, smaller, every)
     streamed.load_outside()
-    comparison = Comparison(streamed, smaller, cut, probe)
+    comparison = Comparison(streamed, smaller, cut, cutting.probe)
     comparison.settle_scales()
-    lines, left_out = _write(job, sides, comparison, output, reporter)
+    lines, left_out = _write(cutting, sides, comparison)
     return {
         "dimensions": kept.tolist(), "gains": dict(sorted(cut.gains.items())), "layers": lines, "left_out": left_out,
     }, sides.ours.get(len(every) - 1)  # fmt: skip
@@ -79,10 +70,7 @@ def _rank(job: StructureJob, streamed: StreamedModel, seen: Measured) -> torch.T
         weights=_norms(job, streamed) if job.method.name == "magnitude" else [],
         states=seen.states,
     )
-    rank = job.method.rank(view, job.settings)
-    if not bool(torch.isfinite(rank).all()):
-        raise CompressError(f"the dimensions cannot be ranked: {job.method.name} gives NaN or Inf")
-    return rank
+    return check_ranks(job.method.rank(view, job.settings), "the dimensions", job.method.name)
 
 
 def _norms(job: StructureJob, streamed: StreamedModel) -> list[torch.Tensor]:
@@ -101,17 +89,10 @@ class _Sides:
         batches: the probe last.
     """
 
-    def __init__(
-        self,
-        whole: StreamedModel,
-        smaller: StreamedModel,
-        batches: Sequence[Batch],
-        work: Path,
-        spill: bool,
-        both: bool,
-    ) -> None:
-        self.whole, self.smaller, self.batches, self.work, self.spill = whole, smaller, list(batches), work, spill
-        self.models = {"ours": smaller, **({"theirs": whole} if both else {})}
+    def __init__(self, cutting: Cutting, smaller: StreamedModel, batches: Sequence[Batch]) -> None:
+        self.whole, self.smaller, self.batches = cutting.streamed, smaller, list(batches)
+        self.models = {"ours": smaller, **({"theirs": self.whole} if cutting.job.settings.reconstruct else {})}
+        self._cutting = cutting
         self._states: dict[str, HiddenStates] = {}
 
     @property
@@ -125,11 +106,11 @@ class _Sides:
     def enter(self, done: int) -> None:
         """Up to the first block that is still to be done."""
         for name, model in self.models.items():
-            scratch = self.work / f"{name}-next" if self.spill else None
             if done == 0:
-                self._states[name] = HiddenStates(len(self.batches), scratch)
+                self._states[name] = self._cutting.states(len(self.batches), name)
                 model.prelude(self.batches, self._states[name])
                 continue
+            scratch = self._cutting.scratch(name)
             self._states[name] = HiddenStates.load(self._directory(name, done), len(self.batches), scratch)
             for batch in self.batches:
                 model.block_kwargs(batch, min(done, len(model.blocks) - 1))
@@ -152,16 +133,14 @@ class _Sides:
             shutil.rmtree(self._directory(name, index), ignore_errors=True)
 
     def _directory(self, name: str, index: int) -> Path:
-        return self.work / f"{name}-{index:05d}"
+        return self._cutting.work / f"{name}-{index:05d}"
 
 
-def _write(
-    job: StructureJob, sides: _Sides, comparison: Comparison, output: Path, reporter: Reporter
-) -> tuple[list[dict[str, Any]], list[str]]:
+def _write(cutting: Cutting, sides: _Sides, comparison: Comparison) -> tuple[list[dict[str, Any]], list[str]]:
     """Every part of the smaller model: cut, compared, fitted, written. Returns a line for each fitted layer, and what is left out."""
-    streamed, smaller = sides.whole, sides.smaller
+    job, reporter, streamed, smaller = cutting.job, cutting.reporter, sides.whole, sides.smaller
     count = len(smaller.blocks)
-    writer = PlainWriter(output, count + 1)
+    writer = PlainWriter(cutting.output, count + 1)
     done = writer.done()
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
     sides.enter(min(done, count))

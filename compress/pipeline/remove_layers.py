@@ -4,41 +4,30 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from compress.pipeline.cutting import Cutting, best, check_ranks
 from compress.pipeline.files import write_json
-from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.plain import PlainWriter, config_dict
-from compress.pipeline.progress import Reporter
-from compress.pipeline.stream import Batch, StreamedModel
-from compress.pipeline.structure_job import StructureJob
+from compress.pipeline.stream import StreamedModel
 from compress.prune.structure.sizes import with_layers
 from compress.prune.structure.view import View
-from runtime.errors import CompressError, RequestError
+from runtime.errors import RequestError
 
 
-def remove_layers(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    """Write the smaller model to `output`; arguments and errors as of `remove_channels`.
+def remove_layers(cutting: Cutting) -> dict[str, Any]:
+    """Write the smaller model; errors as of `remove_channels`.
 
     Returns:
         {"kept": for each stack the numbers of its layers that stay, "ranks": of all of them}, JSON-able.
     """
+    streamed, output, work = cutting.streamed, cutting.output, cutting.work
     work.mkdir(parents=True, exist_ok=True)
     file = work / "layers.json"
     if not file.is_file():
-        write_json(file, _choose(job, streamed, batches, work, spill, reporter))
+        write_json(file, _choose(cutting))
     chosen = json.loads(file.read_text(encoding="utf-8"))
     places = [
         (stack.first + old, f"{stack.name}.{new}.")
@@ -58,15 +47,9 @@ def remove_layers(
     return chosen  # type: ignore[no-any-return]
 
 
-def _choose(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    influence = _influence(streamed, batches, work if spill else None, reporter) if "influence" in job.needs else None
+def _choose(cutting: Cutting) -> dict[str, Any]:
+    job, streamed = cutting.job, cutting.streamed
+    influence = _influence(cutting) if "influence" in job.needs else None
     kept, ranks = [], []
     for number, stack in enumerate(streamed.stacks):
         count = len(stack.blocks)
@@ -80,9 +63,7 @@ def _choose(
             weights=[_norms(streamed, range(own.start, own.stop))] if job.method.name == "magnitude" else [],
             influence=None if influence is None else influence[own],
         )
-        rank = job.method.rank(view, job.settings)
-        if not bool(torch.isfinite(rank).all()):
-            raise CompressError(f"the layers of {stack.name} cannot be ranked: {job.method.name} gives NaN or Inf")
+        rank = check_ranks(job.method.rank(view, job.settings), f"the layers of {stack.name}", job.method.name)
         kept.append(_fitting(streamed, own.start, rank, job.kept))
         ranks.append([float(value) for value in rank])
     if any(other != kept[0] for other in kept) and _lists(streamed.config, job.size.count):
@@ -97,7 +78,7 @@ def _fitting(streamed: StreamedModel, first: int, rank: torch.Tensor, count: int
     for index, shape in enumerate(shapes):
         if shapes.count(shape) == 1 and len(rank) > 1:
             rank[index] = torch.inf
-    found = [int(index) for index in rank.argsort(descending=True, stable=True)[:count].sort().values]
+    found: list[int] = best(rank, count).tolist()
     wrong = next((new for new, old in enumerate(found) if shapes[new] != shapes[old]), None)
     if wrong is not None:
         raise RequestError(
@@ -120,13 +101,12 @@ def _norms(streamed: StreamedModel, blocks: range) -> torch.Tensor:
     return torch.tensor(found)[:, None]
 
 
-def _influence(
-    streamed: StreamedModel, batches: Sequence[Batch], spill: Path | None, reporter: Reporter
-) -> torch.Tensor:
+def _influence(cutting: Cutting) -> torch.Tensor:
     """One minus the cosine of what enters and what leaves each block, mean over tokens: float32 `[blocks]`."""
+    streamed, batches, reporter = cutting.streamed, cutting.batches, cutting.reporter
     count = len(streamed.blocks)
     reporter.phase("structure: influence of layers", count)
-    states = HiddenStates(len(batches), None if spill is None else spill / "hidden-next")
+    states = cutting.states(len(batches))
     streamed.load_outside()
     streamed.prelude(list(batches), states)
     found = torch.zeros(count)
@@ -142,7 +122,7 @@ def _influence(
                     mask = None if batch[1] is None else batch[1].to(turned.device)
                     total += float((turned if mask is None else turned[mask]).sum())
                     tokens += turned.numel() if mask is None else int(mask.sum())
-                    states.put(number, streamed.advance(index, before, batch))
+                    states.put(number, streamed.hand_over(index, after, batch))
             found[index] = total / max(tokens, 1)
             reporter.step(f"block {index}: influence {found[index]:.3f}")
     states.drop()

@@ -7,20 +7,16 @@ from typing import Any
 
 import torch
 
-from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.cutting import Cutting, check_finite
 from compress.pipeline.plain import PlainWriter, config_dict
-from compress.pipeline.progress import Reporter
-from compress.pipeline.remove_channels import check_finite
 from compress.pipeline.stream import Batch, StreamedModel, run_blocks
 from compress.pipeline.structure_job import StructureJob
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 
 
-def remove_vocabulary(
-    job: StructureJob, streamed: StreamedModel, probe: Batch, output: Path, reporter: Reporter
-) -> tuple[dict[str, Any], Batch, torch.Tensor]:
-    """Write the smaller model to `output`.
+def remove_vocabulary(cutting: Cutting) -> tuple[dict[str, Any], Batch, torch.Tensor]:
+    """Write the smaller model.
 
     Returns:
         {"special": tokens that always stay, "padding": rows without a token that stay}, JSON-able; a probe in the new ids; and the state
@@ -29,6 +25,7 @@ def remove_vocabulary(
     Raises:
         CompressError: weights with NaN or Inf.
     """
+    job, streamed, output, reporter = cutting.job, cutting.streamed, cutting.output, cutting.reporter
     assert job.tokens is not None
     kept, count = job.tokens.kept, len(streamed.blocks)
     writer = PlainWriter(output, count + 1)
@@ -44,8 +41,8 @@ def remove_vocabulary(
     job.tokens.write(output)
     vocabulary = job.tokens.vocabulary
     facts = {"special": len(vocabulary.special), "padding": len(set(kept.tolist()) - vocabulary.ids)}
-    ids = probe[0] % job.kept
-    states = _last(streamed, (kept[ids], None))
+    ids = cutting.probe[0] % job.kept
+    states = run_blocks(streamed, [(kept[ids], None)], None).get(0)
     _check_head(job, streamed, (ids, None), states, output)
     return facts, (ids, None), states
 
@@ -61,11 +58,6 @@ def _outside(job: StructureJob, streamed: StreamedModel) -> dict[str, torch.Tens
     return tensors
 
 
-def _last(streamed: StreamedModel, batch: Batch) -> torch.Tensor:
-    states: HiddenStates = run_blocks(streamed, [batch], None)
-    return states.get(0)
-
-
 @torch.inference_mode()
 def _check_head(job: StructureJob, streamed: StreamedModel, batch: Batch, state: torch.Tensor, output: Path) -> None:
     """The smaller model's logits are the whole one's of the tokens that stay."""
@@ -74,8 +66,7 @@ def _check_head(job: StructureJob, streamed: StreamedModel, batch: Batch, state:
     assert job.tokens is not None
     kept = job.tokens.kept
     smaller = StreamedModel(Checkpoint(output), streamed.device, dtype=streamed.dtype)
-    smaller.load_outside()
-    _last(smaller, batch)  # an encoder-decoder learns here how its decoder is called
+    run_blocks(smaller, [batch], None)  # an encoder-decoder learns here how its decoder is called
     state = state.to(streamed.device)
     found = smaller.outputs(state, batch[0])
     expected = streamed.outputs(state, kept[batch[0]])[..., kept.to(state.device)]

@@ -56,11 +56,11 @@ class Comparison:
                 self.cut.scales[name] = 1 / factor
             self.smaller.load_outside()
         factor, difference = self._entering()
-        self._require(abs(factor - 1) <= _ONE, difference, "what enters the first layer")
+        self._require(factor, difference, "what enters the first layer")
         if self.smaller.kind != "encoder":
             self._settle_head()
         factor, difference = self._leaving([])
-        self._require(abs(factor - 1) <= _ONE, difference, "what comes after the last layer")
+        self._require(factor, difference, "what comes after the last layer")
 
     def _settle_head(self) -> None:
         """The head's outputs are as the whole model's, where its weight, or the norm before it, takes a factor."""
@@ -88,8 +88,8 @@ class Comparison:
         return _prelude(self.smaller, self.batch)
 
     @torch.inference_mode()
-    def check_block(self, index: int, state: torch.Tensor) -> torch.Tensor:
-        """What the smaller model's block gives for a state, both blocks being loaded; RequestError where it is something else."""
+    def check_block(self, index: int, state: torch.Tensor) -> None:
+        """RequestError where a block gives something else for a state, that of both models being loaded."""
         ours, theirs = (copy.deepcopy(model.blocks[index]).float() for model in (self.smaller, self.whole))
         prefix = self.whole.block_prefix(index)
         inside = [name.removeprefix(prefix) for name in self.cut.norms if name.startswith(prefix)]
@@ -97,9 +97,7 @@ class Comparison:
         with self._normed(theirs, ours, inside):
             wide = self.whole.run_block(index, self._wide(state), self.batch, torch.float32, theirs)
         factor, difference = _compared(found, self._narrow(wide))
-        self._require(True, difference, prefix.removesuffix("."), TOLERANCE)
-        del factor
-        return found
+        self._require(factor, difference, prefix.removesuffix("."), TOLERANCE)
 
     # ---------------------------------------------------------------- the parts outside of the blocks
     def _entering(self) -> tuple[float, float]:
@@ -118,7 +116,7 @@ class Comparison:
             with self._normed(self.whole.model, self.smaller.model, self._outside):
                 wide = self.whole.hand_over(last, self._wide(state), self.batch)
             factor, difference = _compared(found, self._narrow(wide))
-            self._require(abs(factor - 1) <= _ONE, difference, "what enters the decoder")
+            self._require(factor, difference, "what enters the decoder")
             state = found
         found = self.smaller.outputs(state, ids)
         with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
@@ -171,13 +169,14 @@ class Comparison:
             for handle in handles:
                 handle.remove()
 
-    def _require(self, right: bool, difference: float, where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
-        if right and difference < tolerance:
+    def _require(self, factor: float, difference: float, where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
+        if abs(factor - 1) <= _ONE and difference < tolerance:
             return
         kind = type(self.whole.model).__name__
         raise RequestError(
-            f"{where} of a {kind} is something else when dimensions of the hidden state are cut out (relative difference "
-            f"{difference:.1e}): the model depends on its hidden size in a way that its shapes do not show"
+            f"{where} of a {kind} is something else when dimensions of the hidden state are cut out (a factor of "
+            f"{factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
+            "shapes do not show"
         )
 
 

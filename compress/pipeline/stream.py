@@ -10,7 +10,7 @@ output follows behind them. Such a model reads the first half of a row of token 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -275,17 +275,23 @@ class StreamedModel(PartialModel):
 
 
 def run_blocks(
-    streamed: StreamedModel, batches: list[Batch], spill: Path | None, on_block: Callable[[int], None] | None = None
+    streamed: StreamedModel,
+    batches: list[Batch],
+    spill: Path | None,
+    on_block: Callable[[int], None] | None = None,
+    skipped: Collection[int] = (),
 ) -> HiddenStates:
-    """Hidden states after the last block for every batch."""
+    """Hidden states after the last block for every batch, with some blocks passed by."""
     states = HiddenStates(len(batches), spill)
     streamed.load_outside()
     streamed.prelude(batches, states)
     with torch.inference_mode():
         for index in range(len(streamed.blocks)):
-            with streamed.loaded_block(index):
+            passed = index in skipped
+            step = streamed.hand_over if passed else streamed.advance
+            with nullcontext() if passed else streamed.loaded_block(index):
                 for number, batch in enumerate(batches):
-                    states.put(number, streamed.advance(index, states.get(number), batch))
+                    states.put(number, step(index, states.get(number), batch))
             if on_block is not None:
                 on_block(index)
     return states

@@ -10,15 +10,15 @@ from typing import Any
 
 import torch
 
+from compress.pipeline.cutting import Cutting
+from compress.pipeline.difference import relative
 from compress.pipeline.files import write_json
-from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.progress import Reporter
 from compress.pipeline.remove_channels import remove_channels
 from compress.pipeline.remove_experts import remove_experts
 from compress.pipeline.remove_hidden import remove_hidden
 from compress.pipeline.remove_layers import remove_layers
 from compress.pipeline.remove_vocabulary import remove_vocabulary
-from compress.pipeline.stream import Batch, StreamedModel
+from compress.pipeline.stream import Batch, StreamedModel, run_blocks
 from compress.pipeline.structure_job import StructureJob
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
@@ -27,38 +27,35 @@ from runtime.errors import CompressError
 TOLERANCE = 3e-2
 
 
-def remove_structure(
-    job: StructureJob,
-    streamed: StreamedModel,
-    batches: Sequence[Batch],
-    probe: Batch,
-    output: Path,
-    work: Path,
-    spill: bool,
-    reporter: Reporter,
-) -> dict[str, Any]:
-    """Write the smaller model to `output`; arguments and errors as of `remove_channels`.
+def remove_structure(cutting: Cutting) -> dict[str, Any]:
+    """Write the smaller model.
 
     Returns:
         What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
         (where time was), and what the removal says.
+
+    Raises:
+        RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
+            inputs with NaN or Inf.
     """
-    _check_begun(job, streamed, work)
+    job, streamed, probe = cutting.job, cutting.streamed, cutting.probe
+    _check_begun(job, streamed, cutting.work)
     # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
     job = replace(job, config=job.smaller(streamed.config))
+    cutting = cutting.of(job)
     if job.settings.remove == "layers":
-        found = remove_layers(job, streamed, batches, output, work, spill, reporter)
+        found = remove_layers(cutting)
         expected = _without(streamed, found["kept"], probe)
     elif job.settings.remove == "experts":
-        found, expected = remove_experts(job, streamed, batches, probe, output, work, spill, reporter)
+        found, expected = remove_experts(cutting)
     elif job.settings.remove == "hidden":
-        found, expected = remove_hidden(job, streamed, batches, probe, output, work, spill, reporter)
+        found, expected = remove_hidden(cutting)
     elif job.settings.remove == "vocabulary":
-        found, probe, expected = remove_vocabulary(job, streamed, probe, output, reporter)
+        found, probe, expected = remove_vocabulary(cutting)
     else:
-        found, expected = remove_channels(job, streamed, batches, probe, output, work, spill, reporter)
-    smaller = StreamedModel(Checkpoint(output), streamed.device, dtype=streamed.dtype)
-    check_equal(output, run(smaller, probe), expected.float().cpu())
+        found, expected = remove_channels(cutting)
+    smaller = StreamedModel(Checkpoint(cutting.output), streamed.device, dtype=streamed.dtype)
+    check_equal(cutting.output, run_blocks(smaller, [probe], None).get(0), expected)
     return {
         "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.kept, "unit": job.size.unit,
         "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
@@ -104,28 +101,12 @@ def _without(whole: StreamedModel, kept: Sequence[Sequence[int]], probe: Batch) 
         for index in range(len(stack.blocks))
         if index not in own
     }
-    return run(whole, probe, skipped)
-
-
-@torch.inference_mode()
-def run(streamed: StreamedModel, batch: Batch, skipped: set[int] | None = None) -> torch.Tensor:
-    """The state after the last block, float32, with some blocks passed by."""
-    states = HiddenStates(1)
-    streamed.load_outside()
-    streamed.prelude([batch], states)
-    state = states.get(0)
-    for index in range(len(streamed.blocks)):
-        if index in (skipped or ()):
-            state = streamed.hand_over(index, state, batch)
-            continue
-        with streamed.loaded_block(index):
-            state = streamed.advance(index, state, batch)
-    return state.float().cpu()
+    return run_blocks(whole, [probe], None, skipped=skipped).get(0)
 
 
 def check_equal(path: Path, found: torch.Tensor, expected: torch.Tensor) -> None:
     """CompressError where a checkpoint computes something else than it should."""
-    difference = float((found - expected).norm() / expected.norm().clamp_min(1e-12))
+    difference = relative(found, expected)
     if not difference <= TOLERANCE:
         raise CompressError(
             f"{path} computes something else than it was made to (relative {difference:.2e}); this is a bug"

@@ -5,13 +5,14 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import nn
 
+from runtime import layer_sizes
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
@@ -84,16 +85,43 @@ def build_skeleton(
     config = copy.deepcopy(config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
-    kind = model_kind(config)
-    try:
+    layers = layer_sizes.overrides(config)
+
+    def construct(config: PretrainedConfig) -> PreTrainedModel:
         with torch.device("meta"):
-            model = _construct(config, kind, dtype, trust_remote_code, stored)
+            model = _construct(config, model_kind(config), dtype, trust_remote_code, stored)
+        materialise_buffers(model)
+        return model
+
+    try:
+        model = layer_sizes.native(config, construct) if layers else construct(config)
+        if model is None:
+            model = _layered(config, layers, construct)
     except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
+        kind = model_kind(config)
         what = {"decoder": "causal language model"}.get(kind, kind)
         raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error
     model.eval()
     model.requires_grad_(False)
-    materialise_buffers(model)
+    return model
+
+
+def _layered(
+    config: PretrainedConfig,
+    layers: dict[int, dict[str, Any]],
+    construct: Callable[[PretrainedConfig], PreTrainedModel],
+) -> PreTrainedModel:
+    """A model whose layers differ: each is taken out of one that has all layers of its sizes."""
+    model = construct(layer_sizes.uniform(config))
+    if len(stacks := find_stacks(model)) > 1:
+        raise ValueError(f"{layer_sizes.KEY} does not say of which of two stacks")
+    _, blocks = stacks[0]
+    for values in {repr(sorted(own.items())): own for own in layers.values()}.values():
+        _, others = find_blocks(construct(layer_sizes.uniform(config, **values)))
+        for index in (index for index, own in layers.items() if own == values):
+            blocks[index] = others[index]
+    model.config = config
+    layer_sizes.mark(model)
     return model
 
 

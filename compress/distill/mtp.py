@@ -18,6 +18,7 @@ from compress.distill.heads import HeadStudent
 from compress.distill.losses import Objective
 from runtime.decoding.drafters.parts.mtp_block import BlockSizes, MTPBlock
 from runtime.errors import RequestError
+from runtime.layer_sizes import uniform
 
 _THETA = 10000.0  # of rotations, where the target has none
 
@@ -110,7 +111,7 @@ def attended(queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch
 
 def block_sizes(features: Features, intermediate: int | None = None) -> BlockSizes:
     """A block with the attention of the target's."""
-    config: Any = features.config
+    config: Any = uniform(features.config)
     hidden, heads = features.parts.hidden, int(config.num_attention_heads)
     dim = int(getattr(config, "head_dim", None) or hidden // heads)
     wide = intermediate or int(getattr(config, "intermediate_size", None) or 4 * hidden)

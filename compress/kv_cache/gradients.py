@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from runtime.layer_sizes import uniform
 from runtime.linear import CompressedLinear
 from runtime.skeleton import find_blocks
 
@@ -51,7 +52,7 @@ def differentiable(model: nn.Module) -> Iterator[None]:
 @contextmanager
 def recomputed(model: PreTrainedModel, tokens: int) -> Iterator[None]:
     """Within, blocks are computed anew in the backward pass where what they would keep of `tokens` tokens is more than `KEEP` bytes."""
-    config = model.config.get_text_config(decoder=True)
+    config: Any = uniform(model.config).get_text_config(decoder=True)
     # Roughly what a block of attention and a gated MLP saves for its backward pass.
     widths = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     if 4 * tokens * widths * config.num_hidden_layers <= KEEP:

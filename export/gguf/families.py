@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.source import Source
+from runtime.layer_sizes import differing
 
 _Q_K = frozenset({"attn_q", "attn_k"})
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})
@@ -57,6 +58,9 @@ def why_not(source: Source) -> str | None:
         return f"model type {config.model_type!r} is none that this target knows ({', '.join(FAMILIES)})"
     if type(source.skeleton).__name__ != family.causal:
         return f"the model is a {type(source.skeleton).__name__}, and only {family.causal} is written"
+    different = ", ".join(sorted(differing(config)))
+    if different:
+        return f"its layers differ in {different}, and llama.cpp builds those of {family.architecture} alike"
     if getattr(config, "hidden_act", "silu") not in ("silu", "swish"):
         return f"its activation is {config.hidden_act}, and llama.cpp computes {family.architecture} with silu"
     if family.square and config.num_attention_heads * head_size(config) != config.hidden_size:

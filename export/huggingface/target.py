@@ -15,6 +15,7 @@ from export.huggingface.shards import Part, write
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.formats import TensorSpec
+from runtime.layer_sizes import differing, is_ours
 from runtime.skeleton import model_kind
 
 # Beside the tokenizer's files: what processors need, and what a licence asks to be passed on.
@@ -56,6 +57,9 @@ class HuggingFaceTarget(Target):
         kind = model_kind(source.config)
         if kind != "decoder":
             return f"its architecture is an {kind}, and this target carries decoders"
+        if is_ours(source.skeleton):
+            differ = ", ".join(sorted(differing(source.config)))
+            return f"its layers differ in {differ}, and transformers cannot build a {type(source.skeleton).__name__} so; runtime.load does"
         if options.layout != "gptq" and options.checkpoint_format != "gptq":
             return "checkpoint_format is an option of layout=gptq"
         if options.layout == "gptq" and not source.entries:

@@ -56,7 +56,7 @@ def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
     dtype = model.dtype if model.dtype in TYPES else torch.float32
     decoder = Decoder()
     decoder.layers, decoder.hidden = len(blocks), config.hidden_size
-    decoder.intermediate = blocks[0].gate.rows
+    decoder.intermediate = max(block.gate.rows for block in blocks)
     decoder.heads, decoder.kv_heads = config.num_attention_heads, config.num_key_value_heads
     decoder.head_dim = attention.head_dim
     decoder.cache_type = TYPES[dtype]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from runtime.errors import RequestError
+from runtime.layer_sizes import uniform
 
 #: What a bound has to hold besides weights and the working memory of a step: the modules that loading imports (some 130 MB where
 #: transformers was not imported before), what generating takes in Python, keys and values of a context of a few thousand tokens.
@@ -77,7 +78,7 @@ def plan(max_memory: int, outside: int, blocks: Sequence[int], reserve: int) -> 
 
 def reserve_for(config: Any, dtype: torch.dtype) -> int:
     """What a model needs besides its weights: `RESERVE`, a larger cache where it wants one, and the activations of a step in float32."""
-    text_config = config.get_text_config()
+    text_config: Any = uniform(config).get_text_config()
     hidden = getattr(text_config, "hidden_size", 0)
     inner = getattr(text_config, "intermediate_size", None) or 4 * hidden
     return RESERVE + cache_floor(config, dtype) - CACHE + 4 * _ROWS * (4 * hidden + 3 * inner)

@@ -177,7 +177,7 @@ static void run_mlp(const Step *step, const Block *b, const Scratch *s, const Te
     team_barrier(team);
     project(d, (const Linear *[]){&b->gate, &b->up}, (float *[]){s->gate, s->up}, 2, s->normed, rows, 0, s->digits, team);
     team_barrier(team);
-    team_part(team, rows * d->intermediate, 64, &start, &end);
+    team_part(team, rows * b->gate.rows, 64, &start, &end); /* layers may be of different widths */
     swiglu(s->gate + start, s->up + start, end - start);
     team_barrier(team);
     project(d, (const Linear *[]){&b->down}, (float *[]){step->x}, 1, s->gate, rows, 1, s->digits, team);

@@ -5,7 +5,7 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from compress.commands.output import size
+from compress.commands.output import own_tokens, size
 from compress.report.elements import section, table
 from compress.report.facts import Facts
 
@@ -52,6 +52,8 @@ def cache_quality(metrics: dict[str, Any]) -> str:
             f"Measured on {facts['tokens']:,} tokens that follow prompts of {facts['prompt_tokens']} in windows of "
             f"{facts['sequence_length']}; at their end a cache takes {size(facts['cache_bytes'])} instead of {size(facts['full_bytes'])}."
         )
+        if "tokens_each" in metrics:
+            text += f" {own_tokens(metrics).capitalize()}."
         content += f'<p class="soft">{escape(text)}</p>'
     if "warning" in facts:
         content += f'<p class="soft">{escape(facts["warning"])}</p>'

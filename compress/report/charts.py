@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from compress.report.canvas import COLORS, FAINT, INK, color, figure, svg
+from compress.report.canvas import COLORS, FAINT, INK, color, figure, legend_above, svg
 from compress.report.facts import PARTS, split_layer_name
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def error_chart(layers: Sequence[Mapping[str, Any]], name: str = "error") -> str
         axes.yaxis.set_major_formatter(lambda value, _: f"{100 * value:g}%")
         axes.set_ylabel("relative output error")
         axes.grid(axis="y", color=FAINT, linewidth=0.8)
-        _legend_above(axes)
+        legend_above(axes)
         return svg(drawn, name)
 
 
@@ -67,7 +67,7 @@ def bytes_chart(before: Mapping[str, int], after: Mapping[str, int]) -> str:
         axes.set_xlim(0, largest / scale * 1.13)
         axes.set_xlabel(unit)
         axes.grid(axis="x", color=FAINT, linewidth=0.8)
-        _legend_above(axes)
+        legend_above(axes)
         return svg(drawn, "bytes")
 
 
@@ -117,14 +117,3 @@ def _bars(axes: Axes, blocks: list[int], series: dict[str, dict[int, float]]) ->
 
 def _block_label(block: int) -> str:
     return "outside" if block < 0 else f"block {block}"
-
-
-def _legend_above(axes: Axes) -> None:
-    """The legend over the axes, in one row if that fits, else in columns as wide as its longest word."""
-    words = axes.get_legend_handles_labels()[1]
-    fits = sum(len(word) + 5 for word in words) <= 120
-    columns = len(words) if fits else max(1, 110 // (max(map(len, words)) + 5))
-    axes.legend(
-        frameon=False, fontsize=9, ncols=columns, loc="lower left", bbox_to_anchor=(0.0, 1.0), handlelength=1.0,
-        borderaxespad=0.2, columnspacing=1.2,
-    )  # fmt: skip

@@ -7,7 +7,8 @@ from html import escape
 from typing import Any
 
 from compress.commands.output import size
-from compress.report.canvas import FAINT, color, figure, svg
+from compress.report.canvas import color, legend_above, svg
+from compress.report.curves import TRAINED, Entries, by_updates, line, span, values
 from compress.report.elements import section, table
 from compress.report.facts import Facts
 
@@ -125,31 +126,23 @@ def _rates(rates: Sequence[float | None]) -> str:
     return "  ".join("–" if rate is None else f"{rate:.0%}" for rate in rates)
 
 
-def training_chart(curve: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+def training_chart(curve: Mapping[str, Entries]) -> str:
     """SVG: held-out acceptance and the training loss by updates."""
-    with figure(9.0, 3.0) as (drawn, axes):
-        looks = curve["held_out"]
-        steps = [look["step"] for look in looks]
+    looks, trained = curve["held_out"], curve.get("train") or []
+    told = []
+    with by_updates(3.0, "held-out rows, %") as (drawn, axes):
         for number, (name, label) in enumerate(
             (("acceptance", "acceptance when sampling"), ("agreement", "same token when greedy"))
         ):
-            axes.plot(
-                steps, [100 * look[name] for look in looks], marker="o", markersize=4, color=color(number), label=label
-            )
-        axes.set_xlabel("updates")
-        axes.set_ylabel("held-out rows, %")
-        axes.grid(axis="y", color=FAINT, linewidth=0.8)
-        if curve.get("train"):
-            loss = axes.twinx()
-            loss.plot(
-                [each["step"] for each in curve["train"]],
-                [each["loss"] for each in curve["train"]],
-                color="#94a3b8",
-                label="loss",
-            )
+            shares = [100 * value for value in values(looks, name)]
+            line(axes, looks, shares, label, color(number))
+            told.append(f"{label}, in percent, {span(looks, shares)}")
+        lines = list(axes.get_lines())
+        if trained:
+            loss, losses = axes.twinx(), values(trained, "loss")
+            line(loss, trained, losses, "loss", TRAINED)
             loss.set_ylabel("loss")
-            lines = [*axes.get_lines(), *loss.get_lines()]
-            axes.legend(lines, [str(line.get_label()) for line in lines], frameon=False, loc="lower right")
-        else:
-            axes.legend(frameon=False, loc="lower right")
-        return svg(drawn, "training")
+            lines += loss.get_lines()
+            told.append(f"loss {span(trained, losses)}")
+        legend_above(axes, lines)
+        return svg(drawn, "training", f"training by updates: {'; '.join(told)}")

@@ -14,6 +14,7 @@ from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
 from compress.report.elements import folded, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
+from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
 from compress.report.style import CSS
 from runtime.errors import RequestError
@@ -55,8 +56,9 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts), structure_section(facts), _layers_chart(facts), _bytes(facts),
-        cache_section(facts), draft_section(facts), _layers_table(facts), _kept(facts), _recipe(facts), _origin(facts),
+        _headline(facts), _warnings(facts), _quality(facts), structure_section(facts), recovery_sections(facts),
+        _layers_chart(facts), _bytes(facts), cache_section(facts), draft_section(facts), _layers_table(facts), _kept(facts), _recipe(facts),
+        _origin(facts),
     ]  # fmt: skip
     body = "\n".join(part for part in sections if part)
     version = escape(str(facts.manifest.get("compress_version", "")))

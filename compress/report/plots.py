@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.report.canvas import color, figure
+from compress.report.canvas import color, figure, log_where_wide
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -74,13 +74,7 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
         label = row.get("label") or f"{row['method']} ({row['bytes'] / 1e6:.1f} MB)"
         axes.axhline(row["perplexity"], linestyle="--", linewidth=1.2, color="#64748b", label=label)
     values = [row["perplexity"] for row in [*points, *references]]
-    if max(values) > 8 * min(values):
-        from matplotlib.ticker import LogLocator, NullFormatter
-
-        axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
-        axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}")
-        axes.yaxis.set_minor_formatter(NullFormatter())
+    log_where_wide(axes, values)
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel("size of the weights (MB)")
     axes.set_ylabel("perplexity on held-out text")

@@ -1,0 +1,117 @@
+"""What a report page says of recovery: how a model was trained after something was taken from it, and what came back."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from html import escape
+from typing import Any
+
+from compress.report.curves import Entries, number
+from compress.report.elements import section, table
+from compress.report.facts import Facts
+from compress.report.recovery_charts import loss_chart, perplexity, perplexity_chart
+
+_ENDED = {
+    "steps": "it went on to the last update",
+    "patience": "it ended early, since nothing was gained any more",
+    "diverged": "it ended as the loss diverged",
+}
+_NAMES = {
+    "loss": "held-out loss", "kl": "divergence from the original", "squarehead": "distance from the original's hidden states",
+    "cross_entropy": "cross-entropy",
+}  # fmt: skip
+_NOTE = (
+    "Held-out rows are of the calibration text, and the weights measured are those in training; the quality above is of the artifact as it "
+    "is stored, on the text of the evaluation."
+)
+
+
+def recovery_sections(facts: Facts) -> str:
+    """A section for each recovery; empty where there was none."""
+    passes = [made for made in facts.manifest.get("passes") or [] if "recover" in made]
+    parts = []
+    for place, made in enumerate(passes):
+        which = f" {place + 1} of {len(passes)}" if len(passes) > 1 else ""
+        content = f"<p>{escape(_sentence(made))}</p>"
+        if made.get("curve"):
+            content += loss_chart(made, f"recovery{place}") + perplexity_chart(made, f"recovery{place}")
+            content += f'<p class="soft">{_NOTE}</p>{_numbers(made["curve"])}'
+        parts.append(section(f"Recovery{which} by {made['recover']}", content))
+    return "\n".join(parts)
+
+
+def _sentence(made: Mapping[str, Any]) -> str:
+    steps, best, most, batch, rows = (made[key] for key in ("steps", "best_step", "most_steps", "batch_size", "rows"))
+    of = f" of at most {most:,}" if steps < most else ""
+    ended = _ENDED.get(made["ended"], f"it ended by {made['ended']}")
+    kept = f"the weights kept are those after {best:,}" if best else "nothing was better than the weights it began with"
+    parts = [f"Trained by {made['recover']} for {steps:,}{of} updates: {ended}, and {kept}"]
+    parts.append(
+        f"Each update read {batch:,} of {rows['trained']:,} rows of {rows['length']:,} tokens; {rows['held_out']:,} more were held out"
+    )
+    if "perplexity_before" in made and "perplexity_after" in made:
+        change = _change(made["perplexity_before"], made["perplexity_after"], ".5g")
+        parts.append(f"Perplexity of held-out rows{_widths(made)}: {change}")
+    parts += _won_back(made)
+    return ". ".join(parts) + "."
+
+
+def _won_back(made: Mapping[str, Any]) -> list[str]:
+    """How much of the way back to the original was gone, as far as that is known.
+
+    Of a perplexity it is not: the original's on these rows is not recorded. A distance from the original is 0 for the original itself.
+    """
+    before, after = made.get("before") or {}, made.get("after") or {}
+    name = next((name for name in ("kl", "squarehead") if name in before and name in after), None)
+    if name is None or (name == "kl" and made["divergence"] == "cross_entropy"):
+        return []
+    one, other = number(before[name]), number(after[name])
+    text = f"{_NAMES[name].capitalize()} of held-out rows{_widths(made)}: {_change(one, other)}"
+    if _widths(made) or not one > 0 or math.isnan(other):  # what narrow widths gain was never lost
+        return [text]
+    share = 1 - other / one
+    return [f"{text}, so that {f'{share:.1%}' if share > 0 else 'none'} of it was won back"]
+
+
+def _widths(made: Mapping[str, Any]) -> str:
+    """Whether a measure is of several models at once."""
+    nested = any(re.fullmatch(r"loss_\d+", name) for name in made.get("before") or {})
+    return ", mean of the widths" if nested else ""
+
+
+def _change(before: Any, after: Any, digits: str = ".4g") -> str:
+    return " → ".join(_shown(value, digits) for value in (before, after))
+
+
+def _shown(value: Any, digits: str = ".4g") -> str:
+    found = number(value)
+    return "–" if math.isnan(found) else f"{found:{digits}}"
+
+
+def _numbers(curve: Mapping[str, Entries]) -> str:
+    """What the charts show, as a table."""
+    trained = {entry["step"]: entry for entry in curve.get("train") or []}
+    looks = {entry["step"]: entry for entry in curve.get("held_out") or []}
+    measured = list(dict.fromkeys(name for look in looks.values() for name in look if name != "step"))
+    measured.sort(key=lambda name: (name != "loss", "cross_entropy" in name))
+    columns = ["updates>", "training loss>", "learning rate>", *(f"{_name(name)}>" for name in measured)]
+    columns += ["perplexity>"] * ("cross_entropy" in measured)
+    rows = []
+    for step in sorted(trained.keys() | looks.keys()):
+        update, look = trained.get(step, {}), looks.get(step, {})
+        numbers = [update.get("loss"), update.get("learning_rate"), *(look.get(name) for name in measured)]
+        texts = [f"{step:,}", *map(_shown, numbers)]
+        if "cross_entropy" in measured:
+            texts.append(_shown(perplexity(look.get("cross_entropy")), ".5g"))
+        rows.append([(text, "right") for text in texts])
+    return f"<details><summary>The curves as numbers</summary>{table(columns, rows)}</details>"
+
+
+def _name(measured: str) -> str:
+    """What is measured in words: "held-out loss", "cross-entropy, 192 channels"."""
+    if measured in _NAMES:
+        return _NAMES[measured]
+    known, _, width = measured.rpartition("_")
+    return f"{_NAMES[known]}, {width} channels" if known in _NAMES else measured.replace("_", " ")

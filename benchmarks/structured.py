@@ -1,11 +1,15 @@
 #!/usr/bin/env python
-"""Structured pruning and recovery: perplexity against parameters for every ranking, without and with a refit of the readers, without and
-with recovery; how much of what sparsity costs comes back; and what narrower models gain in decoding speed.
+"""Structured pruning and recovery: perplexity against parameters and against measured CPU latency for every ranking, without and with a
+refit of the readers, without and with recovery; how much of what sparsity costs comes back; what narrower models gain in speed.
 
-    python benchmarks/structured.py --work /tmp/structured --json out.json
+    python benchmarks/structured.py --work DIR --json out.json
+    python benchmarks/structured_model.py --work DIR --out DIR/gpt2          # a second model
+    python benchmarks/structured.py --work DIR --model DIR/gpt2 --json gpt2.json --parts channels layers latency
+    python benchmarks/structured_plot.py out.json gpt2.json --out plot.svg
 
 Every cell is a recipe through `compress.apply`. Perplexity is that of the bundled held-out text. Training text is the standard library of
-the running Python without what the held-out text has (recipes/checkpoints/corpus.py), or `--text FILE`.
+the running Python without what the held-out text has (recipes/checkpoints/corpus.py), or `--text FILE`. A cell that is in the file
+`--json` already is not measured again.
 """
 
 from __future__ import annotations
@@ -16,6 +20,7 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,108 +30,158 @@ ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 RANKINGS = ("random", "magnitude", "wanda", "gradient_free", "taylor", "obs")
 DEPTH = ("random", "magnitude", "block_influence")
+PARTS = ("channels", "heads", "layers", "widths", "sparsity", "latency", "speed")
+Stage = dict[str, Any]
 
 
 class Bench:
-    """Runs recipes and remembers what came of them."""
+    """Runs recipes and keeps what came of them in a file."""
 
-    def __init__(self, work: Path, text: Path, model: Path, samples: int) -> None:
-        self.work, self.model = work, model
+    def __init__(self, work: Path, text: Path, model: Path, samples: int, file: Path | None) -> None:
+        self.work, self.file = work, file
         self.base = {
             "name": "structured",
             "model": str(model),
             "calibration": {"data": str(text), "samples": samples, "sequence_length": 256},
             "evaluate": {"data": "bundled", "sequence_length": 256, "samples": 128},
         }
+        known = file is not None and file.is_file()
+        self.result: dict[str, Any] = json.loads(file.read_text(encoding="utf-8")) if file and known else {}
 
-    def apply(self, *stages: dict[str, Any], name: str = "artifact") -> Any:
+    def keep(self) -> None:
+        """Write what there is."""
+        if self.file is not None:
+            self.file.write_text(json.dumps(self.result, indent=1) + "\n", encoding="utf-8")
+
+    def apply(self, *stages: Stage, name: str = "artifact", **sections: Any) -> Any:
         """The artifact of a recipe."""
         import compress
 
-        return compress.apply(
-            {**self.base, "stages": list(stages)}, output=self.work / name, quiet=True, overwrite=True
-        )
+        recipe = {**self.base, "stages": list(stages), **sections}
+        return compress.apply(recipe, output=self.work / name, quiet=True, overwrite=True)
 
-    def cell(self, *stages: dict[str, Any], name: str = "artifact", **more: Any) -> dict[str, Any]:
-        """What a recipe costs and gives."""
-        made = self.apply(*stages, name=name)
+    def cell(self, part: str, *stages: Stage, **key: Any) -> dict[str, Any]:
+        """What a recipe costs and gives; `key` tells it from the others of its part."""
+        cells = self.result.setdefault(part, [])
+        for known in cells:
+            if all(known.get(name) == value for name, value in key.items()):
+                return known  # type: ignore[no-any-return]
+        made = self.apply(*stages)
         before, after = (made.metrics[when]["perplexity"] for when in ("before", "after"))
-        found: dict[str, Any] = {**more, "perplexity_before": before, "perplexity": after, "kl": made.metrics["kl"]}
+        found: dict[str, Any] = {**key, "perplexity_before": before, "perplexity": after, "kl": made.metrics["kl"]}
         for facts in made.manifest.get("passes", []):
-            for key in ("parameters_before", "parameters_after"):
-                if key in facts:
-                    found[key] = facts[key]
-        found["bytes"] = made.manifest["bytes"]["after"]
+            found |= {k: facts[k] for k in ("parameters_before", "parameters_after", "after", "widths") if k in facts}
+        found["seconds"] = round(sum(made.seconds.values()), 1)
         print(json.dumps(found), flush=True)
+        cells.append(found)
+        self.keep()
         return found
 
 
-def rankings(bench: Bench, ratios: list[float]) -> list[dict[str, Any]]:
-    """Channels: each ranking, ratio, without and with a refit."""
-    return [
-        bench.cell(
-            {"structure": {"method": method, "remove": "ffn", "ratio": ratio, "reconstruct": fitted}},
-            remove="ffn", method=method, ratio=ratio, reconstruct=fitted,
-        )
-        for ratio in ratios
-        for method in RANKINGS
-        for fitted in (False, True)
-    ]  # fmt: skip
+def cut(remove: str, method: str, ratio: float, **fields: Any) -> Stage:
+    """A stage that removes structure."""
+    return {"structure": {"method": method, "remove": remove, "ratio": ratio, **fields}}
 
 
-def others(bench: Bench) -> list[dict[str, Any]]:
-    """Heads and layers."""
-    heads = [
-        bench.cell(
-            {"structure": {"method": method, "remove": "heads", "ratio": 0.5, "reconstruct": fitted}},
-            remove="heads", method=method, ratio=0.5, reconstruct=fitted,
-        )
-        for method in RANKINGS
-        for fitted in (False, True)
-    ]  # fmt: skip
-    layers = [
-        bench.cell(
-            {"structure": {"method": method, "remove": "layers", "keep": 3}}, remove="layers", method=method, ratio=0.25
-        )
-        for method in DEPTH
-    ]
-    return [*heads, *layers]
+def channels(bench: Bench, ratios: Sequence[float], recovered: Sequence[float], training: dict[str, Any]) -> None:
+    """Channels: each ranking and ratio, as the readers are and refitted; some of the refitted ones recovered."""
+    for ratio in ratios:
+        for method in RANKINGS:
+            for fitted in (False, True):
+                stage = cut("ffn", method, ratio, reconstruct=fitted)
+                key = {"remove": "ffn", "method": method, "ratio": ratio, "reconstruct": fitted}
+                bench.cell("channels", stage, **key, recovered=False)
+    for ratio in recovered:
+        for method in RANKINGS:
+            stages = cut("ffn", method, ratio), {"recover": {"method": "finetune", **training}}
+            key = {"remove": "ffn", "method": method, "ratio": ratio, "reconstruct": True, "recovered": True}
+            bench.cell("channels", *stages, **key, steps=training["steps"])
 
 
-def recovery(bench: Bench, training: dict[str, Any]) -> list[dict[str, Any]]:
-    """What recovery wins back, after structure and after sparsity."""
-    found = []
-    for ratio in (0.2, 0.5):
-        for method in ("random", "gradient_free", "obs"):
-            stage = {"structure": {"method": method, "remove": "ffn", "ratio": ratio}}
-            for trained in (False, True):
-                stages = [stage, {"recover": {"method": "finetune", **training}}] if trained else [stage]
-                found.append(
-                    bench.cell(*stages, remove="ffn", method=method, ratio=ratio, reconstruct=True, recovered=trained)
-                )
+def heads(bench: Bench) -> None:
+    """Half of the groups of heads."""
+    for method in RANKINGS:
+        for fitted in (False, True):
+            stage = cut("heads", method, 0.5, reconstruct=fitted)
+            bench.cell("heads", stage, remove="heads", method=method, ratio=0.5, reconstruct=fitted, recovered=False)
+
+
+def layers(bench: Bench, training: dict[str, Any]) -> None:
+    """A quarter of the layers."""
+    for method in DEPTH:
+        for trained in (False, True):
+            stages = [cut("layers", method, 0.25)]
+            if trained:
+                stages.append({"recover": {"method": "finetune", **training}})
+            bench.cell("layers", *stages, remove="layers", method=method, ratio=0.25, recovered=trained)
+
+
+def widths(bench: Bench, ratios: Sequence[float]) -> None:
+    """As many channels in every layer, or as many in all, spread by the errors of the layers."""
+    for ratio in ratios:
+        for method in ("wanda", "obs"):
+            for allocation in ("uniform", "error"):
+                stage = cut("ffn", method, ratio, allocation=allocation)
+                bench.cell("widths", stage, method=method, ratio=ratio, allocation=allocation)
+
+
+def sparsity(bench: Bench, training: dict[str, Any], steps: int) -> None:
+    """What recovery wins back of what one-shot SparseGPT at 50 % has lost."""
     sparse = {"prune": {"method": "sparsegpt", "sparsity": 0.5}}
-    settings: tuple[tuple[str, dict[str, Any] | None], ...] = (
-        ("one-shot", None),
-        ("squarehead", {"kl": 0.0}),
-        ("kl", {"squarehead": 0.0}),
-        ("squarehead + kl", {}),
-    )
-    for name, fields in settings:
-        stages = [sparse] if fields is None else [sparse, {"recover": {"method": "finetune", **training, **fields}}]
-        found.append(bench.cell(*stages, sparsity=0.5, recovery=name))
-    lost = found[-len(settings)]
-    for cell in found[-len(settings) + 1 :]:
+    lost = bench.cell("sparsity", sparse, sparsity=0.5, recovery="one-shot", steps=0)
+    objectives: dict[str, dict[str, Any]] = {
+        "squarehead": {"kl": 0.0},
+        "kl": {"squarehead": 0.0},
+        "squarehead + kl": {},
+    }
+    runs = [(name, fields, training["steps"]) for name, fields in objectives.items()]
+    for name, fields, length in [*runs, ("squarehead + kl", {}, steps)]:
+        stage = {"recover": {"method": "finetune", **training, **fields, "steps": length}}
+        cell = bench.cell("sparsity", sparse, stage, sparsity=0.5, recovery=name, steps=length)
         gap = lost["perplexity"] - lost["perplexity_before"]
         cell["won_back"] = (lost["perplexity"] - cell["perplexity"]) / gap
-    return found
+    bench.keep()
 
 
-def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, rounds: int) -> dict[str, Any]:
-    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and without a quarter of
-    its parameters.
+def latency(bench: Bench, ratios: Sequence[float], threads: int, rounds: int) -> None:
+    """Seconds that a decoded token takes of each shape, weights of 8 bits: all are loaded and timed in turn."""
+    import runtime
 
-    Both are timed in turn in one process, `rounds` times.
-    """
+    eight = {"quantize": {"method": "rtn", "bits": 8, "group_size": "channel"}}
+    cuts = {f"ffn {ratio}": [cut("ffn", "random", ratio, reconstruct=False)] for ratio in ratios}
+    cuts |= {"layers 0.25": [cut("layers", "random", 0.25)]}
+    if "heads" in bench.result:
+        cuts |= {"heads 0.5": [cut("heads", "random", 0.5, reconstruct=False)]}
+    shapes = {"whole": list[Stage](), **cuts}
+    models = {}
+    for name, stages in shapes.items():
+        made = bench.apply(*stages, eight, name=f"latency-{name.replace(' ', '-')}", evaluate=None)
+        models[name] = runtime.load(made.path, device="cpu", threads=threads)
+    times = timed(models, rounds, 96)
+    result = {
+        name: {"ms_per_token": 1e3 * statistics.median(each), "of_whole": statistics.median(
+            own / whole for own, whole in zip(each, times["whole"], strict=True))}
+        for name, each in times.items()
+    }  # fmt: skip
+    bench.result["latency"] = {"threads": threads, "rounds": rounds, "weights": "8 bits", "shapes": result}
+    print(json.dumps(bench.result["latency"]), flush=True)
+    bench.keep()
+
+
+def timed(models: dict[str, Any], rounds: int, tokens: int) -> dict[str, list[float]]:
+    """Seconds a token of each model, all in turn, so many times; the first turn warms up."""
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for turn in range(rounds + 1):
+        for name, model in models.items():
+            began = time.perf_counter()
+            model.generate([5, 6, 7, 8], max_new_tokens=tokens, ignore_eos=True)
+            if turn:
+                times[name].append((time.perf_counter() - began) / tokens)
+    return times
+
+
+def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, rounds: int) -> None:
+    """Decode speed of a random model large enough to be bound by memory, 8-bit, whole and without a quarter of its parameters."""
     from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
     import runtime
@@ -139,62 +194,22 @@ def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, round
     )  # fmt: skip
     LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
     AutoTokenizer.from_pretrained(BUNDLED).save_pretrained(source)
-    budget = {"parameters": 0.75}
-    cut = {
-        "structure": {"method": "magnitude", "remove": "ffn", "budget": budget, "multiple": 128, "reconstruct": False}
-    }
+    fields = {"budget": {"parameters": 0.75}, "multiple": 128, "reconstruct": False}
+    less: Stage = {"structure": {"method": "magnitude", "remove": "ffn", **fields}}
     weights = {"quantize": {"method": "rtn", "bits": 8, "group_size": 128}}
-    wide = Bench(bench.work, Path(bench.base["calibration"]["data"]), source, 8)
-    wide.base.pop("evaluate")
-    paths = {
-        "whole": wide.apply(weights, name="wide-whole").path,
-        "cut": wide.apply(cut, weights, name="wide-cut").path,
-    }
-    models = {name: runtime.load(path, device="cpu", threads=threads) for name, path in paths.items()}
-    times: dict[str, list[float]] = {name: [] for name in models}
-    for turn in range(rounds + 1):
-        for name, model in models.items():
-            began = time.perf_counter()
-            model.generate([5, 6, 7, 8], max_new_tokens=48, ignore_eos=True)
-            if turn:  # the first one warms up
-                times[name].append(time.perf_counter() - began)
+    models = {}
+    for name, stages in {"whole": [weights], "cut": [less, weights]}.items():
+        made = bench.apply(*stages, name=f"wide-{name}", model=str(source), evaluate=None)
+        models[name] = runtime.load(made.path, device="cpu", threads=threads)
+    times = timed(models, rounds, 48)
     ratios = [whole / smaller for whole, smaller in zip(times["whole"], times["cut"], strict=True)]
-    found = {
+    bench.result["speed"] = {
         "shape": {"hidden": hidden, "inner": inner, "layers": depth}, "removed": "channels, a quarter of the parameters",
-        "threads": threads,
-        "tokens_per_second": {name: 48 / statistics.median(each) for name, each in times.items()},
+        "threads": threads, "tokens_per_second": {name: 1 / statistics.median(each) for name, each in times.items()},
         "speedup": statistics.median(ratios), "speedups": [round(ratio, 3) for ratio in ratios],
     }  # fmt: skip
-    print(json.dumps(found), flush=True)
-    return found
-
-
-def plot(result: dict[str, Any], file: Path) -> None:
-    """Perplexity against parameters, a line a ranking."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    cells = [cell for cell in result["rankings"] if cell["remove"] == "ffn"]
-    figure, axes = plt.subplots(1, 2, figsize=(10, 4), sharey=True)
-    for axis, fitted in zip(axes, (False, True), strict=True):
-        for method in RANKINGS:
-            own = sorted(
-                (c for c in cells if c["method"] == method and c["reconstruct"] is fitted),
-                key=lambda c: -c["parameters_after"],
-            )
-            axis.plot(
-                [c["parameters_after"] / 1e6 for c in own], [c["perplexity"] for c in own], marker="o", label=method
-            )
-        axis.axhline(cells[0]["perplexity_before"], color="grey", linewidth=0.8)
-        axis.set_title("readers refitted" if fitted else "as they are")
-        axis.set_xlabel("parameters, millions")
-    axes[0].set_yscale("log")
-    axes[0].set_ylabel("perplexity of held-out text")
-    axes[1].legend()
-    figure.tight_layout()
-    figure.savefig(file)
+    print(json.dumps(bench.result["speed"]), flush=True)
+    bench.keep()
 
 
 def training_text(work: Path, limit: int) -> Path:
@@ -204,6 +219,7 @@ def training_text(work: Path, limit: int) -> Path:
         sys.path.insert(0, str(ROOT / "recipes" / "checkpoints"))
         import corpus
 
+        work.mkdir(parents=True, exist_ok=True)
         file.write_text(corpus.build_texts()["train"][:limit], encoding="utf-8")
     return file
 
@@ -213,13 +229,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--json", type=Path)
-    parser.add_argument("--plot", type=Path)
     parser.add_argument("--text", type=Path, help="to calibrate and train on")
     parser.add_argument("--model", type=Path, default=BUNDLED)
-    parser.add_argument("--parts", nargs="*", choices=("rankings", "others", "recovery", "speed"))
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--ratios", nargs="*", type=float, default=[0.1, 0.2, 0.35, 0.5])
+    parser.add_argument("--recovered", nargs="*", type=float, default=[0.2, 0.5], help="ratios that are also recovered")
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=600)
+    parser.add_argument("--steps", type=int, default=200, help="of each recovery")
+    parser.add_argument("--long", type=int, default=2000, help="steps of the longest one, after sparsity")
     parser.add_argument("--rows", type=int, default=6144, help="that recovery is trained on")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
@@ -228,28 +245,29 @@ def main() -> None:
     arguments.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
     text = arguments.text or training_text(arguments.work, 8_000_000)
-    bench = Bench(arguments.work, text, arguments.model, arguments.samples)
+    bench = Bench(arguments.work, text, arguments.model, arguments.samples, arguments.json)
     training = {
-        "samples": arguments.rows, "sequence_length": 128, "steps": arguments.steps, "batch_size": 16, "evaluate_every": 100,
+        "samples": arguments.rows, "sequence_length": 256, "steps": arguments.steps, "batch_size": 8, "evaluate_every": 100,
         "learning_rate": arguments.learning_rate, "patience": None,
     }  # fmt: skip
-    parts = arguments.parts or ["rankings", "others", "recovery", "speed"]
-    result: dict[str, Any] = {
-        "machine": {"cpu": platform.processor() or platform.machine(), "threads": arguments.threads, "torch": torch.__version__},
-        "model": arguments.model.name, "training": training,
-    }  # fmt: skip
-    if "rankings" in parts:
-        result["rankings"] = rankings(bench, arguments.ratios)
-    if "others" in parts:
-        result["others"] = others(bench)
-    if "recovery" in parts:
-        result["recovery"] = recovery(bench, training)
-    if "speed" in parts:
-        result["speed"] = speed(bench, 1024, 4096, 8, arguments.threads, arguments.rounds)
-    if arguments.json is not None:
-        arguments.json.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
-    if arguments.plot is not None and "rankings" in result:
-        plot(result, arguments.plot)
+    machine = {
+        "cpu": platform.processor() or platform.machine(),
+        "threads": arguments.threads,
+        "torch": torch.__version__,
+    }
+    bench.result |= {"machine": machine, "model": arguments.model.name, "training": training}
+    run = {
+        "channels": lambda: channels(bench, arguments.ratios, arguments.recovered, training),
+        "heads": lambda: heads(bench),
+        "layers": lambda: layers(bench, training),
+        "widths": lambda: widths(bench, arguments.ratios),
+        "sparsity": lambda: sparsity(bench, training, arguments.long),
+        "latency": lambda: latency(bench, arguments.ratios, arguments.threads, arguments.rounds),
+        "speed": lambda: speed(bench, 1024, 4096, 8, arguments.threads, arguments.rounds),
+    }
+    for part in arguments.parts:
+        run[part]()
+    bench.keep()
 
 
 if __name__ == "__main__":

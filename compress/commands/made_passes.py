@@ -21,7 +21,8 @@ def pass_rows(passes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, 
 
 def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if "remove" in made:
-        counts = f"{made['before']:,}", f"{made['after']:,}"
+        least = f"{min(made['widths']):,} to " if "widths" in made else ""  # channels differ from layer to layer
+        counts = f"{made['before']:,}", f"{least}{made['after']:,}"
         return f"{made['unit']} by {made['method']}", *counts, f"parameters {_change(made)}"
     label = f"recovery by {made['recover']}"
     if "perplexity_before" in made and "perplexity_after" in made:

@@ -57,12 +57,12 @@ def print_table(
 
 
 def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequence[str] = ()) -> None:
-    """How a policy holds keys and values, and what a sequence's cache then takes, about."""
+    """How a policy holds keys and values, and what a sequence's cache then takes, about, beside a plain cache of the same model."""
     calibrated = f"    (to be calibrated: {', '.join(needs)})" if needs else ""
     print(f"KV cache: {description}{calibrated}")
     for row in sizes:
-        saved = f"{size(row['bytes'])} instead of {size(row['full_bytes'])} ({row['bytes'] / max(row['full_bytes'], 1):.0%})"
-        print(f"  {row['tokens']:,} tokens of a text: about {saved}")
+        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%} of the {size(row['full_bytes'])} of a plain cache of this model"
+        print(f"  {row['tokens']:,} tokens of a text: about {size(row['bytes'])}, {share}")
 
 
 def show_cache_quality(metrics: dict[str, Any]) -> None:
@@ -74,12 +74,22 @@ def show_cache_quality(metrics: dict[str, Any]) -> None:
             f"({metrics['perplexity_increase_with_cache']:+.2%}): {facts['tokens']:,} tokens after prompts of {facts['prompt_tokens']}; "
             f"KL {facts['kl']:.4g} nats a token, same most likely token {facts['top1_agreement']:.1%}"
         )
+    if "tokens_each" in metrics:
+        print(f"  {own_tokens(metrics)}")
     if "perplexity_increase_overall" in metrics:
         print(
             f"  increase of the perplexity by weights and cache together: {metrics['perplexity_increase_overall']:+.2%}"
         )
     if "warning" in facts:
         print(f"  {facts['warning']}")
+
+
+def own_tokens(metrics: dict[str, Any]) -> str:
+    """What tokens of a cache are, where a cut vocabulary has other ones than the source."""
+    return (
+        f"tokens of the cache are the artifact's own, of which {metrics['tokens_each']:.3f} are as much text as one of the source's; "
+        "weights and cache together are counted a token of the source's"
+    )
 
 
 def size(count: float) -> str:

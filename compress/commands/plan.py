@@ -68,6 +68,8 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Model: {result['model']}    Output: {result['output']}")
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
     print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
+    if result["device_memory"]:
+        print(f"GPU: about {size(result['device_memory'])} of {size(result['available_device_memory'])} available")
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
     if result["kv_cache"] is not None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])

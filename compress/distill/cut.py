@@ -6,20 +6,21 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
+from compress.prune.structure.sizes import with_layers
 from runtime.errors import RequestError
 from runtime.module import CompressedModule
 from runtime.skeleton import build_skeleton, find_blocks, model_kind, set_tensor
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PreTrainedModel
 
 #: What makes a layer's numbers depend on its place, or on other layers, in ways that a cut would change without a word.
-_TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers", "is_heterogeneous")
+_TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
 
 
 def cut(
@@ -63,7 +64,7 @@ def empty_cut(
     """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
     name, blocks = _blocks(target)
     chosen = _indices(layers, len(blocks))
-    draft = build_skeleton(_smaller(target.config, chosen, len(blocks)), dtype)
+    draft = build_skeleton(with_layers(target.config, chosen), dtype)
     if type(draft) is not type(target):
         raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
     inner_name, inner = find_blocks(draft)
@@ -152,16 +153,6 @@ def _indices(layers: int | Sequence[int], depth: int) -> list[int]:
     if not chosen or not whole or chosen != sorted(set(chosen)):
         raise RequestError(f"layers of a draft: ascending indices of 0 to {depth - 1}, not {layers!r}")
     return chosen
-
-
-def _smaller(config: PretrainedConfig, chosen: list[int], depth: int) -> PretrainedConfig:
-    """The config with these layers; its lists with one entry a layer keep theirs."""
-    smaller: Any = copy.deepcopy(config)
-    for key, value in config.to_dict().items():
-        if "layer" in key and isinstance(value, (list, tuple)) and len(value) == depth:
-            setattr(smaller, key, [value[index] for index in chosen])
-    smaller.num_hidden_layers = len(chosen)
-    return cast("PretrainedConfig", smaller)
 
 
 def _fill(

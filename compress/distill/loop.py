@@ -41,7 +41,9 @@ class Goal:
     relative: bool = False
 
     def better(self, value: float, than: float, gain: float = 0.0) -> bool:
-        """Whether a value is better than another by more than `gain`; NaN is never."""
+        """Whether a value is better than another by more than `gain`. NaN is never, and every number is better than NaN."""
+        if math.isnan(than):
+            return not math.isnan(value)
         least = gain * abs(than) if self.relative else gain
         return value > than + least if self.larger else value < than - least
 

@@ -2,24 +2,35 @@
 
 Only training is shared. Until then every process prepares the same student, the main one first where something is kept on the disk; what
 comes after training (measuring, writing) is the main process's alone.
+
+They wait for each other without an end in sight, so a process that fails tells the others, where they listen, and else closes its
+connections: those who wait for it then fail too (where GPUs talk among themselves, the launcher ends them).
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
 
 if TYPE_CHECKING:
+    from types import TracebackType
+
     from accelerate import Accelerator
 
 _PATIENCE = timedelta(days=30)  # others wait while the main process lets the teacher write, which may take hours
+_LOST = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset by peer",
+    "remote process exited",
+)  # in errors of exchanges
 Value = TypeVar("Value")
 
 
@@ -48,7 +59,7 @@ def refuse_several(command: str) -> None:
 
 
 class Team:
-    """The processes, as one of them sees them.
+    """The processes, as one of them sees them; a context manager, which they leave by parting.
 
     Attributes:
         accelerator: joins them; None: there is only this one.
@@ -56,6 +67,8 @@ class Team:
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.accelerator = accelerator
+        self._sharing = False  # from a first exchange until `leave` all take part in the same work
+        self._apart = False  # nothing is exchanged any more
 
     @classmethod
     def join(cls, device: str = "auto") -> Team:
@@ -76,6 +89,17 @@ class Team:
         kinds = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(find_unused_parameters=True)]
         return cls(Accelerator(cpu=device == "cpu", kwargs_handlers=kinds))
 
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """They part; CompressError in the place of an error that says no more than that another process is gone."""
+        self.close()
+        if error is not None and _is_lost(error):
+            raise CompressError(self._gone) from error
+
     @property
     def size(self) -> int:
         return 1 if self.accelerator is None else int(self.accelerator.num_processes)
@@ -90,37 +114,93 @@ class Team:
 
     @contextmanager
     def in_turn(self) -> Iterator[None]:
-        """The main process first, then the others, which find on the disk what it has left there."""
+        """The main process first, then the others, which find on the disk what it has left there.
+
+        Raises:
+            CompressError: in the others, where the main one failed.
+        """
         if self.accelerator is None:
             yield
             return
-        with self.accelerator.main_process_first():
+        self._sharing = True
+        if self.is_main:
+            try:
+                yield
+            except BaseException as error:
+                self._tell(error)
+                raise
+            self.agreed(None)
+            return
+        nothing: str | None = None
+        failure = self.agreed(nothing)
+        if failure is not None:
+            self.meet()
+            self._apart = True
+            raise CompressError(f"the run failed in the main process: {failure}")
+        yield
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What the main process does when it asks the others to take part now and then.
+
+        Where it fails while they do, they may wait in any exchange, or go on for long: there is no telling them. Connections are closed,
+        and what is exchanged after that goes nowhere. Where they wait to be asked, they can be told, and are left alone.
+        """
+        try:
             yield
+        except BaseException as error:
+            lost = _is_lost(error)
+            if self._sharing or lost:
+                self.close()
+            if lost:
+                raise CompressError(self._gone) from error
+            raise
 
     def agreed(self, value: Value) -> Value:
         """The main process's value, in all of them: kernels may round differently from process to process."""
-        if self.size == 1:
+        if self.accelerator is None or self.size == 1 or self._apart:
             return value
         from accelerate.utils import broadcast_object_list
 
+        self._sharing = True
         held: list[Any] = [value]
         broadcast_object_list(held)
         return held[0]  # type: ignore[no-any-return]
 
     def meet(self) -> None:
         """Wait until all are here."""
-        if self.accelerator is not None:
+        if self.accelerator is not None and not self._apart:
             self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
         """The processes part. One that ended with the others' connections open could be aborted by their threads."""
+        self._apart = True
         if self.accelerator is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def leave(self) -> None:
         """End here (`PartDone`) in all but the main process."""
+        self._sharing = False
         if not self.is_main:
             raise PartDone
+
+    @property
+    def _gone(self) -> str:
+        return f"another of the {self.size} processes has ended, which says why; what was finished stays"
+
+    def _tell(self, error: BaseException) -> None:
+        """The main process: the others, which wait for their turn, hear why it does not come."""
+        text = str(error).strip() or type(error).__name__
+        with suppress(RuntimeError):  # they may be gone already
+            self.agreed(text)
+            self.meet()  # a process that is gone before the others have heard it would abort them
+        self._apart = True
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process does not answer any more."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
 
 
 __all__ = ["PartDone", "Team", "launched", "refuse_several"]

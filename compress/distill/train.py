@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,11 +48,20 @@ class Trained:
     seconds: float
 
     def facts(self) -> dict[str, Any]:
-        """For the report, JSON-able."""
+        """For the report, JSON-able. JSON has no NaN and no infinity, which is where trainings that diverge end: "before" and "after" leave
+        out what was not measured as a number, the curve has None in its place."""
+        curve = {
+            name: [{key: value if math.isfinite(value) else None for key, value in entry.items()} for entry in entries]
+            for name, entries in self.curve.items()
+        }
         return {
-            "steps": self.steps, "best_step": self.best_step, "before": self.before, "after": self.after, "curve": self.curve,
+            "steps": self.steps, "best_step": self.best_step, "before": _finite(self.before), "after": _finite(self.after), "curve": curve,
             "ended": self.ended, "seconds": round(self.seconds, 2),
         }  # fmt: skip
+
+
+def _finite(means: dict[str, float]) -> dict[str, float]:
+    return {name: value for name, value in means.items() if math.isfinite(value)}
 
 
 def train(

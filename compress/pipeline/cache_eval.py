@@ -37,9 +37,10 @@ def evaluate_cache(
 ) -> dict[str, Any]:
     """`metrics` with the quality of the artifact as it will run, its keys and values held as `policy` says; as they are without one.
 
-    What follows prompts is scored with the compressed and with a plain cache, on the run's device, where the finished model must fit as
-    a whole. `perplexity_increase_overall` is what weights and cache cost together: the increase of whole windows times the cache's. The
-    limits on perplexity hold for it too. Where the model does not fit, the cache is not measured, which these limits do not forgive.
+    What follows prompts is scored with the compressed and with a plain cache, on the run's device, where the finished model must fit as a
+    whole. `perplexity_increase_overall` is what weights and cache cost together: the increase of whole windows times the cache's, which
+    is measured a token of the artifact's and counts for as many of them as are as much text as one of the source's. The limits on
+    perplexity hold for it too. Where the model does not fit, the cache is not measured, which these limits do not forgive.
     """
     config = session.recipe.evaluate
     if config is None or windows is None or policy is None or "after" not in metrics:
@@ -63,7 +64,7 @@ def evaluate_cache(
     found = through_cache(model, windows[:, : model.engine.context_length], config.batch_size, reporter)
     if "warning" in found["kv_cache"]:
         reporter.warn(found["kv_cache"]["warning"])
-    factor = 1.0 + found["perplexity_increase_with_cache"]
+    factor = (1.0 + found["perplexity_increase_with_cache"]) ** metrics.get("tokens_each", 1.0)
     overall = (1.0 + metrics["perplexity_increase"]) * factor - 1.0
     values = {
         _OVERALL["max_perplexity"]: metrics["after"]["perplexity"] * factor, _OVERALL["max_perplexity_increase"]: overall,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,11 @@ UNHASHED = (MANIFEST, LOG, REPORT, CHOICE)
 class RunDirectory:
     """Claim `output` for a run described by `identity` (what must be equal for a resume to give the same bytes).
 
+    Attributes:
+        path, work: the output, and what a resume needs inside of it.
+        finished: the artifact is there already.
+        committed: is told of every part that is finished, once its record is there; None: nobody listens.
+
     Raises:
         RequestError: the directory holds something else, an unfinished run and `resume` is False, or another run's state.
     """
@@ -41,6 +47,7 @@ class RunDirectory:
         self.path = output
         self.work = output / WORK
         self.finished = False
+        self.committed: Callable[[str], None] | None = None
         self._identity = identity
         self._replace = False
         if output.exists() and not output.is_dir():
@@ -123,6 +130,8 @@ class RunDirectory:
 
     def commit(self, part: str, record: dict[str, Any]) -> None:
         write_json(self.record_path(part), record)
+        if self.committed is not None:
+            self.committed(part)
 
     def hidden_path(self, block: int) -> Path:
         """Where the hidden states that enter `block` are kept for a resume."""

@@ -86,13 +86,13 @@ def _changed(
 ) -> dict[str, Any]:
     # A size may go by several names (num_experts, num_local_experts); it changes under those that the file knows.
     others: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
-    result = dict(written)
+    result = {key: value for key, value in written.items() if key in after or key not in before}
     for key, value in after.items():
         if before.get(key) == value:
             continue
-        inner = written.get(key)
-        if isinstance(inner, dict) and isinstance(value, dict) and isinstance(before.get(key), dict):
-            result[key] = _changed(inner, before[key], value, getattr(config, key, None))
+        inner, part = written.get(key), vars(config).get(key)
+        if isinstance(inner, dict) and isinstance(before.get(key), dict) and hasattr(part, "to_dict"):
+            result[key] = _changed(inner, before[key], value, part)
             continue
         names = [name for name in (key, *(n for n, real in others.items() if real == key)) if name in written]
         result |= dict.fromkeys(names or [key], value)

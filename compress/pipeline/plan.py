@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import math
-import time
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,22 +12,12 @@ from typing import Any
 import psutil
 import torch
 
-from compress.pipeline.arithmetic import has_bfloat16, products
 from compress.pipeline.cache import cache_facts
 from compress.pipeline.passes import Passes
-from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
+from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.recipe.models import Recipe
-from compress.solver import chunks
 from runtime import formats
-
-# Free space that is left alone on the disk, and the part of the free memory that a run may plan with.
-DISK_MARGIN = 64 * 2**20
-MEMORY_SHARE = 0.9
-# Libraries keep workspaces (oneDNN, BLAS, allocator slack) beyond the tensors one can count; measured on CPU runs.
-WORKSPACE = 96 * 2**20
-# Hidden states larger than this share of the free memory live in files.
-SPILL_SHARE = 0.2
 
 
 @dataclass
@@ -47,7 +35,8 @@ class TensorPlan:
 @dataclass
 class Plan:
     """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
-    `passes`: what other stages make of the model first, in words.
+    `passes`: what other stages make of the model first, in words. `device_memory`: bytes of a GPU's that passes over the whole model take;
+    0 on the CPU, and where there are none.
 
     `problems` and `warnings` are sentences; a run with any of the problems is refused.
     """
@@ -67,6 +56,8 @@ class Plan:
     kv_cache: dict[str, Any] | None = None
     draft: str | None = None
     passes: list[str] = field(default_factory=list)
+    device_memory: int = 0
+    available_device_memory: int = 0
     problems: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
 
@@ -99,25 +90,15 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
     """The plan of an opened session."""
     tensors = _tensors(session)
     before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
-    rows = [tuple(ids.shape) for ids, _ in session.batches] if session.needs_data else []
-    hidden = int(getattr(session.streamed.config.get_text_config(), "hidden_size", 0))
-    itemsize = session.streamed.dtype.itemsize
-    tokens = sum(math.prod(shape) for shape in rows)
-    scored = int(evaluation.numel()) if evaluation is not None else 0
-    # Two models' hidden states are compared position by position, so evaluation holds both.
-    states = max(tokens, 2 * scored) * hidden * itemsize
-    available = psutil.virtual_memory().available
-    spill = states > SPILL_SHARE * available
-    peak = memory_bytes() + WORKSPACE + _working_set(session, rows, evaluation) + (0 if spill else states)
-    peak = max(peak, memory_bytes() + WORKSPACE + max((job.memory(session) for job in session.jobs), default=0))
-    disk = after + tokens * hidden * itemsize * 2 + (2 * scored * hidden * itemsize if spill else 0) + DISK_MARGIN
     free = _free_disk(output)
+    takes = totals(session, evaluation, after)
     plan = Plan(
         model=str(session.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
-        peak_memory=peak, available_memory=memory_bytes() + available, disk_needed=disk, disk_free=free,
+        peak_memory=takes.memory, available_memory=takes.available_memory, disk_needed=takes.disk, disk_free=free,
         calibration_tokens=session.calibration.tokens if session.reads_text else 0,
-        seconds=_seconds(session, tokens, scored), spill=spill, kv_cache=cache_facts(session, session.cache_policy),
+        seconds=takes.seconds, spill=takes.spill, kv_cache=cache_facts(session, session.cache_policy),
         draft=None if session.draft is None else session.draft.effort, passes=[job.describe() for job in session.jobs],
+        device_memory=takes.device, available_device_memory=takes.available_device,
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:
@@ -138,17 +119,22 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         )
     plan.warnings += unused_limits(session)
     plan.warnings += [] if session.draft is None else session.draft.warnings
-    plan.warnings += [warning for job in session.jobs for warning in job.warnings]
+    plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
-    if plan.peak_memory > MEMORY_SHARE * plan.available_memory:
-        plan.problems.append(
-            f"the run needs about {size(plan.peak_memory)} of memory and may take "
-            f"{size(MEMORY_SHARE * plan.available_memory)} of the {size(plan.available_memory)} that are free: {_advice(session, rows)}"
-        )
+    for what, needed, available, advice in (
+        ("memory", plan.peak_memory, plan.available_memory, takes.advice),
+        (f"memory of {session.streamed.device}", plan.device_memory, plan.available_device_memory, takes.device_advice),
+    ):
+        if needed > MEMORY_SHARE * available:
+            plan.problems.append(
+                f"the run needs about {size(needed)} of {what} and may take {size(MEMORY_SHARE * available)} of the {size(available)} that "
+                f"are free: {advice}"
+            )
     if plan.disk_needed > free:
         plan.problems.append(
-            f"the run needs about {size(disk)} of disk for {output} and {size(free)} are free: free some, or name another --output"
+            f"the run needs about {size(plan.disk_needed)} of disk for {output} and {size(free)} are free: free some, or name another "
+            "--output"
         )
     return plan
 
@@ -163,14 +149,6 @@ def unused_limits(session: Session) -> list[str]:
         for name in session.recipe.evaluate.limits()
         if (name == "min_cosine") != encoder
     ]
-
-
-def _advice(session: Session, rows: list[tuple[int, ...]]) -> str:
-    """What would make a run smaller: the batch, if it counts for anything, else only a larger machine."""
-    batch, least = _working_set(session, rows, None), _working_set(session, [(1, shape[1]) for shape in rows], None)
-    if batch - least > batch // 10:
-        return "lower calibration.batch_size or sequence_length, or use a machine with more"
-    return "its largest block and layer need that much; use a machine with more"
 
 
 def _tensors(session: Session) -> list[TensorPlan]:
@@ -205,90 +183,6 @@ def _tensors(session: Session) -> list[TensorPlan]:
     return sorted(plans, key=lambda plan: plan.name)
 
 
-def _working_set(session: Session, rows: list[tuple[int, ...]], evaluation: torch.Tensor | None) -> int:
-    """Bytes beyond what the process holds now: what is outside the blocks, the largest block, and the most one solve takes."""
-    checkpoint, streamed = session.checkpoint, session.streamed
-    outside = sum(checkpoint.nbytes(n) for n in streamed.outside_names())
-    block = max(sum(checkpoint.nbytes(n) for n in streamed.block_names(i)) for i in range(len(streamed.blocks)))
-    solve = 0
-    config = streamed.config.get_text_config()
-    widest = max(
-        (int(m.in_features) for m in streamed.blocks[0].modules() if isinstance(m, torch.nn.Linear)), default=0
-    )
-    together: dict[tuple[str, int], int] = {}
-    for name in session.work:
-        weight = streamed.model.get_submodule(name).weight
-        key = _reader(name), int(weight.shape[1])  # type: ignore[union-attr, index]
-        together[key] = together.get(key, 0) + int(weight.numel())  # type: ignore[union-attr, operator]
-    for name, work in session.work.items():
-        weight = streamed.model.get_submodule(name).weight
-        out, columns = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[union-attr, index]
-        hessians = 2 * 4 * columns * columns if "hessian" in work.needs else 0
-        group = together[_reader(name), columns]
-        pattern = work.prune.parsed if work.prune is not None else None
-        # A chunk is held nine times over in float32 while it is solved; of all weights that share the input there are codes,
-        # dequantized and packed weights, and float32 values with their masks where pruning chooses before rounding.
-        apart = chunks.rows_are_independent(pattern, work.scheme.weights)
-        chunk = min(group, chunks.rows_at_a_time(columns) * columns) if apart else out * columns
-        stored = group * (1 + 2 * streamed.dtype.itemsize + (6 if pattern is not None else 0))
-        solve = max(solve, hessians + 9 * 4 * chunk + stored)
-    batch = max((math.prod(shape) for shape in rows), default=0)
-    attention = max(
-        (shape[0] * shape[1] * shape[1] * int(getattr(config, "num_attention_heads", 1)) * 4 for shape in rows),
-        default=0,
-    )
-    # Products are widened to float32 where the CPU has no bfloat16: a copy of the weight at hand.
-    wide = 0
-    if streamed.device.type == "cpu" and streamed.dtype == torch.bfloat16 and not has_bfloat16():
-        wide = 4 * max((int(p.numel()) for p in streamed.model.parameters() if p.dim() == 2), default=0)
-    forward = wide + batch * widest * streamed.dtype.itemsize * 6 + min(attention, 2**30)
-    logits = 0
-    if evaluation is not None:
-        from compress.pipeline.streamed_eval import LOGIT_ROWS
-
-        logits = 6 * 4 * max(LOGIT_ROWS, int(evaluation.shape[1])) * session.vocabulary
-    # Solving a block and judging the result happen one after the other.
-    return outside + max(2 * block + solve + forward, 2 * outside + block + logits + wide)
-
-
-def _reader(name: str) -> str:
-    """Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little."""
-    return name.rpartition(".")[0]
-
-
-def _seconds(session: Session, tokens: int, scored: int) -> float:
-    """A guess from what this machine does in a small matrix product: forward passes, Hessians, column loops, start-up."""
-    flops = _measured_flops(session.streamed.dtype)
-    solver = _measured_flops(torch.float32)
-    parameters = sum(
-        math.prod(session.checkpoint.shape(n)) for n in session.checkpoint.names() if session.streamed.is_inside(n)
-    )
-    # Collecting stops early in three of four passes of a sequential block: little more than one full pass, and one to go on.
-    total = 2.0 * parameters * (2.2 * tokens + 2 * scored) / flops
-    for name, work in session.work.items():
-        weight = session.streamed.model.get_submodule(name).weight
-        out, columns = int(weight.shape[0]), int(weight.shape[1])  # type: ignore[union-attr, index]
-        if "hessian" in work.needs:
-            total += 1.0 * tokens * columns * columns / solver
-            # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
-            count = 3 + 2 * int(getattr(work.quantize, "sweeps", 0) or 0)
-            total += (count * out * columns * columns + columns**3 / 3) / solver
-        total += out * columns * 8e-8
-    return 2.0 + total
-
-
-def _measured_flops(dtype: torch.dtype) -> float:
-    """Floating-point operations a second of a 512 x 512 x 512 product, best of a few."""
-    a, b = torch.randn(512, 512).to(dtype), torch.randn(512, 512).to(dtype)
-    best = math.inf
-    with products(a.device):
-        for _ in range(5):
-            start = time.perf_counter()
-            torch.mm(a, b)
-            best = min(best, time.perf_counter() - start)
-    return 2 * 512**3 / best
-
-
 def _free_disk(path: Path) -> int:
     existing = path.absolute()
     while not existing.exists():
@@ -310,3 +204,6 @@ def duration(seconds: float) -> str:
     if seconds < 90:
         return f"{seconds:.0f} s"
     return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+__all__ = ["MEMORY_SHARE", "Plan", "TensorPlan", "duration", "make_plan", "plan_session", "size", "unused_limits"]

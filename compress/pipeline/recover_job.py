@@ -14,6 +14,8 @@ from compress.distill.losses import Objective
 from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recovery.nested import feed_forward
 from compress.distill.team import launched
+from compress.pipeline.needs import Counted, Needs, Rows, Speed
+from compress.pipeline.recover_needs import held_out, recovery_needs
 from compress.recipe import Recipe, Stage
 from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
@@ -25,7 +27,6 @@ if TYPE_CHECKING:
     from compress.pipeline.stream import StreamedModel
 
 _POSITION = re.compile(r"(position|wpe)[^.]*$")
-HELD_OUT, MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 
 
 @dataclass(frozen=True)
@@ -36,11 +37,14 @@ class RecoverJob:
         stage: of the recipe.
         config: of the model; nothing of it changes.
         warnings: sentences for the user.
+        whole: what will be trained, in numbers. teacher: what it learns from. None where the job is carried out along with another process.
     """
 
     stage: Stage
     config: PretrainedConfig
     warnings: tuple[str, ...] = ()
+    whole: Counted | None = None
+    teacher: Counted | None = None
 
     @property
     def settings(self) -> RecoverConfig:
@@ -56,21 +60,21 @@ class RecoverJob:
         """It always needs text."""
         return {"text"}
 
-    def memory(self, session: Session) -> int:
-        """Bytes that training takes: weights, gradients, AdamW's moments and the best weights so far, float32; the teacher; activations."""
-        settings, config = self.settings, self.config.get_text_config()
-        size = sum(p.numel() for p in session.streamed.model.parameters())
-        adapter = settings.adapter
-        # Checkpoints are taken from copies of weights and moments.
-        held = 32 * size if adapter is None else 4 * size + 32 * _adapted(session, adapter.rank)
-        asked = settings.teacher == "memory" and bool(settings.kl or settings.squarehead)
-        teacher = session.original.total_bytes if asked else 0
-        positions = (settings.micro_batch or settings.batch_size) * settings.sequence_length
-        # About 17 numbers of the hidden size are kept of a layer (Korthikanti et al., arXiv 2205.05198), or one.
-        layers = len(session.streamed.blocks)
-        numbers = layers + 17 if settings.gradient_checkpointing else 17 * layers
-        logits = 0 if session.streamed.kind == "encoder" else 5 * int(config.vocab_size)
-        return held + teacher + 4 * positions * (numbers * int(config.hidden_size) + logits)
+    def warned(self, session: Session) -> tuple[str, ...]:
+        """Sentences for the user."""
+        return self.warnings
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the model on the disk."""
+        assert self.whole is not None
+        return self.whole.stored
+
+    def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
+        """Memory, disk and time; it has rows of text of its own."""
+        assert self.whole is not None
+        assert self.teacher is not None
+        return recovery_needs(self, self.whole, self.teacher, speed, session.streamed.device)
 
     def describe(self) -> str:
         """For people: "recovery by finetune, 400 steps of training"."""
@@ -99,6 +103,7 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
                 raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
+        learn_states(config)
     ours, theirs = (int(model.config.get_text_config().hidden_size) for model in (streamed, original))
     if config.squarehead and ours != theirs:
         text = f"hidden states of {ours} dimensions cannot be compared with those of {theirs}, which the model had; set squarehead: 0"
@@ -143,7 +148,13 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
         raise refuse("sequence_length", text)
     _, warning = rows(session, stage)
-    return RecoverJob(stage, streamed.config, () if warning is None else (warning,))
+    warnings = () if warning is None else (warning,)
+    return RecoverJob(stage, streamed.config, warnings, Counted.of(streamed), Counted.of(original))
+
+
+def learn_states(config: RecoverConfig) -> None:
+    """What an encoder cannot learn becomes 0, so that the recipe that is kept says what was done, and can be run again."""
+    config.kl = config.cross_entropy = 0.0
 
 
 def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
@@ -179,15 +190,9 @@ def _positions(streamed: StreamedModel) -> int | None:
     return min(found, default=None)
 
 
-def _adapted(session: Session, rank: int) -> int:
-    """Numbers of low-rank changes of all linear layers of the blocks."""
-    layers = (m for m in session.streamed.blocks.modules() if isinstance(m, nn.Linear))
-    return sum(rank * (m.in_features + m.out_features) for m in layers)
-
-
 def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to train on, and rows that are held out."""
-    count = min(MOST_HELD_OUT, max(1, len(ids) // HELD_OUT))
+    count = held_out(len(ids))
     return ids[:-count], ids[-count:]
 
 

@@ -7,7 +7,7 @@ other one of two directories.
 from __future__ import annotations
 
 import shutil
-from contextlib import closing, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +42,7 @@ def redraft(path: Path, recipe: Recipe, *, device: str = "auto", quiet: bool = F
         RequestError: it cannot be made; nothing was changed. CompressError: it failed on the way; the artifact is as it was, and the same
             call goes on from there.
     """
-    with closing(Team.join(device)) as team:
+    with Team.join(device) as team:
         return _redraft(path, recipe, device, quiet, team)
 
 

@@ -40,14 +40,14 @@ def remove_channels(cutting: Cutting) -> tuple[dict[str, Any], torch.Tensor]:
     gradients = _sensitivities(cutting) if "gradients" in needs else {}
     every = [*batches, probe] if needs & {"hessian", "ranges"} else [batches[0], probe]
 
-    def opened(smaller: nn.Module, index: int, states: HiddenStates) -> _Block:
-        return _Block(gradients, cutting, smaller, index, states, every)
+    def opened(smaller: nn.Module, index: int, states: HiddenStates) -> ChannelBlock:
+        return ChannelBlock(gradients, cutting, smaller, index, states, every)
 
     layers, state = write_by_block(cutting, every, torch.float32, opened)
     return {"layers": layers}, state
 
 
-class _Block(OpenBlock):
+class ChannelBlock(OpenBlock):
     """One block on its way to fewer channels. `gradients`: what a loss says of each unit, by reader."""
 
     def __init__(self, gradients: dict[str, torch.Tensor], *arguments: Any) -> None:
@@ -69,15 +69,12 @@ class _Block(OpenBlock):
         tensors = {name: source.get(name) for name in names}
         check_finite(tensors)
         facts, all_kept = [], {}
-        for channels in self._in_order():
-            statistics = self._statistics(channels)
-            view = self._view(channels, statistics, self.gradients.get(channels.consumer))
-            rank = check_ranks(
-                job.method.rank(view, job.settings), f"the units of {channels.consumer}", job.method.name
-            )
-            kept = best(rank, job.kept)
+        for channels in self.in_order():
+            statistics = self.statistics(channels)
+            rank, notes = self.rank(channels, statistics)
+            kept = best(rank, job.width(self.index))
             all_kept[channels.consumer] = kept
-            facts.append(self._replace_reader(channels, kept, statistics, view))
+            facts.append(self._replace_reader(channels, kept, statistics, notes))
         chosen = self._layout(all_kept, tensors)
         result = dict(tensors)
         for channels in chosen:
@@ -88,7 +85,7 @@ class _Block(OpenBlock):
                     result[part.name] = part.cut(result[part.name], all_kept[channels.consumer], channels.count)
         return result, facts
 
-    def _in_order(self) -> list[Channels]:
+    def in_order(self) -> list[Channels]:
         """The readers in the order in which they run."""
         found = {channels.consumer: channels for channels in self.job.channels[self.index]}
         if len(found) < 2:
@@ -107,7 +104,8 @@ class _Block(OpenBlock):
                 handle.remove()
         return [found[name] for name in dict.fromkeys(order)]
 
-    def _statistics(self, channels: Channels) -> Statistics | None:
+    def statistics(self, channels: Channels) -> Statistics | None:
+        """Of what a reader is given, over all batches but the probe; None: nothing needs them."""
         needs = self.job.needs
         if not needs & {"hessian", "ranges"}:
             return None
@@ -124,40 +122,51 @@ class _Block(OpenBlock):
             raise CompressError(f"{channels.consumer}: the calibration data never reached this layer")
         return found
 
-    def _view(self, channels: Channels, statistics: Statistics | None, sensitivity: torch.Tensor | None) -> View:
+    def rank(self, channels: Channels, statistics: Statistics | None) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Of each unit float32, larger for what matters more; and what the method notes."""
+        job, name = self.job, channels.consumer
         held = {part.name: self.held(part.name).cpu() for part in channels.slices}
         # In whatever order a fused tensor holds the units, their sizes are compared in the likeliest.
-        likeliest = next(layouts(channels, self.job.size.members))
-        return View(
+        likeliest = next(layouts(channels, job.size.members))
+        view = View(
             count=channels.count,
-            kept=self.job.kept,
-            generator=torch.Generator().manual_seed(self.job.settings.seed + self.index),
-            columns=_as_read(self.module(channels.consumer)).float().cpu(),
+            kept=job.width(self.index),
+            generator=torch.Generator().manual_seed(job.settings.seed + self.index),
+            columns=_as_read(self.module(name)).float().cpu(),
             weights=weights_of(likeliest, held),
             statistics=None if statistics is None else statistics.to("cpu"),
-            sensitivity=sensitivity,
+            sensitivity=self.gradients.get(name),
         )
+        return check_ranks(job.method.rank(view, job.settings), f"the units of {name}", job.method.name), view.notes
 
-    def _replace_reader(
-        self, channels: Channels, kept: torch.Tensor, statistics: Statistics | None, view: View
-    ) -> dict[str, Any]:
-        """Zero what the reader makes of removed units, and fit the rest; returns the layer's line."""
-        settings, module = self.job.settings, self.module(channels.consumer)
-        weight = _as_read(module)
+    def without(
+        self, channels: Channels, kept: torch.Tensor, statistics: Statistics | None
+    ) -> tuple[torch.Tensor, torch.Tensor, float | None]:
+        """The reader's weight `[out, in]`, float32; the one that takes its place, zero where units are removed and fitted elsewhere; and
+        the damping of the fit, None without one."""
+        settings = self.job.settings
         columns = channels.columns.index(kept, channels.count)
-        before = weight.to("cpu", torch.float32, copy=True)
-        after = torch.zeros_like(before)
-        damping = None
+        before = _as_read(self.module(channels.consumer)).to("cpu", torch.float32, copy=True)
+        after, damping = torch.zeros_like(before), None
+        if len(kept) == channels.count:
+            return before, before.clone(), None
         if settings.reconstruct and statistics is not None and statistics.hessian is not None:
             after[:, columns], damping = refit(before, statistics.hessian.cpu(), columns, settings.damping)
         else:
             after[:, columns] = before[:, columns]
-        after = after.to(weight.dtype)
-        weight.copy_(after)
+        return before, after, damping
+
+    def _replace_reader(
+        self, channels: Channels, kept: torch.Tensor, statistics: Statistics | None, notes: dict[str, Any]
+    ) -> dict[str, Any]:
+        """Zero what the reader makes of removed units, and fit the rest; returns the layer's line."""
+        before, after, damping = self.without(channels, kept, statistics)
+        weight = _as_read(self.module(channels.consumer))
+        weight.copy_(after.to(weight.dtype))
         return {
             "name": channels.consumer, "units": channels.count, "kept": len(kept),
-            "error": _error(before, after.float(), statistics), "damping": damping,
-            **({"notes": view.notes} if view.notes else {}),
+            "error": _error(before, weight.to("cpu", torch.float32), statistics), "damping": damping,
+            **({"notes": notes} if notes else {}),
         }  # fmt: skip
 
     def _layout(self, kept: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> list[Channels]:
@@ -226,9 +235,14 @@ def _error(before: torch.Tensor, after: torch.Tensor, statistics: Statistics | N
     """Relative squared error of the reader's output over the calibration inputs; None where there were none."""
     if statistics is None or statistics.hessian is None:
         return None
-    moments, lost = statistics.hessian.cpu(), before - after
-    whole = float(((before @ moments) * before).sum())
-    return float(((lost @ moments) * lost).sum()) / whole if whole > 0 else 0.0
+    moments = statistics.hessian.cpu()
+    whole = energy(before, moments)
+    return energy(before - after, moments) / whole if whole > 0 else 0.0
+
+
+def energy(weight: torch.Tensor, moments: torch.Tensor) -> float:
+    """Mean squared norm of what a weight `[out, in]` makes of inputs of these second moments `[in, in]`."""
+    return float(((weight @ moments) * weight).sum())
 
 
 def _sensitivities(cutting: Cutting) -> dict[str, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import resource
 import time
-from contextlib import closing
 from pathlib import Path
 
 import torch
@@ -20,6 +19,7 @@ from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, MANIFEST, RunDirectory
 from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
+from compress.pipeline.pass_records import part_name
 from compress.pipeline.passes import Passes
 from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
@@ -53,12 +53,12 @@ def apply(
     """
     if launched() > 1 and not any(stage.kind == "recover" for stage in recipe.stages):
         refuse_several("apply without a recover stage")
-    with closing(Team.join(device)) as team:
+    with Team.join(device) as team:
         if not team.is_main:
             path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
-        with asking(team, Path(output) if output is not None else recipe.output_directory):
+        with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
             return _apply(recipe, output, resume, overwrite, device, quiet, team)
 
 
@@ -96,8 +96,10 @@ def _apply(
             if warning:
                 reporter.warn(warning)
         if passes.jobs:
+            kinds = {part_name(number): job.stage.kind for number, job in enumerate(passes.jobs)}
+            directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
-            clock.lap("structure")
+            clock.lap(passes.jobs[-1].stage.kind)
         allocate_sparsity(session, directory, reporter, plan.spill)
         compress_blocks(session, directory, reporter, plan.spill)
         clock.lap("compress")
@@ -142,8 +144,9 @@ class _Clock:
         self._last = time.monotonic()
 
     def lap(self, phase: str) -> None:
+        """The time since the last one belongs to this phase, which may have had some before."""
         now = time.monotonic()
-        self.seconds[phase] = round(now - self._last, 3)
+        self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
         self._last = now
 
 

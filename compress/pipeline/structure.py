@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from compress.pipeline.channel_widths import channel_widths
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.difference import relative
 from compress.pipeline.files import write_json
@@ -43,6 +44,9 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
     job = replace(job, config=job.smaller(streamed.config))
     cutting = cutting.of(job)
+    if job.settings.allocation == "error":
+        job = job.of_widths(channel_widths(cutting), streamed.config)
+        cutting = cutting.of(job)
     if job.settings.remove == "layers":
         found = remove_layers(cutting)
         expected = _without(streamed, found["kept"], probe)
@@ -59,7 +63,7 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     return {
         "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.kept, "unit": job.size.unit,
         "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
-        **({"measured": job.measured} if job.measured else {}), **found,
+        **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
     }  # fmt: skip
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
@@ -13,14 +13,23 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 
 from compress.nearest import listing
-from compress.pipeline.gradients import ROWS
 from compress.pipeline.latency import Latency
+from compress.pipeline.needs import Counted, Needs, Rows, Speed
+from compress.pipeline.structure_needs import few_tokens, structure_needs
 from compress.pipeline.vocabulary_job import kept_tokens
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
-from compress.prune.structure.config import Remove
+from compress.prune.structure.config import FITTED, Remove
 from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of, shapes
 from compress.prune.structure.experts import Experts, experts_of
-from compress.prune.structure.sizes import Size, active_experts, number_of_experts, resized, size_of, with_wider_heads
+from compress.prune.structure.sizes import (
+    Size,
+    active_experts,
+    number_of_experts,
+    resized,
+    size_of,
+    with_wider_heads,
+    with_widths,
+)
 from compress.prune.vocabulary import Tokens
 from compress.recipe import Recipe, Stage
 from runtime.errors import ArtifactError, RequestError
@@ -39,6 +48,7 @@ class StructureJob:
 
     Attributes:
         stage: of the recipe.
+        whole: the model, in numbers.
         size: what there is. kept: units that stay.
         config: of the smaller model.
         slices: what units have of which tensors; none where layers go.
@@ -46,9 +56,12 @@ class StructureJob:
         experts: of each block, None of those that have none; none at all where something else goes.
         measured: what was timed to find how many stay, JSON-able, see `compress.pipeline.latency`; empty without a budget of latency.
         tokens: that stay; None where something else goes.
+        widths: channels of each layer that stay, where they differ; `kept` is the most of them then. Empty: `kept` in each, or, with
+            `allocation: error`, that is found when the model is seen, and `kept` is their mean.
     """
 
     stage: Stage
+    whole: Counted
     size: Size
     kept: int
     config: PretrainedConfig
@@ -57,6 +70,23 @@ class StructureJob:
     experts: tuple[Experts | None, ...] = ()
     measured: dict[str, Any] = field(default_factory=dict)
     tokens: Tokens | None = None
+    widths: tuple[int, ...] = ()
+
+    def width(self, layer: int) -> int:
+        """Units of a layer that stay."""
+        return self.widths[layer] if self.widths else self.kept
+
+    def of_widths(self, widths: Sequence[int], config: PretrainedConfig) -> StructureJob:
+        """The job with so many channels in each layer. `config`: of the whole model."""
+        if len(set(widths)) == 1:
+            return replace(self, kept=widths[0], config=resized(config, "ffn", widths[0]), widths=())
+        return replace(self, kept=max(widths), config=with_widths(config, widths), widths=tuple(widths))
+
+    def choices(self) -> range:
+        """Channels that a layer may keep, where it is left to their errors: half as many as in all layers, to all but some."""
+        least, most, multiple = _between(self.settings, self.size)
+        start = max(least, -(-self.kept // (2 * multiple)) * multiple)
+        return range(start, most + 1, multiple)
 
     @property
     def settings(self) -> StructureConfig:
@@ -69,32 +99,33 @@ class StructureJob:
 
     def smaller(self, config: PretrainedConfig) -> PretrainedConfig:
         """The config that the job makes of one."""
-        resulting = resized(config, self.settings.remove, self.kept)
+        resulting = (
+            with_widths(config, self.widths) if self.widths else resized(config, self.settings.remove, self.kept)
+        )
         return resulting if self.tokens is None else self.tokens.config(config, resulting)
 
     @property
     def needs(self) -> set[str]:
         """What must be collected; a refit needs second moments, norms over fewer dimensions what they divide by."""
-        refit = self.settings.reconstruct and self.settings.remove in ("ffn", "heads")
+        refit = (
+            self.settings.reconstruct and self.settings.remove in ("ffn", "heads")
+        ) or self.settings.allocation == "error"
         dimensions = self.settings.remove == "hidden"
         return {*self.method.needs, *(("hessian",) if refit else ()), *(("states",) if dimensions else ())}
 
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """Sentences for the user: there are none."""
-        return ()
+    def warned(self, session: Session) -> tuple[str, ...]:
+        """Sentences for the user."""
+        text = few_tokens(self, session.calibration.tokens) if self.needs else ""
+        return (session.recipe.calibration.at("samples", text),) if text else ()
 
-    def memory(self, session: Session) -> int:
-        """Bytes that it takes beyond what compressing a block takes: gradients need the whole model, float32, and its activations; where
-        dimensions of the hidden state go, two models are held side by side."""
-        if self.settings.remove == "hidden":
-            return _side_by_side(session.reference)
-        if "gradients" not in self.needs:
-            return 0
-        size = sum(p.numel() for p in session.reference.model.parameters())
-        config = session.reference.config.get_text_config()
-        numbers = 17 * len(session.reference.blocks) * int(config.hidden_size) + 5 * int(config.vocab_size)
-        return 4 * (size + ROWS * session.recipe.calibration.sequence_length * numbers)
+    @property
+    def stored(self) -> int:
+        """Bytes of the whole model on the disk."""
+        return self.whole.stored
+
+    def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
+        """Memory, disk and time, given the shapes of batches of calibration text."""
+        return structure_needs(self, rows, session.recipe.calibration.sequence_length, speed, session.streamed.device)
 
     def describe(self) -> str:
         """For people: "ffn 1024 -> 768 channels by obs, readers refitted"."""
@@ -104,7 +135,12 @@ class StructureJob:
         if self.measured:
             before, after = (1e3 * self.measured[when] for when in ("before", "after"))
             timed = f" (latency measured: {self.measured['of']} {before:.3g} -> about {after:.3g} ms)"
-        return f"{self.settings.remove} {self.size.count} -> {self.kept} {self.size.unit} by {self.stage.method}{fitted}{timed}"
+        kept = f"{min(self.widths)} to {self.kept}" if self.widths else str(self.kept)
+        if self.settings.allocation == "error":
+            kept = f"{kept} in the mean" if not self.widths else f"{kept} by layer"
+        return (
+            f"{self.settings.remove} {self.size.count} -> {kept} {self.size.unit} by {self.stage.method}{fitted}{timed}"
+        )
 
 
 def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJob:
@@ -125,17 +161,23 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         whole = streamed.model
         if config.remove == "hidden":
             _check_width(streamed)
+    if config.reconstruct and config.remove not in FITTED:
+        text = f"with remove: {config.remove} there is nothing to fit; leave reconstruct out"
+        raise RequestError(recipe.origin.at((*path, "reconstruct"), text))
+    counted = Counted.of(streamed)
     kept, measured = _kept(recipe, stage, size, streamed)
     with _at(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
         if config.remove == "layers":
-            return StructureJob(stage, size, kept, smaller, (), (), measured=measured)
+            return StructureJob(stage, counted, size, kept, smaller, (), (), measured=measured)
+        if config.allocation == "error":
+            _built(with_widths(streamed.config, _uneven(streamed.config, size)), streamed)
         built = _built(smaller, streamed)
         slices = changed(whole, built, size.count, kept)
         if not slices:
             raise RequestError(f"the config of a {type(whole).__name__} cannot say that it has fewer {size.unit}")
     if config.remove in ("hidden", "vocabulary"):
-        job = StructureJob(stage, size, kept, smaller, tuple(slices), (), measured=measured)
+        job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), (), measured=measured)
         return job if config.remove == "hidden" else _vocabulary(job, recipe, streamed)
     with _at(recipe, (*path, "remove")):
         outside = [s.name for s in slices if not streamed.is_inside(s.name)]
@@ -145,14 +187,20 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
             )
         if config.remove == "experts":
             experts = tuple(experts_of(whole, slices, streamed.block_prefix(i)) for i in range(len(streamed.blocks)))
-            return StructureJob(stage, size, kept, smaller, tuple(slices), (), experts, measured)
+            return StructureJob(stage, counted, size, kept, smaller, tuple(slices), (), experts, measured)
         channels = [
             tuple(channels_of(whole, slices, streamed.block_prefix(index), size.count))
             for index in range(len(streamed.blocks))
         ]
         if not any(channels):
             raise RequestError(f"no layer of a {type(whole).__name__} has such {size.unit}")
-        return StructureJob(stage, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
+        job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
+    if not isinstance(config.keep, list):
+        return job
+    with _at(recipe, (*path, "keep")):
+        job = job.of_widths(config.keep, streamed.config)
+        _built(job.config, streamed)
+        return job
 
 
 def _check_width(streamed: StreamedModel) -> None:
@@ -180,15 +228,6 @@ def _vocabulary(job: StructureJob, recipe: Recipe, streamed: StreamedModel) -> S
     tokenizer = Session(recipe, streamed.checkpoint, streamed, {}).tokenizer
     tokens = kept_tokens(recipe, job.stage, streamed, tokenizer, job.kept)
     return replace(job, tokens=tokens, config=tokens.config(streamed.config, job.config))
-
-
-def _side_by_side(streamed: StreamedModel) -> int:
-    """Bytes of two models with what is in no block, a block of each, also in float32, and second moments of the widest layer."""
-    blocks = [sum(p.numel() for p in block.parameters()) for block in streamed.blocks]
-    outside = sum(p.numel() for p in streamed.model.parameters()) - sum(blocks)
-    widest = max((m.in_features for m in streamed.blocks.modules() if isinstance(m, torch.nn.Linear)), default=0)
-    itemsize = streamed.dtype.itemsize
-    return 2 * itemsize * outside + 2 * (itemsize + 4) * max(blocks) + (3 * 4 + 4 * 8) * widest**2
 
 
 def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:
@@ -233,9 +272,9 @@ def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> 
     """How many stay, and what was measured to find it."""
     config: StructureConfig = stage.config
     path = ("stages", stage.index, stage.kind)
-    multiple = math.lcm(config.multiple_of, size.groups)
-    least = -(-max(size.least, min(multiple, size.count)) // multiple) * multiple
-    most = (size.count - 1) // multiple * multiple
+    least, most, multiple = _between(config, size)
+    if isinstance(config.keep, list):
+        return _least_of(config.keep, recipe, stage, size, streamed), {}
     if config.keep is not None:
         if not size.least <= config.keep < size.count:
             why = "" if size.least == 1 else f" (a token is sent to {active_experts(streamed.config)} of them)"
@@ -278,6 +317,38 @@ def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> 
         )
         raise RequestError(recipe.origin.at((*path, "budget", name), text))
     return found, costs.facts(found) if isinstance(costs, Latency) else {}
+
+
+def _between(config: StructureConfig, size: Size) -> tuple[int, int, int]:
+    """The least and the most units that stay where no number is given, and of what they are multiples."""
+    multiple = math.lcm(config.multiple_of, size.groups)
+    least = -(-max(size.least, min(multiple, size.count)) // multiple) * multiple
+    return least, (size.count - 1) // multiple * multiple, multiple
+
+
+def _uneven(config: PretrainedConfig, size: Size) -> list[int]:
+    """Widths of which one is less."""
+    return [max(1, size.count // 2), *[size.count] * (size_of(config, "layers").count - 1)]
+
+
+def _least_of(keep: list[int], recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> int:
+    """The least of the widths of layers; RequestError where they cannot be so."""
+    config: StructureConfig = stage.config
+    path, depth = ("stages", stage.index, stage.kind, "keep"), size_of(streamed.config, "layers").count
+    if len(keep) != depth:
+        raise RequestError(recipe.origin.at(path, f"the model has {depth} layers, and {len(keep)} numbers are given"))
+    odd = next((width for width in keep if width > size.count), None)
+    if odd is not None:
+        raise RequestError(recipe.origin.at(path, f"a layer has {size.count} {size.unit}, and cannot keep {odd}"))
+    if (
+        config.multiple is not None
+        and (odd := next((width for width in keep if width % config.multiple), None)) is not None
+    ):
+        text = f"{odd} is no multiple of {config.multiple}, which `multiple` asks for"
+        raise RequestError(recipe.origin.at(path, text))
+    if min(keep) == size.count:
+        raise RequestError(recipe.origin.at(path, f"all {size.count} {size.unit} of every layer would be kept"))
+    return min(keep)
 
 
 def _costs(

@@ -38,9 +38,10 @@ def compare_texts(
         theirs: the text for the source. ours: for the artifact.
 
     Returns:
-        {"before": {...}, "after": {...}} with "perplexity" and "bits_per_character"; "tokens" of the source that were scored; "reason" why
-        there is no KL divergence. Perplexity is a token of the source's on both sides: exp of the mean loss of a character times the
-        characters of such a token.
+        {"before": {...}, "after": {...}} with "perplexity" and "bits_per_character"; "tokens" of the source that were scored;
+        "tokens_each": tokens of the artifact's that are as much text as one of the source's, mean; "reason" why there is no KL
+        divergence. Perplexity is a token of the source's on both sides: exp of the mean loss of a character times the characters of such
+        a token.
     """
     reporter.phase("evaluate", 2 * len(source.blocks))
     nll, characters, tokens = [], [], []
@@ -55,7 +56,8 @@ def compare_texts(
         {"perplexity": _exp(loss / count * each), "bits_per_character": loss / count / math.log(2)}
         for loss, count in zip(nll, characters, strict=True)
     )
-    return {"before": before, "after": after, "tokens": tokens[0], "reason": REASON}
+    tokens_each = tokens[1] / characters[1] * each
+    return {"before": before, "after": after, "tokens": tokens[0], "tokens_each": tokens_each, "reason": REASON}
 
 
 @torch.inference_mode()

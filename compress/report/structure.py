@@ -30,9 +30,10 @@ def structure_section(facts: Facts) -> str:
 
 def _summary(made: Pass) -> Row:
     before, after = made["parameters_before"], made["parameters_after"]
+    least = f"{min(made['widths']):,} to " if "widths" in made else ""  # channels differ from layer to layer
     return [
         (f"{made['unit']} ({made['remove']})" if made["unit"] != made["remove"] else made["unit"], ""), (made["method"], ""),
-        (f"{made['before']:,}", "right"), (f"{made['after']:,}", "right"), (f"{before:,}", "right"), (f"{after:,}", "right"),
+        (f"{made['before']:,}", "right"), (f"{least}{made['after']:,}", "right"), (f"{before:,}", "right"), (f"{after:,}", "right"),
         (f"{after / max(before, 1) - 1:+.1%}", "right"),
     ]  # fmt: skip
 

@@ -12,6 +12,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+import compress
+from compress.pipeline.plain import PlainWriter
+
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {
         "hidden_size": 64,
@@ -115,3 +118,27 @@ def recipe(text: Path) -> Callable[..., dict[str, Any]]:
         return {**base, **sections}
 
     return make
+
+
+@pytest.fixture
+def interrupted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, Any], int], Path]:
+    """`interrupted(recipe, parts)`: runs a recipe until so many parts of plain checkpoints are written; where to go on from there. Who
+    goes on and writes one of them again fails."""
+
+    def run(recipe: dict[str, Any], parts: int) -> Path:
+        real, written, going_on = PlainWriter.write, set(), False
+
+        def write(self: PlainWriter, part: int, *arguments: Any) -> None:
+            if len(written) == parts and not going_on:
+                raise KeyboardInterrupt
+            assert (self.directory, part) not in written, f"part {part} was there"
+            real(self, part, *arguments)
+            written.add((self.directory, part))
+
+        monkeypatch.setattr(PlainWriter, "write", write)
+        with pytest.raises(KeyboardInterrupt):
+            compress.apply(recipe, output=tmp_path / "out", quiet=True)
+        going_on = True
+        return tmp_path / "out"
+
+    return run

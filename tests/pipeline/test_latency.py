@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 from compress.evaluate import token_time
-from compress.pipeline import latency, plain
+from compress.pipeline import latency
 from compress.pipeline.latency import Latency, depths, rising
 from compress.pipeline.plan import make_plan
 from compress.pipeline.stream import StreamedModel
@@ -104,21 +104,17 @@ def test_layers_add_the_same_each(make_checkpoint: Callable[..., Path]) -> None:
     assert found.facts(4)["layers"] == [1, 3]
 
 
-@pytest.mark.parametrize("seed", range(5))
-def test_rising_is_the_nearest_sequence_that_never_falls(seed: int) -> None:
-    times = torch.rand(6, generator=torch.Generator().manual_seed(seed)).tolist()
-    found = rising(times)
-    assert all(a <= b for a, b in itertools.pairwise(found))
-    best = min(  # the means of runs, in all ways to cut the sequence into runs
-        (runs for cuts in itertools.product((False, True), repeat=5) if (runs := _means(times, cuts)) == sorted(runs)),
-        key=lambda runs: sum((a - b) ** 2 for a, b in zip(runs, times, strict=True)),
-    )
-    assert found == pytest.approx(best)
-
-
-def _means(times: list[float], cuts: tuple[bool, ...]) -> list[float]:
-    starts = [0, *(i + 1 for i, cut in enumerate(cuts) if cut), len(times)]
-    return [sum(times[a:b]) / (b - a) for a, b in itertools.pairwise(starts) for _ in range(b - a)]
+@pytest.mark.parametrize("length", range(1, 6))
+def test_rising_is_the_nearest_sequence_that_never_falls(length: int) -> None:
+    """No sequence of whole numbers is nearer. The nearest of all is one, as any mean of up to five of these times is whole."""
+    for times in itertools.product((0, 60, 120), repeat=length):
+        found = rising(times)
+        assert len(found) == length
+        assert found == sorted(found)
+        least = [0] * 121  # squares of what comes before, where it ends with each number or less
+        for time in times:
+            least = list(itertools.accumulate((before + (n - time) ** 2 for n, before in enumerate(least)), min))
+        assert sum((own - time) ** 2 for own, time in zip(found, times, strict=True)) == least[-1], times
 
 
 @pytest.mark.parametrize(
@@ -199,22 +195,15 @@ def test_what_cannot_be_timed_is_said(
 
 
 def test_a_run_does_not_go_on_to_another_number(
-    make_checkpoint: Any, recipe: Any, tmp_path: Path, clock: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+    make_checkpoint: Any,
+    recipe: Any,
+    interrupted: Callable[..., Path],
+    clock: list[Path],
+    cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     request = recipe(make_checkpoint(), stage(budget={"latency": "85%"}, remove="ffn", multiple=4))
-    real = plain.PlainWriter.write
-    calls: list[int] = []
-
-    def write(self: Any, part: int, *arguments: Any) -> None:
-        calls.append(part)
-        if len(calls) > 1:
-            raise KeyboardInterrupt
-        real(self, part, *arguments)
-
-    monkeypatch.setattr(plain.PlainWriter, "write", write)
-    with pytest.raises(KeyboardInterrupt):
-        compress.apply(request, output=tmp_path / "out", quiet=True)
-    monkeypatch.setattr(plain.PlainWriter, "write", real)
+    output = interrupted(request, 1)
     known = cache.with_name("known")
     shutil.move(cache, known)
     # The clock of another day: channels cost more.
@@ -222,10 +211,10 @@ def test_a_run_does_not_go_on_to_another_number(
         latency, "token_time", lambda path, _: seconds(json.loads((path / "config.json").read_text())) ** 1.5
     )
     with pytest.raises(CompressError, match=r"begun with another number of units .* times were measured anew"):
-        compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+        compress.apply(request, output=output, resume=True, quiet=True)
     shutil.rmtree(cache)
     shutil.move(known, cache)
-    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    made = compress.apply(request, output=output, resume=True, quiet=True)
     assert made.manifest["passes"][0]["after"] < 96
 
 

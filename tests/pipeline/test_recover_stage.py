@@ -6,12 +6,17 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import yaml
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from transformers.models.llama.modeling_llama import LlamaMLP
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
@@ -20,9 +25,11 @@ from encoder_models import bert, save, t5
 import compress
 import runtime
 from compress.distill import loop
-from compress.pipeline import blocks
+from compress.pipeline import blocks, recover_job
 from compress.pipeline.plan import make_plan
+from compress.pipeline.session import Session
 from compress.recipe import load as load_recipe
+from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 from runtime.linear import CompressedLinear
 
@@ -128,17 +135,59 @@ def test_the_whole_chain(tmp_path: Path) -> None:
     assert runtime.load(tmp_path / "out").generate("import os", max_new_tokens=8)
 
 
-@pytest.mark.parametrize("kind", ["encoder", "encoder-decoder"])
-def test_other_kinds_of_models(recipe: Any, tmp_path: Path, kind: str) -> None:
+def states(path: Path, ids: torch.Tensor) -> torch.Tensor:
+    """After each layer, the hidden states of a model, or of its decoder: `[layers + 1, b, s, hidden]`."""
+    module = runtime.load(path, kernels="reference").engine.module
+    decoder = {"decoder_input_ids": ids} if module.config.is_encoder_decoder else {}
+    with torch.no_grad():
+        found = module(input_ids=ids, output_hidden_states=True, **decoder)
+    return torch.stack(found.decoder_hidden_states if decoder else found.hidden_states).float()
+
+
+@pytest.mark.parametrize(
+    ("kind", "teacher", "shares"),
+    [
+        ("encoder", "memory", (0.85, 0.4)),
+        ("encoder", "cached", (0.85, 0.4)),
+        ("encoder-decoder", "cached", (0.96, 0.9)),  # it learns more of what is said than of the states
+    ],
+)
+def test_other_kinds_of_models(
+    recipe: Any, tmp_path: Path, kind: str, teacher: str, shares: tuple[float, float]
+) -> None:
     model = bert() if kind == "encoder" else t5(tie_word_embeddings=False)
     source = save(model, tmp_path / "model")
-    fields: dict[str, Any] = {"steps": 12, "learning_rate": 1e-3}
-    request = recipe(source, {"prune": {"method": "wanda", "sparsity": 0.5}}, recover(**fields, teacher="cached"))
-    made = compress.apply(request, output=tmp_path / "out", quiet=True)
-    (facts,) = made.manifest["passes"]
+    before = (
+        {"structure": {"method": "magnitude", "keep": 64, "reconstruct": False}},
+        {"prune": {"method": "wanda", "sparsity": 0.5}},
+    )
+    compress.apply(recipe(source, *before), output=tmp_path / "lost", quiet=True)
+    stage = recover(steps=40, samples=160, learning_rate=1e-3, evaluate_every=10, teacher=teacher)
+    request = recipe(source, *before, stage)
+    made = compress.apply(request, output=tmp_path / "won", quiet=True)
+    facts = made.manifest["passes"][1]
     assert facts["after"]["loss"] < facts["before"]["loss"]
     assert ("kl" in facts["after"]) == (kind == "encoder-decoder")
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.02) for layer in made.manifest["layers"])
+    # On rows that it was not trained on it is nearer to the whole model after every layer.
+    loaded = load_recipe(request)
+    ids, _ = recover_job.rows(Session.plain(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
+    _, ids = recover_job.split(ids)
+    whole, lost, won = (states(tmp_path / name, ids)[1:] for name in ("model", "lost", "won"))
+    apart = [((own - whole).square().sum((2, 3)) / whole.square().sum((2, 3))).mean(1) for own in (lost, won)]
+    assert bool((apart[1] < torch.tensor(shares) * apart[0]).all()), apart
+    if (
+        kind == "encoder"
+    ):  # what it was trained for is what came of it; the output is the last state, and counts by itself
+        for when, own in zip(("before", "after"), apart, strict=True):
+            assert facts[when]["loss"] == pytest.approx(float(own[[0, 1, 1]].mean()), rel=1e-3)
+    one, other = weights(tmp_path / "lost"), weights(tmp_path / "won")
+    assert one.keys() == other.keys()
+    assert {64} == {size for weight in other.values() for size in weight.shape}, "96 channels were cut to 64"
+    for name, weight in other.items():
+        assert weight.shape == one[name].shape
+        assert not bool(weight[one[name] == 0].any()), name
+        assert not torch.equal(weight, one[name]), name
 
 
 @pytest.mark.parametrize("stop", [2, 5])
@@ -209,7 +258,6 @@ def test_nested_widths_with_activations_computed_again(steps: int) -> None:
     from compress.distill.rows import Batch
     from compress.pipeline.recover import _checkpoint_activations, whole
     from compress.pipeline.stream import StreamedModel
-    from runtime.checkpoint import Checkpoint
 
     streamed = StreamedModel(Checkpoint(BUNDLED))
     config = MatFormerConfig(kl=0.0, squarehead=0.0, cross_entropy=1.0, widths=[0.25, 1.0])
@@ -284,19 +332,58 @@ def test_a_loss_that_diverges_ends_with_the_best_weights(
     assert all(bool(torch.isfinite(weight).all()) for weight in weights(made.path).values())
 
 
+@dataclass
+class Passes:
+    """What training did: `count` passes through feed-forward networks, of `rows` each; `kinds` of numbers that linear layers gave."""
+
+    count: int = 0
+    rows: set[int] = field(default_factory=set)
+    kinds: set[torch.dtype] = field(default_factory=set)
+
+
+@contextmanager
+def watched() -> Iterator[Passes]:
+    """Counts what has gradients: neither the teacher nor what is measured has. Hooks see a block once even where it is computed again,
+    but what is in it twice; and it may not end a second time, when all that the backward pass needs is there."""
+    found = Passes()
+
+    def begin(module: torch.nn.Module, args: Any) -> None:
+        if isinstance(module, LlamaMLP) and torch.is_grad_enabled():
+            found.count += 1
+            found.rows.add(len(args[0]))
+
+    def end(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if isinstance(module, torch.nn.Linear) and torch.is_grad_enabled():
+            found.kinds.add(output.dtype)
+
+    handles = [register_module_forward_pre_hook(begin), register_module_forward_hook(end)]
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def test_precision_and_memory_do_not_change_what_is_learned(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     request = {"prune": {"method": "magnitude", "sparsity": 0.5}}
-    losses = {}
-    for name, fields in (
-        ("plain", {}),
-        ("checkpointed", {"gradient_checkpointing": True}),
-        ("parts", {"micro_batch": 2}),
-        ("bf16", {"precision": "bfloat16"}),
+    losses, once = {}, 3 * 6  # blocks and steps
+    for name, fields, count, rows, kind in (
+        ("plain", {}, once, 4, torch.float32),
+        ("checkpointed", {"gradient_checkpointing": True}, 2 * once, 4, torch.float32),
+        ("parts", {"micro_batch": 2}, 2 * once, 2, torch.float32),
+        ("both", {"micro_batch": 2, "gradient_checkpointing": True}, 4 * once, 2, torch.float32),
+        ("bf16", {"precision": "bfloat16"}, once, 4, torch.bfloat16),
     ):
-        made = compress.apply(recipe(make_checkpoint(), request, recover(**fields)), output=tmp_path / name, quiet=True)
-        losses[name] = made.manifest["passes"][0]["after"]["loss"]
+        stages = (request, recover(**{"precision": "float32", "learning_rate": 1e-3, **fields}))
+        with watched() as found:
+            made = compress.apply(recipe(make_checkpoint(), *stages), output=tmp_path / name, quiet=True)
+        assert found == Passes(count, {rows}, {kind}), name
+        (facts,) = made.manifest["passes"]
+        losses[name] = facts["after"]["loss"]
+        assert losses[name] < 0.95 * facts["before"]["loss"], name
     assert losses["checkpointed"] == pytest.approx(losses["plain"], rel=1e-4)
     assert losses["parts"] == pytest.approx(losses["plain"], rel=1e-2)
+    assert losses["both"] == pytest.approx(losses["parts"], rel=1e-4)
     assert losses["bf16"] == pytest.approx(losses["plain"], rel=5e-2)
 
 
@@ -381,6 +468,13 @@ def test_an_encoder_has_no_next_token_to_learn(recipe: Any, tmp_path: Path) -> N
             compress.apply(recipe(source, recover(**fields)), output=tmp_path / "out", quiet=True)
 
 
+def test_the_recipe_of_an_encoder_runs_again(recipe: Any, tmp_path: Path) -> None:
+    source = save(bert(), tmp_path / "model")
+    made = compress.apply(recipe(source, recover(steps=2)), output=tmp_path / "out", quiet=True)
+    again = compress.apply(made.path / "recipe.yaml", output=tmp_path / "again", quiet=True)
+    assert again.manifest["passes"] == made.manifest["passes"]
+
+
 def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
     nested = {**LONGER, "widths": ["25%", "50%", "100%"], "learning_rate": 1e-3, "steps": 60}
     made = compress.apply(bundled(recover("matformer", **nested)), output=tmp_path / "nested", quiet=True)
@@ -409,7 +503,6 @@ def test_channels_in_order_of_rank_compute_the_same(tmp_path: Path) -> None:
     from compress.distill.recovery.nested import feed_forward, order
     from compress.pipeline.recover import whole
     from compress.pipeline.stream import StreamedModel
-    from runtime.checkpoint import Checkpoint
 
     streamed = StreamedModel(Checkpoint(BUNDLED))
     model, _ = whole(BUNDLED, torch.device("cpu"))

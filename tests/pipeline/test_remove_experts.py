@@ -15,7 +15,6 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline import plain
 from compress.pipeline.plan import make_plan
 from compress.pipeline.stream import StreamedModel
 from compress.recipe import load as load_recipe
@@ -212,23 +211,11 @@ def test_the_result_can_be_quantized_and_saved_one_by_one(
 
 
 def test_a_run_that_was_stopped_goes_on(
-    checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    checkpoint: Any, recipe: Any, interrupted: Callable[..., Path], tmp_path: Path
 ) -> None:
     request = recipe(checkpoint("olmoe"), stage("reap", keep=4))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, calls = plain.PlainWriter.write, []
-
-    def write(self: Any, part: int, *arguments: Any) -> None:
-        calls.append(part)
-        if len(calls) > 2:
-            raise KeyboardInterrupt
-        real(self, part, *arguments)
-
-    monkeypatch.setattr(plain.PlainWriter, "write", write)
-    with pytest.raises(KeyboardInterrupt):
-        compress.apply(request, output=tmp_path / "out", quiet=True)
-    monkeypatch.undo()
-    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    made = compress.apply(request, output=interrupted(request, 2), resume=True, quiet=True)
     for file in [*straight.path.glob("*.safetensors"), straight.path / "compress.json"]:
         assert file.read_bytes() == (made.path / file.name).read_bytes()
 

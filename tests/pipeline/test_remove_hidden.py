@@ -20,7 +20,7 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.pipeline import cut_model, plan, remove_hidden, same_without
+from compress.pipeline import cut_model, remove_hidden, same_without, totals
 from compress.pipeline.norms import find_norms
 from compress.prune.structure.couplings import changed
 from compress.prune.structure.sizes import resized
@@ -229,25 +229,18 @@ def test_norms_that_know_of_fewer_dimensions_and_fitted_layers_win_back_the_loss
 
 @pytest.mark.parametrize("stop", [0, 1, 3])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
-    checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+    checkpoint: Callable[..., Path],
+    recipe: Any,
+    interrupted: Callable[..., Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    stop: int,
 ) -> None:
     source = checkpoint("llama")
     request = recipe(source, stage(keep=40), {"structure": {"method": "random", "remove": "layers", "keep": 2}})
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    monkeypatch.setattr(plan, "SPILL_SHARE", -1.0)  # hidden states in files give the same
-    real, calls = remove_hidden.PlainWriter.write, []
-
-    def write(self: Any, part: int, *arguments: Any) -> None:
-        calls.append(part)
-        if len(calls) > stop:
-            raise KeyboardInterrupt
-        real(self, part, *arguments)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(remove_hidden.PlainWriter, "write", write)
-        with pytest.raises(KeyboardInterrupt):
-            compress.apply(request, output=tmp_path / "out", quiet=True)
-    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    monkeypatch.setattr(totals, "SPILL_SHARE", -1.0)  # hidden states in files give the same
+    made = compress.apply(request, output=interrupted(request, stop), resume=True, quiet=True)
     for file in straight.path.glob("*.safetensors"):
         assert file.read_bytes() == (made.path / file.name).read_bytes()
     assert (straight.path / "compress.json").read_bytes() == (made.path / "compress.json").read_bytes()

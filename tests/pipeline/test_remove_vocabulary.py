@@ -342,24 +342,12 @@ def test_stages_that_follow_read_with_the_new_tokenizer(
 
 @pytest.mark.parametrize("stop", [1, 3])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
-    checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+    checkpoint: Callable[..., Path], recipe: Any, interrupted: Callable[..., Path], tmp_path: Path, stop: int
 ) -> None:
     source = checkpoint("llama")
     request = recipe(source, stage(keep=400))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, calls = remove_vocabulary.PlainWriter.write, []
-
-    def write(self: Any, part: int, *arguments: Any) -> None:
-        calls.append(part)
-        if len(calls) > stop:
-            raise KeyboardInterrupt
-        real(self, part, *arguments)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(remove_vocabulary.PlainWriter, "write", write)
-        with pytest.raises(KeyboardInterrupt):
-            compress.apply(request, output=tmp_path / "out", quiet=True)
-    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    made = compress.apply(request, output=interrupted(request, stop), resume=True, quiet=True)
     for file in straight.path.iterdir():
         if file.suffix in (".safetensors", ".json"):
             assert file.read_bytes() == (made.path / file.name).read_bytes(), file.name

@@ -15,13 +15,13 @@ from safetensors.torch import load_file
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
-from conftest import SMALL, byte_tokenizer
+from conftest import SMALL, VOCABULARY, byte_tokenizer
 from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.pipeline import plain
 from compress.pipeline.plan import make_plan
+from compress.pipeline.session import Session
 from compress.recipe import load as load_recipe
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
@@ -137,16 +137,83 @@ def _other(family: str, tmp_path: Path, **settings: Any) -> Path:
     return tmp_path / family
 
 
-@pytest.mark.parametrize("remove", ["ffn", "layers"])
-def test_an_encoder(recipe: Any, tmp_path: Path, remove: str) -> None:
+def encoder_states(path: Path, ids: torch.Tensor, hide: Callable[[Any], Any] | None = None) -> torch.Tensor:
+    """What transformers makes of an encoder, after each layer: `[layers + 1, b, s, hidden]`."""
+    from transformers import AutoModel
+
+    model = AutoModel.from_pretrained(path, dtype=torch.float32).eval()
+    if hide is not None:
+        hide(model)
+    with torch.no_grad():
+        return torch.stack(model(input_ids=ids, output_hidden_states=True).hidden_states)
+
+
+def test_channels_of_an_encoder(recipe: Any, text: Path, tmp_path: Path) -> None:
     source = save(bert(), tmp_path / "bert")
-    fields = {"keep": 48, **FFN} if remove == "ffn" else {"keep": 1, "remove": "layers"}
-    method = "taylor" if remove == "ffn" else "block_influence"
-    made = compress.apply(recipe(source, stage(method, **fields)), output=tmp_path / "out", quiet=True)
-    states = runtime.load(made.path).hidden_states(torch.randint(0, 256, (2, 20)))
-    assert states.shape == (2, 20, 64)
-    config = json.loads((made.path / "config.json").read_text())
-    assert (config["intermediate_size"], config["num_hidden_layers"]) == ((48, 2) if remove == "ffn" else (96, 1))
+    before, found = tensors(source), {}
+    for fitted in (False, True):
+        request = recipe(source, stage("taylor", keep=48, reconstruct=fitted, **FFN))
+        made = compress.apply(request, output=tmp_path / f"fitted-{fitted}", quiet=True)
+        found[fitted] = tensors(made.path)
+        assert found[fitted].keys() == before.keys()
+        config = json.loads((made.path / "config.json").read_text())
+        assert (config["intermediate_size"], config["num_hidden_layers"]) == (48, 2)
+    kept = []
+    for layer in range(2):
+        up, down = (f"encoder.layer.{layer}.{name}" for name in ("intermediate.dense", "output.dense"))
+        kept.append(rows_of(found[False][f"{up}.weight"], before[f"{up}.weight"]))
+        assert len(kept[layer]) == 48
+        assert kept[layer] == sorted(set(kept[layer]))
+        for own in found.values():  # what reads the channels may be fitted, what writes them stays
+            assert torch.equal(own[f"{up}.weight"], before[f"{up}.weight"][kept[layer]])
+            assert torch.equal(own[f"{up}.bias"], before[f"{up}.bias"][kept[layer]])
+            assert own[f"{down}.weight"].shape == (64, 48)
+        assert torch.equal(found[False][f"{down}.weight"], before[f"{down}.weight"][:, kept[layer]])
+        assert not torch.equal(found[True][f"{down}.weight"], found[False][f"{down}.weight"])
+    cut = ("intermediate.dense.weight", "intermediate.dense.bias", "output.dense.weight")
+    same = [name for name in before if "attention" in name or not name.endswith(cut)]
+    assert len(before) - len(same) == 2 * 3
+    for own in found.values():
+        assert all(torch.equal(own[name], before[name]) for name in same)
+
+    def hide(model: Any) -> None:
+        for layer, chosen in zip(model.encoder.layer, kept, strict=True):
+            layer.output.dense.weight.data[:, [c for c in range(96) if c not in chosen]] = 0
+
+    ids = torch.tensor(byte_tokenizer()(text.read_text())["input_ids"][:320]).view(10, 32)
+    whole, without = encoder_states(source, ids), encoder_states(source, ids, hide)
+    plain, fitted = (encoder_states(tmp_path / f"fitted-{name}", ids) for name in (False, True))
+    torch.testing.assert_close(plain, without, rtol=1e-4, atol=1e-4)
+    lost, left = ((states[-1] - whole[-1]).square().mean() for states in (plain, fitted))
+    assert 0 < left < 0.8 * lost
+    ours = runtime.load(tmp_path / "fitted-False").hidden_states(ids)
+    torch.testing.assert_close(ours, without[-1], rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("keep", [1, 3])
+def test_layers_of_an_encoder(recipe: Any, tmp_path: Path, keep: int) -> None:
+    source = save(bert(num_hidden_layers=4), tmp_path / "bert")
+    request = recipe(source, stage("block_influence", keep=keep))
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    (kept,) = made.manifest["passes"][0]["kept"]
+    batches = Session.plain(load_recipe(request), Checkpoint(source), "cpu").batches
+    passed = encoder_states(source, torch.cat([ids for ids, _ in batches]))
+    turned = torch.stack([1 - torch.cosine_similarity(*passed[n : n + 2], dim=-1).mean() for n in range(4)])
+    assert kept == turned.argsort(descending=True)[:keep].sort().values.tolist() != list(range(keep))
+    assert json.loads((made.path / "config.json").read_text())["num_hidden_layers"] == keep
+    before, after = tensors(source), tensors(made.path)
+    outside = [name for name in before if not name.startswith("encoder.layer.")]
+    assert len(after) == len(outside) + (len(before) - len(outside)) // 4 * keep
+    assert all(torch.equal(after[name], before[name]) for name in outside)
+
+    def hide(model: Any) -> None:
+        model.encoder.layer = torch.nn.ModuleList(model.encoder.layer[layer] for layer in kept)
+
+    ids = torch.randint(0, 256, (2, 20))
+    states, without = encoder_states(made.path, ids), encoder_states(source, ids, hide)
+    assert states.shape == (keep + 1, 2, 20, 64)
+    torch.testing.assert_close(states, without)
+    torch.testing.assert_close(runtime.load(made.path).hidden_states(ids), without[-1], rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("remove", ["ffn", "layers", "heads"])
@@ -242,43 +309,47 @@ def test_stages_follow_each_other_and_the_rest_comes_after(
     assert runtime.load(made.path).generate([5, 6, 7], max_new_tokens=4)
 
 
-@pytest.mark.parametrize("stop", [1, 3])
+@pytest.mark.parametrize("stop", [1, 3, 5])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
-    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int
+    make_checkpoint: Any, recipe: Any, interrupted: Callable[..., Path], tmp_path: Path, stop: int
 ) -> None:
     source = make_checkpoint()
     request = recipe(source, stage("taylor", keep=64, **FFN), stage("block_influence", keep=2))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, calls = plain.PlainWriter.write, []
-
-    def write(self: Any, part: int, *arguments: Any) -> None:
-        calls.append(part)
-        if len(calls) > stop:
-            raise KeyboardInterrupt
-        real(self, part, *arguments)
-
-    monkeypatch.setattr(plain.PlainWriter, "write", write)
-    with pytest.raises(KeyboardInterrupt):
-        compress.apply(request, output=tmp_path / "out", quiet=True)
-    monkeypatch.undo()
-    made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    made = compress.apply(request, output=interrupted(request, stop), resume=True, quiet=True)
     for file in straight.path.glob("*.safetensors"):
         assert file.read_bytes() == (made.path / file.name).read_bytes()
     assert (straight.path / "compress.json").read_bytes() == (made.path / "compress.json").read_bytes()
 
 
-@pytest.mark.parametrize(("budget", "share"), [("parameters", 0.9), ("flops", 0.85)])
-def test_budgets(make_checkpoint: Any, recipe: Any, tmp_path: Path, budget: str, share: float) -> None:
-    source = make_checkpoint()
-    request = recipe(source, stage("magnitude", budget={budget: share}, remove="ffn", multiple=4))
+def by_hand(budget: str, channels: int, tied: bool) -> int:
+    """What a Llama of `SMALL` has of parameters, or takes of operations for a token that follows 32 others."""
+    attention = 64 * 64 + 2 * 64 * 32 + 64 * 64  # 4 heads of 16 numbers, 2 of keys and of values
+    linear = 3 * (attention + 3 * 64 * channels)
+    if budget == "parameters":
+        norms = 7 * 64
+        return linear + norms + (1 if tied else 2) * 64 * VOCABULARY
+    seen = 3 * 2 * 32 * 64  # of each head and layer: a query with all keys, and their shares with all values
+    return 2 * (linear + seen + 64 * VOCABULARY)  # embeddings are looked up; a head is multiplied with, tied or not
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize(
+    ("budget", "share", "multiple"),
+    [("parameters", 0.9, 4), ("flops", 0.85, 4), ("flops", 0.85, 1), ("flops", 0.63, 1)],
+)
+def test_budgets(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, budget: str, share: float, multiple: int, tied: bool
+) -> None:
+    source = make_checkpoint(tie_word_embeddings=tied)
+    request = recipe(source, stage("magnitude", budget={budget: share}, remove="ffn", multiple=multiple))
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (facts,) = made.manifest["passes"]
-    each = 3 * 3 * 64 * 4  # parameters of four channels, in three layers
-    if budget == "parameters":
-        whole = facts["parameters_before"]
-        assert share * whole - each < facts["parameters_after"] <= share * whole
-    else:
-        assert 8 <= facts["after"] < 96
+    allowed = share * by_hand(budget, 96, tied)
+    wanted = max(n for n in range(multiple, 96, multiple) if by_hand(budget, n, tied) <= allowed)
+    assert facts["after"] == wanted == json.loads((made.path / "config.json").read_text())["intermediate_size"]
+    assert facts["parameters_before"] == by_hand("parameters", 96, tied)
+    assert facts["parameters_after"] == by_hand("parameters", wanted, tied)
 
 
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def cache_outputs(
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     hidden = int(streamed.config.get_text_config().hidden_size)
-    needed = ids.numel() * (hidden * streamed.dtype.itemsize * (len(layers) + 2) + 6 * top)
+    needed = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(layers), top)
     free = shutil.disk_usage(directory).free
     if needed + SPARE > free:
         raise CompressError(
@@ -144,6 +144,15 @@ def cache_outputs(
     _compute(streamed, ids, list(layers), directory, top, temperature, progress)
     write_json(directory / "manifest.json", facts)
     return Cached(directory)
+
+
+def cached_bytes(positions: int, hidden: int, itemsize: int, layers: int, top: int) -> int:
+    """What outputs of so many positions take on the disk, with the states that go from block to block while they are computed.
+
+    Args:
+        hidden: numbers of a state, of `itemsize` bytes. layers: whose states are kept. top: likeliest tokens that are.
+    """
+    return positions * (hidden * itemsize * (layers + 2) + 6 * top)
 
 
 @torch.inference_mode()

@@ -13,6 +13,9 @@ from compress.percent import fraction
 from compress.prune.structure.view import View
 
 Remove = Literal["ffn", "heads", "layers", "experts", "hidden", "vocabulary"]
+FITTED: tuple[Remove, ...] = ("ffn", "heads", "hidden")
+"""What leaves layers behind that can be fitted to what they gave before."""
+Keep = Annotated[int, Field(ge=1)]
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
 Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
 
@@ -50,10 +53,18 @@ class StructureConfig(BaseModel):
         "as many), dimensions of the hidden state, or tokens of the vocabulary.",
     )
     ratio: Share | None = Field(None, description="Share of them that is removed.")
-    keep: int | None = Field(None, ge=1, description="How many are kept, in the place of a ratio.")
+    keep: Keep | list[Keep] | None = Field(
+        None,
+        description="How many are kept, in the place of a ratio; of channels also a list, with a number for each layer.",
+    )
     budget: Budget | None = Field(
         None,
         description="What the model may still take, in the place of a ratio: {parameters: 80%}, {flops: 80%}, {latency: 80%}.",
+    )
+    allocation: Literal["uniform", "error"] = Field(
+        "uniform",
+        description="Channels: every layer keeps as many (uniform), or more where their loss does more harm (error): a pass over the model "
+        "measures it, and as many stay in all.",
     )
     multiple: int | None = Field(
         None,
@@ -63,7 +74,8 @@ class StructureConfig(BaseModel):
     reconstruct: bool = Field(
         True,
         description="Fit layers to what they gave before, by least squares over calibration inputs: those that read channels or heads; "
-        "where dimensions of the hidden state go, all linear layers that read or write them.",
+        "where dimensions of the hidden state go, all linear layers that read or write them. Where layers, experts or tokens go there is "
+        "nothing to fit.",
     )
     damping: float = Field(0.01, gt=0, le=1, description="Of the least squares, as a share of the mean second moment.")
     seed: int = Field(0, ge=0, lt=2**63, description="Of random choices.")
@@ -74,6 +86,24 @@ class StructureConfig(BaseModel):
         if len(given) != 1:
             found = "none of them is given" if not given else f"{' and '.join(given)} are given"
             raise ValueError(f"how much is removed is said by one of ratio, keep and budget; {found}")
+        return self
+
+    @model_validator(mode="after")
+    def _by_layer(self) -> StructureConfig:
+        if self.remove != "ffn" and (isinstance(self.keep, list) or self.allocation != "uniform"):
+            what = "keep is one number, not a list," if isinstance(self.keep, list) else "allocation is uniform"
+            raise ValueError(
+                f"{what} where {self.remove} go: only the widths of feed-forward networks can differ from layer to layer"
+            )
+        if isinstance(self.keep, list) and self.allocation != "uniform":
+            raise ValueError("a list of keep says how many each layer keeps; leave allocation out")
+        return self
+
+    @model_validator(mode="after")
+    def _nothing_to_fit(self) -> StructureConfig:
+        # Written with all its defaults a recipe must ask for nothing that it is refused for.
+        if self.remove not in FITTED and "reconstruct" not in self.model_fields_set:
+            self.reconstruct = False
         return self
 
     @property
@@ -94,6 +124,7 @@ class StructureMethod:
         rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
         needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
             layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give; "occurrences" of tokens.
+        pairwise: every unit is compared with every other, in matrices of channels by channels.
     """
 
     name: str
@@ -103,3 +134,4 @@ class StructureMethod:
     removes: frozenset[Remove]
     rank: Callable[[View, Any], torch.Tensor]
     needs: frozenset[Need] = frozenset()
+    pairwise: bool = False

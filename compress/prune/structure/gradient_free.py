@@ -76,4 +76,5 @@ METHOD = StructureMethod(
     removes=frozenset({"ffn", "heads"}),
     rank=rank,
     needs=frozenset({"ranges"}),
+    pairwise=True,
 )

@@ -7,10 +7,12 @@ smaller config, and the tensors whose shapes differ are those that have to be cu
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
 from runtime.errors import RequestError
+from runtime.layer_sizes import differing, overrides, uniform, with_overrides
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -119,15 +121,42 @@ def with_wider_heads(config: PretrainedConfig) -> PretrainedConfig:
 
 
 def with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
-    """A copy of the config with these layers of every stack; lists with an entry for each layer keep theirs."""
-    smaller: Any = copy.deepcopy(config)
+    """A copy of the config with these layers of every stack; what it says of each layer goes with it."""
+    depth, layers = size_of(config, "layers").count, overrides(config)
+    smaller: Any = uniform(config) if layers else copy.deepcopy(config)
     text = _text(smaller)
-    depth = size_of(config, "layers").count
     for key, value in text.to_dict().items():
         if "layer" in key and isinstance(value, (list, tuple)) and len(value) == depth:
             setattr(text, key, [value[index] for index in kept])
     _set(text, _LAYERS, len(kept))
-    return smaller  # type: ignore[no-any-return]
+    if not layers:
+        return smaller  # type: ignore[no-any-return]
+    return with_overrides(smaller, {new: layers[old] for new, old in enumerate(kept) if old in layers})
+
+
+def with_widths(config: PretrainedConfig, widths: Sequence[int]) -> PretrainedConfig:
+    """A copy of the config whose layers have so many channels in their feed-forward networks, each its own number.
+
+    Raises:
+        RequestError: not one for each layer, more than there are, or the model has two stacks of layers.
+    """
+    size, depth = size_of(config, "ffn"), size_of(config, "layers").count
+    if config.is_encoder_decoder:
+        raise RequestError(
+            f"a {config.model_type} has two stacks, and its config cannot say of which a layer's width is"
+        )
+    if len(widths) != depth:
+        raise RequestError(f"the model has {depth} layers, and {len(widths)} widths are given")
+    if not all(1 <= width <= size.count for width in widths):
+        raise RequestError(f"{size.unit} that are kept: 1 to {size.count}, not {list(widths)}")
+    widest = resized(config, "ffn", max(widths))
+    text = _text(widest)
+    names = [name for name in _FFN if isinstance(getattr(text, name, None), int)]
+    layers = overrides(config)
+    for layer, width in enumerate(widths):
+        if width != max(widths):
+            layers.setdefault(layer, {}).update(dict.fromkeys(names, width))
+    return with_overrides(widest, layers)
 
 
 def active_experts(config: PretrainedConfig) -> int | None:
@@ -169,6 +198,11 @@ def _experts(text: Any) -> Size:
 
 def _one(text: Any, names: tuple[str, ...], what: What) -> int:
     """The one value that these names have."""
+    different = sorted(differing(text) & set(names))
+    if different:
+        raise RequestError(
+            f"the layers of this {text.model_type} differ in {different[0]}, so that they cannot be cut alike"
+        )
     found = {name: value for name in names if isinstance(value := getattr(text, name, None), int)}
     if not found and what == "ffn" and hasattr(text, "n_inner"):
         return 4 * int(text.hidden_size)

@@ -1,0 +1,72 @@
+#!/usr/bin/env python
+"""A second model to prune: a GPT-2 of 8 layers (learned positions, LayerNorm, a plain GELU network) with the bundled tokenizer, trained
+here on the text that benchmarks/structured.py trains on.
+
+    python benchmarks/structured_model.py --work DIR --out DIR/gpt2 --steps 1500
+
+What it is by itself does not matter; that rankings are compared on two families does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import time
+from pathlib import Path
+
+import torch
+from structured import BUNDLED, training_text
+from transformers import AutoTokenizer, GPT2Config, GPT2LMHeadModel
+
+LENGTH, BATCH = 256, 16
+
+
+def train(text: Path, out: Path, steps: int, rate: float) -> None:
+    """Train and write it."""
+    torch.manual_seed(1)
+    tokenizer = AutoTokenizer.from_pretrained(BUNDLED)
+    tokens = torch.tensor(tokenizer(text.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"])
+    config = GPT2Config(
+        vocab_size=4096, n_positions=512, n_embd=192, n_layer=8, n_head=6, n_inner=768, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+        bos_token_id=1, eos_token_id=1, pad_token_id=0,
+    )  # fmt: skip
+    model = GPT2LMHeadModel(config)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.95), weight_decay=0.05)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, rate, total_steps=steps, pct_start=0.08)
+    began, running = time.perf_counter(), 0.0
+    for step in range(1, steps + 1):
+        starts = torch.randint(len(tokens) - LENGTH, (BATCH,)).tolist()
+        rows = torch.stack([tokens[start : start + LENGTH] for start in starts])
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            logits = model(input_ids=rows, use_cache=False).logits
+        loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), rows[:, 1:].flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad(set_to_none=True)
+        running += float(loss.detach())
+        if step % 50 == 0:
+            spent = time.perf_counter() - began
+            print(f"step {step} perplexity of training text {math.exp(running / 50):.1f} ({spent:.0f} s)", flush=True)
+            running = 0.0
+    model.to(torch.bfloat16).save_pretrained(out)
+    tokenizer.save_pretrained(out)
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--work", type=Path, required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path)
+    parser.add_argument("--steps", type=int, default=1500)
+    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--threads", type=int, default=2)
+    arguments = parser.parse_args()
+    torch.set_num_threads(arguments.threads)
+    train(arguments.text or training_text(arguments.work, 8_000_000), arguments.out, arguments.steps, arguments.rate)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,9 @@ class Bench:
         before, after = (made.metrics[when]["perplexity"] for when in ("before", "after"))
         found: dict[str, Any] = {**key, "perplexity_before": before, "perplexity": after, "kl": made.metrics["kl"]}
         for facts in made.manifest.get("passes", []):
-            found |= {k: facts[k] for k in ("parameters_before", "parameters_after", "after", "widths") if k in facts}
+            if "remove" in facts:
+                names = ("parameters_before", "parameters_after", "after", "widths")
+                found |= {name: facts[name] for name in names if name in facts}
         found["seconds"] = round(sum(made.seconds.values()), 1)
         print(json.dumps(found), flush=True)
         cells.append(found)

@@ -79,8 +79,14 @@ def native(config: PretrainedConfig, construct: Callable[[PretrainedConfig], Mod
     return None
 
 
-def mark(model: Any) -> None:
-    """Remember that transformers cannot build this model by itself."""
+def share(model: Any, config: PretrainedConfig) -> None:
+    """One config for all parts of a model that was put together: what is set in it later (how attention is computed) holds for all of them.
+    It is remembered that transformers cannot build this model by itself."""
+    text = _text(config)
+    for module in model.modules():
+        if type(getattr(module, "config", None)) is type(text):
+            module.config = text
+    model.config = config
     setattr(model, _OURS, True)
 
 

@@ -120,8 +120,7 @@ def _layered(
         _, others = find_blocks(construct(layer_sizes.uniform(config, **values)))
         for index in (index for index, own in layers.items() if own == values):
             blocks[index] = others[index]
-    model.config = config
-    layer_sizes.mark(model)
+    layer_sizes.share(model, config)
     return model
 
 

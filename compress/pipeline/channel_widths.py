@@ -8,7 +8,7 @@ import torch
 
 from compress.pipeline.cutting import Cutting, best
 from compress.pipeline.files import write_json
-from compress.pipeline.remove_channels import ChannelBlock, energy
+from compress.pipeline.remove_channels import ChannelBlock, energy, sensitivities_of
 from compress.prune.structure.widths import candidates, spread
 
 
@@ -27,7 +27,7 @@ def channel_widths(cutting: Cutting) -> list[int]:
 
 def _choose(cutting: Cutting) -> list[int]:
     job, streamed = cutting.job, cutting.streamed
-    choices = job.choices()
+    choices, gradients = job.choices(), sensitivities_of(cutting)
     asked = candidates(choices, job.size.count)
     batches = [*cutting.batches, cutting.probe]
     cutting.reporter.phase("structure: errors by width", len(streamed.blocks))
@@ -38,7 +38,7 @@ def _choose(cutting: Cutting) -> list[int]:
     with torch.inference_mode():
         for index in range(len(streamed.blocks)):
             with streamed.loaded_block(index) as block:
-                found = _errors(ChannelBlock({}, cutting, block, index, states, batches), asked)
+                found = _errors(ChannelBlock(gradients, cutting, block, index, states, batches), asked)
                 squares = tokens = 0.0
                 for number, batch in enumerate(batches):
                     state = streamed.advance(index, states.get(number), batch)
@@ -49,7 +49,12 @@ def _choose(cutting: Cutting) -> list[int]:
             errors.append({width: error * tokens / max(squares, 1e-30) for width, error in found.items()})
             cutting.reporter.step(f"block {index}: {errors[-1][asked[0]]:.2e} with {asked[0]} {job.size.unit}")
     states.drop()
-    return spread(errors, [*choices, job.size.count], job.kept * len(errors))
+    cut = [index for index, channels in enumerate(job.channels) if channels]  # others are as they are (experts)
+    chosen = spread([errors[index] for index in cut], [*choices, job.size.count], job.kept * len(cut))
+    widths = [job.size.count] * len(errors)
+    for index, width in zip(cut, chosen, strict=True):
+        widths[index] = width
+    return widths
 
 
 def _errors(opened: ChannelBlock, widths: list[int]) -> dict[int, float]:
@@ -59,7 +64,7 @@ def _errors(opened: ChannelBlock, widths: list[int]) -> dict[int, float]:
         statistics = opened.statistics(channels)
         assert statistics is not None
         assert statistics.hessian is not None
-        rank, _ = opened.rank(channels, statistics)
+        rank, _ = opened.rank(channels, statistics, widths[0])  # those that go first, and then the next
         for width in widths:
             if width < channels.count:
                 before, after, _ = opened.without(channels, best(rank, width), statistics)

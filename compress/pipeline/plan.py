@@ -18,6 +18,7 @@ from compress.pipeline.session import Session
 from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.recipe.models import Recipe
 from runtime import formats
+from runtime.layer_sizes import differing, is_ours
 
 
 @dataclass
@@ -106,11 +107,19 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
             plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
             break
     own = [t for t in tensors if t.format == "packed"]
+    apart = is_ours(session.streamed.model)
+    if apart:
+        differ = " and ".join(sorted(differing(session.streamed.config)))
+        plan.warnings.append(
+            f"layers differ in {differ}: runtime.load() runs the result, and onnx, tensorrt and triton carry it; transformers cannot build "
+            f"a {type(session.streamed.model).__name__} so yet"
+        )
     if own:
+        elsewhere = "" if apart else ", and with transformers after `import runtime`"
         more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
         plan.warnings.append(
             f"{own[0].name}{more} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the artifact "
-            "loads with runtime.load(), and with transformers after `import runtime`, but not elsewhere"
+            f"loads with runtime.load(){elsewhere}, but not elsewhere"
         )
     if session.untie:
         added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)

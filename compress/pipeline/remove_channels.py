@@ -37,7 +37,7 @@ def remove_channels(cutting: Cutting) -> tuple[dict[str, Any], torch.Tensor]:
             inputs with NaN or Inf.
     """
     needs, batches, probe = cutting.job.needs, cutting.batches, cutting.probe
-    gradients = _sensitivities(cutting) if "gradients" in needs else {}
+    gradients = sensitivities_of(cutting)
     every = [*batches, probe] if needs & {"hessian", "ranges"} else [batches[0], probe]
 
     def opened(smaller: nn.Module, index: int, states: HiddenStates) -> ChannelBlock:
@@ -122,15 +122,17 @@ class ChannelBlock(OpenBlock):
             raise CompressError(f"{channels.consumer}: the calibration data never reached this layer")
         return found
 
-    def rank(self, channels: Channels, statistics: Statistics | None) -> tuple[torch.Tensor, dict[str, Any]]:
-        """Of each unit float32, larger for what matters more; and what the method notes."""
+    def rank(
+        self, channels: Channels, statistics: Statistics | None, kept: int | None = None
+    ) -> tuple[torch.Tensor, dict[str, Any]]:
+        """Of each unit float32, larger for what matters more; and what the method notes. `kept`: that will stay, if not as the job says."""
         job, name = self.job, channels.consumer
         held = {part.name: self.held(part.name).cpu() for part in channels.slices}
         # In whatever order a fused tensor holds the units, their sizes are compared in the likeliest.
         likeliest = next(layouts(channels, job.size.members))
         view = View(
             count=channels.count,
-            kept=job.width(self.index),
+            kept=job.width(self.index) if kept is None else kept,
             generator=torch.Generator().manual_seed(job.settings.seed + self.index),
             columns=_as_read(self.module(name)).float().cpu(),
             weights=weights_of(likeliest, held),
@@ -245,8 +247,10 @@ def energy(weight: torch.Tensor, moments: torch.Tensor) -> float:
     return float(((weight @ moments) * weight).sum())
 
 
-def _sensitivities(cutting: Cutting) -> dict[str, torch.Tensor]:
-    """What a loss says of each unit, computed once for a run and those that go on from it."""
+def sensitivities_of(cutting: Cutting) -> dict[str, torch.Tensor]:
+    """What a loss says of each unit, by reader, computed once for a run and those that go on from it; nothing where nothing asks for it."""
+    if "gradients" not in cutting.job.needs:
+        return {}
     from safetensors.torch import load_file, save_file
 
     from compress.pipeline.files import written_beside

@@ -15,6 +15,7 @@ from compress.pipeline.stream import StreamedModel
 from compress.prune.structure.sizes import with_layers
 from compress.prune.structure.view import View
 from runtime.errors import RequestError
+from runtime.layer_sizes import overrides
 
 
 def remove_layers(cutting: Cutting) -> dict[str, Any]:
@@ -88,8 +89,10 @@ def _fitting(streamed: StreamedModel, first: int, rank: torch.Tensor, count: int
 
 
 def _layout(streamed: StreamedModel, index: int) -> dict[str, tuple[int, ...]]:
-    prefix = streamed.block_prefix(index)
-    return {name.removeprefix(prefix): streamed.checkpoint.shape(name) for name in streamed.block_names(index)}
+    """Shapes by name, where layers should not differ in them; names alone where the config says of each layer how large it is."""
+    prefix, known = streamed.block_prefix(index), bool(overrides(streamed.config))
+    names = streamed.block_names(index)
+    return {name.removeprefix(prefix): () if known else streamed.checkpoint.shape(name) for name in names}
 
 
 def _norms(streamed: StreamedModel, blocks: range) -> torch.Tensor:

@@ -23,6 +23,7 @@ from compress.pipeline.stream import Batch, StreamedModel, run_blocks
 from compress.pipeline.structure_job import StructureJob
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
+from runtime.layer_sizes import KEY, differing
 
 # What was written, in the model's dtype, against what was computed block by block.
 TOLERANCE = 3e-2
@@ -75,7 +76,10 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
     file = work / "job.json"
     plan = {"before": job.size.count, "after": job.kept}
     begun = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else plan
-    wanted, found = (_told(c) for c in (job.config, job.smaller(streamed.config)))
+    configs = (job.config, job.smaller(streamed.config))
+    # Widths that a stage finds by itself were not known before.
+    open_ = {KEY}.union(*map(differing, configs))
+    wanted, found = (_told(config, open_) for config in configs)
     if begun != plan or wanted != found:
         raise CompressError(
             f"this run was begun with another number of units than {job.describe()}, since times were measured anew; run it again with "
@@ -85,10 +89,11 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
     write_json(file, plan)
 
 
-def _told(config: Any) -> dict[str, Any]:
-    """A config without where it was read, and without its lists."""
+def _told(config: Any, without: set[str]) -> dict[str, Any]:
+    """A config without where it was read, without its lists, and without what may differ."""
     kept = config.to_dict().items()
-    return {key: value for key, value in kept if key != "_name_or_path" and not isinstance(value, (list, tuple))}
+    left_out = {"_name_or_path", *without}
+    return {key: value for key, value in kept if key not in left_out and not isinstance(value, (list, tuple))}
 
 
 def _parameters(streamed: StreamedModel) -> int:

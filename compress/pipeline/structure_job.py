@@ -170,8 +170,6 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         smaller = resized(streamed.config, config.remove, kept)
         if config.remove == "layers":
             return StructureJob(stage, counted, size, kept, smaller, (), (), measured=measured)
-        if config.allocation == "error":
-            _built(with_widths(streamed.config, _uneven(streamed.config, size)), streamed)
         built = _built(smaller, streamed)
         slices = changed(whole, built, size.count, kept)
         if not slices:
@@ -195,6 +193,11 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         if not any(channels):
             raise RequestError(f"no layer of a {type(whole).__name__} has such {size.unit}")
         job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
+    if config.allocation == "error":
+        with _at(recipe, (*path, "allocation")):
+            # What comes after must bear layers that differ, in steps of `multiple`.
+            job = replace(job, config=with_widths(streamed.config, _uneven(job)))
+            _built(job.config, streamed)
     if not isinstance(config.keep, list):
         return job
     with _at(recipe, (*path, "keep")):
@@ -326,9 +329,12 @@ def _between(config: StructureConfig, size: Size) -> tuple[int, int, int]:
     return least, (size.count - 1) // multiple * multiple, multiple
 
 
-def _uneven(config: PretrainedConfig, size: Size) -> list[int]:
-    """Widths of which one is less."""
-    return [max(1, size.count // 2), *[size.count] * (size_of(config, "layers").count - 1)]
+def _uneven(job: StructureJob) -> list[int]:
+    """Widths such as may be found: one layer keeps all, the others about what is left, in uneven multiples."""
+    choices, depth = job.choices(), len(job.channels)
+    left = (job.kept * depth - job.size.count) // max(depth - 1, 1)
+    near = [choice for choice in choices if choice <= max(left, choices[0])][-2:]
+    return [job.size.count, *(near[layer % len(near)] for layer in range(depth - 1))]
 
 
 def _least_of(keep: list[int], recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> int:

@@ -24,7 +24,7 @@ def structure_section(facts: Facts) -> str:
         [_summary(made) for made in passes],
     )
     for number, made in enumerate(passes):
-        content += _measured(made) + _readers(made, number) + _ranks(made)
+        content += _widths(made) + _measured(made) + _readers(made, number) + _ranks(made)
     return section("What was removed", content)
 
 
@@ -36,6 +36,18 @@ def _summary(made: Pass) -> Row:
         (f"{made['before']:,}", "right"), (f"{least}{made['after']:,}", "right"), (f"{before:,}", "right"), (f"{after:,}", "right"),
         (f"{after / max(before, 1) - 1:+.1%}", "right"),
     ]  # fmt: skip
+
+
+def _widths(made: Pass) -> str:
+    """What each layer keeps, where they differ."""
+    if "widths" not in made:
+        return ""
+    most = made["before"]
+    rows = [
+        [(str(layer), "right"), (f"{width:,}", "right"), (f"{width / most:.0%}", f"right meter {width / most:.3f}")]
+        for layer, width in enumerate(made["widths"])
+    ]
+    return table(("layer>", f"{made['unit']}>", "of those before>"), rows)
 
 
 def _measured(made: Pass) -> str:

@@ -15,6 +15,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from runtime import layer_sizes, skeleton
 from runtime.cache_directory import cache_directory
 
 if TYPE_CHECKING:
@@ -25,6 +26,11 @@ _log = logging.getLogger("compress.export")
 MOST_FILES, MOST_BYTES = 32, 1 << 30  # graphs kept; the oldest go first
 # Where an artifact lies, and how its weights do, has no part in a graph that holds marks in their place.
 _NO_PART = ("quantization_config", "_name_or_path")
+# What builds, marks and traces a model.
+_CODE = (
+    *(Path(__file__).parent / name for name in ("marks.py", "trace.py")),
+    *map(Path, (skeleton.__file__, layer_sizes.__file__)),
+)
 _TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
 
 
@@ -36,9 +42,7 @@ def key(model: nn.Module, config: Any, **details: Any) -> str:
         "class": f"{type(model).__module__}.{type(model).__qualname__}",
         "details": {name: str(value) for name, value in sorted(details.items())},
         "versions": {name: version(name) for name in _TRACERS},
-        "code": [
-            hashlib.sha256((Path(__file__).parent / name).read_bytes()).hexdigest() for name in ("marks.py", "trace.py")
-        ],
+        "code": [hashlib.sha256(file.read_bytes()).hexdigest() for file in _CODE],
     }
     digest.update(json.dumps(described, sort_keys=True, default=str).encode())
     for name, value in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):

@@ -4,11 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+from runtime.layer_sizes import KEY, overrides, uniform
+
 
 def layer_configs(text: Any) -> list[Any]:
     """One config for each layer of a text config, the same one where all layers are alike.
 
-    transformers before 5.17 or so has no `per_layer_config`, and no models whose layers differ in these.
+    A transformers that does not know `per_layer_config` (before 5.17 or so) holds it as it stands in config.json.
     """
-    parts = getattr(text, "per_layer_config", None)
-    return [text] * int(text.num_hidden_layers) if parts is None else list(parts)
+    parts = getattr(text, KEY, None)
+    if parts is not None and hasattr(type(text), KEY):
+        return list(parts)
+    layers = overrides(text)
+    alike = uniform(text) if layers else text
+    return [uniform(text, **layers[i]) if i in layers else alike for i in range(int(text.num_hidden_layers))]

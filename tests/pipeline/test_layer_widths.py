@@ -9,14 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
+from conftest import byte_tokenizer
 from encoder_models import bert, save, t5
 
 import compress
 import runtime
+from export import export
 from export.gguf import families
 from export.huggingface.target import HuggingFaceOptions, HuggingFaceTarget
 from export.source import Source
@@ -144,8 +147,6 @@ def test_an_encoder(recipe: Any, tmp_path: Path) -> None:
 def test_layers_whose_channels_matter_more_keep_more(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     source = make_checkpoint(dtype=torch.float32, num_hidden_layers=4)
     file = source / "model.safetensors"
-    from safetensors.torch import save_file
-
     held = load_file(file)
     held["model.layers.1.mlp.down_proj.weight"][:, 30:] *= 1e-4  # nothing is lost with most of its channels
     save_file(held, file, metadata={"format": "pt"})
@@ -174,6 +175,103 @@ def test_widths_are_measured_once(
         assert torch.equal(value, tensors(made.path)[name])
 
 
+@pytest.mark.parametrize(
+    "second", [{"remove": "layers", "keep": 2}, {"remove": "hidden", "keep": 32}, {"remove": "heads", "keep": 1}]
+)
+def test_what_is_cut_after_widths_were_found(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, second: dict[str, Any]
+) -> None:
+    found = cut(ratio=0.4, allocation="error", multiple=8)
+    request = recipe(make_checkpoint(head_dim=16), found, {"structure": {"method": "magnitude", **second}})
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    own = made.manifest["passes"][0]["widths"]
+    assert len(set(own)) > 1
+    kept = made.manifest["passes"][1]["kept"][0] if second["remove"] == "layers" else range(3)
+    assert widths(made.path) == [own[layer] for layer in kept]
+
+
+@pytest.mark.parametrize(
+    ("stage", "said"),
+    [
+        (cut(ratio=0.5), "differ in intermediate_size"),
+        ({"recover": {"method": "matformer", "steps": 2}}, "differ in intermediate_size"),
+        ({"prune": {"method": "magnitude", "pattern": "2:4"}}, "needs a width divisible by 4, the weight is 64 x 33"),
+    ],
+)
+def test_what_cannot_follow_is_refused_before(
+    make_checkpoint: Any, recipe: Any, stage: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(RequestError, match=said):
+        compress.plan(recipe(make_checkpoint(), cut(ratio=0.4, allocation="error", multiple=3), stage))
+
+
+def test_layers_are_ranked_whatever_their_width(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    source = make_checkpoint(dtype=torch.float32)
+    file = source / "model.safetensors"
+    held = load_file(file)
+    for name in ("self_attn.o_proj", "mlp.down_proj"):
+        held[f"model.layers.0.{name}.weight"] *= 1e-5  # it does nothing
+    save_file(held, file, metadata={"format": "pt"})
+    layers = {"structure": {"method": "block_influence", "remove": "layers", "keep": 2}}
+    made = compress.apply(recipe(source, cut([96, 40, 64]), layers), output=tmp_path / "out", quiet=True)
+    assert made.manifest["passes"][1]["kept"] == [[1, 2]]
+    assert widths(made.path) == [40, 64]
+
+
+def test_taylor_finds_widths(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
+    request = recipe(make_checkpoint(), cut(None, "taylor", ratio=0.4, allocation="error", multiple=8))
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    assert sum(widths(made.path)) <= 3 * 56
+
+
+def test_layers_without_channels_have_none_to_give(recipe: Any, tmp_path: Path) -> None:
+    """Every second layer has experts, whose channels are not cut."""
+    torch.manual_seed(1)
+    config = Qwen3MoeConfig(
+        vocab_size=257, hidden_size=64, intermediate_size=96, moe_intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
+        num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0, 2], max_position_embeddings=128,
+    )  # fmt: skip
+    source = tmp_path / "model"
+    Qwen3MoeForCausalLM(config).to(torch.bfloat16).save_pretrained(source)
+    byte_tokenizer().save_pretrained(source)
+    made = compress.apply(
+        recipe(source, cut(ratio=0.25, allocation="error", multiple=8)), output=tmp_path / "out", quiet=True
+    )
+    facts = made.manifest["passes"][0]
+    own = facts.get("widths", [72, 96, 72, 96])
+    assert own[0] + own[2] == 2 * 72
+    assert facts["parameters_after"] == facts["parameters_before"] - 2 * 24 * 64 * 3
+
+
+# ---------------------------------------------------------------- what runs them
+@pytest.mark.parametrize("policy", ["kivi", "h2o", "streamingllm", {"keys": "int4", "values": "int4", "recent": 4}])
+def test_compressed_caches(make_checkpoint: Any, recipe: Any, tmp_path: Path, policy: Any) -> None:
+    """As a model of one width whose channels after a layer's own are zero."""
+    source = make_checkpoint(dtype=torch.float32, max_position_embeddings=512)
+    made = compress.apply(recipe(source, cut(WIDTHS, "prefix", reconstruct=False)), output=tmp_path / "out", quiet=True)
+    held = load_file(source / "model.safetensors")
+    for layer, width in enumerate(WIDTHS):
+        held[f"model.layers.{layer}.mlp.down_proj.weight"][:, width:] = 0
+    save_file(held, source / "model.safetensors", metadata={"format": "pt"})
+    prompt = list(range(40))
+    texts = [
+        runtime.load(path, kv_cache=policy).generate(prompt, max_new_tokens=12, ignore_eos=True)
+        for path in (source, made.path)
+    ]
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.parametrize("ort", [False, True])
+def test_onnx_carries_them(make_checkpoint: Any, recipe: Any, tmp_path: Path, ort: bool) -> None:
+    made = compress.apply(
+        recipe(make_checkpoint(dtype=torch.float32), cut(WIDTHS)), output=tmp_path / "out", quiet=True
+    )
+    folder = export(made.path, "onnx", tmp_path / "onnx", quiet=True, ort=ort).path
+    ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
+    found, expected = runtime.load(folder).logits(ids), runtime.load(made.path).logits(ids)
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+
+
 # ---------------------------------------------------------------- bad input
 @pytest.mark.parametrize(
     ("fields", "said"),
@@ -182,7 +280,8 @@ def test_widths_are_measured_once(
         ({"keep": [96, 97, 40]}, "keep: a layer has 96 channels, and cannot keep 97"),
         ({"keep": [96, 96, 96]}, "keep: all 96 channels of every layer would be kept"),
         ({"keep": [96, 40, 50], "multiple": 8}, "50 is no multiple of 8"),
-        ({"keep": [96, 0, 50]}, "keep"),
+        ({"keep": [96, 0, 50]}, "keep.*at least 1 is kept, not 0"),
+        ({"keep": 20, "allocation": "error"}, r"keep multiples of 32 \(multiple\).*keep 20 is none"),
         ({"keep": [2, 1, 1], "remove": "heads"}, "keep is one number, not a list, where heads go"),
         ({"ratio": 0.5, "allocation": "error", "remove": "layers"}, "allocation is uniform where layers go"),
         ({"keep": [96, 40, 64], "allocation": "error"}, "leave allocation out"),

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 import torch
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from compress.percent import fraction
 from compress.prune.structure.view import View
@@ -15,7 +15,6 @@ from compress.prune.structure.view import View
 Remove = Literal["ffn", "heads", "layers", "experts", "hidden", "vocabulary"]
 FITTED: tuple[Remove, ...] = ("ffn", "heads", "hidden")
 """What leaves layers behind that can be fitted to what they gave before."""
-Keep = Annotated[int, Field(ge=1)]
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
 Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
 
@@ -53,7 +52,7 @@ class StructureConfig(BaseModel):
         "as many), dimensions of the hidden state, or tokens of the vocabulary.",
     )
     ratio: Share | None = Field(None, description="Share of them that is removed.")
-    keep: Keep | list[Keep] | None = Field(
+    keep: int | list[int] | None = Field(
         None,
         description="How many are kept, in the place of a ratio; of channels also a list, with a number for each layer.",
     )
@@ -88,6 +87,17 @@ class StructureConfig(BaseModel):
             raise ValueError(f"how much is removed is said by one of ratio, keep and budget; {found}")
         return self
 
+    @field_validator("keep")
+    @classmethod
+    def _at_least_one(cls, keep: int | list[int] | None) -> int | list[int] | None:
+        odd = next(
+            (number for number in (keep if isinstance(keep, list) else [keep]) if number is not None and number < 1),
+            None,
+        )
+        if odd is not None:
+            raise ValueError(f"at least 1 is kept, not {odd}")
+        return keep
+
     @model_validator(mode="after")
     def _by_layer(self) -> StructureConfig:
         if self.remove != "ffn" and (isinstance(self.keep, list) or self.allocation != "uniform"):
@@ -97,6 +107,10 @@ class StructureConfig(BaseModel):
             )
         if isinstance(self.keep, list) and self.allocation != "uniform":
             raise ValueError("a list of keep says how many each layer keeps; leave allocation out")
+        if self.allocation != "uniform" and isinstance(self.keep, int) and self.keep % self.multiple_of:
+            raise ValueError(
+                f"layers keep multiples of {self.multiple_of} (multiple), and so in the mean; keep {self.keep} is none: set multiple"
+            )
         return self
 
     @model_validator(mode="after")

@@ -1,0 +1,441 @@
+#!/usr/bin/env python
+"""Structured pruning by other libraries: the cells of benchmarks/structured.py. Runs in the peer's own environment.
+
+    python structured_peers.py PEER --text train.txt [--model CHECKPOINT] [--heldout TEXT] >> lines.jsonl
+    python structured_peers.py collect --text train.txt --lines *.jsonl --output ../results/structured_peers.json
+
+PEER is one of `none` (the checkpoint as it is), `torch-pruning`, `optipfair`, `amd-quark`, `fmchisel`,
+`nvidia-modelopt` and `llmcompressor`. It prints one JSON line a cell. Every environment is made alike, e.g.
+
+    python3.11 -m venv quark && quark/bin/pip install torch==2.13.0 transformers safetensors accelerate amd-quark==0.13
+
+with torch-pruning==1.6.1, optipfair==0.4.2, llmcompressor==0.14.0.1 or nvidia-modelopt[hf]==0.47.0 and torchprofile==0.0.4 in the place
+of amd-quark. fmchisel 0.1.2 asks for torch < 2.8; `pip install llmcompressor==0.5.1 dataclasses_json "datasets<5" "pyarrow<21"
+"numpy<2"`, then `pip install --no-deps fmchisel==0.1.2`, gives it a newer one.
+
+Calibration rows and held-out rows are the ones that `compress` draws from the same texts. A peer gets the weights in float32; what it
+made is rounded to bfloat16 and computed with in bfloat16, as `compress` saves and evaluates (`none` must give what it reports). Channels
+are brought down to the numbers that `compress` keeps (multiples of 32), so that cells of one ratio have one size, where the peer can.
+`ratio` is what structured.py asks for; `parameters_after` is what is there, without whole channels and groups of heads that a peer only
+fills with zeros (`zeroed` then says so). `seconds` are those of the pruning, calibration included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import logging
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+ROOT = Path(__file__).resolve().parents[2]
+BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
+HELDOUT = ROOT / "recipes" / "checkpoints" / "texts" / "heldout.txt"
+LENGTH, WINDOWS, MULTIPLE = 256, 128, 32
+RATIOS = (0.1, 0.2, 0.35, 0.5)
+ENOUGH, ENOUGH_TOKENS = (
+    16,
+    2_000_000,
+)  # of a text: as many times the tokens of the rows as `compress` reads, at least so many
+
+COULD_NOT = {
+    "torch-pruning, heads": "1.6.1 did not finish grouping the heads of a Llama with grouped key heads: minutes in its dependency graph "
+    "without an end (transformers 5.23 with either attention, 4.57 with the eager one). It has no depth pruning.",
+    "torch-pruning, hessian": "It ran, but 1.6.1 keeps the squared gradient of the last row only: it asks for a name among tensors.",
+    "amd-quark, 10 %": "OSSCAR of 0.13 rounds to multiples of 128 channels: a tenth and a fifth of 768 both become 640.",
+    "nvidia-modelopt, gradnas": "Removed in 0.47.0, deprecated in 0.45; 0.44.0, which has it, knows the heads "
+    "of BERT and GPT-J only.",
+    "nvidia-modelopt, mcore_minitron": "Needs a Megatron-Core model with Transformer Engine layers; without these it is not registered.",
+    "nvidia-modelopt, fastnas": "It ran on the channels only, and with torchprofile 0.0.4 only (0.1.0 has no `handlers`).",
+    "llmcompressor, structure": "0.14.0.1 removes experts of mixtures (REAP) and nothing of a dense model, and has no training to recover.",
+    "torch-kirigami": "0.2.1 cannot trace the whole model (`co_varnames is too small`). MLP by MLP its magnitude and Taylor scores gave "
+    "torch-pruning's perplexities (four cells), at 28 to 197 s of planning a cell.",
+    "pruna": "torch_structured of 0.3.4 (torch-pruning inside) refuses Llama: OPT and vision models only.",
+    "nncf": "prune() of 3.4.0 masks single weights, by magnitude or while training; it removes no structure any more.",
+    "neural-compressor": "3.10 (neural-compressor-pt) has no pruning any more.",
+    "ptblop": "0.4.0 applies a list of blocks to remove that it is given; it ranks nothing.",
+    "LLM-Pruner, SliceGPT, FLAP, wanda": "Not on PyPI.",
+}
+
+
+def tokenizer_of(model: Path) -> Any:
+    """A checkpoint's tokenizer, in transformers 4 too, which does not know the class that its configuration names."""
+    from transformers import PreTrainedTokenizerFast
+
+    return PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
+
+
+def encoded(text: Path, model: Path, most: int) -> torch.Tensor:
+    """Tokens of a text's documents, end to end, each with an end-of-text token; no document is begun after `most`."""
+    tokenizer = tokenizer_of(model)
+    mark = json.loads((model / "tokenizer_config.json").read_text())["eos_token"]
+    end = tokenizer.convert_tokens_to_ids(mark)
+    ids: list[int] = []
+    for document in text.read_text(encoding="utf-8").split(mark):
+        if document.strip():
+            ids += tokenizer(document.strip("\n"), verbose=False)["input_ids"] + [end]
+            if len(ids) >= most:
+                break
+    return torch.tensor(ids)
+
+
+def rows_of(ids: torch.Tensor) -> torch.Tensor:
+    """Rows of `LENGTH`, without overlap."""
+    count = len(ids) // LENGTH
+    return ids[: count * LENGTH].reshape(count, LENGTH)
+
+
+class Bench:
+    """One peer: its texts, its model, its cells."""
+
+    def __init__(self, arguments: argparse.Namespace) -> None:
+        self.peer, self.model = arguments.peer, arguments.model
+        self.config = json.loads((self.model / "config.json").read_text())
+        self.heldout = rows_of(encoded(arguments.heldout, self.model, WINDOWS * LENGTH))[:WINDOWS]
+        most = max(ENOUGH * arguments.rows * LENGTH, ENOUGH_TOKENS)
+        windows = rows_of(encoded(arguments.text, self.model, most))
+        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
+        self.rows = windows[order[: arguments.rows]]
+
+    def load(self) -> Any:
+        """The checkpoint, in float32."""
+        from transformers import AutoModelForCausalLM
+
+        return AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
+
+    def kept(self, ratio: float) -> int:
+        """Channels that `compress` keeps."""
+        width: int = self.config["intermediate_size"]
+        return round(width * (1 - ratio) / MULTIPLE) * MULTIPLE
+
+    @torch.inference_mode()
+    def perplexity(self, model: Any) -> float:
+        """Of the held-out rows, every token but a row's first."""
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(torch.bfloat16)
+        total = 0.0
+        for ids in self.heldout.split(8):
+            logits = model(ids, use_cache=False).logits[:, :-1].float()
+            found = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
+            total -= float(found.double().sum())
+        return math.exp(total / self.heldout[:, 1:].numel())
+
+    def gradients(self, model: Any) -> None:
+        """Of the mean loss over the calibration rows, summed over batches."""
+        model.zero_grad()
+        for ids in self.rows.split(8):
+            model(ids, labels=ids, use_cache=False).loss.backward()
+
+    def batches(self) -> list[dict[str, torch.Tensor]]:
+        """Calibration rows as most peers read them."""
+        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in self.rows.split(8)]
+
+    def cell(self, method: str, remove: str, ratio: float, prune: Callable[[Any], Any]) -> None:
+        """Load, prune, measure, print. `prune` gives back the model, or None for the one that it was given."""
+        torch.manual_seed(0)
+        model = self.load()
+        began = time.perf_counter()
+        model = prune(model) or model
+        seconds = time.perf_counter() - began
+        model = model.eval()
+        left, zeroed = parameters(model)
+        if remove == "weights":  # what is zero is anywhere, and all of it is stored
+            left, zeroed = sum(each.numel() for each in model.parameters()), False
+        found: dict[str, Any] = {
+            "peer": self.peer, "version": version(self.peer), "method": method, "remove": remove, "ratio": ratio,
+            "perplexity": self.perplexity(model), "parameters_after": left, "seconds": round(seconds, 2),
+        }  # fmt: skip
+        if zeroed:
+            found["zeroed"] = True
+        found |= {"zeros": round(zeros(model), 4)} if remove == "weights" else shape(model)
+        print(json.dumps(found), file=OUT, flush=True)
+
+
+def version(peer: str) -> str:
+    """Of the installed peer."""
+    return importlib.metadata.version("transformers" if peer == "none" else peer)
+
+
+def parts(model: Any) -> Iterator[tuple[Any, Any]]:
+    """Attention and MLP of each layer."""
+    for layer in model.model.layers:
+        yield layer.self_attn, layer.mlp
+
+
+def shape(model: Any) -> dict[str, Any]:
+    """Channels and heads that every layer has left."""
+    channels, heads = [], []
+    for attention, mlp in parts(model):
+        channels.append(int((mlp.down_proj.weight != 0).any(0).sum()))
+        used = (attention.o_proj.weight != 0).any(0).reshape(-1, attention.head_dim).any(1)
+        heads.append(int(used.sum()))
+    return {"channels": channels, "heads": heads}
+
+
+def parameters(model: Any) -> tuple[int, bool]:
+    """Parameters of the model, and whether some of them were left out of the count: whole channels or groups of heads that are zero."""
+    count = sum(each.numel() for each in model.parameters())
+    spare = 0
+    for attention, mlp in parts(model):
+        gone = int((mlp.down_proj.weight == 0).all(0).sum())
+        spare += gone * 3 * mlp.down_proj.out_features
+        width, head = attention.o_proj.out_features, attention.head_dim
+        groups = attention.k_proj.out_features // head
+        dead = (attention.o_proj.weight == 0).all(0).reshape(groups, -1).all(1)
+        share = attention.o_proj.in_features // groups
+        spare += int(dead.sum()) * width * 2 * (share + head)
+    return count - spare, bool(spare)
+
+
+def zeros(model: Any) -> float:
+    """Share of the weights of linear layers that are zero."""
+    weights = [
+        m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.endswith("lm_head")
+    ]
+    return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
+
+
+def none(bench: Bench) -> None:
+    """The checkpoint as it is: what `compress` reports before anything is removed."""
+    bench.cell("none", "none", 0.0, lambda model: model)
+
+
+def torch_pruning(bench: Bench) -> None:
+    """Its dependency graph and group importances, of channels."""
+    import torch_pruning as tp
+
+    importances: dict[str, Callable[[], Any]] = {
+        "magnitude": tp.importance.MagnitudeImportance,
+        "taylor": tp.importance.TaylorImportance,
+        "hessian": tp.importance.HessianImportance,
+        "activation": lambda: tp.importance.ActivationImportance(target_types=[torch.nn.Linear]),
+    }
+
+    def ranked(name: str, model: Any) -> Any:
+        made = importances[name]()
+        if name == "taylor":
+            bench.gradients(model)
+        elif name == "hessian":
+            for ids in bench.rows.split(1):
+                model.zero_grad()
+                model(ids, labels=ids, use_cache=False).loss.backward()
+                made.accumulate_grad(model)
+        elif name == "activation":  # what it has seen last is what counts, so it sees all at once
+            with torch.no_grad(), made.compute_importance(model):
+                model.model(bench.rows, use_cache=False)
+        return made
+
+    def narrowed(model: Any, name: str, ratio: float) -> None:
+        importance = ranked(name, model)
+        stays: list[Any] = [model.lm_head, model.model.embed_tokens]
+        for attention, mlp in parts(model):
+            stays += [attention, mlp.down_proj]
+        pruner = tp.pruner.BasePruner(
+            model,
+            {"input_ids": bench.rows[:1, :16], "use_cache": False},
+            importance=importance,
+            pruning_ratio=1 - (bench.kept(ratio) + 0.5) / bench.config["intermediate_size"],
+            ignored_layers=stays,
+            output_transform=lambda out: out.logits,
+        )
+        pruner.step()
+        model.zero_grad()
+
+    for name in importances:
+        for ratio in RATIOS:
+            bench.cell(name, "ffn", ratio, partial(narrowed, name=name, ratio=ratio))
+
+
+def optipfair(bench: Bench) -> None:
+    """Its importances of GLU channels, with and without calibration; the layer that turns the stream least."""
+    import optipfair as library
+
+    quiet: dict[str, Any] = {"show_progress": False}
+
+    def narrowed(model: Any, method: str, ratio: float, data: Any) -> Any:
+        width = bench.config["intermediate_size"]
+        share = 100 * (width - bench.kept(ratio) + 0.5) / width
+        how = {"neuron_selection_method": method, "pruning_percentage": share, "dataloader": data}
+        return library.prune_model(model, pruning_type="MLP_GLU", **how, **quiet)
+
+    def shallower(model: Any, method: str) -> Any:
+        if method == "last":
+            return library.prune_model(model, pruning_type="DEPTH", num_layers_to_remove=1, **quiet)
+        found = library.analyze_layer_importance(model, bench.batches(), **quiet)
+        least = min(found, key=found.get)
+        return library.prune_model(model, pruning_type="DEPTH", layer_indices=[int(least)], **quiet)
+
+    methods = {"MAW": "MAW", "VOW": "VOW", "PON": "PON", "L2": "L2", "MAW + activations": "MAW"}
+    for name, method in methods.items():
+        data = bench.batches() if "activations" in name else None
+        for ratio in RATIOS:
+            bench.cell(name, "ffn", ratio, partial(narrowed, method=method, ratio=ratio, data=data))
+    for name in ("cosine importance", "last"):
+        bench.cell(name, "layers", 0.25, partial(shallower, method=name))
+
+
+def amd_quark(bench: Bench) -> None:
+    """OSSCAR, alone and with its block-wise tuning; the layer without which the calibration text is likeliest.
+
+    OSSCAR rounds widths to multiples of 128: of a fifth of 768 channels it makes a sixth, and of a tenth as well.
+    """
+    from quark.torch.algorithm.config import BlockwiseTuningConfig
+    from quark.torch.pruning.api import ModelPruner
+    from quark.torch.pruning.config import LayerImportancePruneConfig, OSSCARConfig, PConfig
+
+    data = list(bench.rows.split(1))
+    inside = ["self_attn.k_proj", "self_attn.v_proj", "self_attn.q_proj", "self_attn.o_proj"]
+    inside += ["mlp.up_proj", "mlp.gate_proj", "mlp.down_proj"]
+
+    def narrowed(model: Any, ratio: float, tuned: bool) -> Any:
+        algorithm = OSSCARConfig(
+            inside_layer_modules=inside,
+            mlp_pruning_modules=["mlp.down_proj"],
+            mlp_scaling_layers={"mlp.down_proj": ["mlp.up_proj", "mlp.gate_proj"]},
+            mlp_pruning_ratio=ratio,
+            mlp_intermediate_size_name="intermediate_size",
+            model_decoder_layers="model.layers",
+        )
+        tuning = BlockwiseTuningConfig(model_decoder_layers="model.layers", trainable_modules=["mlp.down_proj"])
+        wanted = PConfig(algo_config=algorithm, blockwise_tuning_config=tuning if tuned else None)
+        return ModelPruner(wanted).pruning_model(model, data)
+
+    def shallower(model: Any) -> Any:
+        algorithm = LayerImportancePruneConfig(
+            delete_layer_num=1,
+            layer_num_field="num_hidden_layers",
+            model_decoder_layers="model.layers",
+            layer_norm_field="model.norm",
+        )
+        return ModelPruner(PConfig(algo_config=algorithm)).pruning_model(model, data)
+
+    for name, tuned in (("osscar", False), ("osscar + block-wise tuning", True)):
+        for ratio in RATIOS[1:]:
+            bench.cell(name, "ffn", ratio, partial(narrowed, ratio=ratio, tuned=tuned))
+    bench.cell("perplexity without it", "layers", 0.25, shallower)
+
+
+def dataset(bench: Bench) -> Any:
+    """Calibration rows as llm-compressor reads them."""
+    from datasets import Dataset
+
+    rows = bench.rows.tolist()
+    return Dataset.from_dict({"input_ids": rows, "attention_mask": [[1] * LENGTH for _ in rows]})
+
+
+def fmchisel(bench: Bench) -> None:
+    """OSSCAR as a modifier of llm-compressor: columns of down_proj, and of o_proj in groups of heads, zeroed and the rest refitted."""
+    from fmchisel.pruning.osscar.base import OSSCARModifier
+    from llmcompressor import oneshot
+
+    def pruned(model: Any, channels: int, groups: int) -> None:
+        modifier = OSSCARModifier(num_drop_mlp_neuron=channels, num_drop_attn_group=groups, ignore=["re:.*lm_head"])
+        fields: dict[str, Any] = {"max_seq_length": LENGTH, "num_calibration_samples": len(bench.rows)}
+        oneshot(model=model, tokenizer=tokenizer_of(bench.model), dataset=dataset(bench), recipe=[modifier], **fields)
+
+    width = bench.config["intermediate_size"]
+    for ratio in RATIOS:
+        bench.cell("osscar", "ffn", ratio, partial(pruned, channels=width - bench.kept(ratio), groups=0))
+    groups = bench.config["num_key_value_heads"] // 2
+    bench.cell("osscar", "heads", 0.5, partial(pruned, channels=0, groups=groups))
+
+
+def modelopt(bench: Bench) -> None:
+    """FastNAS, whose tracer finds the channels of the MLPs and nothing else of a Llama, with a bound on the parameters.
+
+    The score of a width is the likelihood of a quarter of the calibration rows. Widths differ between layers.
+    """
+    from modelopt.torch.prune import prune
+
+    rows = bench.rows[: len(bench.rows) // 4]
+
+    @torch.no_grad()
+    def score(model: Any) -> float:
+        losses = [float(model(ids, labels=ids, use_cache=False).loss) for ids in rows.split(8)]
+        return -sum(losses) / len(losses)
+
+    def narrowed(model: Any, ratio: float, checkpoint: Path) -> Any:
+        width, hidden = bench.config["intermediate_size"], bench.config["hidden_size"]
+        # It counts tied weights twice.
+        before = sum(each.numel() for _, each in model.named_parameters(remove_duplicate=False))
+        limit = before - (width - bench.kept(ratio)) * 3 * hidden * bench.config["num_hidden_layers"]
+        # The search space is made anew for each bound, what it measured is read back: the first cell has paid for it.
+        config = {"score_func": score, "checkpoint": str(checkpoint), "verbose": False}
+        found, _ = prune(model, "fastnas", constraints={"params": limit}, dummy_input=rows[:1], config=config)
+        return found
+
+    with tempfile.TemporaryDirectory() as directory:
+        checkpoint = Path(directory) / "search.pth"
+        for ratio in RATIOS:
+            bench.cell("fastnas", "ffn", ratio, partial(narrowed, ratio=ratio, checkpoint=checkpoint))
+
+
+def llmcompressor(bench: Bench) -> None:
+    """No structured pruning of a dense model and no recovery: the one-shot unstructured methods."""
+    from llmcompressor import oneshot
+    from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+
+    def pruned(model: Any, kind: Any) -> None:
+        recipe = [kind(sparsity=0.5, ignore=["re:.*lm_head"])]
+        fields: dict[str, Any] = {"max_seq_length": LENGTH, "num_calibration_samples": len(bench.rows)}
+        oneshot(model=model, tokenizer=str(bench.model), dataset=dataset(bench), recipe=recipe, **fields)
+
+    for name, kind in (("sparsegpt", SparseGPTModifier), ("wanda", WandaPruningModifier)):
+        bench.cell(name, "weights", 0.5, partial(pruned, kind=kind))
+
+
+PEERS: dict[str, Callable[[Bench], None]] = {
+    "none": none, "torch-pruning": torch_pruning, "optipfair": optipfair, "amd-quark": amd_quark, "fmchisel": fmchisel,
+    "nvidia-modelopt": modelopt, "llmcompressor": llmcompressor,
+}  # fmt: skip
+
+
+def collect(arguments: argparse.Namespace) -> None:
+    """All lines in one file, with where they were measured and what could not be."""
+    cells = [json.loads(line) for file in arguments.lines for line in file.read_text().splitlines() if line.strip()]
+    names = [line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name")]
+    result = {
+        "machine": {"cpu": names[0].split(":", 1)[1].strip(), "threads": arguments.threads},
+        "model": arguments.model.name, "text": arguments.text.name, "rows": arguments.rows,
+        **({"note": arguments.note} if arguments.note else {}), "cells": cells, "could_not": COULD_NOT,
+    }  # fmt: skip
+    arguments.output.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("peer", choices=(*PEERS, "collect"))
+    parser.add_argument("--text", type=Path, required=True, help="to calibrate on")
+    parser.add_argument("--rows", type=int, default=128, help="of the text, 256 tokens each")
+    parser.add_argument("--model", type=Path, default=BUNDLED)
+    parser.add_argument("--heldout", type=Path, default=HELDOUT)
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--lines", type=Path, nargs="*", default=[], help="files of printed lines (collect)")
+    parser.add_argument("--note", help="on how it was measured (collect)")
+    parser.add_argument("--output", type=Path, help="JSON file (collect)")
+    arguments = parser.parse_args()
+    if arguments.peer == "collect":
+        collect(arguments)
+        return
+    torch.set_num_threads(arguments.threads)
+    logging.disable(logging.WARNING)
+    PEERS[arguments.peer](Bench(arguments))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    # Some peers print to standard output; their words go to standard error.
+    OUT, sys.stdout = sys.stdout, sys.stderr
+    main()

@@ -214,9 +214,9 @@ def speed(bench: Bench, hidden: int, inner: int, depth: int, threads: int, round
     bench.keep()
 
 
-def training_text(work: Path, limit: int) -> Path:
-    """The standard library without what is held out."""
-    file = work / "train.txt"
+def training_text(work: Path, limit: int | None) -> Path:
+    """The standard library without what is held out; its first characters, or all."""
+    file = work / ("train.txt" if limit else "all.txt")
     if not file.is_file():
         sys.path.insert(0, str(ROOT / "recipes" / "checkpoints"))
         import corpus

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """A second model to prune: a GPT-2 of 8 layers (learned positions, LayerNorm, a plain GELU network) with the bundled tokenizer, trained
-here on the text that benchmarks/structured.py trains on.
+here on all of the text of which benchmarks/structured.py takes the first part.
 
-    python benchmarks/structured_model.py --work DIR --out DIR/gpt2 --steps 1500
+    python benchmarks/structured_model.py --work DIR --out DIR/gpt2
 
 What it is by itself does not matter; that rankings are compared on two families does.
 """
@@ -60,12 +60,12 @@ def main() -> None:
     parser.add_argument("--work", type=Path, required=True)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--text", type=Path)
-    parser.add_argument("--steps", type=int, default=1500)
-    parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=2500)
+    parser.add_argument("--rate", type=float, default=2e-3)
     parser.add_argument("--threads", type=int, default=2)
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    train(arguments.text or training_text(arguments.work, 8_000_000), arguments.out, arguments.steps, arguments.rate)
+    train(arguments.text or training_text(arguments.work, None), arguments.out, arguments.steps, arguments.rate)
 
 
 if __name__ == "__main__":

@@ -21,8 +21,7 @@ def pass_rows(passes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, 
 
 def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
     if "remove" in made:
-        least = f"{min(made['widths']):,} to " if "widths" in made else ""  # channels differ from layer to layer
-        counts = f"{made['before']:,}", f"{least}{made['after']:,}"
+        counts = f"{made['before']:,}", units_after(made)
         return f"{made['unit']} by {made['method']}", *counts, f"parameters {_change(made)}"
     label = f"recovery by {made['recover']}"
     if "perplexity_before" in made and "perplexity_after" in made:
@@ -33,6 +32,12 @@ def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
             "",
         )
     return label, "", "", f"{made['steps']:,} steps"
+
+
+def units_after(made: Mapping[str, Any]) -> str:
+    """How many units a layer has now: "768", or "480 to 736" where layers differ."""
+    widths = made.get("widths") or [made["after"]]
+    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
 
 
 def _change(made: Mapping[str, Any]) -> str:

@@ -62,7 +62,7 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     smaller = StreamedModel(Checkpoint(cutting.output), streamed.device, dtype=streamed.dtype)
     check_equal(cutting.output, run_blocks(smaller, [probe], None).get(0), expected)
     return {
-        "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.kept, "unit": job.size.unit,
+        "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width, "unit": job.size.unit,
         "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
         **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
     }  # fmt: skip

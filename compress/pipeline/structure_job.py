@@ -76,6 +76,12 @@ class StructureJob:
         """Units of a layer that stay."""
         return self.widths[layer] if self.widths else self.kept
 
+    @property
+    def mean_width(self) -> float:
+        """Units of a layer that stay, in the mean; a whole number where it is one."""
+        mean = sum(self.widths) / len(self.widths) if self.widths else self.kept
+        return int(mean) if mean == int(mean) else round(mean, 1)
+
     def of_widths(self, widths: Sequence[int], config: PretrainedConfig) -> StructureJob:
         """The job with so many channels in each layer. `config`: of the whole model."""
         if len(set(widths)) == 1:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
+from compress.commands.made_passes import units_after
 from compress.report import charts
 from compress.report.elements import folded, section, table
 from compress.report.facts import Facts, notes_text
@@ -30,10 +31,9 @@ def structure_section(facts: Facts) -> str:
 
 def _summary(made: Pass) -> Row:
     before, after = made["parameters_before"], made["parameters_after"]
-    least = f"{min(made['widths']):,} to " if "widths" in made else ""  # channels differ from layer to layer
     return [
         (f"{made['unit']} ({made['remove']})" if made["unit"] != made["remove"] else made["unit"], ""), (made["method"], ""),
-        (f"{made['before']:,}", "right"), (f"{least}{made['after']:,}", "right"), (f"{before:,}", "right"), (f"{after:,}", "right"),
+        (f"{made['before']:,}", "right"), (units_after(made), "right"), (f"{before:,}", "right"), (f"{after:,}", "right"),
         (f"{after / max(before, 1) - 1:+.1%}", "right"),
     ]  # fmt: skip
 

@@ -19,6 +19,7 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
+from compress.commands.made_passes import units_after
 from export import export
 from export.gguf import families
 from export.huggingface.target import HuggingFaceOptions, HuggingFaceTarget
@@ -66,7 +67,13 @@ def test_each_layer_keeps_what_it_is_told(make_checkpoint: Any, recipe: Any, tmp
     facts = json.loads((made.path / "config.json").read_text())
     assert facts["intermediate_size"] == 96
     assert facts["per_layer_config"] == {"1": {"intermediate_size": 40}, "2": {"intermediate_size": 64}}
-    assert made.manifest["passes"][0]["widths"] == WIDTHS
+    told = made.manifest["passes"][0]
+    assert told["widths"] == WIDTHS
+    assert told["after"] == 66.7
+    assert units_after(told) == "40 to 96"
+    page = (made.path / "report.html").read_text()
+    assert "40 to 96" in page
+    assert page.count('class="right meter"') >= 3
     ids = torch.randint(0, 256, (1, 20), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected = model(ids).logits

@@ -13,8 +13,9 @@ def layer_configs(text: Any) -> list[Any]:
     A transformers that does not know `per_layer_config` (before 5.17 or so) holds it as it stands in config.json.
     """
     parts = getattr(text, KEY, None)
-    if parts is not None and hasattr(type(text), KEY):
+    if parts is None:
+        return [text] * int(text.num_hidden_layers)
+    if hasattr(type(text), KEY):
         return list(parts)
     layers = overrides(text)
-    alike = uniform(text) if layers else text
-    return [uniform(text, **layers[i]) if i in layers else alike for i in range(int(text.num_hidden_layers))]
+    return [uniform(text, **layers.get(i, {})) for i in range(int(text.num_hidden_layers))]

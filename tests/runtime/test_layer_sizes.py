@@ -14,6 +14,7 @@ import runtime
 from runtime.engines.llama import take_over
 from runtime.engines.torch import TorchEngine
 from runtime.errors import ArtifactError
+from runtime.kv_cache.layer_configs import layer_configs
 from runtime.layer_sizes import differing, overrides, uniform, with_overrides
 from runtime.skeleton import build_skeleton, find_stacks, read_config
 
@@ -127,3 +128,11 @@ def test_a_transformers_that_does_not_know_the_key(monkeypatch: pytest.MonkeyPat
     ((_, blocks),) = find_stacks(build_skeleton(plain, torch.float32))
     assert [block.mlp.up_proj.out_features for block in blocks] == [160, 32, 160, 160]
     assert not overrides(uniform(plain))
+
+
+def test_a_cache_of_a_transformers_that_does_not_know_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in ("runtime.layer_sizes", "runtime.kv_cache.layer_configs"):
+        monkeypatch.setattr(f"{module}.KEY", "sizes_of_layers")
+    plain = llama()
+    plain.sizes_of_layers = {"1": {"num_key_value_heads": 1}}
+    assert [part.num_key_value_heads for part in layer_configs(plain)] == [2, 1, 2, 2]

@@ -82,7 +82,7 @@ def config(layers: int, heads: int, context: int = 4096) -> Any:
     found = SimpleNamespace(
         hidden_size=64 * heads, num_hidden_layers=layers, num_attention_heads=heads, max_position_embeddings=context
     )
-    found.get_text_config = lambda: found
+    found.get_text_config = lambda **_: found
     return found
 
 

@@ -265,7 +265,7 @@ def main() -> None:
         "widths": lambda: widths(bench, arguments.ratios),
         "sparsity": lambda: sparsity(bench, training, arguments.long),
         "latency": lambda: latency(bench, arguments.ratios, arguments.threads, arguments.rounds),
-        "speed": lambda: speed(bench, 1024, 4096, 8, arguments.threads, arguments.rounds),
+        "speed": lambda: speed(bench, 2048, 8192, 6, arguments.threads, arguments.rounds),
     }
     for part in arguments.parts:
         run[part]()

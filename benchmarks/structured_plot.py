@@ -58,7 +58,10 @@ def main() -> None:
             axis.plot([at], [whole], "k.", markersize=8)
             axis.axhline(whole, color="#888888", linewidth=0.6)
             axis.set_yscale("log")
-            axis.set_ylim(top=whole * 12)
+            ticks = [round(whole * times, 1) for times in (1, 1.1, 1.2, 1.5, 2, 3)]
+            axis.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
+            axis.minorticks_off()
+            axis.set_ylim(whole * 0.98, whole * 3.2)
         row[0].set_ylabel("perplexity of held-out text")
     axes[0][1].legend(
         fontsize=8, title="solid: readers refitted\ndotted: as they were\nstars: recovered", title_fontsize=8

@@ -43,10 +43,8 @@ BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 HELDOUT = ROOT / "recipes" / "checkpoints" / "texts" / "heldout.txt"
 LENGTH, WINDOWS, MULTIPLE = 256, 128, 32
 RATIOS = (0.1, 0.2, 0.35, 0.5)
-ENOUGH, ENOUGH_TOKENS = (
-    16,
-    2_000_000,
-)  # of a text: as many times the tokens of the rows as `compress` reads, at least so many
+# Of a text: as many times the tokens of the rows as `compress` reads, at least so many.
+ENOUGH, ENOUGH_TOKENS = 16, 2_000_000
 
 
 def tokenizer_of(model: Path) -> Any:

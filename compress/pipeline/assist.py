@@ -15,7 +15,7 @@ from compress.distill.team import PartDone, Team
 from compress.pipeline.applied import LimitError
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import Recovery, recover
-from compress.pipeline.recover_job import RecoverJob, learn_states
+from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
 from compress.recipe import Recipe
 from runtime.checkpoint import Checkpoint
@@ -61,9 +61,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
         checkpoint, original, before, output, work = map(Path, task["paths"])
         session = Session.plain(recipe, Checkpoint(checkpoint), where, Checkpoint(original))
         stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
-        if session.streamed.kind == "encoder":
-            learn_states(stage.config)
-        job = RecoverJob(stage, session.streamed.config)
+        job = RecoverJob.of(stage, session.streamed, session.reference)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):
             recover(Recovery(job, before, session, task["passes"], output, work, reporter, team))
     team.meet()

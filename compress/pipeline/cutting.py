@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -36,10 +36,6 @@ class Cutting:
     work: Path
     spill: bool
     reporter: Reporter
-
-    def of(self, job: StructureJob) -> Cutting:
-        """The same with another job."""
-        return replace(self, job=job)
 
     def states(self, count: int, name: str = "hidden") -> HiddenStates:
         """For the states of so many batches; on the disk under this name, where they spill."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -36,15 +36,23 @@ class RecoverJob:
     Attributes:
         stage: of the recipe.
         config: of the model; nothing of it changes.
+        whole: what will be trained, in numbers. teacher: what it learns from.
         warnings: sentences for the user.
-        whole: what will be trained, in numbers. teacher: what it learns from. None where the job is carried out along with another process.
     """
 
     stage: Stage
     config: PretrainedConfig
+    whole: Counted
+    teacher: Counted
     warnings: tuple[str, ...] = ()
-    whole: Counted | None = None
-    teacher: Counted | None = None
+
+    @classmethod
+    def of(cls, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
+        """The job of a stage that has been checked. What an encoder cannot learn becomes 0 in the stage, so that the recipe that is kept
+        says what was done, and can be run again."""
+        if streamed.kind == "encoder":
+            stage.config.kl = stage.config.cross_entropy = 0.0
+        return cls(stage, streamed.config, Counted.of(streamed), Counted.of(original))
 
     @property
     def settings(self) -> RecoverConfig:
@@ -67,13 +75,10 @@ class RecoverJob:
     @property
     def stored(self) -> int:
         """Bytes of the model on the disk."""
-        assert self.whole is not None
         return self.whole.stored
 
     def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
         """Memory, disk and time; it has rows of text of its own."""
-        assert self.whole is not None
-        assert self.teacher is not None
         return recovery_needs(self, self.whole, self.teacher, speed, session.streamed.device)
 
     def describe(self) -> str:
@@ -103,7 +108,6 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
                 raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
-        learn_states(config)
     ours, theirs = (int(model.config.get_text_config().hidden_size) for model in (streamed, original))
     if config.squarehead and ours != theirs:
         text = f"hidden states of {ours} dimensions cannot be compared with those of {theirs}, which the model had; set squarehead: 0"
@@ -148,13 +152,8 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
         raise refuse("sequence_length", text)
     _, warning = rows(session, stage)
-    warnings = () if warning is None else (warning,)
-    return RecoverJob(stage, streamed.config, warnings, Counted.of(streamed), Counted.of(original))
-
-
-def learn_states(config: RecoverConfig) -> None:
-    """What an encoder cannot learn becomes 0, so that the recipe that is kept says what was done, and can be run again."""
-    config.kl = config.cross_entropy = 0.0
+    job = RecoverJob.of(stage, streamed, original)
+    return job if warning is None else replace(job, warnings=(warning,))
 
 
 def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:

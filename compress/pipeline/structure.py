@@ -44,10 +44,9 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     _check_begun(job, streamed, cutting.work)
     # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
     job = replace(job, config=job.smaller(streamed.config))
-    cutting = cutting.of(job)
     if job.settings.allocation == "error":
-        job = job.of_widths(channel_widths(cutting), streamed.config)
-        cutting = cutting.of(job)
+        job = job.of_widths(channel_widths(replace(cutting, job=job)), streamed.config)
+    cutting = replace(cutting, job=job)
     if job.settings.remove == "layers":
         found = remove_layers(cutting)
         expected = _without(streamed, found["kept"], probe)

@@ -17,6 +17,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 from conftest import SMALL, byte_tokenizer
 from encoder_models import bert, save, t5
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import compress
 import runtime
@@ -280,6 +281,23 @@ def test_what_does_not_compute_the_same_is_refused(
     monkeypatch.setattr(same_without.Cut, "__call__", wrong)
     request = recipe(checkpoint("llama"), stage(keep=48))
     with pytest.raises(RequestError, match=r"model\.layers\.1 of a LlamaForCausalLM is something else"):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+
+
+def test_a_block_that_differs_by_a_factor_is_refused(
+    checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that takes a constant from its hidden size gives a multiple of what it should, and is otherwise right."""
+    real = LlamaDecoderLayer.forward
+
+    def scaled(self: Any, *arguments: Any, **options: Any) -> Any:
+        return real(self, *arguments, **options) * (self.hidden_size / 64) ** 0.5
+
+    monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
+    request = recipe(checkpoint("llama"), stage(keep=48))
+    with pytest.raises(
+        RequestError, match=r"model\.layers\.0 of a LlamaForCausalLM is something else .*a factor of 0\.866"
+    ):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 

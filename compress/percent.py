@@ -20,7 +20,6 @@ def fraction(value: Any) -> Any:
             raise ValueError(f"expected a percentage such as 10% or a fraction such as 0.1, got {value!r}")
         return float(match.group(1)) / 100
     if isinstance(value, (int, float)) and not isinstance(value, bool) and value > 5:
-        raise ValueError(
-            f"expected a percentage such as 10% or a fraction such as 0.1, got {value}; did you mean {value}%?"
-        )
+        meant = f"; did you mean {value}%?" if value <= 100 else ""
+        raise ValueError(f"expected a percentage such as 10% or a fraction such as 0.1, got {value}{meant}")
     return value

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
 
 HELD_OUT_ROWS = 4  # of one forward pass
-_EXPLODED = 10.0  # times the loss of before the first step
+_EXPLODED = 10.0  # times the loss of before the first step, or the least that is worth a word
+_SLIGHT = 0.05
 Sums = dict[str, tuple[float, float]]  # {what is measured: (sum over positions, positions)}
 
 
@@ -296,7 +297,7 @@ class Run:
         if not self.student.forgiving or goal.larger:
             return False
         last, first = looks[-1][goal.name], looks[0][goal.name]
-        return not math.isfinite(last) or last > _EXPLODED * first
+        return not math.isfinite(last) or last > _EXPLODED * max(first, _SLIGHT)
 
     def _save(self) -> None:
         if self.directory is not None and self.accelerator.is_main_process:

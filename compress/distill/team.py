@@ -87,7 +87,15 @@ class Team:
 
         # A loss on hidden states alone reaches no head, and one width of several not all channels.
         kinds = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(find_unused_parameters=True)]
-        return cls(Accelerator(cpu=device == "cpu", kwargs_handlers=kinds))
+        # Told nothing, accelerate joins no processes where there is no GPU.
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=kinds)
+        if accelerator.num_processes != launched():
+            raise CompressError(
+                f"accelerate joins {accelerator.num_processes} of the {launched()} processes that were launched (WORLD_SIZE), so they "
+                "would do the same work side by side: start them with torchrun or accelerate launch, without further ACCELERATE_* settings"
+            )
+        return cls(accelerator)
 
     def __enter__(self) -> Team:
         return self

@@ -30,6 +30,7 @@ def ask(recovery: Recovery) -> None:
         "stage": recovery.job.stage.index,
         "paths": [str(path.absolute()) for path in paths],
         "passes": list(recovery.passes),
+        "tokens": recovery.tokens,
     }
     recovery.team.agreed(task)
 
@@ -63,7 +64,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
         stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
         job = RecoverJob.of(stage, session.streamed, session.reference)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):
-            recover(Recovery(job, before, session, task["passes"], output, work, reporter, team))
+            recover(Recovery(job, before, session, task["passes"], task["tokens"], output, work, reporter, team))
     team.meet()
     if task["complete"] is None:
         raise CompressError("the run failed in the main process, which says why")

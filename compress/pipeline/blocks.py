@@ -52,13 +52,19 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
         states.persist(directory.hidden_path(index + 1))
         directory.commit(_part(index), record)
         _remove_hidden(directory, index)
-        worst = max(record["layers"], key=lambda layer: layer["error"], default=None)
-        reporter.step(
-            f"block {index}: " + (f"worst layer {worst['name']} error {worst['error']:.2e}" if worst else "copied")
-        )
+        reporter.step(f"block {index}: {_told(record['layers'])}")
     outside = compress_outside(session, embeddings, states, batches, total, directory, reporter)
     directory.commit("outside", outside)
     reporter.step("embeddings, final norm and head")
+
+
+def _told(layers: list[dict[str, Any]]) -> str:
+    worst = max(
+        (layer for layer in layers if layer["error"] is not None), key=lambda layer: layer["error"], default=None
+    )
+    if worst is None:
+        return "stored as it was trained" if layers else "copied"
+    return f"worst layer {worst['name']} error {worst['error']:.2e}"
 
 
 def _part(index: int) -> str:

@@ -70,6 +70,11 @@ class Latency:
             self._points = self._timed()
         return _between(self._points, count)
 
+    @property
+    def of(self) -> str:
+        """What takes the time: "a decoded token"."""
+        return str(self._about["of"])
+
     def facts(self, kept: int) -> dict[str, Any]:
         """What was measured, JSON-able: "of" what, "device", "threads", "layers" of the models that were timed, "seconds" by number of
         units (of the whole model), "before" with all units and "after" with `kept`."""

@@ -29,7 +29,7 @@ class SolvedLayer:
         tensors: what is stored, keys relative to the module ("weight_packed", ...), without the bias.
         entry: how `config.json` describes it.
         digest: SHA-256 of the dequantized weight's bytes; the load-back gate compares it with what the disk gives.
-        record: the layer's line in the manifest.
+        record: the layer's line in the manifest; its error is None where all was settled before, and the weight is only stored.
     """
 
     tensors: dict[str, torch.Tensor]
@@ -69,7 +69,7 @@ def pack_layer(
     after = sum(t.numel() * t.element_size() for t in tensors.values())
     stored_bits = 8.0 * after / (rows * columns)
     record = {
-        "name": name, "method": work.describe(), "format": storage.name, "error": float(solved.error),
+        "name": name, "method": work.describe(), "format": storage.name, "error": float(solved.error) if work.methods else None,
         "bits": round(stored_bits, 4), "sparsity": round(1.0 - kept, 6), "shape": list(shape),
         "bytes_before": before, "bytes_after": after, "notes": solved.notes,
     }  # fmt: skip

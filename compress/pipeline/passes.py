@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from compress.distill.team import Team
@@ -113,16 +114,16 @@ class Passes:
         session.jobs = tuple(self.jobs)
         return session
 
-    def _plain(self, checkpoint: Checkpoint) -> Session:
-        """The model as it is, of which no layer is compressed."""
+    def _plain(self, checkpoint: Checkpoint, job: Job) -> Session:
+        """The model as it is before a pass, of which no layer is compressed."""
         session = Session.plain(self.recipe, checkpoint, self.device, self.session.original)
-        session.jobs = tuple(self.jobs)
+        session.jobs = tuple(own for own in self.jobs if own.stage.index < job.stage.index)
         return session
 
     def _cut(
         self, job: StructureJob, checkpoint: Checkpoint, output: Path, work: Path, spill: bool, reporter: Reporter
     ) -> dict[str, Any]:
-        before = self._plain(checkpoint)
+        before = self._plain(checkpoint, job)
         batches = before.batches if job.needs else [(before.probe, None)]
         probe = (before.probe, None)
         return remove_structure(Cutting(job, before.streamed, batches, probe, output, work, spill, reporter))
@@ -148,10 +149,16 @@ class Passes:
             allocate_sparsity(session, own, reporter, spill)
             compress_blocks(session, own, reporter, spill)
             finish.write_metadata(session, own)
-        plain, done = self._plain(checkpoint), facts(directory, self.session)
-        recovery = Recovery(job, before, plain, done, output, work, reporter, self.team)
+        plain, done = self._plain(checkpoint, job), facts(directory, self.session)
+        tokens = plain.source_ids(torch.arange(plain.vocabulary)) if plain.cut_tokens else None
+        recovery = Recovery(job, before, plain, done, tokens, output, work, reporter, self.team)
         ask(recovery)
-        return recover(recovery)
+        found = recover(recovery)
+        if layered is not None:  # the artifact will say how far its layers are from what was trained, which is nothing
+            lines = [layer for record in finish.records(session, own) for layer in record["layers"]]
+            names = ("name", "method", "error")
+            found["compressed"] = [{name: line[name] for name in names} for line in lines if line["error"] is not None]
+        return found
 
 
 def _whole_stages(recipe: Recipe) -> list[Stage]:

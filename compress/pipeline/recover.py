@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ from compress.distill.data import TextRows
 from compress.distill.loop import DivergedError
 from compress.distill.recovery import held as held_files
 from compress.distill.recovery.constraints import between_codes, constrain, settle
+from compress.distill.recovery.followed import Followed
 from compress.distill.recovery.held import HELD, Held
-from compress.distill.recovery.layers import followed
 from compress.distill.recovery.learner import Recovering
 from compress.distill.recovery.nested import Nested, feed_forward, order
 from compress.distill.recovery.teachers import Cached, InMemory, Nobody, RecoveryTeacher, cache_outputs
@@ -46,7 +46,7 @@ class Recovery:
         job: what will be trained.
         before: the model as it is, a checkpoint or an artifact.
         session: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
-        passes: what earlier stages have done.
+        passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
         output: for the checkpoint. work: for what an interrupted call goes on from.
         reporter: of progress.
         team: the processes that share the training.
@@ -56,10 +56,18 @@ class Recovery:
     before: Path
     session: Session
     passes: Sequence[Mapping[str, Any]]
+    tokens: torch.Tensor | None
     output: Path
     work: Path
     reporter: Reporter
     team: Team = field(default_factory=Team)
+
+    @property
+    def followed(self) -> Followed:
+        """What of the teacher is compared."""
+        stacks = [len(stack.blocks) for stack in self.session.reference.stacks]
+        found = Followed.of(stacks, self.passes, self.tokens)
+        return found if self.job.settings.squarehead else replace(found, layers=())
 
     @property
     def device(self) -> torch.device:
@@ -86,11 +94,9 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     job, session, device, team = recovery.job, recovery.session, recovery.device, recovery.team
     settings = job.settings
     ids, _ = rows(session, job.stage)
-    layers = []
-    if settings.squarehead:
-        layers = followed([len(stack.blocks) for stack in session.reference.stacks], recovery.passes)
+    followed = recovery.followed
     with team.in_turn():
-        text = _text(recovery, ids, layers)
+        text = _text(recovery, ids, followed)
     model, held = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
@@ -104,11 +110,16 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
     kind = Nested if job.method.nested else Recovering
-    trained = _train(recovery, kind(model, session.streamed, settings, range(len(layers))), text)
+    trained = _train(recovery, kind(model, session.streamed, settings, range(len(followed.layers))), text)
     team.leave()
     if trained.ended == "diverged":
         recovery.reporter.warn(
             "recovery: the loss diverged; the best weights before that are kept. A lower learning_rate may do better"
+        )
+    elif not trained.best_step:
+        recovery.reporter.warn(
+            f"recovery: held-out text got no better in {trained.steps:,} steps, so the weights are those of before. Another learning_rate, "
+            "more text or more steps may do better"
         )
     settle(model)
     write(model, session.streamed, recovery.output)
@@ -170,19 +181,19 @@ def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
     return trained
 
 
-def _text(recovery: Recovery, ids: torch.Tensor, layers: list[int]) -> _Text:
-    """The rows with whoever teaches them: the whole model's outputs, or hidden states of these layers."""
+def _text(recovery: Recovery, ids: torch.Tensor, followed: Followed) -> _Text:
+    """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
     settings, streamed = recovery.job.settings, recovery.session.reference
     given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
         return _Text(given, apart, Nobody(), Nobody())
     if settings.teacher == "memory":
-        teacher = InMemory(streamed, layers, recovery.device)
+        teacher = InMemory(streamed, followed, recovery.device)
         return _Text(given, apart, teacher, teacher)
     cached = cache_outputs(
         streamed,
         torch.cat([given, apart]),
-        layers,
+        followed,
         recovery.work / "teacher",
         top=settings.teacher_top,
         temperature=settings.temperature,

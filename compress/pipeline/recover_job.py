@@ -14,6 +14,7 @@ from compress.distill.losses import Objective
 from compress.distill.recovery import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recovery.nested import feed_forward
 from compress.distill.team import launched
+from compress.nearest import listing
 from compress.pipeline.needs import Counted, Needs, Rows, Speed
 from compress.pipeline.recover_needs import held_out, recovery_needs
 from compress.recipe import Recipe, Stage
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from compress.pipeline.session import Session
     from compress.pipeline.stream import StreamedModel
 
+_CHANGING = ("structure", "prune", "quantize")
 _POSITION = re.compile(r"(position|wpe)[^.]*$")
 
 
@@ -108,17 +110,10 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
                 raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
-    ours, theirs = (int(model.config.get_text_config().hidden_size) for model in (streamed, original))
-    if config.squarehead and ours != theirs:
-        text = f"hidden states of {ours} dimensions cannot be compared with those of {theirs}, which the model had; set squarehead: 0"
-        raise refuse("squarehead", text)
-    vocabularies = [int(model.config.get_text_config().vocab_size) for model in (streamed, original)]
-    if config.kl and streamed.kind != "encoder" and vocabularies[0] != vocabularies[1]:
-        text = f"a model of {vocabularies[0]} tokens cannot learn what one of {vocabularies[1]} says; set kl: 0 and cross_entropy: 1"
-        raise refuse("kl", text)
-    if config.squarehead and vocabularies[0] != vocabularies[1]:
-        text = f"hidden states cannot be compared where a text has other tokens ({vocabularies[0]}, the model had {vocabularies[1]})"
-        raise refuse("squarehead", f"{text}; set squarehead: 0")
+    changed = any(other.kind in _CHANGING and other.index < stage.index for other in recipe.stages)
+    if not changed and not METHODS[stage.method].nested and not config.cross_entropy:
+        text = "no stage before it changes the model, so there is nothing to win back; put it after one that does"
+        raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to train on the text itself")
     if config.batch_size % launched():
         text = f"a batch of {config.batch_size} rows cannot be shared by {launched()} processes; make it a multiple"
         raise refuse("batch_size", text)
@@ -132,7 +127,7 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     except RequestError as error:
         raise refuse("temperature", str(error)) from None
     rank = getattr(config, "rank", None)
-    if rank is not None and rank > ours:
+    if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
     if METHODS[stage.method].nested:
         layered = next((s for s in recipe.stages if s.kind in ("prune", "quantize") and s.index < stage.index), None)
@@ -164,7 +159,11 @@ def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
     """
     config: RecoverConfig = stage.config
     text = _rows_config(session.recipe, config)
-    data = calibration.load(text, session.tokenizer, session.vocabulary)
+    try:
+        data = calibration.load(text, session.tokenizer, session.vocabulary)
+    except RequestError as error:
+        place = session.recipe.origin.at(("stages", stage.index, stage.kind, "sequence_length"), str(error))
+        raise RequestError(place) from None
     if data.rows < 2:
         raise RequestError(
             text.at(

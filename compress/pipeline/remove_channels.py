@@ -61,7 +61,7 @@ class ChannelBlock(OpenBlock):
             for number, batch in enumerate(self.batches):
                 self.states.put(number, self.streamed.advance(self.index, self.states.get(number), batch))
         worst = max((layer["error"] for layer in facts if layer["error"] is not None), default=None)
-        return tensors, facts, "nothing to remove" if worst is None else f"error {worst:.2e}"
+        return tensors, facts, "cut" if worst is None else f"cut, error {worst:.2e}"
 
     def _cut(self) -> tuple[dict[str, torch.Tensor], list[dict[str, Any]]]:
         job, source = self.job, self.streamed.checkpoint

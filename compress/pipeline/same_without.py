@@ -83,10 +83,6 @@ class Comparison:
             self.cut.scales[f"{last}.bias"] = 1 / factor
         self.smaller.load_outside()
 
-    def entering(self) -> torch.Tensor:
-        """What enters the first block of the smaller model: `[b, n, hidden]`."""
-        return _prelude(self.smaller, self.batch)
-
     @torch.inference_mode()
     def check_block(self, index: int, state: torch.Tensor) -> None:
         """RequestError where a block gives something else for a state, that of both models being loaded."""

@@ -80,9 +80,9 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
     open_ = {KEY}.union(*map(differing, configs))
     wanted, found = (_told(config, open_) for config in configs)
     if begun != plan or wanted != found:
+        why = ", since times were measured anew" if job.measured else ""
         raise CompressError(
-            f"this run was begun with another number of units than {job.describe()}, since times were measured anew; run it again with "
-            "--overwrite"
+            f"this run was begun for another model than that of {job.describe()}{why}; run it again with --overwrite"
         )
     work.mkdir(parents=True, exist_ok=True)
     write_json(file, plan)

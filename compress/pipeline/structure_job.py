@@ -32,6 +32,7 @@ from compress.prune.structure.sizes import (
 )
 from compress.prune.vocabulary import Tokens
 from compress.recipe import Recipe, Stage
+from runtime.cache_directory import cache_directory
 from runtime.errors import ArtifactError, RequestError
 from runtime.skeleton import build_skeleton, find_stacks
 
@@ -160,7 +161,9 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     method = METHODS[stage.method]
     if config.remove not in method.removes:
         able = [name for name, other in METHODS.items() if config.remove in other.removes]
-        text = f"{method.name} ranks {listing(sorted(method.removes))}, not {config.remove}; {listing(able)} do"
+        text = (
+            f"{method.name} ranks {listing(sorted(method.removes))}, not {config.remove}; that is for {listing(able)}"
+        )
         raise RequestError(recipe.origin.at((*path, "remove"), text))
     with _at(recipe, (*path, "remove")):
         size = size_of(streamed.config, config.remove)
@@ -308,8 +311,8 @@ def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> 
             amount = "all" if kept > most else "too few" if kept else "none"
             near = most if kept > most else least
             text = (
-                f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, in multiples of {multiple} "
-                f"{amount}; the nearest that can be kept is {near} ({near / size.count:.1%})"
+                f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, which is {amount} in multiples of {multiple}; "
+                f"the nearest that can be kept is {near} ({near / size.count:.1%})"
             )
             raise RequestError(recipe.origin.at((*path, "ratio"), text))
         return kept, {}
@@ -324,6 +327,9 @@ def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> 
         text = (
             f"with {least} of {size.count} {size.unit} the model still takes {costs(least) / whole:.1%} of its {name}"
         )
+        if isinstance(costs, Latency):
+            times = f"{costs.of} takes {1e3 * costs(least):.3g} ms instead of {1e3 * whole:.3g} ms"
+            text += f": {times}. What was measured is kept in {cache_directory('latency')}; delete that folder to measure again"
         raise RequestError(recipe.origin.at((*path, "budget", name), text))
     return found, costs.facts(found) if isinstance(costs, Latency) else {}
 

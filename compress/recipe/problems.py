@@ -105,13 +105,22 @@ def _describe(annotation: Any, metadata: list[Any]) -> str:
         return "a text"
     if origin in (list, tuple, set, frozenset):
         inner = [part for part in get_args(annotation) if part is not Ellipsis]
-        what = {"a text": "texts", "an integer": "integers", "a number": "numbers"}.get(
-            _describe(inner[0], []) if inner else "", "values"
-        )
-        return f"a list of {what}"
+        one = _describe(inner[0], []) if inner else "a value"
+        kind, _, bounds = one.partition(" ")[2].partition(" ")
+        what = {"text": "texts", "integer": "integers", "number": "numbers"}.get(kind)
+        return f"a list of {_length(metadata)}{'values' if what is None else f'{what} {bounds}'.strip()}"
     if origin is dict or annotation is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
         return "a mapping"
     return "another kind of value"
+
+
+def _length(metadata: list[Any]) -> str:
+    """ "2 or more " of a list that must have so many."""
+    least = next((item.min_length for item in _flatten(metadata) if isinstance(item, annotated_types.MinLen)), 0)
+    most = next((item.max_length for item in _flatten(metadata) if isinstance(item, annotated_types.MaxLen)), None)
+    if most is not None:
+        return f"{least} to {most} "
+    return f"{least} or more " if least else ""
 
 
 def _bounds(metadata: list[Any]) -> str:
@@ -136,7 +145,10 @@ def _bounds(metadata: list[Any]) -> str:
 def _flatten(metadata: list[Any]) -> list[Any]:
     flat: list[Any] = []
     for item in metadata:
-        flat.extend(item if isinstance(item, annotated_types.GroupedMetadata) else [item])
+        if isinstance(item, FieldInfo):  # of a `Field` inside of an Annotated
+            flat.extend(_flatten(list(item.metadata)))
+        else:
+            flat.extend(item if isinstance(item, annotated_types.GroupedMetadata) else [item])
     return flat
 
 

@@ -88,12 +88,12 @@ def quality_chart(before: float, after: float) -> str:
 
 # -------------------------------------------------------------------- shared
 def _by_kind(layers: Sequence[Mapping[str, Any]], key: str) -> tuple[list[int], dict[str, dict[int, float]]]:
-    """Blocks in order, and {kind: {block: value}}; a value that is not finite is left out."""
+    """Blocks in order, and {kind: {block: value}}; a value that is none or not finite is left out."""
     series: dict[str, dict[int, float]] = {}
     blocks = []
     for layer in layers:
         block, kind = split_layer_name(layer["name"])
-        if math.isfinite(layer[key]):
+        if layer[key] is not None and math.isfinite(layer[key]):
             blocks.append(block)
             values = series.setdefault(kind, {})
             # Several layers of one kind in a block (experts): the worst stands for them.

@@ -29,6 +29,11 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[tuple[str, str]]]) -> 
     return f'<div class="scroll"><table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>'
 
 
+def error_cell(error: float | None, worst: float) -> tuple[str, str]:
+    """A relative error, with a bar that is full at `worst`; None: there is none to tell."""
+    return ("–", "right") if error is None else (f"{error:.3%}", f"right meter {error / worst:.3f}")
+
+
 def cell(text: str, classes: str) -> str:
     """A cell of `table`."""
     names = classes.split()

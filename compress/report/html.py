@@ -12,7 +12,7 @@ from compress.commands.output import size
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
-from compress.report.elements import folded, section, table
+from compress.report.elements import error_cell, folded, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
@@ -207,7 +207,7 @@ def _layers_table(facts: Facts) -> str:
     layers = facts.layers
     if not layers:
         return ""
-    worst = max(layer["error"] for layer in layers) or 1.0
+    worst = max((layer["error"] for layer in layers if layer["error"] is not None), default=0.0) or 1.0
     widest = max(layer["bits"] for layer in layers) or 1.0
     rows = []
     for layer in layers:
@@ -215,7 +215,7 @@ def _layers_table(facts: Facts) -> str:
         rows.append(
             [
                 (layer["name"], "name"), (layer["method"], ""), (layer["format"], ""),
-                (f"{layer['error']:.3%}", f"right meter {layer['error'] / worst:.3f}"),
+                error_cell(layer["error"], worst),
                 (f"{layer['bits']:.3g}", f"right meter {layer['bits'] / widest:.3f}"),
                 (f"{layer['sparsity']:.1%}", f"right meter {layer['sparsity']:.3f}"),
                 (size(before), "right"), (size(after), "right"), (notes_text(layer.get("notes") or {}), "notes"),

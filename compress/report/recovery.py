@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
+from compress.report.charts import error_chart
 from compress.report.curves import Entries, number
 from compress.report.elements import section, table
 from compress.report.facts import Facts
@@ -26,6 +27,7 @@ _NOTE = (
     "Held-out rows are of the calibration text, and the weights measured are those in training; the quality above is of the artifact as it "
     "is stored, on the text of the evaluation."
 )
+_BEFORE = "How far each layer's output had been moved by what was compressed before this training, relative to the output itself."
 
 
 def recovery_sections(facts: Facts) -> str:
@@ -35,6 +37,8 @@ def recovery_sections(facts: Facts) -> str:
     for place, made in enumerate(passes):
         which = f" {place + 1} of {len(passes)}" if len(passes) > 1 else ""
         content = f"<p>{escape(_sentence(made))}</p>"
+        if before := error_chart(made.get("compressed") or [], f"before{place}"):
+            content += f'<p class="soft">{_BEFORE}</p>{before}'
         if made.get("curve"):
             content += loss_chart(made, f"recovery{place}") + perplexity_chart(made, f"recovery{place}")
             content += f'<p class="soft">{_NOTE}</p>{_numbers(made["curve"])}'

@@ -8,7 +8,7 @@ from typing import Any
 
 from compress.commands.made_passes import units_after
 from compress.report import charts
-from compress.report.elements import folded, section, table
+from compress.report.elements import error_cell, folded, section, table
 from compress.report.facts import Facts, notes_text
 
 Pass = Mapping[str, Any]
@@ -87,13 +87,13 @@ def _readers(made: Pass, number: int) -> str:
 
 
 def _reader(layer: Mapping[str, Any], worst: float) -> Row:
-    error, damping = layer.get("error"), layer.get("damping")
+    damping = layer.get("damping")
     notes = [notes_text(layer.get("notes") or {})]
     if "experts" in layer:
         notes.insert(0, f"experts {', '.join(map(str, layer['experts']))}")
     return [
         (layer["name"], "name"), (f"{layer['units']:,}", "right"), (f"{layer['kept']:,}", "right"),
-        ("–", "right") if error is None else (f"{error:.3%}", f"right meter {error / worst:.3f}"),
+        error_cell(layer.get("error"), worst),
         ("–" if damping is None else f"{damping:g}", "right"), ("; ".join(note for note in notes if note), "notes"),
     ]  # fmt: skip
 

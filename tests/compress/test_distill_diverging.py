@@ -96,6 +96,7 @@ def test_a_loss_that_is_no_number_ends_the_training_too() -> None:
     ("looks", "fields"),
     [
         ([1.0, 9.9, 0.5, 0.4, 0.3], {}),  # ten times as much is too much
+        ([0.001, 0.02, 0.49, 0.0009, 0.0008], {}),  # of next to nothing too, but that is still little
         ([1.0, 50.0, 0.5, 0.4, 0.3], {"forgiving": False}),
         ([1.0, 50.0, 60.0, 70.0, 80.0], {"larger": True}),
     ],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +12,12 @@ import torch
 from random_models import random_llama
 from torch import nn
 
+from compress.distill.data import TextRows
 from compress.distill.recovery.constraints import Adapter, between_codes, constrain, settle
+from compress.distill.recovery.finetune import FinetuneConfig
+from compress.distill.recovery.followed import Followed
 from compress.distill.recovery.held import Held, load, save
-from compress.distill.recovery.layers import followed
+from compress.distill.recovery.learner import Recovering
 from compress.distill.recovery.losses import squarehead
 from compress.distill.recovery.teachers import Cached, InMemory, cache_outputs
 from compress.distill.rows import Batch
@@ -147,12 +151,22 @@ def test_squarehead_is_the_share_of_what_is_missing() -> None:
     assert float(squarehead(ours, theirs)) == pytest.approx(float((parts[0] + 3 * parts[1]) / 4), rel=1e-5)
 
 
-def test_layers_answer_to_those_that_they_were() -> None:
-    assert followed([5], []) == [0, 1, 2, 3, 4]
+def test_what_is_left_answers_to_what_it_was() -> None:
     cut = {"remove": "layers", "kept": [[0, 2, 3, 4]]}
     again = {"remove": "layers", "kept": [[0, 1, 3]]}
-    assert followed([5], [cut, {"remove": "ffn"}, again]) == [0, 2, 4]
-    assert followed([3, 4], [{"remove": "layers", "kept": [[0, 2], [0, 3]]}]) == [0, 2, 3, 6]
+    assert Followed.of([5], [], None).layers == [0, 1, 2, 3, 4]
+    assert Followed.of([5], [cut, {"remove": "ffn"}, again], None).layers == [0, 2, 4]
+    assert Followed.of([3, 4], [{"remove": "layers", "kept": [[0, 2], [0, 3]]}], None).layers == [0, 2, 3, 6]
+    narrow = [{"remove": "hidden", "dimensions": [1, 2, 5, 7]}, cut, {"remove": "hidden", "dimensions": [0, 3]}]
+    found = Followed.of([5], narrow, torch.tensor([4, 0, 2]))
+    assert found.layers == [0, 2, 3, 4]
+    given = torch.randn(2, 3, 8)
+    assert torch.equal(found.states(given), given[..., [1, 7]])
+    assert torch.equal(found.logits(given), given[..., [4, 0, 2]])
+    assert found.asked(torch.tensor([[0, 2], [1, 1]])).tolist() == [[4, 2], [0, 0]]
+    whole = Followed.of([5], [cut], None)
+    assert whole.states(given) is whole.logits(given) is whole.asked(given) is given
+    assert found.facts != Followed.of([5], narrow[:2], torch.tensor([4, 0, 2])).facts != whole.facts
 
 
 @pytest.fixture(scope="module")
@@ -162,13 +176,25 @@ def streamed(tmp_path_factory: Any) -> StreamedModel:
     return StreamedModel(Checkpoint(path))
 
 
-def test_a_kept_teacher_says_what_one_in_memory_says(streamed: StreamedModel, tmp_path: Path) -> None:
-    ids = torch.randint(1, 257, (7, 12))
-    kept = cache_outputs(streamed, ids, [0, 2], tmp_path / "kept", top=257, temperature=1.0)
-    live = InMemory(streamed, [0, 2], torch.device("cpu"))
+CUT = Followed([0, 2], torch.tensor([3, 5, 60]), torch.randperm(257)[:200])
+
+
+@pytest.mark.parametrize("followed", [Followed([0, 2]), CUT], ids=["whole", "cut"])
+def test_a_kept_teacher_says_what_one_in_memory_says(
+    streamed: StreamedModel, tmp_path: Path, followed: Followed
+) -> None:
+    tokens = 257 if followed.tokens is None else len(followed.tokens)
+    ids = torch.randint(1, tokens, (7, 12))
+    kept = cache_outputs(streamed, ids, followed, tmp_path / "kept", top=257, temperature=1.0)
+    live = InMemory(streamed, followed, torch.device("cpu"))
     chosen = torch.tensor([6, 0, 3])
     batch = Batch(ids[chosen], torch.ones(3, 12, dtype=torch.bool), chosen, torch.zeros(3, dtype=torch.int64))
     one, other = live.outputs(batch), kept.outputs(batch)
+    if followed is CUT:
+        plain = InMemory(streamed, Followed([0, 2]), torch.device("cpu"))
+        whole = plain.outputs(replace(batch, ids=CUT.tokens[batch.ids]))
+        assert torch.equal(one.logits, whole.logits[..., CUT.tokens])
+        assert all(torch.equal(a, b[..., [3, 5, 60]]) for a, b in zip(one.states, whole.states, strict=True))
     for mine, theirs in zip(one.states, other.states, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-3)
     assert isinstance(one.logits, torch.Tensor)
@@ -181,14 +207,60 @@ def test_a_kept_teacher_says_what_one_in_memory_says(streamed: StreamedModel, tm
         later.outputs(Batch(ids[:1], batch.trained[:1], torch.tensor([4]), batch.seeds[:1]))
 
 
+@pytest.mark.parametrize("teacher", ["memory", "cached"])
+@pytest.mark.parametrize(
+    ("divergence", "temperature"), [("forward_kl", 1.0), ("forward_kl", 2.5), ("reverse_kl", 0.7), ("js", 1.0)]
+)
+def test_the_loss_is_the_sum_that_the_recipe_asks_for(
+    streamed: StreamedModel, tmp_path: Path, divergence: str, temperature: float, teacher: str
+) -> None:
+    student, whole = random_llama(1, num_hidden_layers=3), random_llama(num_hidden_layers=3)  # that `streamed` is of
+    weights = {"cross_entropy": 0.3, "kl": 0.5, "squarehead": 2.0}
+    config = FinetuneConfig.model_validate({"divergence": divergence, "temperature": temperature, **weights})
+    ids = torch.randint(1, 257, (4, 12))
+    batch = TextRows(ids).batch([2, 0], [0, 0])
+    followed = Followed([0, 1])
+    asked = (
+        InMemory(streamed, followed, torch.device("cpu"))
+        if teacher == "memory"
+        else cache_outputs(streamed, ids, followed, tmp_path / "kept", top=257, temperature=temperature)
+    )
+    learner = Recovering(student, streamed, config, [0, 1])
+    found = learner.losses(batch, learner.targets(asked, batch))
+    with torch.no_grad():
+        ours, theirs = (model(batch.ids, output_hidden_states=True) for model in (student, whole))
+    q, p = (torch.log_softmax(one.logits[:, :-1].double() / temperature, -1) for one in (ours, theirs))
+    m = ((p.exp() + q.exp()) / 2).log()
+    parts = {
+        "forward_kl": (p.exp() * (p - q)).sum(-1),
+        "reverse_kl": (q.exp() * (q - p)).sum(-1),
+        "js": ((p.exp() * (p - m)).sum(-1) + (q.exp() * (q - m)).sum(-1)) / 2,
+    }
+    following = batch.ids[:, 1:, None]
+    expected = {
+        "kl": parts[divergence].mean(),
+        "cross_entropy": -torch.log_softmax(ours.logits[:, :-1].double(), -1).gather(-1, following).mean(),
+    }
+    for place in (1, 2):  # after the first and the second layer
+        own, other = (one.hidden_states[place].double() for one in (ours, theirs))
+        share = (own - other).square().sum((1, 2)) / other.square().sum((1, 2))
+        expected["squarehead"] = expected.get("squarehead", 0) + share.mean() / 2
+    assert float(found["kl"]) == pytest.approx(float(expected["kl"]), rel=2e-2 if teacher == "cached" else 1e-3)
+    assert float(found["squarehead"]) == pytest.approx(float(expected["squarehead"]), rel=1e-3)
+    assert float(found["cross_entropy"]) == pytest.approx(float(expected["cross_entropy"]), rel=1e-3)
+    assert float(found["loss"]) == pytest.approx(sum(weights[name] * float(found[name]) for name in weights), rel=1e-5)
+
+
 def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(1, 257, (3, 8))
-    kept = cache_outputs(streamed, ids, [1], tmp_path / "kept", top=4, temperature=1.0)
+    kept = cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=4, temperature=1.0)
     before = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     with monkeypatch.context() as patched:
         patched.setattr(StreamedModel, "run_block", lambda *_: pytest.fail("asked again"))
-        assert cache_outputs(streamed, ids, [1], tmp_path / "kept", top=4, temperature=1.0).facts == kept.facts
-    cache_outputs(streamed, ids, [1], tmp_path / "kept", top=5, temperature=1.0)
+        assert (
+            cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=4, temperature=1.0).facts == kept.facts
+        )
+    cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=5, temperature=1.0)
     after = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     assert after["manifest.json"] != before["manifest.json"]
     assert not [name for name in after if name.startswith("block-")]
@@ -199,4 +271,4 @@ def test_a_disk_that_is_too_small_is_noticed_before(
 ) -> None:
     monkeypatch.setattr("compress.distill.recovery.teachers.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CompressError, match="teacher: memory"):
-        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), [1], tmp_path / "kept", top=4, temperature=1.0)
+        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Followed([1]), tmp_path / "kept", top=4, temperature=1.0)

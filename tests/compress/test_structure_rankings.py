@@ -131,6 +131,18 @@ def test_convex_masks_come_nearest_to_their_filters() -> None:
         assert float(found[each]) == pytest.approx(float(mask[each]), abs=0.05)
 
 
+@pytest.mark.parametrize("each", [1, 3])
+@pytest.mark.parametrize("activity", ["rms", "mean"])
+def test_gradient_free_weighs_what_a_channel_stands_for_by_its_size(activity: str, each: int) -> None:
+    x, weight = inputs(300, 4 * each), torch.randn(6, 4 * each, generator=torch.Generator().manual_seed(3))
+    x[:, 1] = x[:, 1].sign() * x[:, 1].abs() ** 3  # root mean square and mean of sizes tell apart
+    stands, _ = convex_masking(weight.T, 1.5, 0.001)
+    sizes = x.square().mean(0).sqrt() if activity == "rms" else x.abs().mean(0)
+    expected = (stands * sizes / sizes.max()).view(4, each).sum(1)
+    found = rank("gradient_free", view(x, weight, 4, 2), activity=activity, width=1.5, convergence=0.001)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
 def test_a_filter_that_others_repeat_stands_for_less() -> None:
     filters = torch.randn(8, 6)
     filters[5] = filters[2] + 0.01 * torch.randn(6)

@@ -36,7 +36,14 @@ def structure(method: str = "obs", remove: str = "ffn", **fields: Any) -> dict[s
 
 
 def recover(method: str = "finetune", **fields: Any) -> dict[str, Any]:
-    small = {"samples": 24, "sequence_length": 32, "steps": 6, "batch_size": 4, "evaluate_every": 3}
+    small = {
+        "samples": 24,
+        "sequence_length": 32,
+        "steps": 6,
+        "batch_size": 4,
+        "evaluate_every": 3,
+        "cross_entropy": 0.1,
+    }
     return {"recover": {"method": method, **small, **fields}}
 
 

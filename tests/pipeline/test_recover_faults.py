@@ -57,6 +57,23 @@ def test_a_manifest_is_json_however_a_training_ends(
     assert "nan" not in page.lower().replace("nano", "")
 
 
+def test_a_training_that_brings_nothing_says_so(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = loop.Run._measured
+    monkeypatch.setattr(
+        loop.Run,
+        "_measured",
+        lambda run: {name: value + 0.1 * run.standing.step for name, value in real(run).items()},
+    )
+    request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER})
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    (facts,) = made.manifest["passes"]
+    assert (facts["ended"], facts["best_step"]) == ("steps", 0)
+    (warning,) = [warning for warning in made.warnings if "recovery:" in warning]
+    assert "held-out text got no better in 9 steps" in warning
+
+
 PROGRAM = """
 import os, sys, torch
 from pathlib import Path

@@ -84,6 +84,14 @@ def test_some_of_what_was_lost_comes_back_soon(
     assert facts["recover"] == method
     assert facts["perplexity_after"] < facts["perplexity_before"]
     assert facts["after"]["loss"] < facts["before"]["loss"]
+    # What was lost before the training stands beside it; what was trained is stored as it is.
+    assert {line["name"]: line["error"] for line in facts["compressed"]} == {
+        line["name"]: pytest.approx(line["error"]) for line in lost.manifest["layers"]
+    }
+    assert all(line["error"] is None for line in won.manifest["layers"])
+    page = (tmp_path / "won/report.html").read_text()
+    assert "had been moved by what was compressed before this training" in page
+    assert "Error of every layer" not in page
     one, other = weights(tmp_path / "lost"), weights(tmp_path / "won")
     assert one.keys() == other.keys()
     changed = [float((one[name] != other[name]).float().mean()) for name in one]
@@ -390,7 +398,7 @@ def test_precision_and_memory_do_not_change_what_is_learned(make_checkpoint: Any
 SHARED = """
 import sys, compress, torch
 torch.set_num_threads(1)
-made = compress.apply(sys.argv[1], output=sys.argv[2], device="cpu", quiet=True)
+made = compress.apply(sys.argv[1], output=sys.argv[2], quiet=True)  # where it computes is found out, as on the command line
 print(made.path, len(made.manifest["passes"]))
 """
 
@@ -399,7 +407,7 @@ def launched(*arguments: str, processes: int = 2) -> subprocess.CompletedProcess
     """A program in several processes, as torchrun starts them."""
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", str(processes), "--standalone"]
     here = str(Path(__file__).resolve().parents[2])
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here, "CUDA_VISIBLE_DEVICES": ""}
     return subprocess.run([*command, *arguments], env=environment, capture_output=True, text=True, timeout=250)
 
 
@@ -443,10 +451,12 @@ def test_a_run_that_fails_in_one_process_ends_in_all(make_checkpoint: Any, recip
     ("stages", "words"),
     [
         ([recover(kl=0.0, squarehead=0.0)], ["recover", "nothing to learn"]),
+        ([recover()], ["recover.method", "nothing to win back", "structure, prune, quantize"]),
+        ([recover(), {"prune": {"method": "wanda", "sparsity": 0.5}}], ["recover.method", "nothing to win back"]),
         ([recover(learning_rate=0.0)], ["recover.learning_rate", "above 0"]),
-        ([recover("lora", rank=65)], ["recover.rank", "hidden size 64"]),
+        ([SPARSE, recover("lora", rank=65)], ["recover.rank", "hidden size 64"]),
         ([recover("finetun")], ["recover.method", "did you mean", "finetune"]),
-        ([recover(sequence_length=100_000)], ["sequence_length"]),
+        ([SPARSE, recover(sequence_length=100_000)], ["recover.sequence_length"]),
         ([recover(data="x.txt")], ["unknown key", "data"]),
     ],
 )
@@ -470,7 +480,8 @@ def test_an_encoder_has_no_next_token_to_learn(recipe: Any, tmp_path: Path) -> N
 
 def test_the_recipe_of_an_encoder_runs_again(recipe: Any, tmp_path: Path) -> None:
     source = save(bert(), tmp_path / "model")
-    made = compress.apply(recipe(source, recover(steps=2)), output=tmp_path / "out", quiet=True)
+    stages = ({"prune": {"method": "magnitude", "sparsity": 0.5}}, recover(steps=2))
+    made = compress.apply(recipe(source, *stages), output=tmp_path / "out", quiet=True)
     again = compress.apply(made.path / "recipe.yaml", output=tmp_path / "again", quiet=True)
     assert again.manifest["passes"] == made.manifest["passes"]
 

@@ -139,6 +139,28 @@ def test_dimensions_that_hold_nothing_go_without_a_trace(
         assert names >= ({"o", "wi", "wo", "q", "k", "v"} if family.startswith("t5") else {"o_proj"})
 
 
+@pytest.mark.parametrize(("family", "teacher"), [("llama", "memory"), ("llama", "cached"), ("t5", "memory")])
+def test_recovery_after_it_learns_from_the_dimensions_that_stay(
+    checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, family: str, teacher: str
+) -> None:
+    """Where dimensions that hold nothing went, there is nothing to win back."""
+    source = checkpoint(family)
+    small = {"samples": 16, "sequence_length": 24, "steps": 20, "batch_size": 4, "evaluate_every": 5}
+    recover = {
+        "recover": {"method": "finetune", "teacher": teacher, "teacher_top": 257, "learning_rate": 1e-3, **small}
+    }
+    lossy = recipe(source, stage("random", keep=52, reconstruct=False), stage("random", keep=40), recover)
+    (*_, facts) = compress.apply(lossy, output=tmp_path / "lossy", quiet=True).manifest["passes"]
+    assert facts["after"]["loss"] < 0.9 * facts["before"]["loss"]
+    empty_dimensions(source)
+    made = compress.apply(
+        recipe(source, stage(keep=KEPT, reconstruct=False), recover), output=tmp_path / "out", quiet=True
+    )
+    (_, facts) = made.manifest["passes"]
+    assert facts["before"]["squarehead"] < 1e-5
+    assert facts["before"]["kl"] < 1e-4
+
+
 @pytest.mark.parametrize("method", ["activation", "magnitude", "random"])
 @pytest.mark.parametrize("family", ["llama", "gemma2", "phi", "t5"])
 def test_every_tensor_is_cut_by_the_same_dimensions(

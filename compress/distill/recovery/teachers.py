@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 
 from compress.distill.losses import SparseTargets
+from compress.distill.recovery.followed import Followed
 from compress.distill.recovery.outputs import Outputs, Reader
 from compress.distill.rows import Batch, digest_of
 from compress.kv_cache.statistics import Progress
@@ -53,18 +53,19 @@ class InMemory:
     """The whole model, as its checkpoint stores it.
 
     Args:
-        streamed: the checkpoint. layers: whose hidden states are wanted.
+        streamed: the checkpoint. followed: what of it is wanted.
     """
 
-    def __init__(self, streamed: StreamedModel, layers: Sequence[int], device: torch.device) -> None:
-        self.facts = {"teacher": streamed.checkpoint.fingerprint(), "layers": list(layers)}
+    def __init__(self, streamed: StreamedModel, followed: Followed, device: torch.device) -> None:
+        self.facts = {"teacher": streamed.checkpoint.fingerprint(), **followed.facts}
+        self.followed = followed
         model = Blueprint(Artifact(streamed.checkpoint.path), device, "reference", None, False).build_module()
         model.requires_grad_(False)
-        self._reader = Reader(model.eval(), streamed, layers)
+        self._reader = Reader(model.eval(), streamed, followed.layers)
 
     @torch.no_grad()
     def outputs(self, batch: Batch) -> Outputs:
-        return self._reader(batch.ids)
+        return self.followed.outputs(self._reader(self.followed.asked(batch.ids)))
 
 
 class Cached:
@@ -109,7 +110,7 @@ class Cached:
 def cache_outputs(
     streamed: StreamedModel,
     ids: torch.Tensor,
-    layers: Sequence[int],
+    followed: Followed,
     directory: Path,
     *,
     top: int,
@@ -119,29 +120,29 @@ def cache_outputs(
     """Compute a teacher's outputs of rows, one block in memory at a time, or take what an earlier call has written.
 
     Args:
-        ids: int64 `[n, s]`. layers: whose hidden states are wanted.
+        ids: int64 `[n, s]`, the model's in recovery. followed: what of the outputs is wanted.
         top: likeliest tokens of a position that are kept.
 
     Raises:
         CompressError: the disk has no room for them.
     """
     facts = {
-        "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "sha256": digest_of(ids), "layers": list(layers), "top": top,
-        "temperature": temperature,
+        "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "sha256": digest_of(ids), "top": top, "temperature": temperature,
+        **followed.facts,
     }  # fmt: skip
     if (directory / "manifest.json").is_file() and read_json(directory / "manifest.json") == facts:
         return Cached(directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     hidden = int(streamed.config.get_text_config().hidden_size)
-    needed = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(layers), top)
+    needed = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(followed.layers), top)
     free = shutil.disk_usage(directory).free
     if needed + SPARE > free:
         raise CompressError(
             f"the teacher's outputs take about {needed / 1e9:.1f} GB in {directory} and {free / 1e9:.1f} GB are free: teach fewer "
             "rows, set squarehead: 0, or use teacher: memory"
         )
-    _compute(streamed, ids, list(layers), directory, top, temperature, progress)
+    _compute(streamed, followed.asked(ids), followed, directory, top, temperature, progress)
     write_json(directory / "manifest.json", facts)
     return Cached(directory)
 
@@ -159,12 +160,13 @@ def cached_bytes(positions: int, hidden: int, itemsize: int, layers: int, top: i
 def _compute(
     streamed: StreamedModel,
     ids: torch.Tensor,
-    layers: list[int],
+    followed: Followed,
     directory: Path,
     top: int,
     temperature: float,
     progress: Progress | None,
 ) -> None:
+    layers = list(followed.layers)
     batches: list[Rows] = [(rows, None) for rows in ids.split(ROWS)]
     kept: list[dict[str, Path]] = [{} for _ in batches]
     states = HiddenStates(len(batches), directory / "hidden")
@@ -181,13 +183,13 @@ def _compute(
                     if index in layers:
                         place = directory / f"block-{index:05d}-{number:05d}.safetensors"
                         kept[number][f"states-{layers.index(index)}"] = place
-                        _save({"states": own[:, : streamed.own_length(index, batch)]}, place)
+                        _save({"states": followed.states(own[:, : streamed.own_length(index, batch)])}, place)
                     states.put(number, streamed.hand_over(index, own, batch))
             if progress is not None:
                 progress.step(f"teacher: block {index}")
         for number, (rows, _) in enumerate(batches):
             _save(
-                {**_said(streamed, states.get(number), rows, top, temperature), **_loaded(kept[number])},
+                {**_said(streamed, followed, states.get(number), rows, top, temperature), **_loaded(kept[number])},
                 directory / _file(number),
             )
             for place in kept[number].values():
@@ -196,11 +198,12 @@ def _compute(
 
 
 def _said(
-    streamed: StreamedModel, state: torch.Tensor, rows: torch.Tensor, top: int, temperature: float
+    streamed: StreamedModel, followed: Followed, state: torch.Tensor, rows: torch.Tensor, top: int, temperature: float
 ) -> dict[str, torch.Tensor]:
     given = streamed.outputs(state.to(streamed.device), rows)
     if streamed.kind == "encoder":
-        return {"last": given}
+        return {"last": followed.states(given)}
+    given = followed.logits(given)
     found = SparseTargets.of(given, min(top, given.shape[-1]), temperature)
     log_probs = found.log_probs.clamp_min(float(torch.finfo(torch.float16).min))
     return {"ids": found.ids.to(torch.int32), "log_probs": log_probs.half(), "rest": found.rest}

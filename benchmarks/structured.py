@@ -15,6 +15,7 @@ the running Python without what the held-out text has (recipes/checkpoints/corpu
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
 import platform
 import statistics
@@ -30,7 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 RANKINGS = ("random", "magnitude", "wanda", "gradient_free", "taylor", "obs")
 DEPTH = ("random", "magnitude", "block_influence")
-PARTS = ("channels", "heads", "layers", "widths", "sparsity", "latency", "speed")
+PARTS = ("channels", "heads", "layers", "hidden", "vocabulary", "widths", "sparsity", "latency", "speed")
+CHARACTERS = 6_000_000  # of the training text
 Stage = dict[str, Any]
 
 
@@ -68,7 +70,7 @@ class Bench:
                 return known  # type: ignore[no-any-return]
         made = self.apply(*stages)
         before, after = (made.metrics[when]["perplexity"] for when in ("before", "after"))
-        found: dict[str, Any] = {**key, "perplexity_before": before, "perplexity": after, "kl": made.metrics["kl"]}
+        found: dict[str, Any] = {**key, "perplexity_before": before, "perplexity": after, "kl": made.metrics.get("kl")}
         for facts in made.manifest.get("passes", []):
             if "remove" in facts:
                 names = ("parameters_before", "parameters_after", "after", "widths")
@@ -116,6 +118,34 @@ def layers(bench: Bench, training: dict[str, Any]) -> None:
             if trained:
                 stages.append({"recover": {"method": "finetune", **training}})
             bench.cell("layers", *stages, remove="layers", method=method, ratio=0.25, recovered=trained)
+
+
+def hidden(bench: Bench, training: dict[str, Any]) -> None:
+    """An eighth and a quarter of the dimensions of the hidden state."""
+    for ratio in (0.125, 0.25):
+        for method in ("random", "magnitude", "activation"):
+            for fitted, trained in ((False, False), (True, False), (True, True)):
+                stages = [cut("hidden", method, ratio, reconstruct=fitted)]
+                if trained:
+                    stages.append({"recover": {"method": "finetune", **training}})
+                key = {
+                    "remove": "hidden",
+                    "method": method,
+                    "ratio": ratio,
+                    "reconstruct": fitted,
+                    "recovered": trained,
+                }
+                bench.cell("hidden", *stages, **key)
+
+
+def vocabulary(bench: Bench, training: dict[str, Any]) -> None:
+    """An eighth and a quarter of the tokens; all of the calibration text says which stay."""
+    for ratio in (0.125, 0.25):
+        for trained in (False, True):
+            stages = [cut("vocabulary", "frequency", ratio, multiple=1)]
+            if trained:
+                stages.append({"recover": {"method": "finetune", **training}})
+            bench.cell("vocabulary", *stages, remove="vocabulary", method="frequency", ratio=ratio, recovered=trained)
 
 
 def widths(bench: Bench, ratios: Sequence[float]) -> None:
@@ -235,18 +265,18 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=BUNDLED)
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
     parser.add_argument("--ratios", nargs="*", type=float, default=[0.1, 0.2, 0.35, 0.5])
-    parser.add_argument("--recovered", nargs="*", type=float, default=[0.2, 0.5], help="ratios that are also recovered")
+    parser.add_argument("--recovered", nargs="*", type=float, default=[0.5], help="ratios that are also recovered")
     parser.add_argument("--samples", type=int, default=128)
-    parser.add_argument("--steps", type=int, default=200, help="of each recovery")
+    parser.add_argument("--steps", type=int, default=150, help="of each recovery")
     parser.add_argument("--long", type=int, default=2000, help="steps of the longest one, after sparsity")
-    parser.add_argument("--rows", type=int, default=6144, help="that recovery is trained on")
+    parser.add_argument("--rows", type=int, default=6800, help="that recovery is trained on")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(arguments.threads)
-    text = arguments.text or training_text(arguments.work, 8_000_000)
+    text = arguments.text or training_text(arguments.work, CHARACTERS)
     bench = Bench(arguments.work, text, arguments.model, arguments.samples, arguments.json)
     training = {
         "samples": arguments.rows, "sequence_length": 256, "steps": arguments.steps, "batch_size": 8, "evaluate_every": 100,
@@ -257,11 +287,16 @@ def main() -> None:
         "threads": arguments.threads,
         "torch": torch.__version__,
     }
-    bench.result |= {"machine": machine, "model": arguments.model.name, "training": training}
+    bench.result |= {
+        "machine": machine, "model": arguments.model.name, "training": training,
+        "text": {"characters": len(text.read_text(encoding="utf-8")), "sha256": hashlib.sha256(text.read_bytes()).hexdigest()},
+    }  # fmt: skip
     run = {
         "channels": lambda: channels(bench, arguments.ratios, arguments.recovered, training),
         "heads": lambda: heads(bench),
         "layers": lambda: layers(bench, training),
+        "hidden": lambda: hidden(bench, training),
+        "vocabulary": lambda: vocabulary(bench, training),
         "widths": lambda: widths(bench, arguments.ratios),
         "sparsity": lambda: sparsity(bench, training, arguments.long),
         "latency": lambda: latency(bench, arguments.ratios, arguments.threads, arguments.rounds),

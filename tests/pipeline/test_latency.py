@@ -176,10 +176,11 @@ def test_a_budget_that_cannot_be_kept_says_what_is_left(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, clock: list[Path]
 ) -> None:
     request = recipe(make_checkpoint(), stage(budget={"latency": "20%"}, remove="ffn", multiple=8))
-    with pytest.raises(
-        RequestError,
-        match=r"structure\.budget\.latency: with 8 of 96 channels .* of its latency: a decoded token takes .* ms instead of .* ms\. What was measured is kept in .*latency; delete",
-    ):
+    told = (
+        r"structure\.budget\.latency: with 8 of 96 channels .* of its latency: a decoded token takes .* ms instead of .* ms\. "
+        r"What was measured is kept in .*latency; delete"
+    )
+    with pytest.raises(RequestError, match=told):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 

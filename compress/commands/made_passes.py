@@ -26,7 +26,7 @@ def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
     label = f"recovery by {made['recover']}"
     if "perplexity_before" in made and "perplexity_after" in made:
         return (
-            f"{label}, perplexity of held-out rows",
+            f"{label}, perplexity of rows held out of its text",
             f"{made['perplexity_before']:.4g}",
             f"{made['perplexity_after']:.4g}",
             "",

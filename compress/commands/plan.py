@@ -60,7 +60,9 @@ def _show(result: dict[str, Any]) -> None:
     rows = []
     for tensor in result["tensors"]:
         how = ", ".join(part for part in (tensor["method"], tensor["format"]) if part)
-        rows.append((tensor["name"], tensor["action"], how, size(tensor["bytes_before"]), size(tensor["bytes_after"])))
+        before, after = tensor["bytes_before"], tensor["bytes_after"]
+        action = "cut" if tensor["action"] == "copied" and after < before else tensor["action"]
+        rows.append((tensor["name"], action, how, size(before), size(after)))
     print_table("", ("tensor", "what happens", "method, format", "before", "after"), rows, right=(3, 4))
     for text in result["passes"]:
         print(f"First: {text}")

@@ -229,6 +229,8 @@ def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
         elif source.nbytes(name) != tensors[name]["bytes_before"] and tensors[name]["bytes_before"]:
             tensors[name]["bytes_before"] = source.nbytes(name)
             tensors[name]["cut"] = list(source.shape(name))
+            if tensors[name]["action"] == "copied":
+                tensors[name].setdefault("reason", "made smaller by an earlier stage")
 
 
 def draft_files(path: Path, draft: dict[str, Any] | None) -> list[Path]:

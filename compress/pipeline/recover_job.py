@@ -27,7 +27,8 @@ if TYPE_CHECKING:
     from compress.pipeline.session import Session
     from compress.pipeline.stream import StreamedModel
 
-_CHANGING = ("structure", "prune", "quantize")
+_LAYERED = ("prune", "quantize")
+_CHANGING = ("structure", *_LAYERED)
 _POSITION = re.compile(r"(position|wpe)[^.]*$")
 
 
@@ -39,6 +40,7 @@ class RecoverJob:
         stage: of the recipe.
         config: of the model; nothing of it changes.
         whole: what will be trained, in numbers. teacher: what it learns from.
+        after: methods of the stages before that compress layers, which are compressed before the training.
         warnings: sentences for the user.
     """
 
@@ -46,6 +48,7 @@ class RecoverJob:
     config: PretrainedConfig
     whole: Counted
     teacher: Counted
+    after: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
     @classmethod
@@ -84,8 +87,9 @@ class RecoverJob:
         return recovery_needs(self, self.whole, self.teacher, speed, session.streamed.device)
 
     def describe(self) -> str:
-        """For people: "recovery by finetune, 400 steps of training"."""
-        return f"recovery by {self.stage.method}, {self.settings.steps:,} steps of training"
+        """For people: "recovery by finetune after sparsegpt, 400 steps of training"."""
+        after = f" after {' and '.join(self.after)}" if self.after else ""
+        return f"recovery by {self.stage.method}{after}, {self.settings.steps:,} steps of training"
 
 
 def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedModel) -> RecoverJob:
@@ -130,7 +134,7 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
     if METHODS[stage.method].nested:
-        layered = next((s for s in recipe.stages if s.kind in ("prune", "quantize") and s.index < stage.index), None)
+        layered = next((s for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index), None)
         if layered is not None:
             raise refuse(
                 "method",
@@ -147,8 +151,9 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
         raise refuse("sequence_length", text)
     _, warning = rows(session, stage)
-    job = RecoverJob.of(stage, streamed, original)
-    return job if warning is None else replace(job, warnings=(warning,))
+    after = tuple(s.method for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index)
+    warnings = () if warning is None else (warning,)
+    return replace(RecoverJob.of(stage, streamed, original), after=after, warnings=warnings)
 
 
 def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:

@@ -144,7 +144,7 @@ class StructureJob:
             timed = f" (latency measured: {self.measured['of']} {before:.3g} -> about {after:.3g} ms)"
         kept = f"{min(self.widths)} to {self.kept}" if self.widths else str(self.kept)
         if self.settings.allocation == "error":
-            kept = f"{kept} in the mean" if not self.widths else f"{kept} by layer"
+            kept = f"a mean of {kept}" if not self.widths else f"{kept} by layer"
         return (
             f"{self.settings.remove} {self.size.count} -> {kept} {self.size.unit} by {self.stage.method}{fitted}{timed}"
         )

@@ -6,10 +6,13 @@ refit of the readers, without and with recovery; how much of what sparsity costs
     python benchmarks/structured_model.py --work DIR --out DIR/gpt2          # a second model
     python benchmarks/structured.py --work DIR --model DIR/gpt2 --json gpt2.json --parts channels layers latency
     python benchmarks/structured_plot.py out.json gpt2.json --out plot.svg
+    python benchmarks/structured_model.py --work DIR --out DIR/moe --family moe --steps 360
+    python benchmarks/structured.py --work DIR --model DIR/moe --json moe.json --parts experts
 
 Every cell is a recipe through `compress.apply`. Perplexity is that of the bundled held-out text. Training text is the standard library of
 the running Python without what the held-out text has (recipes/checkpoints/corpus.py), or `--text FILE`. A cell that is in the file
-`--json` already is not measured again.
+`--json` already is not measured again. The part `experts` needs a mixture of experts, which the bundled model is not: it runs where
+`--parts` names it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 RANKINGS = ("random", "magnitude", "wanda", "gradient_free", "taylor", "obs")
 DEPTH = ("random", "magnitude", "block_influence")
 PARTS = ("channels", "heads", "layers", "hidden", "vocabulary", "widths", "sparsity", "latency", "speed")
+ON_REQUEST = ("experts",)
 CHARACTERS = 6_000_000  # of the training text
 Stage = dict[str, Any]
 
@@ -75,6 +79,8 @@ class Bench:
             if "remove" in facts:
                 names = ("parameters_before", "parameters_after", "after", "widths")
                 found |= {name: facts[name] for name in names if name in facts}
+                if facts["remove"] == "experts":
+                    found["experts"] = [layer["experts"] for layer in facts["layers"]]
         found["seconds"] = round(sum(made.seconds.values()), 1)
         print(json.dumps(found), flush=True)
         cells.append(found)
@@ -148,6 +154,13 @@ def vocabulary(bench: Bench, training: dict[str, Any]) -> None:
             bench.cell("vocabulary", *stages, remove="vocabulary", method="frequency", ratio=ratio, recovered=trained)
 
 
+def experts(bench: Bench) -> None:
+    """A quarter and half of the experts of each layer; which stay is kept, to compare."""
+    for ratio in (0.25, 0.5):
+        for method in ("random", "routing", "reap"):
+            bench.cell("experts", cut("experts", method, ratio), remove="experts", method=method, ratio=ratio)
+
+
 def widths(bench: Bench, ratios: Sequence[float]) -> None:
     """As many channels in every layer, or as many in all, spread by the errors of the layers."""
     for ratio in ratios:
@@ -175,11 +188,11 @@ def sparsity(bench: Bench, training: dict[str, Any], steps: int) -> None:
     bench.keep()
 
 
-def latency(bench: Bench, ratios: Sequence[float], threads: int, rounds: int) -> None:
-    """Seconds that a decoded token takes of each shape, weights of 8 bits: all are loaded and timed in turn."""
+def latency(bench: Bench, ratios: Sequence[float], weights: str, threads: int, rounds: int) -> None:
+    """Seconds that a decoded token takes of each shape, weights of 8 bits or as stored: all are loaded and timed in turn."""
     import runtime
 
-    eight = {"quantize": {"method": "rtn", "bits": 8, "group_size": "channel"}}
+    stored = [{"quantize": {"method": "rtn", "bits": 8, "group_size": "channel"}}] if weights == "8 bits" else []
     cuts = {f"ffn {ratio}": [cut("ffn", "random", ratio, reconstruct=False)] for ratio in ratios}
     cuts |= {"layers 0.25": [cut("layers", "random", 0.25)]}
     if "heads" in bench.result:
@@ -187,15 +200,17 @@ def latency(bench: Bench, ratios: Sequence[float], threads: int, rounds: int) ->
     shapes = {"whole": list[Stage](), **cuts}
     models = {}
     for name, stages in shapes.items():
-        made = bench.apply(*stages, eight, name=f"latency-{name.replace(' ', '-')}", evaluate=None)
-        models[name] = runtime.load(made.path, device="cpu", threads=threads)
+        path = bench.base["model"]
+        if stages or stored:
+            path = bench.apply(*stages, *stored, name=f"latency-{name.replace(' ', '-')}", evaluate=None).path
+        models[name] = runtime.load(path, device="cpu", threads=threads)
     times = timed(models, rounds, 96)
     result = {
         name: {"ms_per_token": 1e3 * statistics.median(each), "of_whole": statistics.median(
             own / whole for own, whole in zip(each, times["whole"], strict=True))}
         for name, each in times.items()
     }  # fmt: skip
-    bench.result["latency"] = {"threads": threads, "rounds": rounds, "weights": "8 bits", "shapes": result}
+    bench.result["latency"] = {"threads": threads, "rounds": rounds, "weights": weights, "shapes": result}
     print(json.dumps(bench.result["latency"]), flush=True)
     bench.keep()
 
@@ -263,7 +278,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     parser.add_argument("--text", type=Path, help="to calibrate and train on")
     parser.add_argument("--model", type=Path, default=BUNDLED)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
+    parser.add_argument("--parts", nargs="*", choices=(*PARTS, *ON_REQUEST), default=PARTS)
     parser.add_argument("--ratios", nargs="*", type=float, default=[0.1, 0.2, 0.35, 0.5])
     parser.add_argument("--recovered", nargs="*", type=float, default=[0.5], help="ratios that are also recovered")
     parser.add_argument("--samples", type=int, default=128)
@@ -272,6 +287,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=6800, help="that recovery is trained on")
     parser.add_argument("--learning-rate", type=float, default=1e-3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument(
+        "--weights",
+        choices=("8 bits", "bfloat16"),
+        default="8 bits",
+        help="of the shapes that are timed; GPT-2's Conv1D stays bfloat16",
+    )
     parser.add_argument("--rounds", type=int, default=5)
     arguments = parser.parse_args()
     arguments.work.mkdir(parents=True, exist_ok=True)
@@ -297,9 +318,10 @@ def main() -> None:
         "layers": lambda: layers(bench, training),
         "hidden": lambda: hidden(bench, training),
         "vocabulary": lambda: vocabulary(bench, training),
+        "experts": lambda: experts(bench),
         "widths": lambda: widths(bench, arguments.ratios),
         "sparsity": lambda: sparsity(bench, training, arguments.long),
-        "latency": lambda: latency(bench, arguments.ratios, arguments.threads, arguments.rounds),
+        "latency": lambda: latency(bench, arguments.ratios, arguments.weights, arguments.threads, arguments.rounds),
         "speed": lambda: speed(bench, 2048, 8192, 6, arguments.threads, arguments.rounds),
     }
     for part in arguments.parts:

@@ -4,6 +4,7 @@
     python structured_peers.py PEER --text train.txt [--model CHECKPOINT] [--heldout TEXT] >> lines.jsonl
     python structured_collect.py --text train.txt --lines *.jsonl --output ../results/structured_peers.json
 
+With a mixture of experts as CHECKPOINT (`structured_model.py --family moe`) `none` and `llmcompressor` have cells: experts are removed.
 PEER is one of `none` (the checkpoint as it is), `torch-pruning`, `optipfair`, `amd-quark`, `fmchisel`,
 `nvidia-modelopt` and `llmcompressor`. It prints one JSON line a cell. Every environment is made alike, e.g.
 
@@ -23,165 +24,23 @@ fills with zeros (`zeroed` then says so). `seconds` are those of the pruning, ca
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import logging
-import math
 import os
 import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from structured_cells import LENGTH, MULTIPLE, Bench, parts, tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"
 HELDOUT = ROOT / "recipes" / "checkpoints" / "texts" / "heldout.txt"
-LENGTH, WINDOWS, MULTIPLE = 256, 128, 32
 RATIOS = (0.1, 0.2, 0.35, 0.5)
-# Of a text: as many times the tokens of the rows as `compress` reads, at least so many.
-ENOUGH, ENOUGH_TOKENS = 16, 2_000_000
-
-
-def tokenizer_of(model: Path) -> Any:
-    """A checkpoint's tokenizer, in transformers 4 too, which does not know the class that its configuration names."""
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(tokenizer_file=str(model / "tokenizer.json"))
-
-
-def encoded(text: Path, model: Path, most: int) -> torch.Tensor:
-    """Tokens of a text's documents, end to end, each with an end-of-text token; no document is begun after `most`."""
-    tokenizer = tokenizer_of(model)
-    mark = json.loads((model / "tokenizer_config.json").read_text())["eos_token"]
-    end = tokenizer.convert_tokens_to_ids(mark)
-    ids: list[int] = []
-    for document in text.read_text(encoding="utf-8").split(mark):
-        if document.strip():
-            ids += tokenizer(document.strip("\n"), verbose=False)["input_ids"] + [end]
-            if len(ids) >= most:
-                break
-    return torch.tensor(ids)
-
-
-def rows_of(ids: torch.Tensor) -> torch.Tensor:
-    """Rows of `LENGTH`, without overlap."""
-    count = len(ids) // LENGTH
-    return ids[: count * LENGTH].reshape(count, LENGTH)
-
-
-class Bench:
-    """One peer: its texts, its model, its cells."""
-
-    def __init__(self, arguments: argparse.Namespace) -> None:
-        self.peer, self.model = arguments.peer, arguments.model
-        self.config = json.loads((self.model / "config.json").read_text())
-        self.heldout = rows_of(encoded(arguments.heldout, self.model, WINDOWS * LENGTH))[:WINDOWS]
-        most = max(ENOUGH * arguments.rows * LENGTH, ENOUGH_TOKENS)
-        windows = rows_of(encoded(arguments.text, self.model, most))
-        order = torch.randperm(len(windows), generator=torch.Generator().manual_seed(0))
-        self.rows = windows[order[: arguments.rows]]
-
-    def load(self) -> Any:
-        """The checkpoint, in float32."""
-        from transformers import AutoModelForCausalLM
-
-        return AutoModelForCausalLM.from_pretrained(self.model, dtype=torch.float32).eval()
-
-    def kept(self, ratio: float) -> int:
-        """Channels that `compress` keeps."""
-        width: int = self.config["intermediate_size"]
-        return round(width * (1 - ratio) / MULTIPLE) * MULTIPLE
-
-    @torch.inference_mode()
-    def perplexity(self, model: Any) -> float:
-        """Of the held-out rows, every token but a row's first."""
-        for parameter in model.parameters():
-            parameter.data = parameter.data.to(torch.bfloat16)
-        total = 0.0
-        for ids in self.heldout.split(8):
-            logits = model(ids, use_cache=False).logits[:, :-1].float()
-            found = torch.log_softmax(logits, -1).gather(-1, ids[:, 1:, None])
-            total -= float(found.double().sum())
-        return math.exp(total / self.heldout[:, 1:].numel())
-
-    def gradients(self, model: Any) -> None:
-        """Of the mean loss over the calibration rows, summed over batches."""
-        model.zero_grad()
-        for ids in self.rows.split(8):
-            model(ids, labels=ids, use_cache=False).loss.backward()
-
-    def batches(self) -> list[dict[str, torch.Tensor]]:
-        """Calibration rows as most peers read them."""
-        return [{"input_ids": ids, "attention_mask": torch.ones_like(ids)} for ids in self.rows.split(8)]
-
-    def cell(self, method: str, remove: str, ratio: float, prune: Callable[[Any], Any]) -> None:
-        """Load, prune, measure, print. `prune` gives back the model, or None for the one that it was given."""
-        torch.manual_seed(0)
-        model = self.load()
-        began = time.perf_counter()
-        model = prune(model) or model
-        seconds = time.perf_counter() - began
-        model = model.eval()
-        left, zeroed = parameters(model)
-        if remove == "weights":  # what is zero is anywhere, and all of it is stored
-            left, zeroed = sum(each.numel() for each in model.parameters()), False
-        found: dict[str, Any] = {
-            "peer": self.peer, "version": version(self.peer), "method": method, "remove": remove, "ratio": ratio,
-            "perplexity": self.perplexity(model), "parameters_after": left, "seconds": round(seconds, 2),
-        }  # fmt: skip
-        if zeroed:
-            found["zeroed"] = True
-        found |= {"zeros": round(zeros(model), 4)} if remove == "weights" else shape(model)
-        print(json.dumps(found), file=OUT, flush=True)
-
-
-def version(peer: str) -> str:
-    """Of the installed peer."""
-    return importlib.metadata.version("transformers" if peer == "none" else peer)
-
-
-def parts(model: Any) -> Iterator[tuple[Any, Any]]:
-    """Attention and MLP of each layer."""
-    for layer in model.model.layers:
-        yield layer.self_attn, layer.mlp
-
-
-def shape(model: Any) -> dict[str, Any]:
-    """Channels and heads that every layer has left."""
-    channels, heads = [], []
-    for attention, mlp in parts(model):
-        channels.append(int((mlp.down_proj.weight != 0).any(0).sum()))
-        used = (attention.o_proj.weight != 0).any(0).reshape(-1, attention.head_dim).any(1)
-        heads.append(int(used.sum()))
-    return {"channels": channels, "heads": heads}
-
-
-def parameters(model: Any) -> tuple[int, bool]:
-    """Parameters of the model, and whether some of them were left out of the count: whole channels or groups of heads that are zero."""
-    count = sum(each.numel() for each in model.parameters())
-    spare = 0
-    for attention, mlp in parts(model):
-        gone = int((mlp.down_proj.weight == 0).all(0).sum())
-        spare += gone * 3 * mlp.down_proj.out_features
-        width, head = attention.o_proj.out_features, attention.head_dim
-        groups = attention.k_proj.out_features // head
-        dead = (attention.o_proj.weight == 0).all(0).reshape(groups, -1).all(1)
-        share = attention.o_proj.in_features // groups
-        spare += int(dead.sum()) * width * 2 * (share + head)
-    return count - spare, bool(spare)
-
-
-def zeros(model: Any) -> float:
-    """Share of the weights of linear layers that are zero."""
-    weights = [
-        m.weight for n, m in model.named_modules() if isinstance(m, torch.nn.Linear) and not n.endswith("lm_head")
-    ]
-    return sum(int((w == 0).sum()) for w in weights) / sum(w.numel() for w in weights)
 
 
 def none(bench: Bench) -> None:
@@ -360,17 +219,39 @@ def modelopt(bench: Bench) -> None:
 
 
 def llmcompressor(bench: Bench) -> None:
-    """No structured pruning of a dense model and no recovery: the one-shot unstructured methods."""
+    """No structured pruning of a dense model and no recovery: the one-shot unstructured methods; of a mixture, experts.
+
+    Of a Qwen3-MoE it traces, it makes the causal mask for another attention than it then computes with, and gets none: while it
+    calibrates, a token sees those after it. A mask that is handed over is used as it is: both are measured.
+    """
     from llmcompressor import oneshot
+    from llmcompressor.modeling.moe.linearize import repack_moe
     from llmcompressor.modifiers.pruning import SparseGPTModifier, WandaPruningModifier
+    from llmcompressor.modifiers.pruning.reap import REAPPruningModifier
 
-    def pruned(model: Any, kind: Any) -> None:
-        recipe = [kind(sparsity=0.5, ignore=["re:.*lm_head"])]
+    def run(model: Any, modifier: Any, data: Any) -> None:
         fields: dict[str, Any] = {"max_seq_length": LENGTH, "num_calibration_samples": len(bench.rows)}
-        oneshot(model=model, tokenizer=str(bench.model), dataset=dataset(bench), recipe=recipe, **fields)
+        oneshot(model=model, tokenizer=str(bench.model), dataset=data, recipe=[modifier], **fields)
 
-    for name, kind in (("sparsegpt", SparseGPTModifier), ("wanda", WandaPruningModifier)):
-        bench.cell(name, "weights", 0.5, partial(pruned, kind=kind))
+    def fewer(model: Any, ratio: float, data: Any, kept: list[Any]) -> Any:
+        with tempfile.TemporaryDirectory() as directory:
+            report = Path(directory) / "kept.json"
+            run(model, REAPPruningModifier(sparsity=ratio, report_path=str(report)), data)
+            kept += json.loads(report.read_text()).values()
+        return repack_moe(model)  # it takes the experts apart; whole, they compute as they do for `compress`
+
+    if not bench.mixture:
+        for name, kind in (("sparsegpt", SparseGPTModifier), ("wanda", WandaPruningModifier)):
+            modifier = kind(sparsity=0.5, ignore=["re:.*lm_head"])
+            bench.cell(name, "weights", 0.5, partial(run, modifier=modifier, data=dataset(bench)))
+        return
+    mask = torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1)
+    masked: Any = [{"input_ids": ids, "attention_mask": mask} for ids in bench.rows.split(1)]
+    rows = {"reap": dataset(bench), "reap + causal mask": torch.utils.data.DataLoader(masked, batch_size=None)}
+    for name, data in rows.items():
+        for ratio in (0.25, 0.5):
+            kept: list[Any] = []
+            bench.cell(name, "experts", ratio, partial(fewer, ratio=ratio, data=data, kept=kept), experts=kept)
 
 
 PEERS: dict[str, Callable[[Bench], None]] = {
@@ -391,12 +272,12 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     logging.disable(logging.WARNING)
-    PEERS[arguments.peer](Bench(arguments))
+    # Some peers print to standard output; their words go to standard error.
+    out, sys.stdout = sys.stdout, sys.stderr
+    PEERS[arguments.peer](Bench(arguments, out))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    # Some peers print to standard output; their words go to standard error.
-    OUT, sys.stdout = sys.stdout, sys.stderr
     main()

@@ -35,7 +35,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from structured_cells import LENGTH, MULTIPLE, Bench, parts, tokenizer_of
+from structured_cells import LENGTH, Bench, parts, tokenizer_of
 
 ROOT = Path(__file__).resolve().parents[2]
 BUNDLED = ROOT / "recipes" / "checkpoints" / "stdlib-4m"

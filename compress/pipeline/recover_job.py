@@ -114,10 +114,10 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
                 raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
-    changed = any(other.kind in _CHANGING and other.index < stage.index for other in recipe.stages)
+    changed = any(_changes(other) and other.index < stage.index for other in recipe.stages)
     if not changed and not METHODS[stage.method].nested and not config.cross_entropy:
-        text = "no stage before it changes the model, so there is nothing to win back; put it after one that does"
-        raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to train on the text itself")
+        text = "no stage before it changes what the model says of its tokens, so there is nothing to teach; put it after one that does"
+        raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to learn from the text itself")
     if config.batch_size % launched():
         text = f"a batch of {config.batch_size} rows cannot be shared by {launched()} processes; make it a multiple"
         raise refuse("batch_size", text)
@@ -154,6 +154,11 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     after = tuple(s.method for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index)
     warnings = () if warning is None else (warning,)
     return replace(RecoverJob.of(stage, streamed, original), after=after, warnings=warnings)
+
+
+def _changes(stage: Stage) -> bool:
+    """Whether a stage leaves a model that says something else than before; one with fewer tokens says of those what it said."""
+    return stage.kind in _CHANGING and not (stage.kind == "structure" and stage.config.remove == "vocabulary")
 
 
 def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:

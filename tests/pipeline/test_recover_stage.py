@@ -451,8 +451,8 @@ def test_a_run_that_fails_in_one_process_ends_in_all(make_checkpoint: Any, recip
     ("stages", "words"),
     [
         ([recover(kl=0.0, squarehead=0.0)], ["recover", "nothing to learn"]),
-        ([recover()], ["recover.method", "nothing to win back", "structure, prune, quantize"]),
-        ([recover(), {"prune": {"method": "wanda", "sparsity": 0.5}}], ["recover.method", "nothing to win back"]),
+        ([recover()], ["recover.method", "nothing to teach", "structure, prune, quantize"]),
+        ([recover(), {"prune": {"method": "wanda", "sparsity": 0.5}}], ["recover.method", "nothing to teach"]),
         ([recover(learning_rate=0.0)], ["recover.learning_rate", "above 0"]),
         ([SPARSE, recover("lora", rank=65)], ["recover.rank", "hidden size 64"]),
         ([recover("finetun")], ["recover.method", "did you mean", "finetune"]),

@@ -341,13 +341,18 @@ def test_stages_that_follow_read_with_the_new_tokenizer(
 def test_recovery_after_it_learns_from_the_whole_model(
     checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, family: str, teacher: str
 ) -> None:
-    """Where nothing but tokens went, there is nothing to win back: the teacher says of the tokens that stay what the model says."""
+    """Where nothing but tokens went, the teacher has nothing to teach: it says of the tokens that stay what the model says."""
     source = checkpoint(family)
     small = {"samples": 16, "sequence_length": 24, "steps": 16, "batch_size": 4, "evaluate_every": 8}
     options = {"teacher": teacher, "teacher_top": 512, "learning_rate": 3e-4}
     recover = {"recover": {"method": "finetune", **options, **small}}
     cuts = (stage(keep=430), stage(keep=400))
-    (*_, facts) = compress.apply(recipe(source, *cuts, recover), output=tmp_path / "a", quiet=True).manifest["passes"]
+    with pytest.raises(RequestError, match=r"recover\.method: .* nothing to teach"):
+        compress.apply(recipe(source, *cuts, recover), output=tmp_path / "no", quiet=True)
+    # Whatever comes before, it is the teacher's ids that the teacher reads: a stage that removes no weight lets that be seen.
+    nothing = {"prune": {"method": "magnitude", "sparsity": 0.0}}
+    request = recipe(source, *cuts, nothing, recover)
+    (*_, facts) = compress.apply(request, output=tmp_path / "a", quiet=True).manifest["passes"]
     assert facts["before"]["squarehead"] < 1e-5
     assert family == "bert" or facts["before"]["kl"] < 1e-4
     ffn = {"structure": {"method": "magnitude", "keep": 64, "multiple": 1, "reconstruct": False}}

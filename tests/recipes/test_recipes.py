@@ -22,6 +22,7 @@ QUICK = ["calibration.samples=16", "calibration.sequence_length=128", "evaluate.
 
 # Of recipes that train: a third of their steps.
 SHORTER = {
+    "llama_w4_draft": ["1.draft.steps=50", "1.draft.samples=160"],
     "llama_small_w4": ["1.recover.steps=40", "1.recover.samples=128", "4.draft.steps=40", "4.draft.samples=128"],
 }
 

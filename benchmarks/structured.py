@@ -145,8 +145,11 @@ def hidden(bench: Bench, training: dict[str, Any]) -> None:
 
 
 def vocabulary(bench: Bench, training: dict[str, Any]) -> None:
-    """An eighth and a fifth of the tokens; the calibration text says which stay, and has too many for a quarter. Recovery learns from text alone: of the tokens that are
-    left the whole model would say the same. Gently, as the bundled model knows the text from its own training."""
+    """An eighth and a fifth of the tokens; the calibration text says which stay, and has too many for a quarter.
+
+    Recovery learns from text alone, as the whole model would say the same of the tokens that are left; and gently, as the bundled model
+    knows the text from its own training.
+    """
     training = {**training, "cross_entropy": 1.0, "kl": 0.0, "squarehead": 0.0, "learning_rate": 1e-4}
     for ratio in (0.125, 0.2):
         for trained in (False, True):

@@ -22,11 +22,13 @@ class ModuleInfo:
         name: its dotted name in the model, such as `model.layers.0.mlp.down_proj`.
         class_name: its class, such as `Linear`.
         shape: `(out, in)` of the weight, as a linear layer sees it.
+        router: it chooses or weighs experts, which low precision would send tokens to others by; only a target that names it means it.
     """
 
     name: str
     class_name: str
     shape: tuple[int, int]
+    router: bool = False
 
 
 @functools.lru_cache(maxsize=512)
@@ -72,7 +74,7 @@ def select(
     return [
         module
         for module in modules
-        if any(matches(pattern, module) for pattern in targets)
+        if any(matches(pattern, module) and (not module.router or pattern != module.class_name) for pattern in targets)
         and not any(matches(pattern, module) for pattern in ignore)
     ]
 

@@ -17,7 +17,9 @@ from runtime import formats
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
 from runtime.exported import find_export
-from runtime.quantization_config import ModuleEntry, parse
+from runtime.installed import entries_of
+from runtime.published import Published
+from runtime.quantization_config import ModuleEntry
 from runtime.scheme import CompressedWeight
 from runtime.skeleton import build_skeleton, linear_shapes, read_config, tied_names
 from runtime.weights import main_dtype
@@ -71,7 +73,8 @@ class Source:
         self.entries: dict[str, ModuleEntry] = {}
         quantization = self.artifact.config.get("quantization_config")
         if quantization is not None:
-            self.entries = parse(quantization, list(linear_shapes(model)), list(tables))
+            self.entries = entries_of(model, quantization, self.artifact.checkpoint.names())
+            self.shapes |= linear_shapes(model)  # experts are apart now
         missing = [name for name in self.entries if name not in self.shapes]
         if missing:
             raise ArtifactError(f"{self.path}: config.json compresses {missing[0]}, which the model has no layer for")
@@ -100,28 +103,39 @@ class Source:
         return tied_names(self.skeleton)
 
     # ---------------------------------------------------------------- tensors
+    @cached_property
+    def _published(self) -> dict[str, str]:
+        """{the model's name of a tensor's module: its name in the files} where the two differ."""
+        published = Published(self.skeleton)
+        names = {published.place(name): name for name in self.artifact.checkpoint.names()}
+        return {own.rpartition(".")[0]: name.rpartition(".")[0] for own, name in names.items() if own != name}
+
+    def _stored(self, name: str) -> str:
+        module, _, leaf = name.rpartition(".")
+        return f"{self._published.get(module, module)}.{leaf}"
+
     def weight(self, module: str) -> CompressedWeight:
         """Codes, scales, zero points and mask of one compressed module, read now; nothing is kept."""
         entry = self.entries[module]
         storage, shape, checkpoint = formats.get(entry.format), self.shapes[module], self.artifact.checkpoint
         specs = storage.tensors(entry.scheme, shape, self.dtype, entry.count)
-        names = {name: f"{module}.{name}" for name in specs if not name.startswith("input_")}
+        names = {name: self._stored(f"{module}.{name}") for name in specs if not name.startswith("input_")}
         tensors = {name: checkpoint.get(stored) for name, stored in names.items()}
         return storage.unpack(tensors, entry.scheme, shape, self.dtype, module)
 
     def input_scale(self, module: str) -> torch.Tensor | None:
         """The static activation scale, `[1]` in the model's dtype; None where activations are dynamic or not quantized."""
-        name = f"{module}.input_scale"
+        name = self._stored(f"{module}.input_scale")
         return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
 
     def input_zero_point(self, module: str) -> torch.Tensor | None:
         """The static activation zero point, `[1]`; None where there is none."""
-        name = f"{module}.input_zero_point"
+        name = self._stored(f"{module}.input_zero_point")
         return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
 
     def bias(self, module: str) -> torch.Tensor | None:
         """`[rows]` in the dtype stored, or None."""
-        name = f"{module}.bias"
+        name = self._stored(f"{module}.bias")
         return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
 
     def dense(self, name: str) -> torch.Tensor:
@@ -150,7 +164,8 @@ class Source:
     def module_bytes(self, module: str) -> int:
         """Bytes of all stored tensors of one module but its bias."""
         checkpoint = self.artifact.checkpoint
-        names = [name for name in checkpoint.names() if name.rpartition(".")[0] == module]
+        home = self._stored(f"{module}.weight").rpartition(".")[0]
+        names = [name for name in checkpoint.names() if name.rpartition(".")[0] == home]
         return sum(checkpoint.nbytes(name) for name in names if not name.endswith(".bias"))
 
     def sha256(self) -> str:

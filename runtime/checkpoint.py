@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path, PurePosixPath, PureWindowsPath
 from typing import Any
 
@@ -84,7 +85,16 @@ class Checkpoint:
         Plain reads, not mmap: what is counted is what is held and freed, and a file that shrinks meanwhile is an error
         and not a bus error.
         """
+        return self._read(self.entry(name))
+
+    def get_item(self, name: str, index: int) -> torch.Tensor:
+        """Item `index` of a tensor along its first dimension; nothing else is read."""
         entry = self.entry(name)
+        size = entry.nbytes // entry.shape[0]
+        return self._read(replace(entry, shape=entry.shape[1:], offset=entry.offset + index * size, nbytes=size))
+
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
+        name = entry.name
         buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
         view = memoryview(buffer.numpy())  # type: ignore[arg-type]
         try:

@@ -8,18 +8,22 @@ package instead.
 from __future__ import annotations
 
 import copy
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING, register_quantization_config, register_quantizer
 from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from runtime.errors import ArtifactError, RequestError
+from runtime.headers import read_header
+from runtime.installed import entries_of
 from runtime.linear import install, prepare_all
 from runtime.module import CompressedModule
-from runtime.quantization_config import OWN_METHOD, parse
+from runtime.published import Published
+from runtime.quantization_config import OWN_METHOD
 
 
 class CompressConfig(QuantizationConfigMixin):
@@ -48,8 +52,27 @@ class CompressHfQuantizer(HfQuantizer):
             raise RequestError("a compressed model cannot be offloaded to disk; its weights are small, use cpu instead")
 
     def _process_model_before_weight_loading(self, model: Any, **kwargs: Any) -> None:
-        linear = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-        install(model, parse(self.quantization_config.to_dict(), linear))
+        files = kwargs.get("checkpoint_files") or []
+        stored = [
+            name for file in files if str(file).endswith(".safetensors") for name in read_header(Path(file)).tensors
+        ]
+        install(model, entries_of(model, self.quantization_config.to_dict(), stored))
+        self._layers = Published(model).layer_names()
+        for module in model.modules():
+            # Who initialises the layers in it by name (GPT-2) would look for weights that compressed ones do not have.
+            own = [*module._parameters.values(), *module._buffers.values()]
+            if not own and any(isinstance(child, CompressedModule) for child in module.children()):
+                module._is_hf_initialized = True  # type: ignore[assignment]
+
+    def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
+        """transformers' own, and after them what experts' layers are called that stay apart."""
+        from transformers.core_model_loading import WeightRenaming
+
+        names = getattr(self, "_layers", {})
+        return [
+            *weight_conversions,
+            *(WeightRenaming(rf"\.(\d+)\.{re.escape(old)}\.", rf".\1.{new}.") for old, new in names.items()),
+        ]
 
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         for name, module in model.named_modules():

@@ -16,6 +16,7 @@ from runtime.embedding import CompressedEmbedding
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.checks import check_tensor
 from runtime.kernels import Choice, Layer, tuning
+from runtime.matrices import sides
 from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry
 
@@ -224,12 +225,11 @@ def _compressed(name: str, old: nn.Module, entry: ModuleEntry) -> CompressedModu
         raise ArtifactError(f"module {name} is compressed already")
     device = weight.device if isinstance(weight, torch.Tensor) else torch.device("meta")
     try:
-        if isinstance(old, nn.Linear) and type(old).forward is nn.Linear.forward:
-            shape = (old.out_features, old.in_features)
-            return CompressedLinear(entry, shape, old.bias is not None, old.weight.dtype, device)
-        if type(old).__name__ == "Conv1D" and isinstance(weight, torch.Tensor) and weight.dim() == 2:
-            # transformers' Conv1D stores the transposed matrix; the compressed one is always [out, in].
-            return CompressedLinear(entry, (weight.shape[1], weight.shape[0]), True, weight.dtype, device)
+        shape = sides(old)
+        if (
+            shape is not None
+        ):  # transformers' Conv1D stores the transposed matrix; the compressed one is always [out, in]
+            return CompressedLinear(entry, shape, old.bias is not None, weight.dtype, device)  # type: ignore[union-attr]
         if isinstance(old, nn.Embedding) and type(old).forward is nn.Embedding.forward and old.max_norm is None:
             return CompressedEmbedding(entry, (old.num_embeddings, old.embedding_dim), old.weight.dtype, device)
     except RequestError as error:

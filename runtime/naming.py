@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 from typing import TYPE_CHECKING
 
+from runtime.published import Published
 from runtime.skeleton import model_kind
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ def match_names(model: PreTrainedModel, stored: Collection[str], places: Collect
     """{name in the model: name in the checkpoint} for every tensor of `places` that is stored under some name.
 
     Checkpoints of a bare base model lack its prefix ("transformer."), those of a model with a head have it where a bare model
-    has none, and old ones say gamma and beta.
+    has none, old ones say gamma and beta, and some families are published with other names than transformers' (`Published`).
     """
     names: dict[str, str] = {}
     there = set(stored)
@@ -27,6 +28,13 @@ def match_names(model: PreTrainedModel, stored: Collection[str], places: Collect
         # A tensor stored under the very name of a place wins over one that has to be renamed.
         if found is not None and (found == name or (found not in there and found not in names)):
             names[found] = name
+    left = there - set(names.values())
+    if left and set(places) - names.keys():
+        published = Published(model)
+        for name in sorted(left):
+            found = published.place(name)
+            if found in places and found not in names:
+                names[found] = name
     return names
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -42,13 +42,26 @@ def entry_from_dict(value: Mapping[str, Any]) -> ModuleEntry:
     return ModuleEntry(Scheme.from_config(value["scheme"]), value["format"], value.get("count"))
 
 
-def build(modules: Mapping[str, ModuleEntry], all_linear_names: Iterable[str]) -> dict[str, Any]:
-    """The configuration that describes `modules`; linear layers that are not among them are listed under `ignore`."""
+def build(
+    modules: Mapping[str, ModuleEntry],
+    all_linear_names: Iterable[str],
+    foreign: Collection[str] = (),
+    also: Mapping[str, str] | None = None,
+) -> dict[str, Any]:
+    """The configuration that describes `modules`; linear layers that are not among them are listed under `ignore`.
+
+    Args:
+        foreign: modules that transformers with compressed-tensors alone would not find or not replace; with one of them the configuration
+            is ours.
+        also: {linear layer: another name of it}, under which it is ignored too where it is not among `modules`.
+    """
     if not modules:
         raise CompressError("a quantization_config needs at least one compressed module")
     linear = list(all_linear_names)
     # transformers cannot load an embedding that compressed-tensors has packed: an embedding makes the config ours.
-    shared = set(modules) <= set(linear) and not any(formats.get(entry.format).own for entry in modules.values())
+    shared = set(modules) <= set(linear) - set(foreign) and not any(
+        formats.get(entry.format).own for entry in modules.values()
+    )
     groups: dict[tuple[Scheme, str], list[str]] = {}
     for name, entry in modules.items():
         # compressed-tensors has no word for sparsity: there the zeros are just values.
@@ -59,7 +72,9 @@ def build(modules: Mapping[str, ModuleEntry], all_linear_names: Iterable[str]) -
         "format": modules[next(iter(modules))].format if len({e.format for e in modules.values()}) == 1 else MIXED,
         "quantization_status": "compressed",
         "config_groups": {},
-        "ignore": [name for name in linear if name not in modules],
+        "ignore": [
+            own for name in linear if name not in modules for own in dict.fromkeys((name, (also or {}).get(name, name)))
+        ],
     }
     for index, ((scheme, name), members) in enumerate(groups.items()):
         targets = ["Linear"] if shared and len(groups) == 1 else members
@@ -85,9 +100,15 @@ def _needs_dense_loading(entries: Collection[ModuleEntry]) -> bool:
 
 
 def parse(
-    config: Mapping[str, Any], linear_names: Iterable[str], embedding_names: Iterable[str] = ()
+    config: Mapping[str, Any],
+    linear_names: Iterable[str],
+    embedding_names: Iterable[str] = (),
+    place: Callable[[str], str] = str,
 ) -> dict[str, ModuleEntry]:
     """{module: entry} for a model with these linear (and embedding) modules, in their order.
+
+    Args:
+        place: the model's name of a module that goes by another in the configuration (`runtime.published`).
 
     Reads our configurations and those llm-compressor writes (class, exact-name and `re:` targets, presets spelled out).
 
@@ -99,7 +120,7 @@ def parse(
     _check_top(config)
     classes = {"Linear": list(linear_names), "Embedding": list(embedding_names)}
     names = list(dict.fromkeys([*classes["Embedding"], *classes["Linear"]]))
-    counts = config.get("value_counts") or {}
+    counts = {place(name): count for name, count in (config.get("value_counts") or {}).items()}
     groups = config.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
         raise ArtifactError("quantization_config has no config_groups")
@@ -109,12 +130,12 @@ def parse(
         entry = _entry(key, group, config.get("format"))
         for target in _strings(group.get("targets"), f"config_groups.{key}.targets"):
             rank, matched = _match(target, names, classes, key)
-            for name in matched:
+            for name in map(place, matched) if rank == 0 else matched:
                 if name not in ranked or rank < ranked[name][0]:
                     ranked[name] = (rank, replace(entry, count=counts.get(name)))
     for pattern in _strings(config.get("ignore") or [], "ignore"):
         for name in _match(pattern, names, classes, "ignore")[1]:
-            ranked.pop(name, None)
+            ranked.pop(place(name), None)
     for name, (_, entry) in ranked.items():
         if entry.format == "bitmap" and not (isinstance(entry.count, int) and entry.count >= 0):
             raise ArtifactError(f"quantization_config.value_counts has no count for {name}, stored as bitmap")

@@ -14,6 +14,7 @@ from torch import nn
 
 from runtime import layer_sizes
 from runtime.errors import ArtifactError, CompressError
+from runtime.matrices import sides
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -52,6 +53,12 @@ def model_kind(config: PretrainedConfig) -> Kind:
     if named is not None and named in _classes(continues) - _classes(fills):
         # BART and its like list one class as both; what it is then, its config says.
         return "encoder-decoder" if _has_two_stacks(config) and named in _seq2seq_classes() else "decoder"
+    if (
+        named is not None
+        and named in _classes(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        and not _has_two_stacks(config)
+    ):
+        return "decoder"  # a language model that sees: its tower of another modality stands beside the blocks
     if named is not None and named in _classes(auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES) and _has_two_stacks(config):
         return "encoder"  # T5EncoderModel: the first stack of a family of two
     if _has_two_stacks(config):
@@ -134,6 +141,8 @@ def _construct(
     named = _named_class(config)
     known = None if named is None else getattr(transformers, named, None)
     if kind == "decoder":
+        if known is not None and config.get_text_config() is not config:
+            return known._from_config(config, dtype=dtype)
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     if kind == "encoder-decoder":
         if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
@@ -185,13 +194,23 @@ def materialise_buffers(model: PreTrainedModel) -> None:
                 assert meta is not None
                 module._buffers[buffer] = torch.full_like(meta, fill, device="cpu")
             with torch.no_grad():
-                model._init_weights(module)
+                _owner(model, name)._init_weights(module)
             results.append({b: module._buffers[b].clone() for b in missing})  # type: ignore[union-attr]
         for buffer in missing:
             if not torch.equal(results[0][buffer], results[1][buffer]):
                 raise CompressError(
                     f"buffer {name}.{buffer} is not stored in the checkpoint and transformers cannot recompute it"
                 )
+
+
+def _owner(model: PreTrainedModel, name: str) -> Any:
+    """The innermost model that module `name` belongs to: the parts of a vision-language model initialise their own."""
+    parts = name.split(".")
+    for end in range(len(parts), 0, -1):
+        part = model.get_submodule(".".join(parts[:end]))
+        if hasattr(part, "_init_weights"):
+            return part
+    return model
 
 
 def _on_meta(module: nn.Module, buffer: str) -> bool:
@@ -244,8 +263,8 @@ def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleL
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
-    """{name: (out_features, in_features)} of every nn.Linear."""
-    return {n: (m.out_features, m.in_features) for n, m in model.named_modules() if isinstance(m, nn.Linear)}
+    """{name: (outputs, inputs)} of every module that multiplies by a matrix."""
+    return {n: shape for n, m in model.named_modules() if (shape := sides(m)) is not None}
 
 
 def _first_line(error: BaseException) -> str:

@@ -4,23 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import nn
 
 from compress.distill.recovery.held import Held
-from compress.pipeline.collect import InputGroup, collect, find_groups
+from compress.pipeline.collect import Forwards, InputGroup, find_groups
+from compress.pipeline.expert_calibration import ExpertCalibration
 from compress.pipeline.folding import find_folds, fold
 from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
 from compress.pipeline.progress import Reporter
 from compress.pipeline.work import LayerWork
+from compress.recipe.models import ExpertsConfig
 from compress.solver.group import solve_group
 from compress.statistics import Statistics
 from runtime.errors import CompressError
+from runtime.experts import expert_of
+from runtime.matrices import get_matrix, is_matrix
 from runtime.memory import return_memory
 
-Forward = Callable[[nn.Module], torch.Tensor]
+UNCALLED = "the block does not call this layer on text, but may use its weight in another way"
+#: Weights that are solved in one go, where many layers share an input.
+SOLVED_AT_ONCE = 2**27
 
 
 @dataclass
@@ -31,18 +36,20 @@ class BlockJob:
         prefix: qualified name of `block`, with the final dot; "" outside.
         work: qualified layer name -> what is done to it; only layers of this block.
         held: qualified layer name -> masks and grids that are not to be chosen again.
+        experts: which tokens routed experts are calibrated on.
         forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
     """
 
     prefix: str
     block: nn.Module
     work: dict[str, LayerWork]
-    forwards: list[tuple[Callable[[], Any], torch.Tensor | None]]
-    small_forward: Callable[[torch.dtype], torch.Tensor] | None
+    forwards: Forwards
+    small_forward: Callable[[torch.dtype], torch.Tensor]
     dtype: torch.dtype
     true_sequential: bool = True
     on_nonfinite: str = "fail"
     held: Mapping[str, Held] = field(default_factory=dict)
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
 
 
 @dataclass
@@ -62,37 +69,63 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
     local = {name.removeprefix(job.prefix): job.work[name] for name in names}
     if not local:
         return result
-    if not any(a.needs for a in local.values()):
-        for name, assignment in local.items():
-            _solve(job, [name], None, {name: assignment}, {}, result, reporter)
-        return result
-    if job.small_forward is None:
-        raise CompressError(f"{job.prefix}: calibration data is needed and there is none")
-
     small = job.small_forward
-    linears = [n for n, m in job.block.named_modules() if isinstance(m, nn.Linear)]
-    all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
+    linears = [n for n, m in job.block.named_modules() if is_matrix(m)]
+    experts = ExpertCalibration(job.block, job.prefix, job.experts)
+    with experts.shown():
+        all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
     groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]
     groups = [g for g in groups if g.members]
-    unreached = sorted(set(local) - {n for g in groups for n in g.members})
-    for name in unreached:
-        raise CompressError(
-            f"{job.prefix}{name}: the calibration data never reached this layer; ignore it in the recipe or use rtn"
-        )
+    for name in sorted(set(local) - {n for g in groups for n in g.members}):
+        # Nothing could take its place: who does not call a layer may want its weight as a matrix (Mamba's dt_proj).
+        del local[name]
+        result.skipped[job.prefix + name] = UNCALLED
+        reporter.warn(f"{job.prefix}{name} stays as it is: {UNCALLED}")
 
     work: dict[str, torch.Tensor] = {}
-    statistics = _transform(job, groups, all_groups, local, work, result, reporter)
-    for position, group in enumerate(groups):
-        have = statistics.get(position)
-        if have is None and any(local[n].needs for n in group.members):
-            have = collect(job.block, [group], job.forwards, hessian=_wants(local, group, "hessian"))[0]
-        if have is not None and not _finite(job, group, have, result):
-            continue
-        statistics.pop(position, None)
-        _solve(job, group.members, have, local, work, result, reporter)
-        del have
-        return_memory()
+    statistics = _transform(job, groups, all_groups, local, work, result, reporter, experts)
+    for wave in experts.waves(groups):
+        wanted = [i for i in wave if i not in statistics and any(local[n].needs for n in groups[i].members)]
+        if wanted:
+            hessian = any(_wants(local, groups[i], "hessian") for i in wanted)
+            found = experts.collect([groups[i] for i in wanted], job.forwards, hessian)
+            statistics |= dict(zip(wanted, found, strict=True))
+        for position in wave:
+            have, members = statistics.pop(position, None), groups[position].members
+            if have is not None and not _finite(job, groups[position], have, result):
+                continue
+            for name in experts.nearest.keys() & set(members):
+                local[name] = _without_data(job, name, local[name])
+            _solve(job, members, have, local, work, result, reporter)
+            _note_tokens(job, members, have, experts, result)
+            del have
+            return_memory()
+    experts.finish(reporter)
     return result
+
+
+def _without_data(job: BlockJob, name: str, work: LayerWork) -> LayerWork:
+    """What is done to a layer of a starved expert that the recipe wants rounded to nearest."""
+    found = work.without_data()
+    if found.needs:
+        raise CompressError(
+            f"{job.prefix}{name}: its expert read too few tokens, and {work.describe()} cannot do without them; set "
+            "calibration.experts.starved: shared"
+        )
+    return found
+
+
+def _note_tokens(
+    job: BlockJob, members: list[str], have: Statistics | None, experts: ExpertCalibration, result: BlockResult
+) -> None:
+    """In the records of experts' layers: how many tokens they were calibrated on, and what was done where these were too few."""
+    for name in members:
+        layer = result.layers.get(job.prefix + name)
+        if layer is None or have is None or expert_of(job.block, name) is None:
+            continue
+        starved = next((what for what in ("shared", "nearest") if name in getattr(experts, what)), None)
+        notes = {"tokens": have.tokens} | ({} if starved is None else {"starved": starved})
+        layer.record["notes"] = {**layer.record["notes"], **notes}
 
 
 def _transform(
@@ -103,6 +136,7 @@ def _transform(
     work: dict[str, torch.Tensor],
     result: BlockResult,
     reporter: Reporter,
+    experts: ExpertCalibration,
 ) -> dict[int, Statistics]:
     """Apply function-preserving scales where the recipe asks for them; returns the statistics that are good to solve with."""
     transformed = [i for i, g in enumerate(groups) if any(local[n].transform is not None for n in g.members)]
@@ -117,11 +151,10 @@ def _transform(
     if not early:
         return {}
     hessian = any(_wants(local, groups[i], "hessian") for i in early)
-    found = collect(job.block, [groups[i] for i in early], job.forwards, hessian=hessian)
+    found = experts.collect([groups[i] for i in early], job.forwards, hessian)
     statistics = dict(zip(early, found, strict=True))
     if not transformed:
         return statistics
-    assert job.small_forward is not None
     small = job.small_forward
     job.block.float()
     try:
@@ -129,8 +162,8 @@ def _transform(
     finally:
         job.block.to(job.dtype)
     for name, module in job.block.named_modules():
-        if isinstance(module, nn.Linear):
-            work[name] = module.weight.data.to(torch.float32, copy=True)
+        if is_matrix(module):
+            work[name] = get_matrix(module).to(torch.float32, copy=True)
     for place in places:
         position = next(i for i in transformed if groups[i].members[0] in place.consumers)
         lead = local[next(n for n in groups[position].members if local[n].transform is not None)]
@@ -161,16 +194,18 @@ def _solve(
     for name in members:
         if job.prefix + name in result.skipped:
             continue
+        size = get_matrix(job.block.get_submodule(name)).numel()
         for batch in batches:
-            if local[batch[0]].same_settings(local[name]):
+            there = sum(get_matrix(job.block.get_submodule(n)).numel() for n in batch)
+            if there + size <= SOLVED_AT_ONCE and local[batch[0]].same_settings(local[name]):
                 batch.append(name)
                 break
         else:
             batches.append([name])
     for batch in batches:
         assignment = local[batch[0]]
-        modules = [_linear(job.block, n) for n in batch]
-        weights = [work.get(n, m.weight.data) for n, m in zip(batch, modules, strict=True)]
+        modules = [job.block.get_submodule(n) for n in batch]
+        weights = [work[n] if n in work else get_matrix(m) for n, m in zip(batch, modules, strict=True)]
         solved = solve_group(
             weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
             names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,
@@ -216,9 +251,3 @@ def _nonfinite(job: BlockJob, name: str, reason: str, result: BlockResult) -> No
 
 def _wants(local: dict[str, LayerWork], group: InputGroup, what: str) -> bool:
     return any(what in local[n].needs for n in group.members)
-
-
-def _linear(block: nn.Module, name: str) -> nn.Linear:
-    module = block.get_submodule(name)
-    assert isinstance(module, nn.Linear), f"{name} is a {type(module).__name__}"
-    return module

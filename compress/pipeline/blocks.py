@@ -18,6 +18,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.stream import Batch, StreamedModel
+from runtime.matrices import is_matrix
 
 
 def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
@@ -90,9 +91,9 @@ def _one_block(
         job = BlockJob(
             prefix=streamed.block_prefix(index), block=block, work=work,
             forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in calibrated],
-            small_forward=_small_forward(streamed, index, states, batches) if session.needs_data else None,
+            small_forward=_small_forward(streamed, index, states, batches),
             dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
-            held=session.held,
+            held=session.held, experts=session.recipe.calibration.experts,
         )  # fmt: skip
         result: BlockResult = compress_block(job, reporter)
         with torch.inference_mode():
@@ -113,7 +114,7 @@ def _one_block(
 @contextmanager
 def _modules_put_back(block: nn.Module) -> Iterator[None]:
     """Layers that were replaced to simulate quantized inputs give way to the originals again: the block runs as the source later."""
-    original = {name: module for name, module in block.named_modules() if isinstance(module, nn.Linear)}
+    original = {name: module for name, module in block.named_modules() if is_matrix(module)}
     try:
         yield
     finally:

@@ -6,7 +6,7 @@ layers of a group are those that were handed the very same tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from compress.statistics import Statistics, StatisticsCollector
+from runtime.experts import Expert, expert_of
 
 
 @dataclass
@@ -27,6 +28,10 @@ class InputGroup:
     members: list[str]
     in_features: int
     source: str | None = None
+
+
+Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
+"""Runs of a block: each computes one batch, whose token mask is beside it (None: all are valid)."""
 
 
 @dataclass
@@ -84,7 +89,7 @@ class _CollectedError(Exception):
 def collect(
     block: nn.Module,
     groups: list[InputGroup],
-    forwards: Iterable[tuple[Callable[[], Any], torch.Tensor | None]],
+    forwards: Forwards,
     hessian: bool = True,
     stop_early: bool = True,
 ) -> list[Statistics]:
@@ -99,8 +104,11 @@ def collect(
     handles = []
 
     def hook_for(position: int) -> Callable[..., None]:
+        expert = _expert(block, groups[position])
+
         def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            collectors[position].add(args[0], mask)
+            routed = mask is not None and expert is not None and expert.tokens is not None
+            collectors[position].add(args[0], mask.reshape(-1)[expert.tokens] if routed else mask)  # type: ignore[union-attr, index]
             if stop_early and position == len(groups) - 1:
                 raise _CollectedError
 
@@ -117,3 +125,9 @@ def collect(
         for handle in handles:
             handle.remove()
     return [collector.finish() for collector in collectors]
+
+
+def _expert(block: nn.Module, group: InputGroup) -> Expert | None:
+    """The expert whose layers a group is made of, which knows the tokens that it was sent."""
+    place = expert_of(block, group.members[0])
+    return None if place is None else block.get_submodule(f"{place[0]}.{place[1]}")  # type: ignore[return-value]

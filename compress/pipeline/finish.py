@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
+from torch import nn
 
 from compress import calibration
 from compress.evaluate.through_cache import LEAST
@@ -79,7 +80,11 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
     config = json.loads((session.checkpoint.path / "config.json").read_text(encoding="utf-8"))
     if entries:
-        config["quantization_config"] = build(entries, session.linear_names())
+        name = session.streamed.checkpoint.published_module
+        entries = {name(module): entry for module, entry in entries.items()}
+        linear = {name(module): module for module in session.linear_names()}
+        foreign = {name(module) for module in _foreign(session)}
+        config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if session.untie:
         config["tie_word_embeddings"] = False
     weight_map = {name: record["shard"] for record in done for name in record["stored"]}
@@ -93,6 +98,15 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     )
     copy_companions(session.checkpoint.path, directory.path)
     write_json(directory.path / "config.json", config)
+
+
+def _foreign(session: Session) -> set[str]:
+    """Linear layers that compressed-tensors does not find in transformers' model, or cannot take the place of."""
+    streamed = session.streamed
+    pieces = {
+        name.rpartition(".")[0] for name in streamed.checkpoint.pieces
+    }  # transformers cannot put such experts together
+    return pieces | {n for n in session.linear_names() if type(streamed.model.get_submodule(n)) is not nn.Linear}
 
 
 def evaluate(

@@ -18,6 +18,8 @@ from torch import nn
 
 from compress.pipeline.collect import InputGroup
 from compress.pipeline.difference import relative
+from runtime.experts import Experts, expert_of
+from runtime.matrices import get_matrix, is_matrix, set_matrix, sides
 
 # Relative change of the block's output (float32) under which folding counts as function-preserving.
 TOLERANCE = 1e-4
@@ -64,9 +66,9 @@ def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, tor
     producer = block.get_submodule(place.producer)
     weight, bias = producer._parameters["weight"], producer._parameters.get("bias")
     assert weight is not None
-    if isinstance(producer, nn.Linear):
+    if is_matrix(producer):
         work[place.producer] /= scale.unsqueeze(1)
-        producer.weight.data = work[place.producer].to(weight.dtype)
+        set_matrix(producer, work[place.producer].to(weight.dtype))
     else:
         old = weight.data.float() + place.offset
         rounded = (old / scale - place.offset).to(weight.dtype)
@@ -82,8 +84,7 @@ def fold(block: nn.Module, place: Fold, scale: torch.Tensor, work: dict[str, tor
     for name in place.consumers:
         work[name] *= columns
         consumer = block.get_submodule(name)
-        assert isinstance(consumer, nn.Linear)
-        consumer.weight.data = work[name].to(consumer.weight.dtype)
+        set_matrix(consumer, work[name].to(get_matrix(consumer).dtype))
     return columns
 
 
@@ -103,11 +104,43 @@ def find_folds(
     places: list[Fold] = []
     for group in groups:
         readers = next(g.members for g in all_groups if group.members[0] in g.members)
-        for candidate in _candidates(block, group, tuple(readers), all_groups):
-            if _preserves(block, candidate, run, reference):
-                places.append(candidate)
-                break
+        expert = expert_of(block, group.members[0])
+        if expert is None:
+            candidates = _candidates(block, group, tuple(readers), all_groups)
+            found = next((c for c in candidates if _preserves(block, c, run, reference)), None)
+        else:
+            found = _inside_expert(block, group, tuple(readers), all_groups, *expert)
+        if found is not None:
+            places.append(found)
     return places
+
+
+def _inside_expert(
+    block: nn.Module,
+    group: InputGroup,
+    consumers: tuple[str, ...],
+    all_groups: list[InputGroup],
+    name: str,
+    number: int,
+) -> Fold | None:
+    """The fold between the layers of one expert. It is asked alone: tokens of a small batch may never be sent to it, and then the block
+    would change by nothing whatever is done to it."""
+    experts = block.get_submodule(name)
+    assert isinstance(experts, Experts)
+    prefix = f"{name}.{number}."
+    own = [InputGroup([n for n in g.members if n.startswith(prefix)], g.in_features) for g in all_groups]
+    if not all(n.startswith(prefix) for n in consumers):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    device = next(experts.parameters()).device
+    rows = torch.randn(16, experts.layout.hidden, generator=generator).to(device)
+
+    def run() -> torch.Tensor:
+        return experts.run(number, rows)
+
+    reference = run()
+    candidates = _candidates(block, InputGroup(group.members, group.in_features), consumers, own)
+    return next((c for c in candidates if _preserves(block, c, run, reference)), None)
 
 
 def _candidates(
@@ -116,19 +149,16 @@ def _candidates(
     if group.source is not None:
         source = block.get_submodule(group.source)
         weight = getattr(source, "weight", None)
-        if (
-            not isinstance(source, nn.Linear)
-            and isinstance(weight, torch.Tensor)
-            and tuple(weight.shape) == (group.in_features,)
-        ):
+        if not is_matrix(source) and isinstance(weight, torch.Tensor) and tuple(weight.shape) == (group.in_features,):
             return [Fold(group.source, consumers, offset) for offset in (0.0, 1.0)]
     found = []
     for other in all_groups:
         for name in other.members:
             module = block.get_submodule(name)
-            if name in consumers or not isinstance(module, nn.Linear):
+            shape = sides(module)
+            if name in consumers or shape is None:
                 continue
-            channels = module.out_features
+            channels = shape[0]
             if channels == group.in_features:
                 found.append(Fold(name, consumers))
             elif group.in_features % channels == 0:
@@ -149,7 +179,7 @@ def _preserves(block: nn.Module, place: Fold, run: Callable[[], torch.Tensor], r
     }
     weight = producer.weight
     assert isinstance(weight, torch.Tensor)
-    channels = weight.shape[0]
+    channels = get_matrix(producer).shape[0] if is_matrix(producer) else weight.shape[0]
     scale = torch.linspace(0.5, 2.0, channels, device=weight.device)[
         torch.randperm(channels, generator=torch.Generator().manual_seed(channels))
     ]
@@ -157,10 +187,9 @@ def _preserves(block: nn.Module, place: Fold, run: Callable[[], torch.Tensor], r
         for (name, key), value in saved.items():
             block.get_submodule(name)._parameters[key] = nn.Parameter(value.float(), requires_grad=False)
         work = {
-            n: p.data.clone()
+            n: get_matrix(m).clone()
             for n in (place.producer, *place.consumers)
-            if isinstance(m := block.get_submodule(n), nn.Linear)
-            for p in [m.weight]
+            if is_matrix(m := block.get_submodule(n))
         }
         fold(block, place, scale, work)
         return relative(run(), reference) < TOLERANCE

@@ -24,10 +24,9 @@ from runtime.engines.torch import Blueprint, TorchEngine
 from runtime.engines.torch_encoder import TorchEncoderEngine
 from runtime.engines.torch_seq2seq import TorchSeq2SeqEngine
 from runtime.errors import CompressError
-from runtime.linear import CompressedLinear, install
+from runtime.installed import install_compressed
+from runtime.linear import CompressedLinear
 from runtime.model import Model
-from runtime.quantization_config import parse
-from runtime.skeleton import linear_shapes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -50,10 +49,8 @@ def open_artifact(path: Path, session: Session) -> StreamedModel:
     """The artifact in `path`, streamed; weight-only layers run dequantized, which is what the reference kernel computes."""
     checkpoint = Checkpoint(path)
 
-    def put(model: nn.Module) -> None:
-        config = checkpoint.config.get("quantization_config")
-        if config is not None:
-            install(model, parse(config, list(linear_shapes(model))))
+    def put(model: PreTrainedModel) -> None:
+        install_compressed(model, checkpoint.config, checkpoint.names())
 
     return StreamedModel(
         checkpoint, session.streamed.device, install=put, loaded=dense_for_now, dtype=session.streamed.dtype

@@ -15,6 +15,7 @@ from compress.statistics import Statistics
 from runtime import formats
 from runtime.errors import CompressError
 from runtime.linear import CompressedLinear
+from runtime.matrices import get_matrix, set_matrix
 from runtime.quantization_config import ModuleEntry
 from runtime.scheme import Scheme
 
@@ -108,16 +109,15 @@ def simulate(block: nn.Module, name: str, solved: SolvedLayer) -> None:
     quantized activations the artifact's own module takes its place.
     """
     module = block.get_submodule(name)
-    assert isinstance(module, nn.Linear)
-    device = module.weight.device
+    device = get_matrix(module).device
     if solved.entry.scheme.activations is None:
-        module.weight.data = solved.dense.to(device)
+        set_matrix(module, solved.dense.to(device))
         return
     replacement = CompressedLinear.from_tensors(
         solved.entry,
         solved.shape,
         {k: v.to(device) for k, v in solved.tensors.items()},
-        module.bias,
+        module.bias,  # type: ignore[arg-type]
         solved.dense.dtype,
     )
     replacement.prepare(kernels="reference")

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers.pytorch_utils import Conv1D
 
 from compress.pipeline.arithmetic import has_bfloat16, products
 from compress.pipeline.stream import StreamedModel
+from runtime.matrices import sides
 
 Rows = Sequence[tuple[int, ...]]
 """Shapes of batches of text, `(rows, tokens)`."""
@@ -150,9 +150,8 @@ def one_row_at_a_time(rows: Rows) -> list[tuple[int, ...]]:
 
 def _sides(module: nn.Module) -> tuple[int, int] | None:
     """Inputs and outputs of a linear layer; None of others."""
-    if isinstance(module, nn.Linear):
-        return module.in_features, module.out_features
-    return (int(module.nx), int(module.nf)) if isinstance(module, Conv1D) else None
+    shape = sides(module)
+    return None if shape is None else (shape[1], shape[0])
 
 
 def _flops(dtype: torch.dtype, device: torch.device) -> float:

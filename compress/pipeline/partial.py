@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,6 +13,7 @@ from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stacks import Stack
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
+from runtime.experts import unfuse
 from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.weights import main_dtype
 
@@ -27,6 +29,7 @@ class PartialModel:
         loaded: a context manager that is entered with (part of the model, test of names to leave alone) once the tensors of
             that part are there, and left before they go.
         dtype: what the model computes in; default config.json's, as `runtime.load` does.
+        apart: give the model its routed experts one by one (`runtime.experts`), as they are compressed.
 
     Attributes:
         kind: "decoder", "encoder" or "encoder-decoder".
@@ -43,6 +46,7 @@ class PartialModel:
         loaded: Callable[[nn.Module, Callable[[str], bool] | None], AbstractContextManager[None]] | None = None,
         dtype: torch.dtype | None = None,
         trust_remote_code: bool = False,
+        apart: bool = False,
     ) -> None:
         self.device = torch.device(device)
         self.config = read_config(checkpoint.path, trust_remote_code)
@@ -52,6 +56,8 @@ class PartialModel:
         self.model = build_skeleton(self.config, self.dtype, trust_remote_code, checkpoint.names())
         if install is not None:
             install(self.model)
+        if apart:
+            unfuse(self.model)
         self.stacks: list[Stack] = []
         self.blocks = nn.ModuleList()
         for name, blocks in find_stacks(self.model):
@@ -87,6 +93,15 @@ class PartialModel:
     def block_prefix(self, index: int) -> str:
         number, local = self._place(index)
         return f"{self.stacks[number].name}.{local}."
+
+    def is_text(self, name: str) -> bool:
+        """Whether the module or tensor `name` belongs to the language model: all does, but for towers of other modalities beside it."""
+        if self.kind != "decoder" or self.config.get_text_config() is self.config:
+            return True
+        model: Any = self.model
+        parts = [model.get_decoder(), model.get_output_embeddings()]
+        homes = [own for own, module in model.named_modules() if any(module is part for part in parts)]
+        return any(name == home or name.startswith(f"{home}.") for home in homes)
 
     def is_inside(self, name: str) -> bool:
         """Whether the module or tensor `name` belongs to a block."""

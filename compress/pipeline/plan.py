@@ -19,6 +19,7 @@ from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.recipe.models import Recipe
 from runtime import formats
 from runtime.layer_sizes import differing, is_ours
+from runtime.matrices import get_matrix
 
 
 @dataclass
@@ -178,7 +179,7 @@ def _tensors(session: Session) -> list[TensorPlan]:
         plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
     for name, work in session.work.items():
         weight = f"{name}.weight"
-        shape = tuple(int(n) for n in session.streamed.model.get_submodule(name).weight.shape)  # type: ignore[union-attr]
+        shape = tuple(int(n) for n in get_matrix(session.streamed.model.get_submodule(name)).shape)
         density = 1.0 - work.share
         storage = formats.choose(work.scheme, (shape[0], shape[1]), density=density)
         size_after = storage.bytes_estimate(work.scheme, (shape[0], shape[1]), dtype, density)

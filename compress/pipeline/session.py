@@ -18,14 +18,16 @@ from compress.distill.recovery.held import load as load_held
 from compress.pipeline.cache import check_cache
 from compress.pipeline.draft import check_draft
 from compress.pipeline.draft_job import DraftJob
-from compress.pipeline.kinds import check_fits_model, check_shared, is_head
+from compress.pipeline.kinds import check_fits_model, check_shared
+from compress.pipeline.module_infos import module_infos
+from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
 from compress.recipe import Recipe, locate_model
-from compress.targets import ModuleInfo
 from runtime.checkpoint import Checkpoint
 from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
+from runtime.matrices import is_linear
 
 if TYPE_CHECKING:
     from compress.pipeline.recover_job import RecoverJob
@@ -62,7 +64,7 @@ class Session:
     """
 
     recipe: Recipe
-    checkpoint: Checkpoint
+    checkpoint: SourceCheckpoint
     streamed: StreamedModel
     work: dict[str, LayerWork]
     draft: DraftJob | None = None
@@ -90,14 +92,10 @@ class Session:
             raise RequestError(
                 f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
             )
-        streamed = StreamedModel(checkpoint, choose_device(device))
+        streamed = StreamedModel(checkpoint, choose_device(device), apart=True)
         check_fits_model(recipe, streamed)
         check_cache(recipe, streamed)
-        infos = [
-            ModuleInfo(name, type(module).__name__, (int(module.weight.shape[0]), int(module.weight.shape[1])))
-            for name, module in streamed.model.named_modules()
-            if isinstance(module, (nn.Linear, nn.Embedding)) and not is_head(streamed, name, module)
-        ]
+        infos = module_infos(streamed)
         work = {name: LayerWork(assignment, settled=settled) for name, assignment in assign(recipe, infos).items()}
         for name, layer in work.items():
             if isinstance(streamed.model.get_submodule(name), nn.Embedding) and (
@@ -133,7 +131,7 @@ class Session:
     @cached_property
     def reference(self) -> StreamedModel:
         """The recipe's model, which the artifact is compared with."""
-        return self.streamed if self.source is None else StreamedModel(self.source, self.streamed.device)
+        return self.streamed if self.source is None else StreamedModel(self.source, self.streamed.device, apart=True)
 
     # ------------------------------------------------------------ tokens
     @property
@@ -239,7 +237,7 @@ class Session:
         )
 
     def linear_names(self) -> list[str]:
-        return [n for n, m in self.streamed.model.named_modules() if isinstance(m, nn.Linear)]
+        return [n for n, m in self.streamed.model.named_modules() if is_linear(m)]
 
     def recipe_digest(self, draft: bool) -> str:
         """SHA-256 (hex) of the recipe with every default filled in, with its draft stage or without."""

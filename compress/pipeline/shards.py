@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from compress.pipeline.files import disk_errors, sha256, written_beside
 from compress.pipeline.layer import SolvedLayer, weight_digest
+from compress.pipeline.source import SourceCheckpoint
 from runtime import formats
-from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 from runtime.quantization_config import entry_to_dict
 
@@ -25,7 +25,7 @@ def shard_name(number: int, total: int) -> str:
 def write_part(
     directory: Path,
     shard: str,
-    source: Checkpoint,
+    source: SourceCheckpoint,
     names: list[str],
     changed: dict[str, torch.Tensor],
     layers: dict[str, SolvedLayer],
@@ -41,42 +41,42 @@ def write_part(
     """
     tensors: dict[str, torch.Tensor] = {}
     account: dict[str, Any] = {}
+    wholes = _wholes(source, names, changed, layers)
     for name in names:
         module = name.rpartition(".")[0]
         size = source.nbytes(name)
         if name.endswith(".weight") and module in layers:
-            stored = {f"{module}.{key}": value.contiguous().cpu() for key, value in layers[module].tensors.items()}
+            stored = _stored(source, module, layers[module])
             tensors.update(stored)
             account[name] = {
                 "action": "compressed", "stored_as": sorted(stored), "bytes_before": size, "bytes_after": _bytes(stored),
                 "format": layers[module].entry.format,
             }  # fmt: skip
         else:
-            value = changed[name] if name in changed else source.get(name)
-            tensors[name] = value.contiguous().cpu()
-            account[name] = {
-                "action": "copied",
-                "stored_as": [name],
-                "bytes_before": size,
-                "bytes_after": _bytes({name: tensors[name]}),
-            }
+            own = wholes.get(name) or source.published(name)
+            if own not in tensors:
+                value = changed[name] if name in changed else source.whole(name) if name in wholes else source.get(name)
+                tensors[own] = value.contiguous().cpu()
+            after = size if name in wholes else _bytes({own: tensors[own]})
+            account[name] = {"action": "copied", "stored_as": [own], "bytes_before": size, "bytes_after": after}
             if name in changed:
                 account[name]["reason"] = "took the scale of the layers that read it"
             if module in skipped:
                 account[name]["reason"] = skipped[module]
     for name, value in changed.items():
         if name not in account:
-            tensors[name] = value.contiguous().cpu()
+            own = source.published(name)
+            tensors[own] = value.contiguous().cpu()
             account[name] = {
                 "action": "copied",
-                "stored_as": [name],
+                "stored_as": [own],
                 "bytes_before": 0,
-                "bytes_after": _bytes({name: value}),
+                "bytes_after": _bytes({own: value}),
                 "reason": "was tied",
             }
     for module, layer in layers.items():
         if f"{module}.weight" not in account:
-            stored = {f"{module}.{key}": value.contiguous().cpu() for key, value in layer.tensors.items()}
+            stored = _stored(source, module, layer)
             tensors.update(stored)
             account[f"{module}.weight"] = {
                 "action": "compressed", "stored_as": sorted(stored), "bytes_before": 0, "bytes_after": _bytes(stored),
@@ -86,7 +86,7 @@ def write_part(
     path = directory / shard
     with disk_errors(f"writing {path}"), written_beside(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
-    verify_part(path, tensors, layers)
+    verify_part(path, tensors, {source.published_module(name): layer for name, layer in layers.items()})
     return {
         "shard": shard,
         "sha256": sha256(path),
@@ -97,6 +97,25 @@ def write_part(
         "entries": {name: entry_to_dict(layer.entry) for name, layer in layers.items()},
         "digests": {name: layer.digest for name, layer in layers.items()},
     }
+
+
+def _stored(source: SourceCheckpoint, module: str, layer: SolvedLayer) -> dict[str, torch.Tensor]:
+    """The tensors of a compressed layer under the names that they are written by."""
+    home = source.published_module(module)
+    return {f"{home}.{key}": value.contiguous().cpu() for key, value in layer.tensors.items()}
+
+
+def _wholes(
+    source: SourceCheckpoint, names: list[str], changed: dict[str, torch.Tensor], layers: dict[str, SolvedLayer]
+) -> dict[str, str]:
+    """{tensor of an expert: the one of all experts that is copied in its stead}, where no expert of a layer has changed."""
+    touched = {name.rpartition(".")[0] for name in changed} | layers.keys()
+    homes: dict[str, bool] = {}
+    for name in source.pieces.keys() & set(names):
+        home = source.pieces[name].home
+        homes[home] = homes.get(home, True) and name.rpartition(".")[0] not in touched
+    pieces = {name: source.pieces[name] for name in names if name in source.pieces}
+    return {name: piece.source.name for name, piece in pieces.items() if homes[piece.home]}
 
 
 def verify_part(path: Path, tensors: dict[str, torch.Tensor], layers: dict[str, SolvedLayer]) -> None:

@@ -10,10 +10,12 @@ from typing import TYPE_CHECKING
 import torch
 
 from compress.pipeline.converted import Converted, find_converted
+from compress.pipeline.pieces import find_pieces, whole_names
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.headers import TensorEntry
 from runtime.naming import match_names, without_place
+from runtime.published import Published
 from runtime.skeleton import model_kind, tied_names
 
 if TYPE_CHECKING:
@@ -27,6 +29,7 @@ class SourceCheckpoint(Checkpoint):
 
     Attributes:
         renamed: {the model's name: the name in the files} where the two differ; of a tensor that the files hold in parts, the first.
+        pieces: {the model's name: where it is} of tensors of single experts that the files hold in one.
         converted: {the model's name: how it is made} of tensors that the files hold in parts (experts one by one).
         dropped: {name: why} of tensors that no artifact needs.
 
@@ -38,8 +41,20 @@ class SourceCheckpoint(Checkpoint):
         self.__dict__.update(copy.copy(checkpoint.__dict__))
         self.renamed = {new: old for new, old in match_names(model, checkpoint.names(), places).items() if new != old}
         self.converted: dict[str, Converted] = {}
+        self._files = checkpoint
+        self._published = Published(model)
         back = {old: new for new, old in self.renamed.items()}
+        wholes = whole_names(model)
+        for name in checkpoint.names() if wholes else ():
+            if name not in back and (place := self._published.place(name)) in wholes:
+                back[name] = place
         named = {back.get(name, name): checkpoint.entry(name) for name in checkpoint.names()}
+        self.pieces = find_pieces(model, named)
+        for name in {piece.whole for piece in self.pieces.values()}:
+            del named[name]
+        for name, piece in self.pieces.items():
+            named[name] = piece.entry(name)
+            self.renamed[name] = piece.source.name
         if not set(places) - _shared(model) <= named.keys() and not set(named) <= set(places):
             self._convert(checkpoint, model, places, named)
         self._tensors = dict(sorted(named.items()))
@@ -61,7 +76,6 @@ class SourceCheckpoint(Checkpoint):
     ) -> None:
         """Put tensors that transformers would rename, or make out of several, into `named`, in the place of those in the files."""
         renamed, self.converted = find_converted(model, checkpoint, places)
-        self._files = checkpoint
         for name, stored in renamed.items():
             named.pop(stored, None)
             named[name] = checkpoint.entry(stored)
@@ -78,9 +92,29 @@ class SourceCheckpoint(Checkpoint):
             self.renamed[name] = made.sources[0]
 
     def get(self, name: str) -> torch.Tensor:
-        """One tensor, put together where the files hold it in parts; see `Checkpoint.get`."""
+        """One tensor, put together where the files hold it in parts, or taken out of theirs; see `Checkpoint.get`."""
+        if name in self.pieces:
+            return self.pieces[name].read(self._files)
         made = self.converted.get(name)
         return super().get(name) if made is None else made.build(self._files.get)
+
+    def whole(self, name: str) -> torch.Tensor:
+        """What the files hold in one of which tensor `name` is a piece."""
+        return self._files.get(self.pieces[name].source.name)
+
+    # ---------------------------------------------------------------- what artifacts call them
+    def published(self, name: str) -> str:
+        """What an artifact calls a tensor of the model: as the files do where transformers knows that name."""
+        stored = self.renamed.get(name)
+        if name in self.pieces:
+            return self.pieces[name].published
+        if stored is None or name in self.converted:
+            return name
+        return stored if self._published.place(stored) == name else name
+
+    def published_module(self, name: str) -> str:
+        """As `published`, of a module with a weight."""
+        return self.published(f"{name}.weight").removesuffix(".weight")
 
 
 def _shared(model: PreTrainedModel) -> set[str]:

@@ -36,15 +36,14 @@ class Handover:
     extras: tuple[Any, ...] | None
 
     @classmethod
-    def annotated(cls, block: nn.Module) -> Handover:
-        """What the annotation of the block's forward says."""
-        annotation = str(inspect.signature(block.forward).return_annotation).lower()
-        return cls(() if annotation.startswith("tuple") else None)
-
-    @classmethod
     def of(cls, output: Any) -> Handover:
-        """What a block has really returned."""
+        """What a block has returned. Only that is sure: annotations of `forward` say tuple where there is none (Gemma 3)."""
         return cls(tuple(output[1:]) if isinstance(output, tuple) else None)
+
+    @property
+    def depends_on_batch(self) -> bool:
+        """Whether something is handed over that another batch would have otherwise."""
+        return any(value is not None for value in self.extras or ())
 
 
 class Recorder(nn.Module):
@@ -76,8 +75,9 @@ class Recorder(nn.Module):
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         names = list(inspect.signature(self._block.forward).parameters)
-        self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
         if self._run:
-            self._handover.extras = Handover.of(self._block(hidden_states, *args, **kwargs)).extras
+            # A copy: a block may write into what it is given.
+            self._handover.extras = Handover.of(self._block(hidden_states.clone(), *args, **kwargs)).extras
+        self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
         value = hidden_states if self._instead is None else self._instead
         return value if self._handover.extras is None else (value, *self._handover.extras)

@@ -115,9 +115,9 @@ class StreamedModel(PartialModel):
             if len(calls) == len(stack.blocks):
                 raise _PreludeDoneError
 
-        # Causal language models say by annotation what their blocks return; others show it.
-        learn = self.kind != "decoder" and len(stack.blocks) > 1
-        handover = Handover.annotated(stack.blocks[0])
+        known = self._handovers.get(number)
+        learn = known is None or known.depends_on_batch
+        handover = Handover(None) if known is None or learn else known
         recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
         try:
             with (
@@ -225,12 +225,9 @@ class StreamedModel(PartialModel):
     def _handing_on(self, number: int, hidden: torch.Tensor) -> Iterator[None]:
         """The blocks of a stack give place to ones that hand on `hidden`, with all that is in no block loaded."""
         stack = self.stacks[number]
-        if self.kind == "decoder":
-            handover = Handover.annotated(stack.blocks[0])
-        else:
-            if number not in self._handovers:
-                self.block_kwargs((torch.zeros(1, 2, dtype=torch.int64), None), stack.first)
-            handover = self._handovers[number]
+        if number not in self._handovers:
+            self.block_kwargs((torch.zeros(1, 2, dtype=torch.int64), None), stack.first)
+        handover = self._handovers[number]
         loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
         recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
         with self._replaced(number, recorders), self._outside(), loaded, products(self.device):

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from compress import prune, quantize
 from compress.assign import Assignment
 from compress.distill.recovery.held import Held
 from compress.method import Method
+from compress.prune.config import PruneConfig
+from compress.prune.magnitude import MagnitudeConfig
+from compress.quantize.config import QuantizeConfig
+from compress.quantize.rtn import RTNConfig
 from compress.solver.group import compensates
 from runtime.scheme import Scheme
 
@@ -99,6 +103,13 @@ class LayerWork:
         """`(weights, statistics, scheme, config) -> scale [in]` of a method that folds scales into neighbours, else None."""
         return next((m.scales for m in self.methods if m.transforms), None)
 
+    def without_data(self) -> LayerWork:
+        """The same grid and the same number of zeros, chosen without calibration: weights are rounded to nearest, the smallest removed."""
+        own = self.assignment
+        cut = None if own.prune is None else MagnitudeConfig(**_shared(own.prune, PruneConfig), method="magnitude")
+        grid = None if own.quantize is None else RTNConfig(**_shared(own.quantize, QuantizeConfig), method="rtn")
+        return replace(self, assignment=replace(own, prune=cut, quantize=grid), sparsity=self.share or None)
+
     def same_settings(self, other: LayerWork) -> bool:
         """Whether both can be solved in one go."""
         mine, theirs = ((own.prune, own.quantize, own.scheme, own.pruned, own.quantized) for own in (self, other))
@@ -122,3 +133,12 @@ class LayerWork:
                 text += f" a{self.scheme.activations.bits} {'dynamic' if self.scheme.activations.dynamic else 'static'}"
             parts.append(text)
         return " + ".join(parts)
+
+
+def _shared(config: Any, base: type[Any]) -> dict[str, Any]:
+    """What every method's configuration has."""
+    return {
+        name: getattr(config, name)
+        for name in base.model_fields
+        if name in config.model_fields_set and name != "allocation"
+    }

@@ -55,6 +55,21 @@ class TextSource(Located):
     batch_size: int = Field(default=8, ge=1, le=4096)
 
 
+class ExpertsConfig(Located):
+    """Which tokens the routed experts of a mixture-of-experts model are calibrated on.
+
+    Attributes:
+        tokens: `routed`, those that the router sends an expert; `all` tokens of its layer, for every expert.
+        at_least: an expert that the router sends fewer tokens of the text is starved; 0: none is.
+        starved: what is done with such an expert: `shared` calibrates it on all tokens of its layer, `nearest` rounds its weights to the
+            nearest values (and removes the smallest), `fail` ends the run.
+    """
+
+    tokens: Literal["routed", "all"] = "routed"
+    at_least: int = Field(default=32, ge=0, le=1_000_000)
+    starved: Literal["shared", "nearest", "fail"] = "shared"
+
+
 class CalibrationConfig(TextSource):
     """Text that the methods see while they compress.
 
@@ -62,11 +77,13 @@ class CalibrationConfig(TextSource):
         samples: rows to draw.
         seed: decides which rows are drawn.
         packing: true cuts documents laid end to end into full rows; false puts one document in a row, padded right.
+        experts: see `ExpertsConfig`.
     """
 
     samples: int = Field(default=128, ge=1, le=1_000_000)
     seed: int = Field(default=0, ge=0, lt=2**63)
     packing: bool = True
+    experts: ExpertsConfig = Field(default_factory=ExpertsConfig)
 
 
 class EvaluateConfig(TextSource):

@@ -15,8 +15,8 @@ import torch
 from export.onnx import remembered
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
-from runtime.engines.torch import install_compressed
 from runtime.errors import CompressError, RequestError
+from runtime.installed import install_compressed
 from runtime.weights import Filling
 
 if TYPE_CHECKING:
@@ -51,14 +51,14 @@ def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[
         RequestError: the checkpoint's names are not the model's own.
     """
     model = source.build(dtype)
-    compressed = install_compressed(model, source.artifact.config)
+    compressed = install_compressed(model, source.artifact.config, source.artifact.checkpoint.names())
     filling = Filling(model, source.artifact.checkpoint, dtype, torch.device("cpu"), compressed)
     if filling.foreign:
         raise RequestError(
             f"{source.path} stores tensors under names that only transformers converts; apply a recipe to it first"
         )
     probe = source.build(dtype)
-    install_compressed(probe, source.artifact.config)
+    install_compressed(probe, source.artifact.config, source.artifact.checkpoint.names())
     marked = set(mark_layers(probe, dtype))
     filling.place(lambda name: name.rpartition(".")[0] not in marked)
     shapes = mark_layers(model, dtype)

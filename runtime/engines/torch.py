@@ -11,8 +11,10 @@ from torch import nn
 
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
+from runtime.installed import install_compressed
+from runtime.matrices import is_matrix
 from runtime.memory import return_memory
-from runtime.skeleton import build_skeleton, linear_shapes, model_kind, read_config
+from runtime.skeleton import build_skeleton, model_kind, read_config
 from runtime.weights import fill, main_dtype, to_device
 
 if TYPE_CHECKING:
@@ -161,7 +163,7 @@ def explain_modules(module: nn.Module) -> dict[str, str]:
         kernel = getattr(child, "kernel_name", None)
         if kernel is not None:
             result[name] = str(kernel)
-        elif isinstance(child, nn.Linear):
+        elif is_matrix(child):
             result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
     return result
 
@@ -208,7 +210,7 @@ class Blueprint:
         self.module = build_skeleton(
             self._config, self._stored, self._trust_remote_code, self.artifact.checkpoint.names()
         )
-        self.compressed = install_compressed(self.module, self.artifact.config)
+        self.compressed = install_compressed(self.module, self.artifact.config, self.artifact.checkpoint.names())
 
     def build(self) -> TorchEngine:
         """The engine of a causal language model, its weights in memory."""
@@ -228,22 +230,6 @@ class Blueprint:
             prepare_all(module, self.kernels)
             return_memory()
         return module
-
-
-def install_compressed(module: nn.Module, config: dict[str, Any]) -> frozenset[str]:
-    """Replace the layers that config.json's `quantization_config` names by compressed ones, still on meta.
-
-    Returns their names; empty for a plain checkpoint.
-    """
-    quantization = config.get("quantization_config")
-    if quantization is None:
-        return frozenset()
-    from runtime.linear import install
-    from runtime.quantization_config import parse
-
-    embeddings = [name for name, child in module.named_modules() if isinstance(child, nn.Embedding)]
-    entries = parse(quantization, list(linear_shapes(module)), embeddings)
-    return frozenset(install(module, entries))
 
 
 def weight_bytes(module: nn.Module) -> int:

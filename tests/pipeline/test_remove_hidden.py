@@ -129,7 +129,9 @@ def test_dimensions_that_hold_nothing_go_without_a_trace(
     assert config.get_text_config().hidden_size == KEPT
     assert config.tie_word_embeddings == read_config(source).tie_word_embeddings
     assert tensors(made.path).keys() == tensors(source).keys()
-    ids = torch.randint(0, 256, (2, 20))
+    ids = torch.randint(
+        0, 256, (2, 20), generator=torch.Generator().manual_seed(5)
+    )  # ties in a router would make it chancy
     torch.testing.assert_close(logits(made.path, ids), logits(source, ids), rtol=1e-2, atol=1e-2)
     assert runtime.load(made.path).generate([5, 6, 7], max_new_tokens=4)
     assert bool(facts["layers"]) == fitted

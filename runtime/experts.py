@@ -1,0 +1,231 @@
+"""Routed experts, one by one: transformers 5 holds those of a layer in two or three tensors, where no single one can be compressed.
+
+What the tensors of such a module mean, it says itself (`transformers.integrations.moe.use_experts_implementation`): whether experts have a
+gate, biases, and which way round the matrices are. So no family is named here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+_SAYS = ("has_gate", "has_bias", "is_transposed", "_apply_gate")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one module holds its experts.
+
+    Attributes:
+        count: of experts. hidden, inner: what an expert reads, and the width between its two products.
+        gate: `gate_up_proj` holds gate and up projection; without one there is `up_proj` alone.
+        interleaved: rows of gate and up take turns; otherwise all of the gate's come first.
+        transposed: tensors are `[experts, in, out]`, and not `[experts, out, in]`.
+        bias: every projection has one, `[experts, out]`.
+        dtype: of the tensors.
+    """
+
+    count: int
+    hidden: int
+    inner: int
+    gate: bool
+    interleaved: bool
+    transposed: bool
+    bias: bool
+    dtype: torch.dtype
+
+    @property
+    def projections(self) -> tuple[str, ...]:
+        """Names of an expert's linear layers, in the order they run."""
+        return ("gate_proj", "up_proj", "down_proj") if self.gate else ("up_proj", "down_proj")
+
+    def home(self, projection: str, bias: bool = False) -> str:
+        """Name of the tensor that holds a projection of all experts."""
+        name = "gate_up_proj" if self.gate and projection != "down_proj" else projection
+        return f"{name}_bias" if bias else name
+
+    def shape(self, projection: str, bias: bool = False) -> tuple[int, ...]:
+        """Of `home`."""
+        down = projection == "down_proj"
+        out, into = (self.hidden, self.inner) if down else (self.inner * (1 + self.gate), self.hidden)
+        if bias:
+            return (self.count, out)
+        return (self.count, into, out) if self.transposed else (self.count, out, into)
+
+    def part(self, projection: str, held: torch.Tensor, bias: bool = False) -> torch.Tensor:
+        """What one expert has of `home`: `held` is `[in, out]` or `[out, in]` (a bias `[out]`), the result `[out, in]` (`[out]`)."""
+        rows = held if bias or not self.transposed else held.T
+        if self.gate and projection != "down_proj":
+            second = projection == "up_proj"
+            if self.interleaved:
+                rows = rows[int(second) :: 2]
+            else:
+                rows = rows[self.inner :] if second else rows[: self.inner]
+        return rows.contiguous()
+
+
+def layout_of(module: nn.Module) -> Layout | None:
+    """How `module` holds experts; None: it holds none, or in a way that it does not say."""
+    if not all(hasattr(module, name) for name in _SAYS):
+        return None
+    wide: Any = getattr(module, "gate_up_proj" if module.has_gate else "up_proj", None)
+    down: Any = getattr(module, "down_proj", None)
+    if not all(isinstance(value, nn.Parameter) and value.dim() == 3 for value in (wide, down)):
+        return None
+    count, inner, hidden = (int(n) for n in (down.shape if module.is_transposed else down.mT.shape))
+    gate, transposed = bool(module.has_gate), bool(module.is_transposed)
+    interleaved = _interleaved(module, inner) if gate else False
+    layout = Layout(count, hidden, inner, gate, interleaved, transposed, bool(module.has_bias), wide.dtype)
+    return layout if tuple(wide.shape) == layout.shape("up_proj") else None
+
+
+def _interleaved(module: Any, inner: int) -> bool:
+    """Whether the second output of a `gate_up_proj` counts for the first unit: asked of what computes the gate."""
+    given = torch.linspace(0.1, 0.2, 2 * inner, device="cpu")[None]
+    other = given.clone()
+    other[0, 1] += 0.05
+    changed = (module._apply_gate(given) != module._apply_gate(other))[0].nonzero().flatten().tolist()
+    return bool(changed == [0])
+
+
+def find_fused(model: nn.Module) -> dict[str, Layout]:
+    """{name: how it holds experts} of all modules of a model that do."""
+    found = {name: layout_of(module) for name, module in model.named_modules()}
+    return {name: layout for name, layout in found.items() if layout is not None}
+
+
+class Expert(nn.Module):
+    """One of them: `down_proj(gate(gate_proj(x), up_proj(x)))`.
+
+    Attributes:
+        tokens: which rows of what its layer was given are being computed, `[n]` int64; None: all of them, or nothing is.
+    """
+
+    def __init__(self, layout: Layout, device: Any) -> None:
+        super().__init__()
+        options: dict[str, Any] = {"bias": layout.bias, "device": device, "dtype": layout.dtype}
+        for name in layout.projections:
+            sides = (layout.inner, layout.hidden) if name == "down_proj" else (layout.hidden, layout.inner)
+            self.add_module(name, nn.Linear(*sides, **options))
+        self.tokens: torch.Tensor | None = None
+
+
+class Experts(nn.ModuleList):
+    """Takes the place of a module that holds its experts in one: the same products, each expert's of its own linear layers.
+
+    What the experts of a token give is summed in float32.
+
+    Attributes:
+        layout: of the module whose place it takes.
+        everyone: numbers of the experts that are to read all tokens, wherever the router sends them; what the layer gives stays the same.
+            Calibration asks for it where the text sends an expert too little.
+        separate: each of these reads a tensor of its own, so that who watches sees inputs that are not shared.
+    """
+
+    def __init__(self, fused: nn.Module, layout: Layout) -> None:
+        device = fused.get_parameter("down_proj").device
+        super().__init__(Expert(layout, device) for _ in range(layout.count))
+        self.layout = layout
+        self.everyone: set[int] = set()
+        self.separate = False
+        for name in {
+            layout.home(p, bias) for p in layout.projections for bias in ((False, True) if layout.bias else (False,))
+        }:
+            fused._parameters.pop(name)
+        self.__dict__["_fused"] = (
+            fused  # knows the gate; what is left of it that has weights is registered under its own name
+        )
+        for name, child in fused.named_children():
+            self.add_module(name, child)
+        for name, parameter in fused._parameters.items():
+            self.register_parameter(name, parameter)
+
+    @property
+    def count(self) -> int:
+        return self.layout.count
+
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """`[tokens, hidden]` of the same, the experts `[tokens, k]` int64 of each token, and their weights `[tokens, k]`."""
+        total = torch.zeros(hidden_states.shape, dtype=torch.float32, device=hidden_states.device)
+        chosen, order = torch.sort(top_k_index.flatten(), stable=True)
+        bounds = torch.searchsorted(chosen, torch.arange(self.count + 1, device=chosen.device)).tolist()
+        weights = top_k_weights.flatten()
+        for number in range(self.count):
+            pairs = order[bounds[number] : bounds[number + 1]]
+            tokens = pairs // top_k_index.shape[1]
+            if number in self.everyone:
+                given = self.run(number, hidden_states.clone() if self.separate else hidden_states)[tokens]
+            elif len(pairs):
+                given = self.run(number, hidden_states[tokens], tokens)
+            else:
+                continue
+            total.index_add_(0, tokens, given.float() * weights[pairs, None].float())
+        return total.to(hidden_states.dtype)
+
+    def run(self, number: int, rows: torch.Tensor, tokens: torch.Tensor | None = None) -> torch.Tensor:
+        """What one expert makes of `rows` `[n, hidden]`; `tokens` says which ones of the layer they are."""
+        expert: Any = self[number]
+        expert.tokens = tokens
+        fused: Any = self.__dict__["_fused"]
+        try:
+            up = expert.up_proj(rows)
+            if self.layout.gate:
+                both = (expert.gate_proj(rows), up)
+                inner = fused._apply_gate(
+                    torch.stack(both, -1).flatten(-2) if self.layout.interleaved else torch.cat(both, -1)
+                )
+            else:
+                inner = fused.act_fn(up)
+            out: torch.Tensor = expert.down_proj(inner)
+            if getattr(fused, "has_post_expert_norm", False):
+                norm: Any = self.post_expert_norm
+                out = norm(out)
+            return out
+        finally:
+            expert.tokens = None
+
+
+def unfuse(model: nn.Module, names: Collection[str] | None = None) -> list[str]:
+    """Give modules that hold experts in one (all, or `names`) their experts one by one; names of those that were changed.
+
+    Weights are not moved: the new layers are empty, on the device of what they replace (meta, in a skeleton).
+    """
+    done = []
+    for name, layout in find_fused(model).items():
+        if names is not None and name not in names:
+            continue
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, Experts(model.get_submodule(name), layout))
+        done.append(name)
+    return done
+
+
+def routers(model: nn.Module) -> set[str]:
+    """Names of the linear layers that choose or weigh experts: beside the experts in their layer, with one output or one for each."""
+    found = set()
+    for name, module in model.named_modules():
+        layout = module.layout if isinstance(module, Experts) else layout_of(module)
+        if layout is None:
+            continue
+        home = name.rpartition(".")[0]
+        for own, child in model.get_submodule(home).named_modules(prefix=home):
+            inside = own == name or own.startswith(f"{name}.")
+            if not inside and isinstance(child, nn.Linear) and child.out_features in (1, layout.count):
+                found.add(own)
+    return found
+
+
+def expert_of(model: nn.Module, name: str) -> tuple[str, int] | None:
+    """(module with experts, number) of the expert that module `name` belongs to; None: it belongs to none."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        home = ".".join(parts[:end])
+        if parts[end].isdecimal() and isinstance(model.get_submodule(home), Experts):
+            return home, int(parts[end])
+    return None

@@ -94,9 +94,10 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
             have, members = statistics.pop(position, None), groups[position].members
             if have is not None and not _finite(job, groups[position], have, result):
                 continue
-            for name in experts.nearest.keys() & set(members):
+            rounded = experts.nearest.keys() & set(members)
+            for name in rounded:
                 local[name] = _without_data(job, name, local[name])
-            _solve(job, members, have, local, work, result, reporter)
+            _solve(job, members, None if rounded else have, local, work, result, reporter)
             _note_tokens(job, members, have, experts, result)
             del have
             return_memory()

@@ -140,5 +140,5 @@ def _shared(config: Any, base: type[Any]) -> dict[str, Any]:
     return {
         name: getattr(config, name)
         for name in base.model_fields
-        if name in config.model_fields_set and name != "allocation"
+        if name in config.model_fields_set and name not in ("method", "allocation")
     }

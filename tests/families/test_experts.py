@@ -1,0 +1,159 @@
+"""Routed experts: what each is calibrated on, what becomes of those that read too little, and how artifacts name them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compress
+from compress.pipeline.collect import InputGroup, collect
+from runtime.artifact import Artifact
+from runtime.checkpoint import Checkpoint
+from runtime.engines.torch import Blueprint
+from runtime.errors import CompressError
+from runtime.experts import Experts, find_fused, unfuse
+from runtime.linear import CompressedLinear
+from tests.families.models import FAMILIES
+
+W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
+STARVED = 3
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("".join(f"line {i}: the square of {i} is {i * i}, its double {2 * i}.\n" for i in range(200)))
+    return path
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A gpt-oss whose routers send nothing to one expert."""
+    from safetensors.torch import load_file, save_file
+
+    path = next(f for f in FAMILIES if f.name == "gpt_oss").write(tmp_path_factory.mktemp("starved") / "model")
+    tensors = load_file(path / "model.safetensors")
+    for name in [n for n in tensors if n.endswith("router.bias")]:
+        tensors[name][STARVED] = -1e4
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    return path
+
+
+def _apply(source: Path, text: Path, output: Path, stage: dict[str, Any] = W4, **experts: Any) -> Any:
+    calibration = {"data": str(text), "samples": 8, "sequence_length": 32, "batch_size": 4, "experts": experts}
+    return compress.apply(
+        {"name": "test", "model": str(source), "calibration": calibration, "stages": [stage]}, output=output, quiet=True
+    )
+
+
+def _weights(path: Path) -> dict[str, torch.Tensor]:
+    module = Blueprint(Artifact(path), torch.device("cpu"), "reference", None, False).build_module()
+    return {n: m.dequantize() for n, m in module.named_modules() if isinstance(m, CompressedLinear)}
+
+
+def _notes(artifact: Any, number: int) -> list[dict[str, Any]]:
+    return [line["notes"] for line in artifact.manifest["layers"] if f".layers.0.mlp.experts.{number}." in line["name"]]
+
+
+def test_a_starved_expert_is_calibrated_on_all_tokens(source: Path, text: Path, tmp_path: Path) -> None:
+    shared = _apply(source, text, tmp_path / "shared")
+    everyone = _apply(source, text, tmp_path / "all", tokens="all")
+    assert any("1 of 4 experts read fewer than 32 tokens" in warning for warning in shared.warnings)
+    assert [(note["tokens"], note["starved"]) for note in _notes(shared, STARVED)] == [(256, "shared")] * 3
+    assert sum(note["tokens"] for n in (0, 1, 2) for note in _notes(shared, n)) == 3 * 256 * 2  # two experts a token
+    assert {note["tokens"] for n in range(4) for note in _notes(everyone, n)} == {256}
+    ours, theirs = _weights(shared.path), _weights(everyone.path)
+    name = f"model.layers.0.mlp.experts.{STARVED}.down_proj"
+    assert torch.equal(ours[name], theirs[name])  # both have seen the same
+    other = "model.layers.0.mlp.experts.0.down_proj"
+    assert not torch.equal(ours[other], theirs[other])
+
+
+def test_a_starved_expert_is_rounded_to_nearest(source: Path, text: Path, tmp_path: Path) -> None:
+    nearest = _apply(source, text, tmp_path / "nearest", starved="nearest")
+    plain = _apply(source, text, tmp_path / "rtn", {"quantize": {**W4["quantize"], "method": "rtn"}})
+    assert any("rounded to nearest" in warning for warning in nearest.warnings)
+    ours, theirs = _weights(nearest.path), _weights(plain.path)
+    own = [name for name in ours if f".experts.{STARVED}." in name]
+    assert len(own) == 6
+    assert all(torch.equal(ours[name], theirs[name]) for name in own)
+    assert not torch.equal(ours["model.layers.0.mlp.experts.0.up_proj"], theirs["model.layers.0.mlp.experts.0.up_proj"])
+
+
+def test_a_starved_expert_ends_the_run_if_the_recipe_says_so(source: Path, text: Path, tmp_path: Path) -> None:
+    with pytest.raises(CompressError, match=r"layers\.0\.mlp\.experts: expert 3 read 0 tokens .* fewer than 32"):
+        _apply(source, text, tmp_path / "out", starved="fail")
+    assert _apply(source, text, tmp_path / "none", starved="fail", at_least=0, tokens="all").path.is_dir()
+
+
+def test_experts_are_written_under_the_names_of_their_family(text: Path, tmp_path: Path) -> None:
+    family = next(f for f in FAMILIES if f.name == "mixtral")
+    path = family.write(tmp_path / "model")
+    names = set(Checkpoint(_apply(path, text, tmp_path / "out").path).names())
+    home = "model.layers.1.block_sparse_moe"
+    assert {f"{home}.experts.2.{leaf}.weight_packed" for leaf in ("w1", "w2", "w3")} <= names
+    assert f"{home}.gate.weight" in names
+
+
+def test_experts_that_are_not_compressed_are_copied_as_they_are(source: Path, text: Path, tmp_path: Path) -> None:
+    stage = {"quantize": {**W4["quantize"], "ignore": ["lm_head", "*.experts.*"]}}
+    artifact = _apply(source, text, tmp_path / "out", stage)
+    before, after = Checkpoint(source), Checkpoint(artifact.path)
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    assert torch.equal(before.get(name), after.get(name))
+    own = artifact.manifest["tensors"]["model.layers.0.mlp.experts.1.up_proj.weight"]
+    assert (own["action"], own["stored_as"], own["source_name"]) == ("copied", [name], name)
+
+
+@pytest.mark.parametrize("name", ["mixtral", "gpt_oss", "jamba"])
+def test_apart_they_compute_what_they_do_in_one(name: str) -> None:
+    import transformers
+
+    torch.manual_seed(0)
+    config = next(f for f in FAMILIES if f.name == name).config()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    (home, layout) = next(iter(find_fused(model).items()))
+    fused = model.get_submodule(home)
+    for parameter in fused.parameters():
+        parameter.data.normal_(0, 0.3)
+    rows = torch.randn(11, layout.hidden)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(11)])
+    weights = torch.rand(11, 2)
+    held = {n: p.data.clone() for n, p in fused.named_parameters()}
+    with torch.no_grad():
+        expected = fused(rows, index, weights)
+        assert unfuse(model, {home}) == [home]
+        experts = model.get_submodule(home)
+        assert isinstance(experts, Experts)
+        for number in range(layout.count):
+            for projection in layout.projections:
+                for bias in (False, True) if layout.bias else (False,):
+                    place = experts[number].get_submodule(projection)
+                    value = layout.part(projection, held[layout.home(projection, bias)][number], bias)
+                    (place.bias if bias else place.weight).data = value
+        torch.testing.assert_close(experts(rows, index, weights), expected, rtol=1e-5, atol=1e-5)
+        experts.everyone = {0, 2}  # who reads everything changes nothing of what comes out
+        torch.testing.assert_close(experts(rows, index, weights), expected, rtol=1e-5, atol=1e-5)
+
+
+def test_padding_is_no_token_of_an_expert() -> None:
+    import transformers
+
+    config = next(f for f in FAMILIES if f.name == "mixtral").config()
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    unfuse(model)
+    for parameter in model.parameters():
+        parameter.data.normal_(0, 0.1)
+    block = model.get_submodule("model.layers.0.mlp")
+    experts = block.get_submodule("experts")
+    rows = torch.randn(6, 64)
+    mask = torch.tensor([[True, False, True], [True, True, False]])
+    index = torch.tensor([[0, 1], [0, 2], [0, 1], [2, 1], [3, 0], [0, 3]])
+    groups = [InputGroup([f"experts.{n}.up_proj"], 64) for n in range(4)]
+    found = collect(block, groups, [(lambda: experts(rows, index, torch.ones(6, 2)), mask)], stop_early=False)
+    assert [s.tokens for s in found] == [3, 3, 1, 1]
+    kept = rows[torch.tensor([0, 2, 4])]
+    torch.testing.assert_close(found[0].hessian, kept.T @ kept / 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -100,6 +101,28 @@ class StatisticsCollector:
         self._tokens += x.shape[0]
         # NaN and Inf both survive in the extremes, so two small reductions are enough.
         self._finite = self._finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+
+    def pool(self, reduce: Callable[[torch.Tensor, str], None]) -> None:
+        """Add up what several collectors have seen, each in a process of its own.
+
+        Args:
+            reduce: makes a tensor, in place, the "sum", "min" or "max" of those that the processes call it with; all call it with
+                tensors of the same shapes in the same order.
+        """
+        if self._hessian is not None:
+            for start in range(0, self.in_features, BLOCK):
+                end = min(start + BLOCK, self.in_features)
+                panel = self._hessian[start:end, start:].contiguous()
+                reduce(panel, "sum")
+                self._hessian[start:end, start:] = panel
+        sums = torch.stack([self._abs, self._square])
+        reduce(sums, "sum")
+        self._abs, self._square = sums[0], sums[1]
+        reduce(self._minimum, "min")
+        reduce(self._maximum, "max")
+        counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
+        reduce(counts, "sum")
+        self._tokens, self._finite = int(counts[0]), not bool(counts[1])
 
     def finish(self) -> Statistics:
         """The means so far. The collector hands its buffers over and cannot be used afterwards."""

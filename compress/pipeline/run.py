@@ -99,6 +99,7 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
+        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
         compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")

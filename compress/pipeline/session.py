@@ -61,6 +61,7 @@ class Session:
         draft: what the recipe's draft stage asks for, if it has one.
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
+        processes: how many share the calibration data.
     """
 
     recipe: Recipe
@@ -71,6 +72,7 @@ class Session:
     source: Checkpoint | None = None
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
+    processes: int = 1
 
     @classmethod
     def open(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -75,43 +75,12 @@ class Statistics:
         )
 
 
-@dataclass
-class Sums:
-    """What a collector has added up, before it becomes means. To join what several collectors saw, change the tensors in place.
-
-    Attributes:
-        hessian: `[in, in]` float32, sum of `x x^T`, only what is on the diagonal and above it, in memory or in a file; None: not wanted.
-        absolute, square: `[in]` float32, sums of `|x|` and `x^2`.
-        minimum, maximum: `[in]` float32; infinite before the first token.
-        tokens, finite: as in `Statistics`.
-    """
-
-    hessian: torch.Tensor | None
-    absolute: torch.Tensor
-    square: torch.Tensor
-    minimum: torch.Tensor
-    maximum: torch.Tensor
-    tokens: int = 0
-    finite: bool = True
-
-    def panels(self) -> Iterator[torch.Tensor]:
-        """The Hessian, some whole rows at a time, to be changed in place; those of one in a file are resident only in turn."""
-        if self.hessian is None:
-            return
-        for rows in mapped.panels(self.hessian.shape[0], BLOCK):
-            yield self.hessian[rows]
-            mapped.let_go(self.hessian)
-
-
 class StatisticsCollector:
     """Accumulates `Statistics` batch by batch in float32; memory is one `[in, in]` matrix, whatever the number of tokens.
 
     Args:
         hessian: False skips the second moments (methods that only need ranges).
         directory: they are in a file there (CPU only); None: in memory.
-
-    Attributes:
-        sums: what was added so far.
     """
 
     def __init__(
@@ -122,13 +91,13 @@ class StatisticsCollector:
         directory: Path | None = None,
     ) -> None:
         self.in_features = in_features
-        self.sums = Sums(
-            mapped.zeros(in_features, in_features, device, directory) if hessian else None,
-            torch.zeros(in_features, device=device),
-            torch.zeros(in_features, device=device),
-            torch.full((in_features,), torch.inf, device=device),
-            torch.full((in_features,), -torch.inf, device=device),
-        )
+        self._hessian = mapped.zeros(in_features, in_features, device, directory) if hessian else None
+        self._abs = torch.zeros(in_features, device=device)
+        self._square = torch.zeros(in_features, device=device)
+        self._minimum = torch.full((in_features,), torch.inf, device=device)
+        self._maximum = torch.full((in_features,), -torch.inf, device=device)
+        self._tokens = 0
+        self._finite = True
 
     @torch.no_grad()
     def add(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
@@ -137,46 +106,67 @@ class StatisticsCollector:
         if mask is not None:
             x = x[mask.reshape(-1).to(x.device)]
         for part in x.split(max(1, ELEMENTS // self.in_features)):
-            self._add(part.to(self.sums.absolute))
+            if part.shape[0] > 0:
+                self._add(part.to(self._abs))
 
     def _add(self, x: torch.Tensor) -> None:
         """Inputs `[tokens, in]` in float32, where the sums are."""
-        sums = self.sums
-        if x.shape[0] == 0:
-            return
-        if sums.hessian is not None:
+        if self._hessian is not None:
             # Symmetric: what lies above the diagonal is enough, and `finish` fills in the rest.
             for rows in mapped.panels(self.in_features, BLOCK):
-                sums.hessian[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
-                mapped.let_go(sums.hessian)
-        sums.square += x.square().sum(0)
+                self._hessian[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
+                mapped.let_go(self._hessian)
+        self._square += x.square().sum(0)
         low, high = torch.aminmax(x, dim=0)
-        torch.minimum(sums.minimum, low, out=sums.minimum)
-        torch.maximum(sums.maximum, high, out=sums.maximum)
-        sums.absolute += x.abs().sum(0)
-        sums.tokens += x.shape[0]
+        torch.minimum(self._minimum, low, out=self._minimum)
+        torch.maximum(self._maximum, high, out=self._maximum)
+        self._abs += x.abs().sum(0)
+        self._tokens += x.shape[0]
         # NaN and Inf both survive in the extremes, so two small reductions are enough.
-        sums.finite = sums.finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+        self._finite = self._finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+
+    def pool(self, reduce: Callable[[torch.Tensor, str], None]) -> None:
+        """Add up what several collectors have seen, each in a process of its own.
+
+        Args:
+            reduce: makes a tensor, in place, the "sum", "min" or "max" of those that the processes call it with; all call it with
+                tensors of the same shapes in the same order.
+        """
+        if self._hessian is not None:
+            for start in range(0, self.in_features, BLOCK):
+                end = min(start + BLOCK, self.in_features)
+                panel = self._hessian[start:end, start:].contiguous()
+                reduce(panel, "sum")
+                self._hessian[start:end, start:] = panel
+                mapped.let_go(self._hessian)
+        sums = torch.stack([self._abs, self._square])
+        reduce(sums, "sum")
+        self._abs, self._square = sums[0], sums[1]
+        reduce(self._minimum, "min")
+        reduce(self._maximum, "max")
+        counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
+        reduce(counts, "sum")
+        self._tokens, self._finite = int(counts[0]), not bool(counts[1])
 
     def finish(self) -> Statistics:
         """The means so far. The collector hands its buffers over and cannot be used afterwards."""
-        sums, hessian = self.sums, self.sums.hessian
-        tokens, none = max(sums.tokens, 1), sums.tokens == 0
-        for rows in mapped.panels(self.in_features, BLOCK) if hessian is not None else ():
-            assert hessian is not None
-            hessian[rows, rows.start :] /= tokens
-            corner = hessian[rows, rows]
-            corner.copy_(corner.triu() + corner.triu(1).T)
-            for below in mapped.panels(self.in_features - rows.stop, BLOCK):
-                others = slice(rows.stop + below.start, rows.stop + below.stop)
-                hessian[others, rows] = hessian[rows, others].T
-                mapped.let_go(hessian)
+        tokens = max(self._tokens, 1)
+        if self._hessian is not None:
+            for rows in mapped.panels(self.in_features, BLOCK):
+                self._hessian[rows, rows.start :] /= tokens
+                corner = self._hessian[rows, rows]
+                corner.copy_(corner.triu() + corner.triu(1).T)
+                for below in mapped.panels(self.in_features - rows.stop, BLOCK):
+                    others = slice(rows.stop + below.start, rows.stop + below.stop)
+                    self._hessian[others, rows] = self._hessian[rows, others].T
+                    mapped.let_go(self._hessian)
+        none = self._tokens == 0
         return Statistics(
-            hessian=hessian,
-            abs_mean=sums.absolute / tokens,
-            minimum=torch.zeros_like(sums.minimum) if none else sums.minimum,
-            maximum=torch.zeros_like(sums.maximum) if none else sums.maximum,
-            square_mean=sums.square / tokens,
-            tokens=sums.tokens,
-            finite=sums.finite,
+            hessian=self._hessian,
+            abs_mean=self._abs / tokens,
+            minimum=torch.zeros_like(self._abs) if none else self._minimum,
+            maximum=torch.zeros_like(self._abs) if none else self._maximum,
+            square_mean=self._square / tokens,
+            tokens=self._tokens,
+            finite=self._finite,
         )

@@ -63,6 +63,15 @@ class RunDirectory:
                 f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
             )
 
+    @classmethod
+    def shared(cls, output: Path) -> RunDirectory:
+        """The directory of a run that another process has claimed and writes the records of."""
+        directory = cls.__new__(cls)
+        directory.path, directory.work = output, output / WORK
+        directory.finished, directory.committed = False, None
+        directory._identity, directory._replace = {}, False
+        return directory
+
     def claim(self) -> None:
         """Make the directory this run's: only now is anything changed, since until now the request could still be refused."""
         if self._replace:

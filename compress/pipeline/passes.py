@@ -18,8 +18,7 @@ from torch import nn
 from compress.distill.team import Team
 from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
-from compress.pipeline.assist import ask
-from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.directory import RunDirectory
 from compress.pipeline.outline import outline
@@ -147,7 +146,7 @@ class Passes:
             own = RunDirectory(before, session.identity(None), resume=True)
             own.claim()
             allocate_sparsity(session, own, reporter, spill)
-            compress_blocks(session, own, reporter, spill)
+            compress_blocks(session, own, reporter, spill, self.team)
             finish.write_metadata(session, own)
         plain, done = self._plain(checkpoint, job), facts(directory, self.session)
         tokens = plain.source_ids(torch.arange(plain.vocabulary)) if plain.cut_tokens else None

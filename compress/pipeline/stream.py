@@ -80,9 +80,10 @@ class StreamedModel(PartialModel):
 
     # ---------------------------------------------------------------- running
     @torch.inference_mode()
-    def prelude(self, batches: list[Batch], states: HiddenStates) -> None:
-        """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype."""
-        for number, batch in enumerate(batches):
+    def prelude(self, batches: list[Batch], states: HiddenStates, own: Collection[int] | None = None) -> None:
+        """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype; of some (`own`) or all."""
+        for number in range(len(batches)) if own is None else own:
+            batch = batches[number]
             hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
             states.put(number, hidden)
             self._kwargs.setdefault((0, *_call_key(*batch)), kwargs)

@@ -72,7 +72,7 @@ def run_pass(job: BlockPass) -> None:
     reporter.phase("compress", total, job.done)
     if job.done:
         reporter.info(f"resuming at block {job.done} of {count}")
-    streamed.load_outside()
+    streamed.load_outside(head=bool(session.outside_work))
     embeddings = compress_embeddings(session, reporter)
     scratch = directory.work / "hidden-next" if job.spill else None
     if job.done == 0:

@@ -63,7 +63,7 @@ class PartialModel:
         for name, blocks in find_stacks(self.model):
             self.stacks.append(Stack(name, blocks, len(self.blocks)))
             self.blocks += blocks
-        self._outside_is_loaded = False
+        self._held = ""  # of what is outside: nothing, what comes "before" the blocks, or "all"
         expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
         self.checkpoint = SourceCheckpoint(checkpoint, self.model, expected)
@@ -123,12 +123,12 @@ class PartialModel:
         number = max(n for n, stack in enumerate(self.stacks) if stack.first <= index)
         return number, index - self.stacks[number].first
 
-    def load_outside(self) -> None:
-        """Read everything that is no block: embeddings, final norm, head."""
+    def load_outside(self, head: bool = True) -> None:
+        """Read everything that is no block: embeddings, final norm, and unless told otherwise a head that is no embedding too."""
         extra = set(self.extra)
         tied = self.ties
         for name in self.outside_names():
-            if name not in extra and name not in tied:
+            if name not in extra and name not in tied and (head or not self._is_head(name)):
                 set_tensor(self.model, name, self._read(self.model, name, name))
         for name, source in tied.items():
             if self.checkpoint.has(source):
@@ -136,26 +136,37 @@ class PartialModel:
         for name, buffer in self.model.named_buffers():
             if not self.is_inside(name) and buffer.device != self.device and buffer.device.type != "meta":
                 set_tensor(self.model, name, buffer.to(self.device))
-        self._outside_is_loaded = True
+        self._held = "all" if head else "before"
+
+    def _is_head(self, name: str) -> bool:
+        """Whether a tensor is the output head's alone, which nothing before the blocks reads."""
+        head = self.model.get_output_embeddings()
+        if head is None or name in self.ties.values():
+            return False
+        home = next(own for own, module in self.model.named_modules() if module is head)
+        return name.startswith(f"{home}.")
 
     def release_outside(self) -> None:
         """Drop what `load_outside` read; it is read again for as long as something needs it."""
         for name, module in self.model.named_modules():
             if not self.is_inside(f"{name}."):
                 _to_meta(module)
-        self._outside_is_loaded = False
+        self._held = ""
 
     @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """What is no block is in memory inside, and afterwards if it was before."""
-        if self._outside_is_loaded:
+    def outside(self, head: bool = True) -> Iterator[None]:
+        """What is no block (`load_outside`) is in memory inside, and afterwards what of it was before."""
+        before = self._held
+        if before in ("all", "all" if head else "before"):
             yield
             return
-        self.load_outside()
+        self.load_outside(head)
         try:
             yield
         finally:
             self.release_outside()
+            if before:
+                self.load_outside(head=False)
 
     def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
         """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""

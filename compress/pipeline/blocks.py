@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -26,9 +27,7 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
     streamed = session.streamed
     count = len(streamed.blocks)
     total = count + 1
-    done = 0
-    while done < count and directory.record(_part(done)) is not None:
-        done += 1
+    done = _start(directory, count)
     reporter.phase("compress", total, done)
     if done:
         reporter.info(f"resuming at block {done} of {count}")
@@ -51,12 +50,43 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
     for index in range(done, count):
         record = _one_block(session, directory, index, states, batches, reporter)
         states.persist(directory.hidden_path(index + 1))
-        directory.commit(_part(index), record)
-        _remove_hidden(directory, index)
+        directory.commit(
+            _part(index), record, holds=(directory.path / record["shard"], directory.hidden_path(index + 1))
+        )
+        _remove_hidden(
+            directory, index - 1
+        )  # the states that entered this block stay: if those after it are damaged, it is run again
         reporter.step(f"block {index}: {_told(record['layers'])}")
     outside = compress_outside(session, embeddings, states, batches, total, directory, reporter)
-    directory.commit("outside", outside)
+    directory.commit("outside", outside, holds=[directory.path / outside["shard"]])
     reporter.step("embeddings, final norm and head")
+
+
+def _start(directory: RunDirectory, count: int) -> int:
+    """The block to go on at: the first that is not done, or an earlier one where what was done is damaged on the disk.
+
+    Records of what is made again are removed.
+    """
+    done = next((i for i in range(count) if directory.record(_part(i)) is None), count)
+    start = next((i for i in range(done) if not directory.whole(_part(i), _shard(directory, i))), done)
+    if start < done:
+        directory.warn(f"{_shard(directory, start)} is not as it was written: what is damaged is compressed again")
+    while start and not directory.whole(_part(start - 1), directory.hidden_path(start)):
+        directory.warn(
+            f"the hidden states before block {start} are damaged or gone: going back to those before block {start - 1}"
+        )
+        start -= 1
+    for index in range(start, done):
+        directory.forget(_part(index))
+    if directory.record("outside") is not None and not (start == count and directory.whole("outside")):
+        directory.forget("outside")
+    return start
+
+
+def _shard(directory: RunDirectory, index: int) -> Path:
+    record = directory.record(_part(index))
+    assert record is not None
+    return directory.path / str(record["shard"])
 
 
 def _told(layers: list[dict[str, Any]]) -> str:

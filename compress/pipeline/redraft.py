@@ -15,13 +15,13 @@ from compress.distill.team import PartDone, Team
 from compress.pipeline.directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, remove
 from compress.pipeline.draft import output_is_there, train_draft
 from compress.pipeline.draft_job import DraftJob, prepare
-from compress.pipeline.files import disk_errors, write_json
-from compress.pipeline.finish import draft_files, listed
+from compress.pipeline.files import disk_errors
+from compress.pipeline.finish import draft_files, listed, write_sealed
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
 from compress.recipe import Recipe
 from compress.report import write_report
-from runtime.artifact import Artifact
+from runtime.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch import Blueprint
 from runtime.errors import RequestError
 from runtime.loading import UNFINISHED, load_tokenizer
@@ -118,7 +118,8 @@ def _exchange(artifact: Artifact, made: dict[str, Any]) -> None:
     own = tuple(f"{name}/" for name in DRAFTS)
     kept = {name: facts for name, facts in manifest["files"].items() if name != CHOICE and not name.startswith(own)}
     files = kept | listed(path, draft_files(path, made))
-    write_json(path / MANIFEST, manifest | {"draft": made, "files": dict(sorted(files.items()))})
+    changed = {"schema_version": SCHEMA_VERSION, "draft": made, "files": dict(sorted(files.items()))}
+    write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
         if name != made["drafter"].get("model"):
             remove(path / name)

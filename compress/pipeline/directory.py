@@ -62,7 +62,7 @@ class RunDirectory:
         self._identity = identity
         self._run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._replace = self._begun = False
-        for other in (lock.inside(output), lock.beside(output)):
+        for other in (lock.inside(output), lock.beside(output.absolute())):
             lock.refuse_held(other, output)
         self._look(resume, overwrite)
         self._asked = (resume, overwrite)

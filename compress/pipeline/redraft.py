@@ -7,7 +7,8 @@ other one of two directories.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
 from compress.recipe import Recipe
 from compress.report import write_report
+from runtime import lock
 from runtime.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch import Blueprint
 from runtime.errors import RequestError
@@ -42,8 +44,22 @@ def redraft(path: Path, recipe: Recipe, *, device: str = "auto", quiet: bool = F
         RequestError: it cannot be made; nothing was changed. CompressError: it failed on the way; the artifact is as it was, and the same
             call goes on from there.
     """
-    with Team.join(device) as team:
+    with Team.join(device) as team, _alone(path) if team.is_main else nullcontext():
         return _redraft(path, recipe, device, quiet, team)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to the artifact meanwhile."""
+    with ExitStack() as stack:
+        if path.is_dir():  # else `_finished` says what is wrong
+            for other in (lock.beside(path.absolute()), lock.inside(path)):
+                lock.refuse_held(other, path)
+            try:
+                stack.enter_context(lock.locked(lock.inside(path), path))
+            except OSError as error:
+                raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+        yield
 
 
 def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -> dict[str, Any] | None:

@@ -17,7 +17,9 @@ import compress
 from runtime.errors import RequestError
 from runtime.sealed import sealed_json
 
-KILLS = int(os.environ.get("KILLS") or 2)  # each costs the start of a process; `tests/faults` has hundreds of moments without one
+KILLS = int(
+    os.environ.get("KILLS") or 2
+)  # each costs the start of a process; `tests/faults` has hundreds of moments without one
 PROGRAM = """
 import sys, json, torch
 torch.set_num_threads(1)

@@ -13,7 +13,7 @@ from typing import Any
 
 from compress.distill.team import PartDone, Team
 from compress.pipeline.applied import LimitError
-from compress.pipeline.blocks import BlockPass, finished_blocks, run_pass
+from compress.pipeline.blocks import BlockPass, first_block, run_pass
 from compress.pipeline.directory import RunDirectory
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import Recovery, recover
@@ -27,9 +27,9 @@ from runtime.errors import CompressError
 
 def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool, team: Team) -> None:
     """The main process: compress what is not done of a model's layers, all processes together."""
+    done = first_block(directory, len(session.streamed.blocks))
     if directory.record("outside") is not None:
         return
-    done = finished_blocks(session, directory)
     task = {
         "stages": [stage.index for stage in session.recipe.stages],
         "paths": [str(path.absolute()) for path in (session.checkpoint.path, session.original.path, directory.path)],

@@ -36,7 +36,7 @@ def compress_needs(session: Session, works: Works, rows: Rows, evaluation: torch
     return Needs(
         memory=_working_set(session, works, rows, evaluation, model),
         states=max(model.states(rows), judged),
-        disk=2 * model.states(rows),
+        disk=3 * model.states(rows),  # what enters two blocks, in case one is damaged, and what enters the next
         spilled=judged,
         seconds=_seconds(session, works, tokens(rows), scored, speed),
         advice=_advice(session, works, rows, model),

@@ -20,7 +20,7 @@ from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
-from compress.pipeline.directory import RunDirectory
+from compress.pipeline.directory import RunDirectory, remove
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
@@ -93,6 +93,7 @@ class Passes:
             return self.session
         original = checkpoint = self.session.original
         settled = -1
+        self._forget_damaged(directory)
         for number, job in enumerate(self.jobs):
             part = part_name(number)
             output = directory.work / part
@@ -102,7 +103,7 @@ class Passes:
                     found = self._recover(job, checkpoint, settled, directory, output, work, spill, reporter)
                 else:
                     found = self._cut(job, checkpoint, output, work, spill, reporter)
-                directory.commit(part, found)
+                directory.commit(part, found, holds=[output])
                 shutil.rmtree(work, ignore_errors=True)
             settled = job.stage.index if isinstance(job, RecoverJob) else settled
             if directory.record(part_name(number + 1)) is None:  # else it has been used, and is gone
@@ -112,6 +113,16 @@ class Passes:
         session = Session.open(self.recipe, self.device, checkpoint, original, settled)
         session.jobs = tuple(self.jobs)
         return session
+
+    def _forget_damaged(self, directory: RunDirectory) -> None:
+        """Where the checkpoint that is to be gone on from is damaged, so that those before it (whose own are gone) begin anew."""
+        parts = [part_name(number) for number in range(len(self.jobs))]
+        done = next((number for number, part in enumerate(parts) if directory.record(part) is None), len(parts))
+        while done and not directory.whole(parts[done - 1], directory.work / parts[done - 1]):
+            done -= 1
+            directory.warn(f"what {parts[done]} ({self.jobs[done].stage.kind}) has made is damaged: it is made again")
+            directory.forget(parts[done])
+            remove(directory.work / parts[done])
 
     def _plain(self, checkpoint: Checkpoint, job: Job) -> Session:
         """The model as it is before a pass, of which no layer is compressed."""
@@ -144,6 +155,7 @@ class Passes:
             before = work / "compressed"
             session = Session.open(layered, self.device, checkpoint, self.session.original, settled)
             own = RunDirectory(before, session.identity(None), resume=True)
+            own.warn = reporter.warn
             own.claim()
             allocate_sparsity(session, own, reporter, spill)
             compress_blocks(session, own, reporter, spill, self.team)

@@ -82,10 +82,14 @@ def _apply(
     plan = plan_session(session, evaluation, directory.path)
     if plan.problems:
         raise RequestError("; ".join(plan.problems))
-    directory.claim()
     clock.lap("prepare")
 
-    with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {directory.path}"),
+        Reporter(directory.path / LOG, quiet) as reporter,
+    ):
+        directory.warn = reporter.warn
         reporter.info(plan.headline())
         for warning in [
             *plan.warnings,

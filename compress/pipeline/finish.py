@@ -79,7 +79,7 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     """config.json, the shard index, the recipe as resolved, tokenizer and other companions."""
     done = records(session, directory)
     entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
-    config = json.loads((session.checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    config = dict(session.checkpoint.config)
     if entries:
         name = session.streamed.checkpoint.published_module
         entries = {name(module): entry for module, entry in entries.items()}
@@ -245,7 +245,7 @@ def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
     if session.source is None:
         return
     source = session.reference.checkpoint
-    for name in source.names():
+    for name in [*source.names(), *source.dropped]:
         if name not in tensors:
             reason = source.dropped.get(name, "removed by an earlier stage")
             tensors[name] = {

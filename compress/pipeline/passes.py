@@ -21,6 +21,7 @@ from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.directory import RunDirectory, remove
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
@@ -67,9 +68,9 @@ class Passes:
         stages = _whole_stages(recipe)
         if not stages:
             return cls(recipe, device, Session.open(recipe, device), [])
-        original = Checkpoint(locate_model(recipe))
+        original = open_checkpoint(locate_model(recipe))
         room = tempfile.TemporaryDirectory(prefix="compress-plan-")
-        whole = StreamedModel(_uncompressed(original), choose_device(device))
+        whole = StreamedModel(original, choose_device(device))
         checkpoint, jobs, settled = original, list[Job](), -1
         for number, stage in enumerate(stages):
             streamed = StreamedModel(checkpoint, choose_device(device))
@@ -206,10 +207,3 @@ def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:
     return recipe.model_copy(update={"stages": stages, "evaluate": None}) if stages else None
 
 
-def _uncompressed(checkpoint: Checkpoint) -> Checkpoint:
-    if "quantization_config" in checkpoint.config:
-        method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
-        raise RequestError(
-            f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
-        )
-    return checkpoint

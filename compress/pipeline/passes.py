@@ -205,5 +205,3 @@ def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:
     """The recipe with the stages alone that compress layers before this one; None: there are none."""
     stages = [other for other in recipe.stages if other.kind in _LAYERED and other.index < stage.index]
     return recipe.model_copy(update={"stages": stages, "evaluate": None}) if stages else None
-
-

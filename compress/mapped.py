@@ -30,6 +30,11 @@ class _Map(mmap.mmap):
     directory: Path
 
 
+def in_memory(_columns: int) -> Path | None:
+    """Where a matrix with so many columns goes: into memory, all of them."""
+    return None
+
+
 def empty(rows: int, columns: int, device: torch.device | str = "cpu", directory: Path | None = None) -> torch.Tensor:
     """A float32 matrix `[rows, columns]`: of any values in memory, of zeros in a file in `directory` (CPU only).
 

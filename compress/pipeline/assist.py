@@ -37,6 +37,7 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
         "held": session.held,
         "done": done,
         "spill": spill,
+        "bounds": session.bounds,
     }
     team.agreed({"blocks": task})
     run_pass(BlockPass(session, directory, reporter, spill, done, Share(team)))
@@ -48,6 +49,7 @@ def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team
     source = None if original == checkpoint else open_checkpoint(original)
     session = Session.open(recipe.model_copy(update={"stages": stages}), device, open_checkpoint(checkpoint), source)
     session.work, session.held = task["work"], task["held"]  # what stages before have settled, and what was allocated
+    session.bind(task["bounds"])
     with Reporter(None, quiet=True) as reporter:
         run_pass(BlockPass(session, RunDirectory.shared(output), reporter, task["spill"], task["done"], Share(team)))
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from compress.distill.recovery.held import Held
+from compress.mapped import in_memory
 from compress.pipeline.collect import Forwards, InputGroup, find_groups
 from compress.pipeline.expert_calibration import ExpertCalibration
 from compress.pipeline.folding import find_folds, fold
@@ -37,6 +39,7 @@ class BlockJob:
         held: qualified layer name -> masks and grids that are not to be chosen again.
         experts: which tokens routed experts are calibrated on.
         forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
+        place: directory of the file that holds second moments of so many inputs; None: they are in memory.
         share: what of it this process does: its forwards are of batches of its own, and layers are dealt out.
     """
 
@@ -51,6 +54,7 @@ class BlockJob:
     held: Mapping[str, Held] = field(default_factory=dict)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
     share: Share = field(default_factory=Share)
+    place: Callable[[int], Path | None] = in_memory
 
 
 @dataclass
@@ -72,7 +76,7 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
         return result
     small = job.small_forward
     linears = [n for n, m in job.block.named_modules() if is_matrix(m)]
-    experts = ExpertCalibration(job.block, job.prefix, job.experts, job.share)
+    experts = ExpertCalibration(job.block, job.prefix, job.experts, job.share, job.place)
     with experts.shown():
         all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
     groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]

@@ -6,6 +6,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -149,6 +150,7 @@ def _one_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, An
             small_forward=_small_forward(job, index, states),
             dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
             held=session.held, experts=session.recipe.calibration.experts, share=job.share,
+            place=partial(session.bounds.place, job.directory.work),
         )  # fmt: skip
         result: BlockResult = compress_block(block_job, job.reporter)
         with torch.inference_mode():

@@ -83,6 +83,15 @@ class RunDirectory:
                 f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
             )
 
+    @staticmethod
+    def begun(output: Path) -> dict[str, Any] | None:
+        """The identity of the run that made or was making what is in `output`; None: there is none."""
+        for file, key in ((output / WORK / "run.json", None), (output / MANIFEST, "identity")):
+            if file.is_file():
+                found = _read_json(file)
+                return found if key is None else found.get(key)
+        return None
+
     @classmethod
     def shared(cls, output: Path) -> RunDirectory:
         """The directory of a run that another process has claimed and writes the records of."""

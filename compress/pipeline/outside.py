@@ -56,7 +56,9 @@ def compress_outside(
     for name, work in session.outside_work.items():
         module = streamed.model.get_submodule(name)
         if not isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
-            statistics = _head_statistics(session, name, module, states, batches, share) if work.needs else None
+            statistics = (
+                _head_statistics(session, name, module, states, batches, share, directory) if work.needs else None
+            )
             if share.is_main:
                 _solve(session, name, work, module, statistics, outside, reporter)
     if not share.is_main:
@@ -117,13 +119,21 @@ def _solve(
 
 
 def _head_statistics(
-    session: Session, name: str, module: nn.Module, states: HiddenStates, batches: list[Batch], share: Share
+    session: Session,
+    name: str,
+    module: nn.Module,
+    states: HiddenStates,
+    batches: list[Batch],
+    share: Share,
+    directory: RunDirectory,
 ) -> Statistics:
     if module is not session.streamed.model.get_output_embeddings():
         raise RequestError(
             f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
         )
-    collector = StatisticsCollector(int(module.weight.shape[1]), hessian=True, device=session.streamed.device)  # type: ignore[union-attr, index]
+    columns = int(module.weight.shape[1])  # type: ignore[union-attr, index]
+    place = session.bounds.place(directory.work, columns)
+    collector = StatisticsCollector(columns, hessian=True, device=session.streamed.device, directory=place)
     for number in share.mine(len(batches) - 1):  # the last batch is the probe
         ids, mask = batches[number]
         collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device), ids), mask)

@@ -137,7 +137,7 @@ class PartialModel:
         extra = set(self.extra)
         tied = self.ties
         for name in self.outside_names():
-            if name not in extra and name not in tied and (head or not self._is_head(name)):
+            if name not in extra and name not in tied and (head or not self.is_head(name)):
                 set_tensor(self.model, name, self._read(self.model, name, name))
         for name, source in tied.items():
             if self.checkpoint.has(source):
@@ -147,7 +147,7 @@ class PartialModel:
                 set_tensor(self.model, name, buffer.to(self.device))
         self._held = "all" if head else "before"
 
-    def _is_head(self, name: str) -> bool:
+    def is_head(self, name: str) -> bool:
         """Whether a tensor is the output head's alone, which nothing before the blocks reads."""
         head = self.model.get_output_embeddings()
         if head is None or name in self.ties.values():

@@ -113,6 +113,7 @@ class Passes:
                 shutil.rmtree(directory.work / part_name(number - 1), ignore_errors=True)
         session = Session.open(self.recipe, self.device, checkpoint, original, settled)
         session.jobs = tuple(self.jobs)
+        session.bind(self.session.bounds)
         return session
 
     def _forget_damaged(self, directory: RunDirectory) -> None:
@@ -129,6 +130,7 @@ class Passes:
         """The model as it is before a pass, of which no layer is compressed."""
         session = Session.plain(self.recipe, checkpoint, self.device, self.session.original)
         session.jobs = tuple(own for own in self.jobs if own.stage.index < job.stage.index)
+        session.bind(self.session.bounds)
         return session
 
     def _cut(
@@ -155,6 +157,7 @@ class Passes:
         if layered is not None:
             before = work / "compressed"
             session = Session.open(layered, self.device, checkpoint, self.session.original, settled)
+            session.bind(self.session.bounds)
             own = RunDirectory(before, session.identity(None), resume=True)
             own.warn = reporter.warn
             own.claim()

@@ -13,6 +13,7 @@ from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.applied import AppliedArtifact, LimitError
 from compress.pipeline.assist import asking, assist, compress_blocks
+from compress.pipeline.bounds import Bounds
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, MANIFEST, RunDirectory
@@ -20,7 +21,7 @@ from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.pass_records import part_name
 from compress.pipeline.passes import Passes
-from compress.pipeline.plan import plan_session
+from compress.pipeline.plan import plan_session, size
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
 from compress.recipe.models import Recipe
@@ -37,6 +38,7 @@ def apply(
     overwrite: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    max_memory: int | None = None,
 ) -> AppliedArtifact:
     """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
     calibration data, the layers of a block, and the training of recoveries.
@@ -46,6 +48,7 @@ def apply(
         resume: continue an unfinished run in `output`; the result has the same bytes as an uninterrupted one.
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
+        max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
@@ -59,11 +62,18 @@ def apply(
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
         with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
-            return _apply(recipe, output, resume, overwrite, device, quiet, team)
+            return _apply(recipe, output, resume, overwrite, device, quiet, max_memory, team)
 
 
 def _apply(
-    recipe: Recipe, output: Path | None, resume: bool, overwrite: bool, device: str, quiet: bool, team: Team
+    recipe: Recipe,
+    output: Path | None,
+    resume: bool,
+    overwrite: bool,
+    device: str,
+    quiet: bool,
+    max_memory: int | None,
+    team: Team,
 ) -> AppliedArtifact:
     directory_path = Path(output) if output is not None else recipe.output_directory
     clock = _Clock()
@@ -71,6 +81,11 @@ def _apply(
     passes.team = team
     session = passes.session
     evaluation = finish.evaluation_windows(session)
+    begun = RunDirectory.begun(directory_path) if resume else None
+    if begun is None:
+        plan = plan_session(session, evaluation, directory_path, max_memory)
+    else:
+        session.bind(Bounds(rows=begun.get("batch_rows")))
     identity = session.identity(evaluation)
     directory = RunDirectory(directory_path, identity, resume, overwrite)
     if directory.finished:
@@ -79,7 +94,8 @@ def _apply(
         Artifact(directory.path).verify()
         directory.finish()
         return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
-    plan = plan_session(session, evaluation, directory.path)
+    if begun is not None:
+        plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
         raise RequestError("; ".join(plan.problems))
     clock.lap("prepare")
@@ -124,6 +140,8 @@ def _apply(
             clock.lap("draft")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
+        if max_memory is not None and _peak() > max_memory:
+            reporter.warn(f"the run took {size(_peak())} of memory, more than the {size(max_memory)} of max_memory")
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
     return _accept(result)
 

@@ -171,7 +171,7 @@ def nearest(
     statistics: Statistics | None,
 ) -> CompressedWeight:
     """Round a float weight `[out, in]` to nearest, or keep its float values, under a mask; some rows at a time."""
-    rows = rows_at_a_time(weight.shape[1])
+    rows = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
     if scheme.weights is None or quantize is None:
         return _joined([keep_float(w.float(), m, scheme, dtype) for w, m in _parts(weight, mask, rows)], mask)
     importance = statistics.square_mean if statistics is not None else None

@@ -45,7 +45,7 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
     if not session.outside_work:
         if done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
             for batch in batches:
-                streamed.block_kwargs(batch, done)
+                streamed.block_kwargs(batch, min(done, count - 1))
         streamed.release_outside()
     for index in range(done, count):
         record = _one_block(session, directory, index, states, batches, reporter)

@@ -78,7 +78,7 @@ def _apply(
         manifest = finish.read_manifest(directory)
         check_same_draft(session, manifest, directory.path)
         Artifact(directory.path).verify()
-        directory.finish()
+        directory.settle()
         return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
     plan = plan_session(session, evaluation, directory.path)
     if plan.problems:

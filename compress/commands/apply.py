@@ -61,7 +61,7 @@ def apply(
       compress apply recipes/llama_w4.yaml --model ~/models/my-llama --output out/my-llama-w4
       compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
       compress apply llama_w4 --resume
-      torchrun --nproc_per_node 2 -m compress.cli apply llama_small_w4     recovery shared by two processes
+      torchrun --nproc-per-node 2 -m compress apply llama_w4     shared by two processes
     """
     from compress.distill.team import is_first
     from compress.recipe import load

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.share import Share
 from compress.statistics import Statistics, StatisticsCollector
 from runtime.experts import Expert, expert_of
 
@@ -92,10 +93,12 @@ def collect(
     forwards: Forwards,
     hessian: bool = True,
     stop_early: bool = True,
+    share: Share | None = None,
 ) -> list[Statistics]:
     """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
 
     Args:
+        share: of processes that read other batches, and call this for the same groups.
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
     device = next(block.parameters()).device
@@ -124,6 +127,9 @@ def collect(
     finally:
         for handle in handles:
             handle.remove()
+    if share is not None:
+        for collector in collectors:
+            share.add_up(collector)
     return [collector.finish() for collector in collectors]
 
 

@@ -85,6 +85,15 @@ class RunDirectory:
                 f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
             )
 
+    @classmethod
+    def shared(cls, output: Path) -> RunDirectory:
+        """The directory of a run that another process has claimed and writes the records of."""
+        directory = cls.__new__(cls)
+        directory.path, directory.work = output, output / WORK
+        directory.finished, directory.committed, directory.warn = False, None, _log.warning
+        directory._identity, directory._run, directory._replace, directory._begun = {}, "", False, False
+        return directory
+
     @contextmanager
     def claimed(self) -> Iterator[None]:
         """`claim`, with all other processes kept out until this is left."""

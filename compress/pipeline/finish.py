@@ -79,12 +79,16 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     """config.json, the shard index, the recipe as resolved, tokenizer and other companions."""
     done = records(session, directory)
     entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
-    config = json.loads((session.checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    config = dict(session.checkpoint.config)
     if entries:
         name = session.streamed.checkpoint.published_module
         entries = {name(module): entry for module, entry in entries.items()}
         linear = {name(module): module for module in session.linear_names()}
         foreign = {name(module) for module in _foreign(session)}
+        # Matrices that the model has no place for: an engine that has one must not look for compressed weights there.
+        source = session.checkpoint
+        extra = [n.removesuffix(".weight") for n in session.streamed.extra if n.endswith(".weight")]
+        linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
         config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if session.untie:
         config["tie_word_embeddings"] = False
@@ -245,7 +249,7 @@ def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
     if session.source is None:
         return
     source = session.reference.checkpoint
-    for name in source.names():
+    for name in [*source.names(), *source.dropped]:
         if name not in tensors:
             reason = source.dropped.get(name, "removed by an earlier stage")
             tensors[name] = {
@@ -279,6 +283,8 @@ def _calibration(session: Session) -> dict[str, Any] | None:
         "tokens": data.tokens,
         "sha256": data.sha256,
         "warning": data.warning,
+        # The order of sums depends on it, and so may the last bit of anything.
+        **({"processes": session.processes} if session.processes > 1 else {}),
     }
 
 

@@ -18,10 +18,10 @@ from torch import nn
 from compress.distill.team import Team
 from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
-from compress.pipeline.assist import ask
-from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.directory import WORK, RunDirectory, remove
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
@@ -68,9 +68,9 @@ class Passes:
         stages = _whole_stages(recipe)
         if not stages:
             return cls(recipe, device, Session.open(recipe, device), [])
-        original = Checkpoint(locate_model(recipe))
+        original = open_checkpoint(locate_model(recipe))
         room = tempfile.TemporaryDirectory(prefix="compress-plan-")
-        whole = StreamedModel(_uncompressed(original), choose_device(device))
+        whole = StreamedModel(original, choose_device(device))
         checkpoint, jobs, settled = original, list[Job](), -1
         for number, stage in enumerate(stages):
             streamed = StreamedModel(checkpoint, choose_device(device))
@@ -161,7 +161,7 @@ class Passes:
             own.warn = reporter.warn
             own.claim()
             allocate_sparsity(session, own, reporter, spill)
-            compress_blocks(session, own, reporter, spill)
+            compress_blocks(session, own, reporter, spill, self.team)
             finish.write_metadata(session, own)
         plain, done = self._plain(checkpoint, job), facts(directory, self.session)
         tokens = plain.source_ids(torch.arange(plain.vocabulary)) if plain.cut_tokens else None
@@ -207,12 +207,3 @@ def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:
     """The recipe with the stages alone that compress layers before this one; None: there are none."""
     stages = [other for other in recipe.stages if other.kind in _LAYERED and other.index < stage.index]
     return recipe.model_copy(update={"stages": stages, "evaluate": None}) if stages else None
-
-
-def _uncompressed(checkpoint: Checkpoint) -> Checkpoint:
-    if "quantization_config" in checkpoint.config:
-        method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
-        raise RequestError(
-            f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
-        )
-    return checkpoint

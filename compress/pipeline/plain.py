@@ -92,8 +92,7 @@ class PlainWriter:
 
 def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
     """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
-    written: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    return _changed(written, before.to_dict(), after.to_dict(), after)
+    return _changed(source.config, before.to_dict(), after.to_dict(), after)
 
 
 def _changed(

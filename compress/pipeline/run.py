@@ -8,12 +8,11 @@ from pathlib import Path
 
 import torch
 
-from compress.distill.team import Team, launched, refuse_several
+from compress.distill.team import Team
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.applied import AppliedArtifact, LimitError
-from compress.pipeline.assist import asking, assist
-from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.assist import asking, assist, compress_blocks
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, MANIFEST, RunDirectory
@@ -23,6 +22,7 @@ from compress.pipeline.pass_records import part_name
 from compress.pipeline.passes import Passes
 from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
+from compress.pipeline.session import choose_device
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
@@ -38,7 +38,8 @@ def apply(
     device: str = "auto",
     quiet: bool = False,
 ) -> AppliedArtifact:
-    """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share the training of its recoveries.
+    """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
+    calibration data, the layers of a block, and the training of recoveries.
 
     Args:
         output: directory to write; default the recipe's.
@@ -51,9 +52,8 @@ def apply(
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
-    if launched() > 1 and not any(stage.kind == "recover" for stage in recipe.stages):
-        refuse_several("apply without a recover stage")
     with Team.join(device) as team:
+        torch.manual_seed(recipe.seed)
         if not team.is_main:
             path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
@@ -66,9 +66,8 @@ def _apply(
     recipe: Recipe, output: Path | None, resume: bool, overwrite: bool, device: str, quiet: bool, team: Team
 ) -> AppliedArtifact:
     directory_path = Path(output) if output is not None else recipe.output_directory
-    torch.manual_seed(recipe.seed)
     clock = _Clock()
-    passes = Passes.open(recipe, device)
+    passes = Passes.open(recipe, str(team.device(choose_device(device))))
     passes.team = team
     session = passes.session
     evaluation = finish.evaluation_windows(session)
@@ -104,8 +103,9 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
+        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
-        compress_blocks(session, directory, reporter, plan.spill)
+        compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")
         finish.write_metadata(session, directory)
         artifact = gate.open_artifact(directory.path, session)

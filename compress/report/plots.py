@@ -82,10 +82,10 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
     axes.set_ylabel("perplexity on held-out text")
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.legend(frameon=False, fontsize=9)
-    _place_labels(axes, labels)
+    place_labels(axes, labels)
 
 
-def _place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
+def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
     """Write (x, y, text, colour) beside its point, wherever it hides least of the points and labels that are there already."""
     scale = 72 / axes.figure.get_dpi()  # pixels to points, the unit of offsets
     axes.figure.canvas.draw()  # axes get their place and their limits only now

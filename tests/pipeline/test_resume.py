@@ -93,11 +93,11 @@ def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
     real, seen = blocks._one_block, []
 
     def stop_at(limit):
-        def one_block(session, directory, index, *rest):
+        def one_block(job, index, states):
             if index == limit:
                 raise KeyboardInterrupt
             seen.append(index)
-            return real(session, directory, index, *rest)
+            return real(job, index, states)
 
         return one_block
 

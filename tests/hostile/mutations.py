@@ -33,6 +33,11 @@ _TOKENS = tuple(
 )  # fmt: skip
 
 
+NO_JSON = (
+    b"[" * 100_000, b'{"a":' * 100_000, b"[" * 900 + b"]" * 900, b"", b"\xff", b"null", b"[]", b'{"a": 1} x', b"9" * 9000, b"{}",
+)  # fmt: skip
+
+
 def value(chooser: random.Random, like: Any = None) -> Any:
     """Something that does not belong there."""
     kind = chooser.randrange(9)
@@ -120,19 +125,7 @@ def dumped(content: Any) -> bytes:
 def in_json_file(raw: bytes, chooser: random.Random) -> bytes:
     """Most often still JSON."""
     if chooser.random() < 0.02:
-        return chooser.choice(
-            (
-                b"[" * 100_000,
-                b'{"a":' * 100_000,
-                b"[" * 900 + b"]" * 900,
-                b"",
-                b"\xff",
-                b"null",
-                b"[]",
-                b'{"a": 1} x',
-                b"9" * 9000,
-            )
-        )
+        return chooser.choice(NO_JSON)
     if chooser.random() < 0.8:
         try:
             return dumped(in_json(json.loads(raw), chooser))

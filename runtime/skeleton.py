@@ -39,7 +39,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Pretrained
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ArtifactError(
                 f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
-                "trust_remote_code"
+                "--trust-remote-code (trust_remote_code=True of runtime.load); what compresses a model runs no such code"
             ) from error
         # A validation error says which check failed; what was wrong is in its cause.
         detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error

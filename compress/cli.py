@@ -22,12 +22,26 @@ from compress.stopping import Stopped, stoppable
 from runtime.errors import CompressError
 
 INTERRUPTED = 130
-COMMANDS = ("apply", "plan", "eval", "inspect", "bench", "draft", "export", "generate", "report", "recipes", "methods")
+COMMANDS = (
+    "apply",
+    "plan",
+    "sweep",
+    "eval",
+    "inspect",
+    "bench",
+    "draft",
+    "export",
+    "generate",
+    "report",
+    "recipes",
+    "methods",
+)
 
 # What a command that was interrupted leaves.
 _GO_ON = {
     "apply": "; what is finished is kept: go on with the same command and --resume",
     "draft": "; what is finished is kept: the same command goes on",
+    "sweep": "; what is finished is kept: go on with the same command and --resume",
 }
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.

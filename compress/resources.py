@@ -28,6 +28,11 @@ def bundled_recipes() -> dict[str, Path]:
     return {path.stem: path for path in sorted(recipes_directory().glob("*.yaml"))}
 
 
+def bundled_sweeps() -> dict[str, Path]:
+    """File of every bundled sweep by its name."""
+    return {path.stem: path for path in sorted((recipes_directory() / "sweeps").glob("*.yaml"))}
+
+
 def bundled_text(name: str) -> Path:
     """File of a bundled text: `calibration` or `heldout`."""
     return recipes_directory() / "checkpoints" / "texts" / f"{name}.txt"

@@ -13,23 +13,23 @@ from typing import Any
 
 from compress.distill.team import PartDone, Team
 from compress.pipeline.applied import LimitError
-from compress.pipeline.blocks import BlockPass, finished_blocks, run_pass
+from compress.pipeline.blocks import BlockPass, first_block, run_pass
 from compress.pipeline.directory import RunDirectory
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import Recovery, recover
 from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
 from compress.pipeline.share import Share
 from compress.recipe import Recipe
-from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 
 
 def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool, team: Team) -> None:
     """The main process: compress what is not done of a model's layers, all processes together."""
+    done = first_block(directory, len(session.streamed.blocks))
     if directory.record("outside") is not None:
         return
-    done = finished_blocks(session, directory)
     task = {
         "stages": [stage.index for stage in session.recipe.stages],
         "paths": [str(path.absolute()) for path in (session.checkpoint.path, session.original.path, directory.path)],
@@ -46,8 +46,8 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
 def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team) -> None:
     checkpoint, original, output = map(Path, task["paths"])
     stages = [stage for stage in recipe.stages if stage.index in task["stages"]]
-    source = None if original == checkpoint else Checkpoint(original)
-    session = Session.open(recipe.model_copy(update={"stages": stages}), device, Checkpoint(checkpoint), source)
+    source = None if original == checkpoint else open_checkpoint(original)
+    session = Session.open(recipe.model_copy(update={"stages": stages}), device, open_checkpoint(checkpoint), source)
     session.work, session.held = task["work"], task["held"]  # what stages before have settled, and what was allocated
     session.bind(task["bounds"])
     with Reporter(None, quiet=True) as reporter:
@@ -96,7 +96,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
             continue
         task = asked["recovery"]
         checkpoint, original, before, output, work = map(Path, task["paths"])
-        session = Session.plain(recipe, Checkpoint(checkpoint), where, Checkpoint(original))
+        session = Session.plain(recipe, open_checkpoint(checkpoint), where, open_checkpoint(original))
         stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
         job = RecoverJob.of(stage, session.streamed, session.reference)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,14 +23,6 @@ from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.share import Share
 from compress.pipeline.stream import Batch, StreamedModel
 from runtime.matrices import is_matrix
-
-
-def finished_blocks(session: Session, directory: RunDirectory) -> int:
-    """How many blocks need not be compressed again."""
-    done = 0
-    while done < len(session.streamed.blocks) and directory.record(_part(done)) is not None:
-        done += 1
-    return done
 
 
 @dataclass
@@ -90,13 +83,42 @@ def run_pass(job: BlockPass) -> None:
         record = _one_block(job, index, states)
         states.persist(directory.hidden_path(index + 1))
         if record is not None:
-            directory.commit(_part(index), record)
-            _remove_hidden(directory, index)
+            holds = (directory.path / record["shard"], directory.hidden_path(index + 1))
+            directory.commit(_part(index), record, holds)
+            # The states that entered this block stay: if those after it are damaged, it is run again.
+            _remove_hidden(directory, index - 1)
             reporter.step(f"block {index}: {_told(record['layers'])}")
     outside = compress_outside(session, embeddings, states, batches, total, directory, reporter, job.share)
     if outside is not None:
-        directory.commit("outside", outside)
+        directory.commit("outside", outside, [directory.path / outside["shard"]])
         reporter.step("embeddings, final norm and head")
+
+
+def first_block(directory: RunDirectory, count: int) -> int:
+    """The block to go on at: the first that is not done, or an earlier one where what was done is damaged on the disk.
+
+    Records of what is made again are removed.
+    """
+    done = next((i for i in range(count) if directory.record(_part(i)) is None), count)
+    start = next((i for i in range(done) if not directory.whole(_part(i), _shard(directory, i))), done)
+    if start < done:
+        directory.warn(f"{_shard(directory, start)} is not as it was written: what is damaged is compressed again")
+    while start and not directory.whole(_part(start - 1), directory.hidden_path(start)):
+        directory.warn(
+            f"the hidden states before block {start} are damaged or gone: going back to those before block {start - 1}"
+        )
+        start -= 1
+    for index in range(start, done):
+        directory.forget(_part(index))
+    if directory.record("outside") is not None and not (start == count and directory.whole("outside")):
+        directory.forget("outside")
+    return start
+
+
+def _shard(directory: RunDirectory, index: int) -> Path:
+    record = directory.record(_part(index))
+    assert record is not None
+    return directory.path / str(record["shard"])
 
 
 def _told(layers: list[dict[str, Any]]) -> str:

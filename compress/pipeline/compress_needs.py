@@ -46,7 +46,8 @@ class CompressNeeds:
         return Needs(
             memory=max(self.set.phases(rows, bounds).values()),
             states=max(model.states(rows), judged),
-            disk=2 * model.states(rows) + self.set.files(bounds),
+            # What enters two blocks, in case one is damaged, and what enters the next.
+            disk=3 * model.states(rows) + self.set.files(bounds),
             spilled=judged,
             seconds=_seconds(self._session, self._works, tokens(rows), self._scored, self._speed),
             advice=self._advice(bounds, rows),

@@ -98,10 +98,14 @@ def _apply(
         plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
         raise RequestError("; ".join(plan.problems))
-    directory.claim()
     clock.lap("prepare")
 
-    with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {directory.path}"),
+        Reporter(directory.path / LOG, quiet) as reporter,
+    ):
+        directory.warn = reporter.warn
         reporter.info(plan.headline())
         for warning in [
             *plan.warnings,
@@ -115,6 +119,7 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
+        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
         compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")

@@ -21,6 +21,7 @@ from compress.pipeline.draft import check_draft
 from compress.pipeline.draft_job import DraftJob
 from compress.pipeline.kinds import check_fits_model, check_shared
 from compress.pipeline.module_infos import module_infos
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -63,6 +64,7 @@ class Session:
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
         bounds: what is done to need less memory; see `bind`.
+        processes: how many share the calibration data.
     """
 
     recipe: Recipe
@@ -74,6 +76,7 @@ class Session:
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
     bounds: Bounds = field(default_factory=Bounds)
+    processes: int = 1
 
     @classmethod
     def open(
@@ -89,12 +92,7 @@ class Session:
         Args:
             settled: number of the last recovery stage that has made it; what was compressed before that stays.
         """
-        checkpoint = checkpoint or Checkpoint(locate_model(recipe))
-        if "quantization_config" in checkpoint.config:
-            method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
-            raise RequestError(
-                f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
-            )
+        checkpoint = open_checkpoint(checkpoint or locate_model(recipe))
         streamed = StreamedModel(checkpoint, choose_device(device), apart=True)
         check_fits_model(recipe, streamed)
         check_cache(recipe, streamed)

@@ -26,11 +26,17 @@ def apply_overrides(data: dict[str, Any], overrides: Iterable[str], origin: Orig
         if not equals or not key.strip() or any(not part for part in key.strip().split(".")):
             raise RequestError(f"{label}: expected KEY=VALUE with a dotted key, such as --set calibration.samples=64")
         parsed, _ = parse(value, label)
-        path = _assign(data, key.strip().split("."), parsed, label)
+        path = assign(data, key.strip().split("."), parsed, label)
         origin.overrides[path] = label
 
 
-def _assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Path:
+def assign(data: dict[str, Any], parts: list[str], value: Any, label: str) -> Path:
+    """Put a value into recipe data in place, as `apply_overrides` does, and return its path.
+
+    Args:
+        parts: the dotted key, split.
+        label: who gives the value, for messages.
+    """
     here: Any = data
     path: Path = ()
     for position, part in enumerate(parts):

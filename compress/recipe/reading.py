@@ -43,19 +43,24 @@ def load(
     elif isinstance(source, Mapping):
         data, origin = copy.deepcopy(dict(source)), Origin()
     else:
-        path = find_recipe(source)
-        data, lines = parse(_read(path), str(path))
-        origin = Origin(path, lines)
-    if not isinstance(data, dict):
-        raise RequestError(
-            origin.at((), f"a recipe is a mapping of keys ({listing(Recipe.model_fields)}), got {show(data)}")
-        )
+        data, origin = read_file(find_recipe(source))
     for key, option in (("model", model), ("output", output)):
         if option is not None:
             data[key] = str(option)
             origin.overrides[key,] = f"--{key} {option}"
     apply_overrides(data, set, origin)
     return build(data, origin)
+
+
+def read_file(path: Path) -> tuple[dict[str, Any], Origin]:
+    """The data of a recipe file, not validated yet, and where its keys are written."""
+    data, lines = parse(read_text(path), str(path))
+    origin = Origin(path, lines)
+    if not isinstance(data, dict):
+        raise RequestError(
+            origin.at((), f"a recipe is a mapping of keys ({listing(Recipe.model_fields)}), got {show(data)}")
+        )
+    return data, origin
 
 
 def build(data: dict[str, Any], origin: Origin) -> Recipe:
@@ -114,7 +119,8 @@ def find_recipe(source: str | Path) -> Path:
     raise RequestError(f"{path}: no such recipe file{hint or '.'} Bundled recipes: {listing(bundled)}")
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a recipe file, or the sentence that says why there is none."""
     try:
         if path.stat().st_size > MAX_BYTES:
             raise RequestError(

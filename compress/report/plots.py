@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.pipeline.files import written_beside
 from compress.report.canvas import color, figure, log_where_wide
 from runtime.errors import RequestError
 
@@ -52,7 +53,8 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
             metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[file.suffix]
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                drawn.savefig(file, dpi=160, metadata=metadata)
+                with written_beside(file) as temporary:
+                    drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
             except OSError as error:
                 raise RequestError(f"the plot cannot be written to {file}: {error.strerror or error}") from None
     return written
@@ -80,10 +82,10 @@ def _tradeoff(axes: Axes, points: list[Mapping[str, Any]], references: list[Mapp
     axes.set_ylabel("perplexity on held-out text")
     axes.grid(color="#e2e8f0", linewidth=0.8)
     axes.legend(frameon=False, fontsize=9)
-    _place_labels(axes, labels)
+    place_labels(axes, labels)
 
 
-def _place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
+def place_labels(axes: Axes, labels: list[tuple[float, float, str, str]]) -> None:
     """Write (x, y, text, colour) beside its point, wherever it hides least of the points and labels that are there already."""
     scale = 72 / axes.figure.get_dpi()  # pixels to points, the unit of offsets
     axes.figure.canvas.draw()  # axes get their place and their limits only now

@@ -1,0 +1,105 @@
+"""`compress sweep`: many values of one recipe, and which of them are worth their size."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from compress.commands.options import DEVICE, MODEL, SET
+from compress.commands.output import duration, print_json, print_table, stdout_reserved
+from runtime.errors import CompressError
+
+_ROWS = 40
+
+
+def _complete_sweep(incomplete: str) -> list[str]:
+    from compress.resources import bundled_sweeps
+
+    here = [str(path) for path in Path().glob("*.yaml")]
+    return [name for name in [*bundled_sweeps(), *here] if name.startswith(incomplete)]
+
+
+def register(app: typer.Typer) -> None:
+    """Add the command."""
+    app.command("sweep")(sweep)
+
+
+def sweep(
+    sweep: str = typer.Argument(
+        ..., help="A sweep file, or the name of a bundled one (`compress recipes`).", autocompletion=_complete_sweep
+    ),
+    model: str | None = MODEL,
+    output: Path | None = typer.Option(None, "--output", "-o", help="Directory of the sweep, instead of the file's."),
+    set_: list[str] = SET,
+    jobs: int | None = typer.Option(
+        None, "--jobs", "-j", min=1, help="Trials at a time, in processes of this machine."
+    ),
+    resume: bool = typer.Option(False, "--resume", help="Go on with the sweep in the output directory, or extend it."),
+    retry: bool = typer.Option(
+        False, "--retry", help="With --resume: try the trials again that failed or were refused."
+    ),
+    overwrite: bool = typer.Option(
+        False, "--overwrite", help="Replace what an earlier sweep wrote to the output directory."
+    ),
+    device: str = DEVICE,
+    quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
+) -> None:
+    """Compress one model with many values of a recipe, and show which are worth their size (or their speed).
+
+    A grid, or a search by Optuna; in processes here or on a Ray cluster. A sweep that was interrupted, even by kill -9, goes on with
+    --resume, and so does one whose file has more values or more trials now. A trial that fails does not end it; exit code 1: all have.
+
+    \b
+    Examples:
+      compress sweep llama_bits
+      compress sweep my_sweep.yaml --model ~/models/my-llama --output out/my-sweep --jobs 4
+      compress sweep my_sweep.yaml --resume
+    """
+    failure: CompressError | None = None
+    with stdout_reserved(as_json):
+        from compress.sweeps.run import AllFailedError
+        from compress.sweeps.run import sweep as run
+
+        try:
+            done = run(
+                sweep, model=model, output=output, set=set_, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
+                device=device, quiet=quiet,
+            )  # fmt: skip
+        except AllFailedError as error:
+            done, failure = error.result, error
+    result: dict[str, Any] = {"path": str(done.path), "files": [str(file) for file in done.files], **done.summary}
+    if failure is not None:
+        result |= {"error": str(failure), "exit_code": failure.exit_code}
+    if as_json:
+        print_json(result)
+    else:
+        _show(result)
+    if failure is not None:
+        print(f"compress: {failure}", file=sys.stderr)
+        raise typer.Exit(failure.exit_code)
+
+
+def _show(result: dict[str, Any]) -> None:
+    from compress.sweeps.views import columns, rows
+
+    names = columns(result)
+    keys = list(result["keys"].values())
+    lines = rows(result)
+    right = [0, *range(1 + len(keys), 1 + len(keys) + len(names))]
+    heads = ("trial", *keys, *names, "front", "")
+    print_table("", heads, lines[:_ROWS], right=right)
+    if len(lines) > _ROWS:
+        print(f"{len(lines) - _ROWS} more in {Path(result['path']) / 'table.csv'}.")
+    counts = result["counts"]
+    told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
+    print(f"{told}; {len(result['pareto'])} on the Pareto front (*). Time: {duration(result['seconds'])}.")
+    kept = sum(trial["artifact"] is not None for trial in result["trials"])
+    print(
+        f"{kept} artifact{'s' if kept != 1 else ''} kept (keep: {result['sweep']['keep']}) in {Path(result['path']) / 'trials'}."
+    )
+    for file in result["files"]:
+        print(f"Written to {file}.")

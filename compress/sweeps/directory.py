@@ -1,0 +1,178 @@
+"""The directory of a sweep: whose it is, the record of every trial, and what a resume may change.
+
+A record is written beside and renamed, so that it is there whole or not at all: after a kill -9 the records say what is finished, and
+a trial that was proposed goes on where its own run directory is. One process works on a directory: a lock says which, and the processes
+of its trials hold it too, until they have ended.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from pathlib import Path
+from typing import Any
+
+from compress.pipeline.directory import remove
+from compress.pipeline.files import write_json
+from compress.sweeps.records import Trial
+from compress.sweeps.space import read_values
+from runtime.errors import ArtifactError, CompressError, RequestError
+
+WORK = ".sweep"
+TRIALS = "trials"
+RESULTS = "sweep.json"
+OURS = (RESULTS, "sweep.yaml", "table.csv", "pareto.svg", "pareto.png", "report.html")
+_WAIT = 20.0  # seconds for the trials of a killed sweep to end
+
+
+class SweepDirectory:
+    """Claim `path` for a sweep.
+
+    Attributes:
+        path: of the sweep. trials: the records, by number.
+
+    Raises:
+        RequestError: the directory holds something else, a sweep and neither `resume` nor `overwrite` is asked for, or a sweep that
+            the request does not continue.
+        CompressError: another process works on it.
+    """
+
+    def __init__(self, path: Path, identity: dict[str, Any], resume: bool, overwrite: bool = False) -> None:
+        self.path = path
+        self.trials: dict[int, Trial] = {}
+        self.lock: int | None = None
+        state = path / WORK / "identity.json"
+        if path.exists() and not path.is_dir():
+            raise RequestError(f"output {path} is a file; name a directory that is new or empty")
+        ours = state.is_file()
+        foreign = sorted(entry.name for entry in path.iterdir()) if path.exists() and not ours else []
+        if foreign and foreign != [WORK]:
+            raise RequestError(
+                f"output {path} already holds {foreign[0]}, which is no sweep; name a new or empty directory"
+            )
+        if ours and not resume and not overwrite:
+            raise RequestError(
+                f"output {path} already holds a sweep; add --resume to go on with it, --overwrite to begin again, or name another directory"
+            )
+        going_on = ours and resume
+        if going_on:
+            check_continues(read(state), identity, path)
+        (path / WORK).mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        if ours and not going_on:
+            self._clear()
+        (path / TRIALS).mkdir(exist_ok=True)
+        write_json(state, identity)
+        for leftover in [*path.glob(".*.tmp"), *(path / TRIALS).glob(".*.tmp"), *(path / WORK).glob(".*.tmp")]:
+            remove(leftover)
+        for file in sorted((path / TRIALS).glob("[0-9]*.json")):
+            trial = Trial(**read(file))
+            self.trials[trial.number] = trial
+
+    def close(self) -> None:
+        """Let others have the directory."""
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
+
+    @property
+    def in_order(self) -> list[Trial]:
+        return [self.trials[number] for number in sorted(self.trials)]
+
+    def record(self, trial: Trial) -> None:
+        """Write down what is known of a trial; on return it is on the disk."""
+        write_json(self.path / TRIALS / f"{self.name(trial.number)}.json", trial.to_plain())
+        self.trials[trial.number] = trial
+
+    @staticmethod
+    def name(number: int) -> str:
+        return f"{number:04d}"
+
+    def artifact(self, number: int) -> Path:
+        """Where the trial's artifact is, or will be."""
+        return self.path / TRIALS / self.name(number)
+
+    def log(self, number: int) -> Path:
+        """What the process of the trial has printed."""
+        return self.path / TRIALS / f"{self.name(number)}.log"
+
+    def work(self, name: str) -> Path:
+        return self.path / WORK / name
+
+    def drop_artifacts(self, keep: set[int]) -> None:
+        """Remove the artifacts of trials that are done and not to be kept."""
+        for trial in self.in_order:
+            if trial.done and trial.number not in keep:
+                remove(self.artifact(trial.number))
+
+    def _take_lock(self) -> None:
+        descriptor = os.open(self.path / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        end = time.monotonic() + _WAIT
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                if time.monotonic() < end:
+                    time.sleep(0.1)
+                    continue
+                os.close(descriptor)
+                raise CompressError(
+                    f"another sweep is at work in {self.path}; wait until it ends, or name another directory"
+                ) from None
+            self.lock = descriptor
+            return
+
+    def _clear(self) -> None:
+        for name in OURS:
+            (self.path / name).unlink(missing_ok=True)
+        shutil.rmtree(self.path / TRIALS, ignore_errors=True)
+        for entry in (self.path / WORK).iterdir():
+            if entry.name != "lock":
+                remove(entry)
+
+
+def read(file: Path) -> dict[str, Any]:
+    try:
+        value = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{file} cannot be read: {error}; remove the sweep's directory or name another") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{file} holds no JSON object; remove the sweep's directory or name another")
+    return value
+
+
+def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:
+    """Refuse to go on with another sweep. More values and more trials are the same sweep, extended.
+
+    Args:
+        before, now: `identity` of the sweep in the directory, and of the request (`compress.sweeps.prepare`).
+    """
+
+    def refuse(text: str) -> RequestError:
+        return RequestError(f"output {path} holds another sweep: {text}; restore it, or name another directory")
+
+    for key in sorted(set(before["sweep"]) | set(now["sweep"])):
+        one, other = before["sweep"].get(key), now["sweep"].get(key)
+        if one != other:
+            raise refuse(f"'{key}' was {_short(one)} and is {_short(other)} (only values and trials can be added)")
+    if before["trials"] is not None and before["trials"] > now["trials"]:
+        raise refuse(f"search.trials was {before['trials']} and is {now['trials']} (trials can only be added)")
+    for key in [*before["vary"], *now["vary"]]:
+        if key not in now["vary"] or key not in before["vary"]:
+            there, here = ("varied", "does not vary") if key not in now["vary"] else ("did not vary", "varies")
+            raise refuse(f"it {there} {key}, which the request {here}")
+        if not read_values(now["vary"][key]).covers(read_values(before["vary"][key])):
+            texts = f"{_short(before['vary'][key])}, the request has {_short(now['vary'][key])}"
+            raise refuse(f"the values of {key} were {texts} (values can only be added)")
+    # What a recipe reads depends on its methods, and with them on the first values: compared is what both have read.
+    for key in sorted(set(before["base"]) & set(now["base"])):
+        if before["base"][key] != now["base"][key]:
+            raise refuse(f"the {key.replace('_', ' ')} has changed since")
+
+
+def _short(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 120 else f"{text[:117]}..."

@@ -1,0 +1,35 @@
+"""What a sweep needs of an executor."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+Outcome = dict[str, Any]
+"""What `run_trial` gives back; of a trial whose process died, `status` failed and an `error` that says how."""
+
+
+class Executor(Protocol):
+    """Runs trials beside each other, each in a process of its own.
+
+    Attributes:
+        slots: most trials at a time.
+        description: where they run, in words.
+    """
+
+    slots: int
+    description: str
+
+    def start(self, number: int, job: Mapping[str, Any]) -> None:
+        """Begin a trial; `job` is as `run_trial` takes it, but for `threads` and `device`, which the executor decides."""
+
+    def wait(self) -> list[tuple[int, Outcome]]:
+        """Wait until some trial has ended; the number and the outcome of each that has."""
+
+    def close(self) -> None:
+        """End what still runs."""
+
+
+def died(how: str, log: str) -> Outcome:
+    """The outcome of a trial whose process is gone without a result."""
+    return {"status": "failed", "error": f"{how}; {log} has its last words"}

@@ -1,0 +1,84 @@
+"""Trials as tasks of a Ray cluster, or of a Ray that is started on this machine.
+
+All machines need this package, and the folders of the one that starts the sweep under the same names: trials write into its directory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from compress.sweeps.executors.base import Outcome, died
+from compress.sweeps.models import RayConfig
+from compress.sweeps.trial import run_trial
+from runtime.errors import RequestError
+
+
+class RayExecutor:
+    """See `Executor`. Each trial is a task with a worker process of its own, which Ray does not start again."""
+
+    def __init__(self, config: RayConfig, device: str) -> None:
+        # A cluster that is started for a sweep reports to nobody; of one that is there, its owner decides.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        try:
+            import ray
+        except ImportError as error:
+            raise RequestError(
+                "ray: Ray is not installed; pip install 'compress[ray]', or leave the section out to run trials in processes here"
+            ) from error
+        self._ray: Any = ray
+        self._config = config
+        self._device = device
+        self._running: dict[Any, tuple[int, str]] = {}
+        self._started = not ray.is_initialized()
+        if self._started:
+            options = {"include_dashboard": False} if config.address == "local" else {}
+            try:
+                ray.init(address=config.address, log_to_driver=False, configure_logging=False, **options)
+            except (ConnectionError, OSError, RuntimeError, ValueError) as error:
+                first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                raise RequestError(f"ray.address: no Ray cluster answers at {config.address!r}: {first}") from error
+        there = ray.cluster_resources()
+        cpus, gpus = there.get("CPU", 0.0), there.get("GPU", 0.0)
+        fits = int(cpus // config.cpus)
+        if config.gpus:
+            fits = min(fits, int(gpus / config.gpus))
+        if fits < 1:
+            self.close()
+            raise RequestError(
+                f"ray: a trial takes {config.cpus} CPUs and {config.gpus:g} GPUs, and the cluster has {cpus:g} and {gpus:g}"
+            )
+        self.slots = min(fits, config.at_once or fits)
+        self.description = f"Ray at {config.address}, {self.slots} at a time, {config.cpus} CPUs each"
+        self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(run_trial)
+
+    def start(self, number: int, job: Mapping[str, Any]) -> None:
+        given = {**job, "threads": self._config.cpus, "device": self._device}
+        self._running[self._task.remote(given)] = (number, str(job["log"]))
+
+    def wait(self) -> list[tuple[int, Outcome]]:
+        ready, _ = self._ray.wait(list(self._running), num_returns=1)
+        return [(self._running[task][0], self._outcome(task, self._running.pop(task)[1])) for task in ready]
+
+    def _outcome(self, task: Any, log: str) -> Outcome:
+        errors = self._ray.exceptions
+        try:
+            return dict(self._ray.get(task))
+        except errors.OutOfMemoryError as error:
+            return died(f"killed by Ray as the machine's memory ran out ({_first(error)})", log)
+        except errors.WorkerCrashedError:
+            return died("its worker process died, as it does when it is killed for memory", log)
+        except errors.RayError as error:
+            return died(f"Ray gave it up ({type(error).__name__}: {_first(error)})", log)
+
+    def close(self) -> None:
+        for task in self._running:
+            self._ray.cancel(task, force=True)
+        self._running.clear()
+        if self._started:
+            self._ray.shutdown()
+
+
+def _first(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

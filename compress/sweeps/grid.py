@@ -1,0 +1,51 @@
+"""Every combination of the values, the last key fastest."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from compress.sweeps.models import Sweep
+from compress.sweeps.records import Trial
+from compress.sweeps.space import MOST, text_of
+from runtime.errors import RequestError
+
+
+class Grid:
+    """Proposes the points that no trial has had yet. `learns` is False: no proposal depends on what came of another."""
+
+    learns = False
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.points = list(points(sweep))
+        self.total = len(self.points)
+
+    def propose(self, trials: Sequence[Trial]) -> Trial | None:
+        """The next trial after `trials`, or None: there are no more."""
+        tried = {trial.key for trial in trials}
+        values = next((values for values in self.points if text_of(values) not in tried), None)
+        return None if values is None else Trial(len(trials), values)
+
+
+def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """The values of every point, by dotted keys.
+
+    Raises:
+        RequestError: a range without steps, or more points than anybody waits for.
+    """
+    lists = {}
+    for key, values in sweep.vary.items():
+        found = values.grid()
+        if found is None:
+            raise RequestError(
+                f"vary.{key}: a grid needs a list of values, or a range with a step; a search takes ranges without"
+            )
+        if getattr(values, "log", False):
+            raise RequestError(f"vary.{key}: log says how a search draws; a grid needs a list of values")
+        lists[key] = found
+    count = math.prod(len(found) for found in lists.values())
+    if count > MOST:
+        raise RequestError(f"vary: the grid has {count:,} points; at most {MOST:,} are allowed")
+    return (dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values()))

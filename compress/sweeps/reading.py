@@ -1,0 +1,236 @@
+"""Sweep from a file, a bundled name or a dictionary, with the sentences that recipes have for what is wrong."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+
+from compress import resources
+from compress.nearest import did_you_mean, listing
+from compress.percent import fraction
+from compress.recipe.origin import Origin
+from compress.recipe.problems import problems_of, raise_all, show
+from compress.recipe.reading import read_text
+from compress.recipe.yaml_source import Path as KeyPath
+from compress.recipe.yaml_source import parse
+from compress.sweeps.base import BaseRecipe
+from compress.sweeps.metrics import METRICS
+from compress.sweeps.models import Constraint, RayConfig, SearchConfig, SpeedConfig, Sweep, SweepFile
+from compress.sweeps.space import Values, read_values
+from runtime.errors import RequestError
+from runtime.sizes import byte_count
+
+_FIXED = {
+    "name": "a trial has the name of its recipe", "output": "a trial is written into the sweep's directory",
+    "description": "it changes nothing", "sample": "it changes nothing", "model": "trials are compared with one model; sweep each apart",
+    "evaluate": "trials that are measured on different text cannot be compared",
+}  # fmt: skip
+_Section = TypeVar("_Section", bound=BaseModel)
+
+
+def load_sweep(
+    source: str | Path | Mapping[str, Any],
+    *,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+    jobs: int | None = None,
+) -> tuple[Sweep, BaseRecipe]:
+    """Read and validate a sweep and the recipe that it varies.
+
+    Args:
+        source: a YAML file, the name of a bundled sweep, or a dictionary with its keys.
+        model, output, jobs: in place of the file's.
+        set: `KEY=VALUE` texts that change the recipe for all trials.
+
+    Raises:
+        RequestError: with one line a problem, each naming file, line, key, what was found and what is allowed.
+    """
+    if isinstance(source, Mapping):
+        data, origin = copy.deepcopy(dict(source)), Origin()
+    else:
+        path = find_sweep(source)
+        data, lines = parse(read_text(path), str(path))
+        origin = Origin(path, lines)
+    if not isinstance(data, dict):
+        text = f"a sweep is a mapping of keys ({listing(SweepFile.model_fields)}), got {show(data)}"
+        raise RequestError(origin.at((), text))
+    for key, option in (("model", model), ("output", output), ("jobs", jobs)):
+        if option is not None:
+            data[key] = str(option) if isinstance(option, Path) else option
+            origin.overrides[key,] = f"--{key} {option}"
+    sweep = _build(data, origin)
+    file = sweep.file
+    changes = [(key, value, origin.place(("set", key))) for key, value in file.set.items()]
+    base = BaseRecipe.read(
+        _recipe_path(file.recipe, origin),
+        model=None if file.model is None else (file.model, origin.place(("model",))),
+        changes=changes,
+        set=set,
+        places={key: origin.place(("vary", key)) for key in sweep.vary},
+    )
+    _check_evaluated(sweep, base, origin)
+    return sweep, base
+
+
+def find_sweep(source: str | Path) -> Path:
+    """The file that `source` means: a path, or the bare name of a bundled sweep."""
+    path, bundled = Path(source), resources.bundled_sweeps()
+    if path.is_file():
+        return path
+    if str(source) in bundled:
+        return bundled[str(source)]
+    if path.is_dir():
+        raise RequestError(f"{path}: a sweep is a YAML file, but this is a directory")
+    beside = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    hint = did_you_mean(str(path), [*beside, *bundled])
+    raise RequestError(f"{path}: no such sweep file{hint or '.'} Bundled sweeps: {listing(bundled)}")
+
+
+def _recipe_path(name: str, origin: Origin) -> str | Path:
+    for directory in origin.search_directories(("recipe",)):
+        if (directory / name).is_file():
+            return directory / name
+    bundled = resources.bundled_recipes()
+    if name in bundled:
+        return name
+    text = (
+        f"no recipe '{name}' beside the sweep, in the working directory or bundled{did_you_mean(name, bundled) or '.'}"
+    )
+    raise RequestError(origin.at(("recipe",), f"{text} Bundled recipes: {listing(bundled)}"))
+
+
+def _build(data: dict[str, Any], origin: Origin) -> Sweep:
+    problems: list[str] = []
+    try:
+        file = SweepFile.model_validate(data)
+    except ValidationError as error:
+        raise_all(problems_of(error, SweepFile, (), origin, data))
+        raise
+    sweep = Sweep(
+        file,
+        _vary(file.vary, origin, problems),
+        _search(file.search, origin, problems),
+        _constraints(file.constraints, origin, problems),
+        _section(
+            SpeedConfig,
+            "speed",
+            file.speed if file.speed is not None or not _names_speed(file) else {},
+            origin,
+            problems,
+        ),
+        _section(RayConfig, "ray", file.ray, origin, problems),
+    )
+    for number, name in enumerate(file.objectives):
+        if name not in METRICS:
+            text = f"unknown metric '{name}'{did_you_mean(name, METRICS) or '.'} Allowed: {listing(METRICS)}"
+            problems.append(origin.at(("objectives", number), text))
+        elif name in file.objectives[:number]:
+            problems.append(origin.at(("objectives", number), f"'{name}' is given twice"))
+    if sweep.ray is not None and "jobs" in file.model_fields_set:
+        problems.append(
+            origin.at(("jobs",), "the sweep runs on Ray, which decides how many trials run at a time; see ray.at_once")
+        )
+    raise_all(problems)
+    return sweep
+
+
+def _vary(written: dict[str, Any], origin: Origin, problems: list[str]) -> dict[str, Values]:
+    found: dict[str, Values] = {}
+    for key, values in written.items():
+        place = ("vary", key)
+        parts = key.split(".")
+        around = next((other for other in written if other != key and key.startswith(f"{other}.")), None)
+        if not all(parts):
+            problems.append(origin.at(place, "expected a dotted key of the recipe, such as stages.0.quantize.bits"))
+        elif parts[0] in _FIXED:
+            problems.append(origin.at(place, f"'{parts[0]}' cannot be varied: {_FIXED[parts[0]]}"))
+        elif around is not None:
+            problems.append(origin.at(place, f"it is a part of '{around}', which is varied too"))
+        else:
+            try:
+                found[key] = read_values(values)
+            except ValueError as error:
+                problems.append(origin.at(place, str(error)))
+    return found
+
+
+def _search(written: Any, origin: Origin, problems: list[str]) -> SearchConfig | None:
+    if written == "grid":
+        return None
+    if not isinstance(written, dict):
+        text = f"expected grid, or a mapping with trials, such as {{sampler: tpe, trials: 20, seed: 0}}, got {show(written)}"
+        problems.append(origin.at(("search",), text))
+        return None
+    config = _section(SearchConfig, "search", written, origin, problems)
+    for key, sampler in (("startup", "tpe"), ("population", "nsgaii")):
+        if config is not None and getattr(config, key) is not None and config.sampler != sampler:
+            text = f"only the sampler {sampler} has this key, and sampler is {config.sampler}"
+            problems.append(origin.at(("search", key), text))
+    return config
+
+
+def _section(model: type[_Section], key: str, written: Any, origin: Origin, problems: list[str]) -> _Section | None:
+    if written is None:
+        return None
+    if not isinstance(written, dict):
+        text = f"expected a mapping of keys ({listing(model.model_fields)}), got {show(written)}"
+        problems.append(origin.at((key,), text))
+        return None
+    try:
+        return model.model_validate(written)
+    except ValidationError as error:
+        problems += problems_of(error, model, (key,), origin, written)
+        return None
+
+
+def _constraints(written: dict[str, Any], origin: Origin, problems: list[str]) -> list[Constraint]:
+    found = []
+    for name, bounds in written.items():
+        path = ("constraints", name)
+        if name not in METRICS:
+            text = f"unknown metric{did_you_mean(name, METRICS) or '.'} Allowed: {listing(METRICS)}"
+            problems.append(origin.at(path, text))
+        elif not isinstance(bounds, dict) or not bounds:
+            problems.append(
+                origin.at(path, f"expected a bound, such as {{max: ...}} or {{min: ...}}, got {show(bounds)}")
+            )
+        else:
+            for bound, limit in bounds.items():
+                if bound not in ("min", "max"):
+                    text = f"unknown key{did_you_mean(bound, ('min', 'max')) or '.'} Allowed: min, max"
+                    problems.append(origin.at((*path, bound), text))
+                    continue
+                try:
+                    found.append(Constraint(name, bound, _limit(name, limit)))
+                except ValueError as error:
+                    problems.append(origin.at((*path, bound), str(error)))
+    return found
+
+
+def _limit(name: str, written: Any) -> float:
+    unit = METRICS[name].unit
+    if unit == "B":
+        return byte_count("a bound of bytes", written)
+    value = fraction(written) if unit == "%" else written
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise ValueError(f"expected a number, got {show(written)}")
+    return float(value)
+
+
+def _names_speed(file: SweepFile) -> bool:
+    return any(name in METRICS and METRICS[name].origin == "speed" for name in (*file.objectives, *file.constraints))
+
+
+def _check_evaluated(sweep: Sweep, base: BaseRecipe, origin: Origin) -> None:
+    """What only the recipe's `evaluate` measures needs that section."""
+    wanted: list[tuple[KeyPath, str]] = [(("objectives",), name) for name in sweep.file.objectives]
+    wanted += [(("constraints", constraint.metric), constraint.metric) for constraint in sweep.constraints]
+    for path, name in wanted:
+        if METRICS[name].origin == "evaluation" and base.data.get("evaluate") is None:
+            text = f"{name} is not measured, as the recipe {base.origin.file} has no section 'evaluate'"
+            raise RequestError(origin.at(path, text))

@@ -1,0 +1,113 @@
+"""sweep.json and table.csv: all trials, what they were given and what they gave."""
+
+from __future__ import annotations
+
+import csv
+import io
+from pathlib import Path
+from typing import Any
+
+from compress.pipeline.files import write_json, write_text
+from compress.sweeps.directory import RESULTS, TRIALS, SweepDirectory
+from compress.sweeps.labels import Labels
+from compress.sweeps.metrics import METRICS
+from compress.sweeps.models import Sweep
+from compress.sweeps.records import Trial, best, front
+
+SCHEMA_VERSION = 1
+
+
+def summary(sweep: Sweep, directory: SweepDirectory, source: dict[str, float | None], seconds: float) -> dict[str, Any]:
+    """The content of sweep.json.
+
+    Args:
+        source: numbers of the model that is compressed.
+        seconds: that this run of the sweep has taken.
+    """
+    import compress
+    from compress.pipeline.finish import toolchain
+
+    trials = directory.in_order
+    on_front = front(trials, sweep)
+    return {
+        "schema_version": SCHEMA_VERSION,
+        "name": sweep.file.name,
+        "compress_version": compress.__version__,
+        "toolchain": toolchain(),
+        "sweep": sweep.resolved(),
+        "keys": Labels(sweep).names,
+        "objectives": [
+            {"name": name, "better": METRICS[name].better, "label": METRICS[name].label}
+            for name in sweep.file.objectives
+        ],
+        "source": source,
+        "counts": {
+            status: sum(trial.status == status for trial in trials)
+            for status in ("finished", "failed", "refused", "proposed")
+        },
+        "pareto": on_front,
+        "best": best(trials, sweep),
+        "trials": [_row(trial, sweep, directory, on_front) for trial in trials],
+        "seconds": round(seconds, 3),
+    }
+
+
+def _row(trial: Trial, sweep: Sweep, directory: SweepDirectory, on_front: list[int]) -> dict[str, Any]:
+    there = trial.status == "finished" and directory.artifact(trial.number).is_dir()
+    return {
+        "number": trial.number,
+        "values": trial.values,
+        "status": trial.status,
+        "error": trial.error,
+        "metrics": trial.metrics,
+        "pareto": trial.number in on_front,
+        "broken": trial.broken(sweep) if trial.status == "finished" else [],
+        "speed_error": trial.speed_error,
+        "artifact": f"{TRIALS}/{directory.name(trial.number)}" if there else None,
+        "seconds": trial.seconds,
+        "peak_memory": trial.peak_memory,
+        "host": trial.host,
+        "threads": trial.threads,
+        "warnings": trial.warnings,
+    }
+
+
+def write_results(result: dict[str, Any], path: Path) -> list[Path]:
+    """Write sweep.json and table.csv into the sweep's directory."""
+    write_json(path / RESULTS, result)
+    write_text(path / "table.csv", _table(result))
+    return [path / RESULTS, path / "table.csv"]
+
+
+def _table(result: dict[str, Any]) -> str:
+    names = [name for name in METRICS if any(name in trial["metrics"] for trial in result["trials"])]
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    writer.writerow(["trial", *result["keys"], "status", *names, "pareto", "seconds", "artifact", "note"])
+    for trial in result["trials"]:
+        values = [trial["values"].get(key) for key in result["keys"]]
+        numbers = [trial["metrics"].get(name) for name in names]
+        tail = [int(trial["pareto"]), trial["seconds"], trial["artifact"], note(trial)]
+        writer.writerow([trial["number"], *values, trial["status"], *numbers, *tail])
+    return text.getvalue()
+
+
+def note(trial: dict[str, Any]) -> str:
+    """Why a trial is on no front, if there is a reason beside that others are better."""
+    if trial["status"] in ("failed", "refused"):
+        return f"{trial['status']}: {trial['error']}"
+    if trial["speed_error"]:
+        return f"speed not measured: {trial['speed_error']}"
+    return "; ".join(trial["broken"])
+
+
+def ranked(result: dict[str, Any]) -> list[dict[str, Any]]:
+    """The trials, best in the first objective first; those without a number last."""
+    first = result["objectives"][0]
+    sign = 1.0 if first["better"] == "min" else -1.0
+
+    def order(trial: dict[str, Any]) -> tuple[bool, float, int]:
+        value = trial["metrics"].get(first["name"])
+        return (value is None, sign * (value or 0.0), trial["number"])
+
+    return sorted(result["trials"], key=order)

@@ -1,0 +1,227 @@
+"""A sweep from its first trial to its last: propose, run, record, measure speed, keep what is worth keeping."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from compress.pipeline.files import disk_errors, write_text
+from compress.recipe import Recipe, locate_model
+from compress.sweeps import speeds
+from compress.sweeps.base import BaseRecipe
+from compress.sweeps.directory import SweepDirectory
+from compress.sweeps.executors import Executor, choose
+from compress.sweeps.grid import Grid
+from compress.sweeps.models import Sweep
+from compress.sweeps.prepare import first_recipe, identity, open_search
+from compress.sweeps.reading import load_sweep
+from compress.sweeps.records import Trial, kept
+from compress.sweeps.results import summary, write_results
+from compress.sweeps.study import Study
+from compress.sweeps.talk import Talk
+from compress.sweeps.views import write_views
+from runtime.errors import CompressError
+
+MakeExecutor = Callable[[Sweep, SweepDirectory, str], Executor]
+
+
+@dataclass
+class SweepResult:
+    """What a sweep gives back.
+
+    Attributes:
+        path: its directory.
+        summary: the content of sweep.json: `trials`, `pareto` (numbers), `best` (number), `source`, ...
+        files: what was written beside the trials.
+    """
+
+    path: Path
+    summary: dict[str, Any]
+    files: list[Path]
+
+    @property
+    def trials(self) -> list[dict[str, Any]]:
+        return self.summary["trials"]
+
+
+class AllFailedError(CompressError):
+    """No trial of the sweep has finished. `result` is what `sweep` would have returned."""
+
+    def __init__(self, message: str, result: SweepResult) -> None:
+        super().__init__(message)
+        self.result = result
+
+
+def sweep(
+    source: str | Path | Mapping[str, Any],
+    *,
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+    jobs: int | None = None,
+    resume: bool = False,
+    overwrite: bool = False,
+    retry: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+    executor: MakeExecutor = choose,
+) -> SweepResult:
+    """Carry out a sweep; see `compress.sweep`.
+
+    Raises:
+        RequestError: the request is wrong, before anything was run. AllFailedError: no trial has finished.
+    """
+    plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
+    search = open_search(plan)
+    recipe = first_recipe(plan, base, search, device)
+    path = Path(plan.file.output) if plan.file.output else Path("out") / "sweeps" / plan.file.name
+    directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
+    try:
+        with disk_errors(f"writing to {path}"), Talk(quiet) as talk:
+            return _Run(plan, base, search, recipe, directory, device, talk).carry_out(executor, retry)
+    finally:
+        directory.close()
+
+
+@dataclass
+class _Run:
+    sweep: Sweep
+    base: BaseRecipe
+    search: Grid | Study
+    recipe: Recipe
+    directory: SweepDirectory
+    device: str
+    talk: Talk
+
+    def carry_out(self, executor: MakeExecutor, retry: bool) -> SweepResult:
+        write_text(
+            self.directory.path / "sweep.yaml",
+            yaml.safe_dump(self.sweep.resolved(), sort_keys=False, allow_unicode=True),
+        )
+        if retry:
+            self._forget_failures()
+        self._tidy()
+        begin = time.monotonic()
+        self._run_trials(executor)
+        source = self._source()
+        result = summary(self.sweep, self.directory, source, time.monotonic() - begin)
+        files = write_results(result, self.directory.path)
+        files += write_views(result, self.sweep, self.directory.path)
+        done = SweepResult(self.directory.path, result, files)
+        if not any(trial.status == "finished" for trial in self.directory.in_order):
+            first = self.directory.in_order[0]
+            raise AllFailedError(
+                f"none of {len(self.directory.trials)} trials has finished; trial 0: {first.error}", done
+            )
+        return done
+
+    # ------------------------------------------------------------ trials
+    def _run_trials(self, make: MakeExecutor) -> None:
+        waiting = [trial for trial in self.directory.in_order if not trial.done]
+        done = len(self.directory.trials) - len(waiting)
+        if done and not waiting and len(self.directory.trials) >= self.search.total:
+            self._time_those_left()
+            return
+        executor = make(self.sweep, self.directory, self.device)
+        self.talk.begin(self.search.total, done, executor.description)
+        running = 0
+        try:
+            while True:
+                # Speed is measured with nothing beside it: what is finished waits for the rest of its round, and then is measured
+                # before the next round begins.
+                while running < executor.slots and not self._untimed():
+                    trial = waiting.pop(0) if waiting else self._propose()
+                    if trial is None:
+                        break
+                    if trial.status == "refused":
+                        continue
+                    executor.start(trial.number, self._job(trial))
+                    running += 1
+                if not running:
+                    if self._untimed():
+                        self._time_those_left()
+                        continue
+                    return
+                for number, outcome in executor.wait():
+                    running -= 1
+                    trial = self.directory.trials[number]
+                    for key, value in outcome.items():
+                        setattr(trial, key, value)
+                    self._settle(trial)
+        finally:
+            executor.close()
+
+    def _propose(self) -> Trial | None:
+        """The next trial, on record; one that the recipe refuses is settled already."""
+        trial = self.search.propose(self.directory.in_order)
+        if trial is None:
+            return None
+        try:
+            self.base.at(trial.values)
+        except CompressError as error:
+            trial.status, trial.error = "refused", str(error)
+            self._settle(trial)
+        else:
+            self.directory.record(trial)
+        return trial
+
+    def _job(self, trial: Trial) -> dict[str, Any]:
+        return {
+            "base": self.base.to_plain(),
+            "values": trial.values,
+            "output": str(self.directory.artifact(trial.number).absolute()),
+            "log": str(self.directory.log(trial.number).absolute()),
+            "directory": str(Path.cwd()),
+        }
+
+    def _settle(self, trial: Trial) -> None:
+        """What came of a trial is known."""
+        self.directory.record(trial)
+        self.talk.settled(trial, self.sweep)
+        self._tidy()
+
+    def _tidy(self) -> None:
+        """Keep those artifacts that are asked for, and those whose speed is to be measured; tell the present state."""
+        trials = self.directory.in_order
+        untimed = {trial.number for trial in self._untimed()}
+        settled = [trial for trial in trials if trial.done and trial.number not in untimed]
+        self.directory.drop_artifacts(kept(settled, self.sweep) | untimed)
+        write_results(summary(self.sweep, self.directory, self._source(measured=False), 0.0), self.directory.path)
+
+    def _forget_failures(self) -> None:
+        for trial in self.directory.in_order:
+            if trial.status in ("failed", "refused"):
+                self.directory.record(Trial(trial.number, trial.values, search=trial.search))
+            elif trial.speed_error is not None and self.directory.artifact(trial.number).is_dir():
+                trial.speed_error = None
+                self.directory.record(trial)
+
+    # ------------------------------------------------------------ speed and the source
+    def _untimed(self) -> list[Trial]:
+        """Finished trials whose speed is to be measured."""
+        if self.sweep.speed is None:
+            return []
+        return [trial for trial in self.directory.in_order if trial.status == "finished" and not trial.timed]
+
+    def _time_those_left(self) -> None:
+        for trial in self._untimed():
+            assert self.sweep.speed is not None
+            speeds.time_trial(trial, self.directory.artifact(trial.number), self.sweep.speed, self.device)
+            self.directory.record(trial)
+            self.talk.timed(trial)
+        self._tidy()
+
+    def _source(self, measured: bool = True) -> dict[str, float | None]:
+        """The numbers of the model that is compressed: the trials have measured its quality; its speed is measured once, if `measured`."""
+        found: dict[str, float | None] = {}
+        for trial in self.directory.in_order:
+            found = {**trial.source, **found}
+        if self.sweep.speed is None or not found:
+            return found
+        file = self.directory.work("source.json")
+        return found | speeds.of_source(file, str(locate_model(self.recipe)), self.sweep.speed, self.device, measured)

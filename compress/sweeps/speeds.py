@@ -1,0 +1,46 @@
+"""Speed of finished trials: measured apart, one artifact at a time, while no trial runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from compress.evaluate.speed import SpeedRequest, run_isolated
+from compress.pipeline.files import write_json
+from compress.sweeps.directory import read
+from compress.sweeps.metrics import of_speed
+from compress.sweeps.models import SpeedConfig
+from compress.sweeps.records import Trial
+from compress.sweeps.trial import finite
+from runtime.errors import CompressError
+
+
+def time_trial(trial: Trial, artifact: Path, config: SpeedConfig, device: str) -> None:
+    """Measure the trial's artifact in a process of its own, and note in the trial what was found, or why nothing was."""
+    try:
+        trial.metrics |= measure(str(artifact), config, device)
+        trial.speed_error = None
+    except CompressError as error:
+        trial.speed_error = str(error)
+
+
+def measure(model: str, config: SpeedConfig, device: str) -> dict[str, float | None]:
+    """Speeds of an artifact or a checkpoint, by the names of `METRICS`."""
+    shape = (config.prompt_tokens, config.new_tokens, config.batch_size, config.repeat)
+    options = {"device": device, "threads": config.threads, "kernels": config.kernels}
+    return finite(of_speed(run_isolated(SpeedRequest(model, "runtime", *shape, options=options))))
+
+
+def of_source(
+    file: Path, model: str, config: SpeedConfig, device: str, measured: bool = True
+) -> dict[str, float | None]:
+    """Speeds of the model that is compressed, kept in `file`; empty where they are not `measured` yet, or cannot be."""
+    if file.is_file():
+        return read(file)
+    if not measured:
+        return {}
+    try:
+        found = measure(model, config, device)
+    except CompressError:
+        return {}
+    write_json(file, found)
+    return found

@@ -1,0 +1,141 @@
+"""A search by Optuna, without a database: what it knows is made anew from the records for every proposal.
+
+So a proposal depends on the seed, on its number and on the trials before, and on nothing that a kill could lose: with one job, a sweep
+that was interrupted goes on with the trials that it would have had.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from compress.sweeps.metrics import METRICS
+from compress.sweeps.models import SearchConfig, Sweep
+from compress.sweeps.records import Trial
+from compress.sweeps.space import MOST, Choices, Values, text_of, tidy
+from runtime.errors import RequestError
+
+_ATTEMPTS = 10  # proposals of a sampler before one that was tried already is given up
+
+
+class Study:
+    """Proposes trials until there are as many as asked for, or no more values; none twice. `learns` says whether outcomes count."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        try:
+            import optuna
+        except ImportError as error:
+            raise RequestError(
+                "search: Optuna is not installed; pip install 'compress[sweep]', or take `search: grid`, which does not need it"
+            ) from error
+        assert sweep.search is not None
+        self._optuna: Any = optuna
+        self._sweep = sweep
+        self._config: SearchConfig = sweep.search
+        self.learns = self._config.sampler != "random"
+        self._distributions = {key: self._distribution(values) for key, values in sweep.vary.items()}
+        counts = [values.count() for values in sweep.vary.values()]
+        self._points = None if None in counts else math.prod(count or 0 for count in counts)
+        self.total = min(self._config.trials, self._points or self._config.trials)
+
+    def propose(self, trials: Sequence[Trial]) -> Trial | None:
+        """The next trial after `trials`, of which some may run still; None: there are no more."""
+        number = len(trials)
+        if number >= self.total:
+            return None
+        tried = {trial.key for trial in trials}
+        for attempt in range(_ATTEMPTS):
+            values, notes = self._ask(trials, attempt)
+            if text_of(values) not in tried:
+                return Trial(number, values, search=notes)
+        return self._untried(tried, number)
+
+    # ------------------------------------------------------------ what Optuna is told
+    def _ask(self, trials: Sequence[Trial], attempt: int) -> tuple[dict[str, Any], dict[str, Any]]:
+        with _quiet(self._optuna):
+            directions = ["minimize" if METRICS[n].better == "min" else "maximize" for n in self._sweep.file.objectives]
+            study = self._optuna.create_study(directions=directions, sampler=self._sampler(len(trials), attempt))
+            for trial in trials:
+                study.add_trial(self._told(trial))
+            asked = study.ask(self._distributions)
+            notes = dict(study.get_trials(deepcopy=False)[-1].system_attrs)
+        return {key: self._value(key, asked.params[key]) for key in self._sweep.vary}, notes
+
+    def _told(self, trial: Trial) -> Any:
+        states = self._optuna.trial.TrialState
+        values = trial.objectives(self._sweep)
+        complete = trial.status == "finished" and None not in values
+        excess = {c.describe(): c.excess(trial.metrics.get(c.metric)) for c in self._sweep.constraints}
+        return self._optuna.trial.create_trial(
+            state=states.COMPLETE if complete else states.RUNNING if not trial.done else states.FAIL,
+            values=values if complete else None,
+            params={key: self._parameter(key, trial.values[key]) for key in self._sweep.vary},
+            distributions=self._distributions,
+            system_attrs=dict(trial.search),
+            constraints={**excess, "limits": float(len(trial.limits))} if complete else None,
+        )
+
+    def _sampler(self, number: int, attempt: int) -> Any:
+        import numpy
+
+        seed = int(numpy.random.SeedSequence([self._config.seed, number, attempt]).generate_state(1)[0])
+        samplers = self._optuna.samplers
+        if self._config.sampler == "random":
+            return samplers.RandomSampler(seed=seed)
+        if self._config.sampler == "tpe":
+            startup = {} if self._config.startup is None else {"n_startup_trials": self._config.startup}
+            return samplers.TPESampler(seed=seed, constant_liar=True, **startup)
+        population = {} if self._config.population is None else {"population_size": self._config.population}
+        return samplers.NSGAIISampler(seed=seed, **population)
+
+    def _distribution(self, values: Values) -> Any:
+        kinds = self._optuna.distributions
+        if isinstance(values, Choices):
+            # As text, so that any value can be a choice, and 1 and true are two.
+            return kinds.CategoricalDistribution([text_of(value) for value in values.values])
+        if values.integers:
+            return kinds.IntDistribution(int(values.low), int(values.last), log=values.log, step=int(values.step or 1))
+        return kinds.FloatDistribution(values.low, values.last, log=values.log, step=values.step)
+
+    def _value(self, key: str, parameter: Any) -> Any:
+        values = self._sweep.vary[key]
+        if isinstance(values, Choices):
+            return json.loads(parameter)
+        return tidy(parameter) if values.step is not None and not values.integers else parameter
+
+    def _parameter(self, key: str, value: Any) -> Any:
+        return text_of(value) if isinstance(self._sweep.vary[key], Choices) else value
+
+    # ------------------------------------------------------------ what is left
+    def _untried(self, tried: set[str], number: int) -> Trial | None:
+        """Any values that were not tried, where the sampler comes back to the same ones."""
+        import numpy
+
+        if self._points is None or self._points > MOST:
+            return None
+        from compress.sweeps.grid import points
+
+        left = [values for values in points(self._sweep) if text_of(values) not in tried]
+        if not left:
+            return None
+        chosen = int(numpy.random.default_rng([self._config.seed, number]).integers(len(left)))
+        return Trial(number, left[chosen])
+
+
+@contextmanager
+def _quiet(optuna: Any) -> Iterator[None]:
+    """Optuna tells of every study that it makes, and of what is experimental in it."""
+    logger = logging.getLogger("optuna")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logger.setLevel(level)

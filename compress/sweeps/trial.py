@@ -1,0 +1,122 @@
+"""A trial: the recipe with its values, carried out, and what was measured. Every executor runs `run_trial` and nothing else.
+
+`python -m compress.sweeps.trial JOB RESULT` is one trial as a process: it reads a job from one file and writes what came of it to
+another. It ends at once when its stdin does, so that no trial outlives a sweep that was killed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import resource
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import CompressError, RequestError
+
+
+def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
+    """Carry out one trial.
+
+    Args:
+        job: plain data: `base` (`BaseRecipe.to_plain`), `values` (by dotted keys), `output` (absolute, of the artifact; a run that was
+            interrupted there goes on), `log`, `directory` (where relative names of the recipe are looked up), `device`, `threads`.
+
+    Returns:
+        Plain data, fields of a `Trial`: `status` and with it `metrics` or `error`. Nothing that happens in a trial is raised, but
+        what ends the process.
+    """
+    start = time.monotonic()
+    try:
+        found = _apply(job)
+    except RequestError as error:
+        found = {"status": "refused", "error": str(error)}
+    except CompressError as error:
+        found = {"status": "failed", "error": str(error)}
+    except MemoryError:
+        found = {"status": "failed", "error": "out of memory"}
+    except Exception as error:
+        with Path(job["log"]).open("a", encoding="utf-8") as log:
+            log.write(traceback.format_exc())
+        first = (str(error).strip().splitlines() or [""])[0]
+        found = {"status": "failed", "error": f"unexpected {type(error).__name__}: {first}; {job['log']} shows where"}
+    return found | {
+        "seconds": round(time.monotonic() - start, 3),
+        "host": platform.node(),
+        "threads": job["threads"],
+        "peak_memory": found.get("peak_memory") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+    }
+
+
+def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
+    try:
+        os.chdir(job["directory"])
+        Path(job["output"]).parent.stat()
+    except OSError as error:
+        raise CompressError(
+            f"{error.filename} is not there on {platform.node()}: all machines of a sweep need the folders of the one that started it"
+        ) from None
+    import torch
+
+    from compress.pipeline.run import LimitError, apply
+    from compress.sweeps.base import BaseRecipe
+    from compress.sweeps.metrics import of_artifact, of_source
+
+    torch.set_num_threads(job["threads"])
+    recipe = BaseRecipe.from_plain(job["base"]).at(job["values"])
+    limits = []
+    try:
+        artifact = apply(recipe, output=Path(job["output"]), resume=True, device=job["device"], quiet=True)
+    except LimitError as error:
+        artifact = error.result
+        limits = [
+            f"{limit['name']} of the recipe is {limit['limit']:.4g}, measured "
+            + ("nothing" if limit["value"] is None else f"{limit['value']:.4g}")
+            for limit in artifact.metrics["limits"]
+            if not limit["ok"]
+        ]
+    return {
+        "status": "finished",
+        "metrics": finite(of_artifact(artifact.metrics, artifact.manifest)),
+        "source": finite(of_source(artifact.metrics, artifact.manifest)),
+        "limits": limits,
+        "peak_memory": artifact.peak_memory,
+        "warnings": artifact.warnings,
+    }
+
+
+def finite(values: Mapping[str, float]) -> dict[str, float | None]:
+    """The values, with None for NaN and infinities, which JSON does not know."""
+    return {name: value if math.isfinite(value) else None for name, value in values.items()}
+
+
+def main(arguments: list[str]) -> int:
+    threading.Thread(target=_end_with_the_sweep, daemon=True).start()
+    job_file, result_file = (Path(argument) for argument in arguments)
+    found = run_trial(json.loads(job_file.read_text(encoding="utf-8")))
+    from compress.pipeline.files import write_json
+
+    write_json(result_file, found)
+    return 0
+
+
+def _end_with_the_sweep() -> None:
+    while os.read(0, 4096):
+        pass
+    os._exit(
+        1
+    )  # as hard as the kill that ended the sweep: what is finished is on the disk, and a resume goes on from there
+
+
+if __name__ == "__main__":
+    from compress.stopping import stoppable
+
+    with stoppable():
+        sys.exit(main(sys.argv[1:]))

@@ -90,8 +90,11 @@ def _show(result: dict[str, Any]) -> None:
     keys = list(result["keys"].values())
     lines = rows(result)
     right = [0, *range(1 + len(keys), 1 + len(keys) + len(names))]
-    heads = ("trial", *keys, *names, "front", "")
-    print_table("", heads, lines[:_ROWS], right=right)
+    heads = [name.replace("_", " ") for name in ("trial", *keys, *names, "front")]
+    print_table("", heads, [line[:-1] for line in lines[:_ROWS]], right=right)
+    for line in lines[:_ROWS]:
+        if line[-1]:
+            print(f"trial {line[0]}: {line[-1]}")
     if len(lines) > _ROWS:
         print(f"{len(lines) - _ROWS} more in {Path(result['path']) / 'table.csv'}.")
     counts = result["counts"]

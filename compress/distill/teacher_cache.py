@@ -127,7 +127,11 @@ def cache_teacher(
     """
     directory = Path(directory)
     facts = _facts(teacher, rows, k, temperature, kept, shard_rows)
-    begun = (directory / MANIFEST).is_file()
+    begun = intact(directory / MANIFEST)
+    if not begun and (directory / MANIFEST).is_file():  # damaged: nothing says any more whose numbers the rest are
+        for pattern in (f"{MANIFEST}*", "shard-*.safetensors*"):
+            for file in directory.glob(pattern):
+                file.unlink()
     if begun and (found := read_json(directory / MANIFEST)) != facts:
         odd = next(key for key in {**facts, **found} if facts.get(key) != found.get(key))
         raise RequestError(
@@ -145,6 +149,7 @@ def cache_teacher(
     directory.mkdir(parents=True, exist_ok=True)
     with disk_errors(f"writing {directory}"):
         write_json(directory / MANIFEST, facts)
+        seal(directory / MANIFEST)
         for number in missing:
             start = number * facts["shard_rows"]
             ids = rows.ids[start : start + facts["shard_rows"]]

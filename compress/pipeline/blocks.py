@@ -77,7 +77,7 @@ def run_pass(job: BlockPass) -> None:
     if not session.outside_work:
         if job.done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
             for number in job.own:
-                streamed.block_kwargs(batches[number], job.done)
+                streamed.block_kwargs(batches[number], min(job.done, count - 1))
         streamed.release_outside()
     for index in range(job.done, count):
         record = _one_block(job, index, states)

@@ -78,6 +78,8 @@ class RunDirectory:
             self._open_unfinished(state, identity, resume, overwrite)
         elif (output / MANIFEST).is_file():
             self._open_finished(identity, resume, overwrite)
+        elif resume and self.work.is_dir():
+            self._open_unnamed(state)
         elif entries and not self._is_only_ours(entries):
             raise RequestError(
                 f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
@@ -154,12 +156,15 @@ class RunDirectory:
     def _open_unnamed(self, state: Path) -> None:
         """A run that can no longer say whose it is: its parts can."""
         records = [file for file in self.work.glob("*.json") if file != state and json_is_whole(file.read_bytes())]
+        if not records and not state.is_file() and not any(self.work.iterdir()):
+            return  # killed before it had begun
         if any(_read_json(file).get("run") != self._run for file in records):
             raise RequestError(
-                f"{state} is damaged, and what is finished beside it is of another run than this request's; restore it, add --overwrite "
-                "without --resume, or name another directory"
+                f"{state} is damaged or gone, and what is finished beside it is of another run than this request's; restore it, or name "
+                "another directory"
             )
-        self.warn(f"{state} is damaged and is written again")
+        if not self._begun:
+            self.warn(f"{state} is damaged or gone and is written again")
         self._begun = True
 
     def _open_finished(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
@@ -249,7 +254,15 @@ class RunDirectory:
         """Where the hidden states that enter `block` are kept for a resume."""
         return self.work / f"hidden-{block:05d}"
 
+    def settle(self) -> None:
+        """Remove from a finished artifact what a run that was killed at its very end has left; where nothing can be written it stays."""
+        if self.work.exists() or lock.inside(self.path).exists():
+            with suppress(OSError), lock.locked(lock.inside(self.path), self.path):
+                self.finish()
+
     def finish(self) -> None:
+        """Remove what a resume needs; what says that there is an unfinished run goes first."""
+        (self.work / _STATE).unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
 

@@ -85,6 +85,10 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
         entries = {name(module): entry for module, entry in entries.items()}
         linear = {name(module): module for module in session.linear_names()}
         foreign = {name(module) for module in _foreign(session)}
+        # Matrices that the model has no place for: an engine that has one must not look for compressed weights there.
+        source = session.checkpoint
+        extra = [n.removesuffix(".weight") for n in session.streamed.extra if n.endswith(".weight")]
+        linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
         config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if session.untie:
         config["tie_word_embeddings"] = False

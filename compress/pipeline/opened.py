@@ -29,10 +29,16 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     """A checkpoint (directory, hub id, or one that is open) whose weights are floats.
 
     Raises:
-        RequestError: it is compressed already, otherwise than to 8-bit floats.
+        RequestError: it is compressed already, otherwise than to 8-bit floats; or an adapter is to go on top of it.
         ArtifactError: it cannot be read, or a scale does not fit its weight.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    adapter = checkpoint.path / "adapter_config.json"
+    if adapter.is_file():
+        raise RequestError(
+            f"{checkpoint.path} holds an adapter ({adapter.name}) beside its weights, and the artifact would be of the model without it: "
+            "merge it into the weights first (merge_and_unload of peft), or take it out of the directory"
+        )
     settings = checkpoint.config.get(KEY)
     if KEY not in checkpoint.config or isinstance(checkpoint, Float8Checkpoint):
         return checkpoint

@@ -11,9 +11,11 @@ from torch import nn
 
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stacks import Stack
+from runtime import weights
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.experts import unfuse
+from runtime.prediction import prediction_tensors
 from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.weights import main_dtype
 
@@ -83,6 +85,13 @@ class PartialModel:
                 f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
             )
         self.extra = sorted(stored - set(expected))
+        unplaced = [] if install is not None else weights.unplaced(self.model, checkpoint.names(), expected)
+        if unplaced:
+            more = f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
+            raise ArtifactError(
+                f"{checkpoint.path}: {type(self.model).__name__} has no place for tensor {unplaced[0]}{more}"
+            )
+        self._behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
         for name, value in expected.items():
             if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
                 raise ArtifactError(
@@ -104,8 +113,8 @@ class PartialModel:
         return any(name == home or name.startswith(f"{home}.") for home in homes)
 
     def is_inside(self, name: str) -> bool:
-        """Whether the module or tensor `name` belongs to a block."""
-        return any(name.startswith(stack.name + ".") for stack in self.stacks)
+        """Whether the module or tensor `name` belongs to a block; a layer for multi-token prediction behind the last is none."""
+        return any(name.startswith(f"{stack.name}.") for stack in self.stacks) and name not in self._behind
 
     def outside_names(self) -> list[str]:
         """Stored tensors that belong to no block, in a fixed order."""

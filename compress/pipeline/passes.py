@@ -20,7 +20,7 @@ from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
-from compress.pipeline.directory import RunDirectory, remove
+from compress.pipeline.directory import WORK, RunDirectory, remove
 from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
@@ -156,6 +156,8 @@ class Passes:
         layered, before = _layers_before(self.recipe, job.stage), checkpoint.path
         if layered is not None:
             before = work / "compressed"
+            if not (before / WORK).is_dir():  # what is left of one that was being removed
+                remove(before)
             session = Session.open(layered, self.device, checkpoint, self.session.original, settled)
             session.bind(self.session.bounds)
             own = RunDirectory(before, session.identity(None), resume=True)

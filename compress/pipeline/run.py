@@ -92,7 +92,7 @@ def _apply(
         manifest = finish.read_manifest(directory)
         check_same_draft(session, manifest, directory.path)
         Artifact(directory.path).verify()
-        directory.finish()
+        directory.settle()
         return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
     if begun is not None:
         plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)

@@ -63,8 +63,8 @@ class Session:
         draft: what the recipe's draft stage asks for, if it has one.
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
-        bounds: what is done to need less memory; see `bind`.
         processes: how many share the calibration data.
+        bounds: what is done to need less memory; see `bind`.
     """
 
     recipe: Recipe
@@ -75,8 +75,8 @@ class Session:
     source: Checkpoint | None = None
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
-    bounds: Bounds = field(default_factory=Bounds)
     processes: int = 1
+    bounds: Bounds = field(default_factory=Bounds)
 
     @classmethod
     def open(

@@ -37,7 +37,9 @@ class Metric:
             return f"{value:+.1%}" if self.better == "min" else f"{value:.1%}"
         if self.unit == "B":
             return f"{value / 1e6:.3f} MB" if value < 1e8 else f"{value / 1e9:.3f} GB"
-        return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+        if value >= 1000:
+            return f"{value:,.0f}"
+        return f"{value:#.4g}" if value >= 1 else f"{value:.3g}"
 
 
 _PERPLEXITY = "perplexity on held-out text"

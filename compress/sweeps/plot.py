@@ -102,13 +102,9 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
             places = [at(trial["metrics"]) for trial in those]
             axes.scatter(*zip(*places, strict=True), label=name, linewidths=1.4, **look)
     values = [at(trial["metrics"])[1] for trial in trials]
-    source = result["source"]
-    if source.get(y.name) is not None:
-        values.append(source[y.name] / y.axis)
-        if source.get(x.name) is not None:
-            axes.scatter(*at(source), marker="*", s=130, color=color(2), zorder=4, label="the model itself")
-        axes.axhline(source[y.name] / y.axis, linestyle="--", linewidth=1.0, color=color(2), alpha=0.8, zorder=1)
-    log_where_wide(axes, values)
+    upright = result["source"].get(y.name)
+    log_where_wide(axes, values if not upright else [*values, upright / y.axis])
+    _reference(axes, result["source"], x, y, [at(trial["metrics"])[0] for trial in trials])
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel(x.label)
     axes.set_ylabel(y.label)
@@ -118,6 +114,25 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
     place_labels(
         axes, [(*at(trial["metrics"]), _label(result, trial), ink if trial["pareto"] else SOFT) for trial in named]
     )
+
+
+def _reference(axes: Axes, source: dict[str, Any], x: Metric, y: Metric, across: list[float]) -> None:
+    """The model that is compressed: a star, or, where the trials would have no room beside it, a line and its numbers in the legend."""
+    upright, along = source.get(y.name), source.get(x.name)
+    if upright is None:
+        return
+    name = "the model itself"
+    look: dict[str, Any] = {"color": color(2), "linestyle": "--", "linewidth": 1.2, "zorder": 1}
+    low, high = min(across), max(across)
+    if axes.get_yscale() == "log" and upright <= 0:  # a divergence from itself has no place there
+        axes.plot([], [], " ", label=name if along is None else f"{name}: {x.show(along)}")
+        return
+    near = along is not None and max(high, along / x.axis) - min(low, along / x.axis) <= 2 * (high - low)
+    if along is not None and near:
+        axes.scatter(along / x.axis, upright / y.axis, marker="*", s=130, color=color(2), zorder=4, label=name)
+    elif along is not None:
+        name = f"{name}: {y.show(upright)} at {x.show(along)}"
+    axes.axhline(upright / y.axis, label=None if near else name, **look)
 
 
 def _label(result: dict[str, Any], trial: dict[str, Any]) -> str:

@@ -34,14 +34,12 @@ def columns(result: dict[str, Any]) -> list[str]:
 
 
 def rows(result: dict[str, Any]) -> list[list[str]]:
-    """The table as text: trial, its values, metrics, whether it is on the front, a note; the model itself comes first."""
+    """The table as text: trial, its values, metrics, whether it is on the front, a note; the model that is compressed comes first."""
     names = columns(result)
     table_rows = []
     if result["source"]:
         numbers = [METRICS[name].show(result["source"].get(name)) for name in names]
-        table_rows.append(
-            ["", *("the model itself" if n == 0 else "" for n in range(len(result["keys"]))), *numbers, "", ""]
-        )
+        table_rows.append(["source", *("" for _ in result["keys"]), *numbers, "", ""])
     for trial in ranked(result):
         values = [word(trial["values"].get(key)) for key in result["keys"]]
         numbers = [METRICS[name].show(trial["metrics"].get(name)) for name in names]

@@ -87,7 +87,7 @@ def test_passes_hold_the_hidden_states_of_all_rows(planned: Callable[..., Plan],
     few, many = (planned(stage, calibration={"samples": count, "batch_size": 4}) for count in (50, 100))
     states = models * 50 * 32 * MODEL[0] * 4  # of the rows that there are more of
     assert many.peak_memory - few.peak_memory == states
-    assert many.disk_needed - few.disk_needed == 2 * states
+    assert many.disk_needed - few.disk_needed == 3 * states
     # Where they spill, they are no more in memory than those of a pass that compresses layers are.
     least = planned(stage, calibration={"samples": 100, "batch_size": 4}, available=1)
     assert least.spill == bool(models)

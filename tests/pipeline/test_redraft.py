@@ -69,7 +69,7 @@ def test_the_old_draft_is_valid_until_the_manifest_names_the_new_one(plain, reci
     assert runtime.load(plain, device="cpu", drafter=True).speculation is not None
 
     with monkeypatch.context() as patched:
-        patched.setattr(redraft, "write_json", stopped)
+        patched.setattr(redraft, "write_sealed", stopped)
         with pytest.raises(KeyboardInterrupt):
             compress.draft(plain, second, quiet=True)
     Artifact(plain).verify()

@@ -100,7 +100,7 @@ class Counted:
             itemsize=streamed.dtype.itemsize,
             widened=cpu and streamed.dtype == torch.bfloat16 and not has_bfloat16(),
             encoder=streamed.kind == "encoder",
-            eager=getattr(config, "_attn_implementation", None) in (None, "eager"),
+            eager=getattr(streamed.model.config.get_text_config(), "_attn_implementation", None) in (None, "eager"),
         )
 
     @property

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 """Peak memory of `compress apply`: flat in depth, what a limit does, a 7B shape, and what the plan said before; peers beside.
 
-    python benchmarks/memory.py --work ~/scratch                                  all parts of ours, on random checkpoints that are made there
+    python benchmarks/memory.py --work ~/scratch                                  all parts of ours, on random checkpoints made there
     python benchmarks/memory.py --work ~/scratch --only peers --peers ~/peers     the peers of `benchmarks/peers/setup.sh`
     python benchmarks/memory.py --work ~/scratch --only gptq7b --force            one part again
 
 Parts: `depth` (24 and 96 layers of one width), `limits` (two layers of the width of 7B under several limits, files compared), `rtn7b` and
-`gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that the kernel
-saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run that was cut
+`gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that the
+kernel saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run that was cut
 off is resumed, and its figure is then the larger of its processes'. Weights are random: times and memory mean something, errors do not.
 """
 

@@ -27,7 +27,7 @@ from runtime.matrices import get_matrix
 Works = Mapping[str, LayerWork]
 
 #: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is twice so large.
-LOOP, NEAREST = 9, 4
+LOOP, NEAREST = 9, 6
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
 FACTORED = 5
 

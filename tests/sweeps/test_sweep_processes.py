@@ -19,7 +19,7 @@ from compress.sweeps.executors import processes
 from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
 
-PATIENCE = 120.0
+PATIENCE = 240.0
 
 
 def until(true, what):

@@ -185,3 +185,15 @@ def test_a_draft_is_cut_out_of_a_mixture(tmp_path: Path) -> None:
     with torch.inference_mode():
         logits = draft(input_ids=ids).logits
     torch.testing.assert_close(logits, runtime.load(artifact.path).logits(ids), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("target", ["huggingface", "onnx"])
+def test_exports_say_that_they_do_not_carry_experts(tmp_path: Path, target: str) -> None:
+    from export import targets
+    from export.source import Source
+
+    path = next(family for family in FAMILIES if family.name == "mixtral").write(tmp_path / "model")
+    stages = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}]
+    artifact = compress.apply({"name": "t", "model": str(path), "stages": stages}, output=tmp_path / "out", quiet=True)
+    chosen = targets.get(target)
+    assert "experts.0.gate_proj is a routed expert's" in (chosen.why_not(Source(artifact.path), chosen.options()) or "")

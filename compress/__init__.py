@@ -31,6 +31,7 @@ def apply(
     overwrite: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    max_memory: int | str | None = None,
 ) -> AppliedArtifact:
     """Compress a checkpoint as a recipe says.
 
@@ -43,6 +44,7 @@ def apply(
         overwrite: replace what an earlier run wrote to `output`.
         device: where the work is done: `auto`, `cpu`, `cuda`, `cuda:1`.
         quiet: no progress on stderr.
+        max_memory: what the process may take of the machine's memory, all in all, such as `"6GB"`; None: what is free.
 
     Returns:
         The artifact: `path`, `metrics`, `manifest`.
@@ -53,9 +55,11 @@ def apply(
     """
     from compress.pipeline import run
     from compress.recipe import load
+    from runtime.sizes import byte_count
 
+    limit = None if max_memory is None else byte_count("max_memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set)
-    return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
+    return run.apply(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
 
 
 def draft(
@@ -90,12 +94,15 @@ def plan(
     model: str | Path | None = None,
     output: str | Path | None = None,
     set: Iterable[str] = (),
+    max_memory: int | str | None = None,
 ) -> Plan:
     """What `apply` would do with the same arguments: tensors, sizes, memory, disk, time. Nothing is run or written."""
     from compress.pipeline.plan import make_plan
     from compress.recipe import load
+    from runtime.sizes import byte_count
 
-    return make_plan(load(recipe, model=model, output=output, set=set))
+    limit = None if max_memory is None else byte_count("max_memory", max_memory)
+    return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit)
 
 
 def sweep(

@@ -8,13 +8,14 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from export.source import TOKENIZER_FILES
+from runtime import lock
 from runtime.artifact import sha256
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.exported import MANIFEST, read_manifest
@@ -77,7 +78,7 @@ def _check_earlier(output: Path, place: Path, overwrite: bool) -> None:
             f"output {output} already holds an export; name another directory with --output, or add --overwrite"
         )
     files = manifest.get("files")
-    own = {*(files if isinstance(files, dict) else ()), MANIFEST}
+    own = {*(files if isinstance(files, dict) else ()), MANIFEST, lock.LOCK}
     found = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir())
     foreign = next((name for name in found if name not in own), None)
     if foreign is not None:
@@ -112,14 +113,18 @@ def beside(output: Path) -> Iterator[Path]:
     when they were killed is removed too.
 
     Raises:
-        CompressError: the output cannot be written. Errors about other files (of the artifact, say) pass as they are.
+        RequestError: another process writes there just now. CompressError: the output cannot be written. Errors about other files (of
+            the artifact, say) pass as they are.
     """
     place = _place(output)
     temporary = _temporary(place)
     made = [folder for folder in place.parents if not folder.exists()]
     inside = True  # whether all that can fail is the output
+    alone = ExitStack()
     try:
         place.parent.mkdir(parents=True, exist_ok=True)
+        lock.refuse_held(lock.inside(place), output)
+        alone.enter_context(lock.locked(lock.beside(place), output))
         _clear_leftovers(place, r"tmp(\.\w+)?")
         temporary.mkdir()
         inside = False
@@ -129,9 +134,11 @@ def beside(output: Path) -> Iterator[Path]:
             if file.is_file():
                 let_others_read(file)
         _sync(temporary)
+        lock.refuse_held(lock.inside(place), output)
         replace_directory(temporary, place, place.with_name(f".{place.name}.{os.getpid()}.old"))
     except BaseException as error:
         shutil.rmtree(temporary, ignore_errors=True)
+        alone.close()
         for folder in made:
             with suppress(OSError):  # not there, or another has put something into it
                 folder.rmdir()
@@ -139,6 +146,7 @@ def beside(output: Path) -> Iterator[Path]:
         if sentence is not None:
             raise CompressError(sentence) from error
         raise
+    alone.close()
     _clear_leftovers(place, "old")  # only now: until here it may have been the only whole export
 
 

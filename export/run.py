@@ -20,6 +20,7 @@ from export.target import Conversion, Job, Target, Verification
 from runtime.errors import RequestError
 from runtime.exported import FORMAT, MANIFEST, README, SCHEMA_VERSION
 from runtime.locate import resolve
+from runtime.sealed import sealed_json
 
 # Packages whose version an export may depend on; only those that are installed are recorded.
 _TOOLS = (
@@ -118,7 +119,8 @@ def run(
             target: job.facts,
             "files": files,
         }
-        write_json(folder / MANIFEST, manifest)
+        text = sealed_json(manifest, sort_keys=False, default=str)
+        (folder / MANIFEST).write_text(text, encoding="utf-8")
     return Exported(
         place, target, sum(file["bytes"] for file in files.values()), conversions, job.losses, verification, job.facts,
         progress.warnings, time.monotonic() - start,

@@ -12,9 +12,12 @@ from typing import Any
 
 from runtime.checkpoint import Checkpoint, read_json
 from runtime.errors import ArtifactError
+from runtime.sealed import json_is_whole, page_is_whole
 
 MANIFEST = "compress.json"
-SCHEMA_VERSION = 1
+REPORT = "report.html"
+SCHEMA_VERSION = 2
+SEALED = 2  # the first version whose manifest and report hold digests of themselves
 _CHUNK = 1 << 20
 
 
@@ -66,7 +69,7 @@ class Artifact:
         there = [name for name in names if name not in missing]
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
             same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
-        different = [name for name, right in zip(there, same, strict=True) if not right]
+        different = [name for name, right in zip(there, same, strict=True) if not right] + self._broken_seals()
         unlisted = [name for name in self.checkpoint.headers if name not in listed]
         problems = [
             f"{what}: {', '.join(names)}"
@@ -80,6 +83,21 @@ class Artifact:
         if problems:
             raise ArtifactError(f"{self.path} is corrupt: {'; '.join(problems)}")
         return len(listed)
+
+    def _broken_seals(self) -> list[str]:
+        """Of the files that no list can hold the SHA-256 of, since they are written after it, those that differ from their own."""
+        assert self.manifest is not None
+        if self.manifest["schema_version"] < SEALED:
+            return []
+        checks = {MANIFEST: json_is_whole, REPORT: page_is_whole}
+        try:
+            return [
+                n
+                for n, whole in checks.items()
+                if (self.path / n).is_file() and not whole((self.path / n).read_bytes())
+            ]
+        except OSError as error:
+            raise ArtifactError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
     def summary(self) -> dict[str, Any]:
         """Facts for `compress inspect`: JSON-ready, from headers and manifest only (no tensor is read)."""

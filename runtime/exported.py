@@ -14,11 +14,13 @@ import torch
 from runtime.artifact import Artifact, sha256
 from runtime.checkpoint import read_json
 from runtime.errors import ArtifactError, RequestError
+from runtime.sealed import json_is_whole
 
 MANIFEST = "export.json"
 README = "README.md"
 FORMAT = "compress-export"  # what `format` in the manifest says; others call files export.json too
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 2
+SEALED = 2  # the first version whose manifest holds a digest of itself
 # What manifests were known by before they had a `format`.
 _KEYS = {"schema_version", "target", "artifact", "tools", "conversions"}
 _BEGINNING = 4096  # bytes of a damaged manifest in which its `format`, the first key, is looked for
@@ -87,7 +89,7 @@ class Export:
         """Compare files with the manifest; returns how many were compared.
 
         Args:
-            readme: README.md too, which people edit and nothing reads.
+            readme: README.md and export.json too, which people edit; nothing reads the former, and loading checks the latter by itself.
             skip: files that need not be compared, since something else has their hashes.
             used: files that loading reads, each of which must be listed.
 
@@ -105,13 +107,23 @@ class Export:
             same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
         problems = {
             "missing": missing,
-            "content differs from its SHA-256": [name for name, right in zip(there, same, strict=True) if not right],
+            "content differs from its SHA-256": [name for name, right in zip(there, same, strict=True) if not right]
+            + ([MANIFEST] if readme and not self._manifest_is_whole() else []),
             f"not in {MANIFEST}": [name for name in used if name not in listed],
         }
         said = [f"{what}: {', '.join(found)}" for what, found in problems.items() if found]
         if said:
             raise ArtifactError(f"{self.path} is corrupt: {'; '.join(said)}; verify=False loads it as it is")
         return len(names)
+
+    def _manifest_is_whole(self) -> bool:
+        """Whether export.json is as it was written; one of an earlier version cannot say."""
+        if self.manifest["schema_version"] < SEALED:
+            return True
+        try:
+            return json_is_whole((self.path / MANIFEST).read_bytes())
+        except OSError as error:
+            raise ArtifactError(f"{self.path / MANIFEST} cannot be read: {error.strerror or error}") from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:

@@ -13,6 +13,7 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import subprocess
 import tempfile
 from functools import cache
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from runtime import cpu
 from runtime.cache_directory import cache_directory, temporary
+from runtime.ended import how_it_ended
 
 FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
 #: Tried in this order: not every compiler and CPU knows how to tune for itself.
@@ -44,12 +46,21 @@ def library(source: Path, tunings: tuple[tuple[str, ...], ...] = TUNING) -> ctyp
         try:
             return _load(source, compiler, (*FLAGS, *tuning))
         except subprocess.CalledProcessError as error:
-            said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
-            reason = said[-1] if said else str(error)
+            reason = _reason(error)
         except (OSError, subprocess.TimeoutExpired) as error:
             reason = str(error)
     _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, reason)
     return None
+
+
+def _reason(error: subprocess.CalledProcessError) -> str:
+    said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+    # A compiler that starts others says so of theirs, and ends with a code of its own.
+    if any("Killed signal" in line for line in said):
+        return f"the compiler {how_it_ended(-signal.SIGKILL)}"
+    if error.returncode < 0:
+        return f"the compiler {how_it_ended(error.returncode)}"
+    return said[-1] if said else str(error)
 
 
 def find_compiler() -> str | None:

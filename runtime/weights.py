@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -13,7 +13,8 @@ from torch import nn
 from runtime.checkpoint import Checkpoint, element_count
 from runtime.errors import ArtifactError
 from runtime.naming import match_names, without_place
-from runtime.skeleton import set_tensor, tied_names
+from runtime.prediction import prediction_tensors
+from runtime.skeleton import find_stacks, set_tensor, tied_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -67,7 +68,7 @@ class Filling:
         self._ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
         self.names = match_names(model, checkpoint.names(), places)
         missing = sorted(places.keys() - self.names.keys() - _tied_away(self._ties, self.names))
-        unexpected = _unexpected(model, checkpoint, set(self.names.values()))
+        unexpected = unplaced(model, checkpoint.names(), set(self.names.values()))
         self.foreign = bool(missing and unexpected and not compressed)
         if self.foreign:
             return
@@ -146,13 +147,14 @@ def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
     return {member for group in groups.values() if group & names.keys() for member in group}
 
 
-def _unexpected(model: PreTrainedModel, checkpoint: Checkpoint, used: set[str]) -> list[str]:
+def unplaced(model: PreTrainedModel, names: Collection[str], used: Collection[str]) -> list[str]:
+    """The stored `names` that are not `used`, and that nobody knows to be of no use to the model."""
     patterns = [*_LEFTOVERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
-    return [
-        n
-        for n in checkpoint.names()
-        if n not in used and not any(re.search(p, n) for p in patterns) and not without_place(model, n)
+    found = [
+        n for n in names if n not in used and not any(re.search(p, n) for p in patterns) and not without_place(model, n)
     ]
+    known = prediction_tensors(find_stacks(model), names) if found else set()
+    return [name for name in found if name not in known]
 
 
 def _check(

@@ -11,7 +11,7 @@ import typer
 
 from compress.commands.made_draft import show_draft
 from compress.commands.made_passes import pass_rows
-from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
+from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import (
     duration,
     print_json,
@@ -42,6 +42,7 @@ def apply(
         False, "--overwrite", help="Replace what an earlier run wrote to the output directory."
     ),
     device: str = DEVICE,
+    max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(
         None,
         "--prompt",
@@ -61,11 +62,14 @@ def apply(
       compress apply recipes/llama_w4.yaml --model ~/models/my-llama --output out/my-llama-w4
       compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
       compress apply llama_w4 --resume
-      torchrun --nproc_per_node 2 -m compress.cli apply llama_small_w4     recovery shared by two processes
+      compress apply llama_w4 --model ~/models/7b --output out/7b --max-memory 6GB
+      torchrun --nproc-per-node 2 -m compress apply llama_w4     shared by two processes
     """
     from compress.distill.team import is_first
     from compress.recipe import load
+    from runtime.sizes import byte_count
 
+    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
@@ -73,14 +77,14 @@ def apply(
         from compress.pipeline.run import apply as run
 
         try:
-            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet)
+            artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
         except LimitError as error:
             artifact, failure = error.result, error
         if not is_first():  # the main process speaks for all
             return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
-        text = _sample(artifact.path, wanted, device) if wanted else None
+        text = _sample(artifact.path, wanted, device, limit) if wanted else None
     result = _result(artifact)
     if text is not None:
         result["sample"] = {"prompt": wanted, "text": text}
@@ -95,12 +99,14 @@ def apply(
         raise typer.Exit(failure.exit_code)
 
 
-def _sample(path: Path, prompt: str, device: str) -> str | None:
+def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
     """What the finished artifact writes; None, with a word of why, where this machine cannot run it as it will be."""
     import runtime
+    from compress.pipeline.progress import memory_bytes
 
+    bound = None if limit is None else max(1, limit - memory_bytes())
     try:
-        return str(runtime.load(path, device=device).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
+        return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
     except RequestError as error:
         print(
             f"compress: {path} is complete, but its sample cannot be written on this machine: {error}", file=sys.stderr

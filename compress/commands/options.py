@@ -20,4 +20,10 @@ RECIPE = typer.Argument(
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
 OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
 SET = typer.Option([], "--set", help="KEY=VALUE: change the recipe, such as stages.0.quantize.bits=3; may be repeated.")
+MAX_MEMORY = typer.Option(
+    None,
+    "--max-memory",
+    metavar="SIZE",
+    help='What the process may take of the machine\'s memory, all in all, such as "6GB"; a run that cannot do with it is refused.',
+)
 DEVICE = typer.Option("auto", "--device", help="Where the work is done: auto, cpu, cuda, cuda:1.")

@@ -7,7 +7,7 @@ from typing import Any
 
 import typer
 
-from compress.commands.options import DEVICE, MODEL, OUTPUT, RECIPE, SET
+from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import duration, print_json, print_table, show_cache, size, stdout_reserved
 from runtime.errors import RequestError
 
@@ -23,6 +23,7 @@ def plan(
     output: Path | None = OUTPUT,
     set_: list[str] = SET,
     device: str = DEVICE,
+    max_memory: str | None = MAX_MEMORY,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
     """Say what `apply` would do: tensors, sizes, memory, disk, time. Nothing is run, nothing is written; for a budget of latency, models
@@ -36,12 +37,14 @@ def plan(
       compress plan recipes/llama_w4.yaml --model ~/models/my-llama --json
     """
     from compress.recipe import load
+    from runtime.sizes import byte_count
 
+    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     with stdout_reserved(as_json):
         from compress.pipeline.plan import make_plan
 
-        made = make_plan(loaded, device=device)
+        made = make_plan(loaded, device=device, max_memory=limit)
     result = made.to_dict()
     problem = RequestError("; ".join(made.problems)) if made.problems else None
     if as_json:
@@ -70,6 +73,10 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Model: {result['model']}    Output: {result['output']}")
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
     print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
+    parts = ", ".join(f"{name} {size(count)}" for name, count in result["memory"].items() if count)
+    print(f"  that is process, workspace, hidden states and the largest of the rest: {parts}")
+    if result["bounds"]:
+        print(f"  to need less: {result['bounds']}")
     if result["device_memory"]:
         print(f"GPU: about {size(result['device_memory'])} of {size(result['available_device_memory'])} available")
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")

@@ -10,6 +10,7 @@ import torch
 from compress.distill.data import TextRows
 from compress.distill.student import Student
 from compress.distill.teacher import Teacher
+from compress.pipeline.files import written_beside
 from runtime.decoding.drafters.confident import DRAWN, FILE, GREEDY, scores
 
 _EPOCHS, _BATCH, _RATE = 30, 256, 3e-3
@@ -86,7 +87,8 @@ def save_accept_head(directory: Path, tensors: dict[str, torch.Tensor]) -> None:
     """Beside the draft's weights."""
     from safetensors.torch import save_file
 
-    save_file({name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}, directory / FILE)
+    with written_beside(directory / FILE) as temporary:
+        save_file({name: tensor.to(torch.float16).contiguous() for name, tensor in tensors.items()}, temporary)
 
 
 def thinned(rows: TextRows, most: int, generator: torch.Generator) -> TextRows:

@@ -1,13 +1,15 @@
 """Where a training run stands, on disk: weights, optimizer, the best so far, and the curve. Plain safetensors and JSON, never a pickle.
 
-A checkpoint is a directory `step-NNNNNN` that is there whole or not at all; the one before is removed once the next is there.
-Nothing random is stored: every step begins from a seed of its own.
+A checkpoint is a directory `step-NNNNNN` that is there whole or not at all. The last two are kept: a run whose newest is damaged goes on
+from the one before. Nothing random is stored: every step begins from a seed of its own.
 """
 
 from __future__ import annotations
 
+import logging
 import re
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +19,11 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from compress.pipeline.files import directory_beside, disk_errors, write_json
+from compress.pipeline.kept import intact, seal
 from runtime.checkpoint import read_json
 from runtime.errors import ArtifactError, RequestError
 
+_log = logging.getLogger("compress")
 _NAME = re.compile(r"step-(\d{6,})")
 State = dict[str, torch.Tensor]
 
@@ -79,27 +83,31 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Pa
 
 
 def save(directory: Path, standing: Standing) -> None:
-    """Write a checkpoint, then remove the ones before it."""
+    """Write a checkpoint, then remove all before it but the last."""
     target = directory / f"step-{standing.step:06d}"
     with disk_errors(f"writing {target}"), directory_beside(target) as temporary:
         for name in ("weights", "optimizer", "best"):
             save_file(getattr(standing, name), temporary / f"{name}.safetensors")
         write_json(temporary / "state.json", {**standing.facts, "step": standing.step})
-    for step, path in _found(directory):
-        if step < standing.step:
-            shutil.rmtree(path)
+        seal(temporary)
+    for _, path in sorted(found for found in _found(directory) if found[0] < standing.step)[:-1]:
+        shutil.rmtree(path)
 
 
-def latest(directory: Path, settings: dict[str, Any]) -> Standing | None:
-    """The newest checkpoint, or None.
+def latest(directory: Path, settings: dict[str, Any], warn: Callable[[str], None] = _log.warning) -> Standing | None:
+    """The newest checkpoint that is not damaged, or None. `warn` is told of those that are.
 
     Raises:
-        RequestError: it is of a run with other settings. ArtifactError: it is damaged.
+        RequestError: it is of a run with other settings.
     """
-    found = _found(directory)
-    if not found:
-        return None
-    step, path = max(found)
+    for step, path in sorted(_found(directory), reverse=True):
+        if intact(path):
+            return _read(step, path, settings)
+        warn(f"{path} is damaged: going on from what is before it")
+    return None
+
+
+def _read(step: int, path: Path, settings: dict[str, Any]) -> Standing:
     facts = read_json(path / "state.json")
     if facts.get("settings") != settings:
         odd = _difference(facts.get("settings"), settings)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.distill.write import KEPT
-from compress.pipeline.files import sha256, write_json
+from compress.pipeline.files import sha256, write_json, written_beside
 from runtime.checkpoint import read_json
 from runtime.decoding.drafters.draft_model import DRAFT
 
@@ -39,7 +39,8 @@ def compact(source: Path, output: Path, scheme: str, trimmed: bool) -> None:
     for name in _NOT_OF_A_DRAFT:
         (output / name).unlink(missing_ok=True)
     if trimmed:
-        shutil.copyfile(source / KEPT, output / KEPT)
+        with written_beside(output / KEPT) as temporary:
+            shutil.copyfile(source / KEPT, temporary)
     facts = read_json(source / DRAFT)
     files = sorted(file for file in output.iterdir() if file.is_file() and file.name != "compress.json")
     facts["files"] = {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}

@@ -25,6 +25,7 @@ from compress.distill.train import Trained, train
 from compress.distill.unfinished import part, training
 from compress.distill.worth import worth
 from compress.distill.write import note_facts, write_draft
+from compress.pipeline.kept import intact, seal
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class Making:
         decided_by = [self.fingerprint, prompts, tokens, config.seed]
         file = part(self.work, "teacher_rows", decided_by, ".safetensors")
         with self.team.in_turn():
-            if file.is_file():
+            if intact(file):
                 return TextRows.load(file)
             self.reporter.phase("teacher writes", -(-len(prompts) // 16))
             rows = teacher_rows(
@@ -101,6 +102,7 @@ class Making:
                 told=lambda done, every: self.reporter.step(f"{done} of {every} rows"),
             )  # fmt: skip
             rows.save(file)
+            seal(file)
             return rows
 
     # ---------------------------------------------------------------- models

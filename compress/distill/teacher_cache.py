@@ -20,6 +20,7 @@ from compress.distill.losses import SparseTargets
 from compress.distill.rows import digest_of
 from compress.distill.teacher import Teacher
 from compress.pipeline.files import disk_errors, write_json, written_beside
+from compress.pipeline.kept import intact, seal
 from runtime.checkpoint import read_json
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.headers import read_header
@@ -126,7 +127,11 @@ def cache_teacher(
     """
     directory = Path(directory)
     facts = _facts(teacher, rows, k, temperature, kept, shard_rows)
-    begun = (directory / MANIFEST).is_file()
+    begun = intact(directory / MANIFEST)
+    if not begun and (directory / MANIFEST).is_file():  # damaged: nothing says any more whose numbers the rest are
+        for pattern in (f"{MANIFEST}*", "shard-*.safetensors*"):
+            for file in directory.glob(pattern):
+                file.unlink()
     if begun and (found := read_json(directory / MANIFEST)) != facts:
         odd = next(key for key in {**facts, **found} if facts.get(key) != found.get(key))
         raise RequestError(
@@ -135,17 +140,23 @@ def cache_teacher(
         )
     if not begun and directory.is_dir() and any(directory.iterdir()):
         raise RequestError(f"{directory} is not empty and holds no teacher's cache; choose another directory")
-    missing = [number for number in range(shard_count(facts)) if not (begun and whole(directory, facts, number))]
+    missing = [
+        n
+        for n in range(shard_count(facts))
+        if not (begun and whole(directory, facts, n) and intact(directory / shard_file(n)))
+    ]
     _check_room(directory, facts, missing, max_bytes)
     directory.mkdir(parents=True, exist_ok=True)
     with disk_errors(f"writing {directory}"):
         write_json(directory / MANIFEST, facts)
+        seal(directory / MANIFEST)
         for number in missing:
             start = number * facts["shard_rows"]
             ids = rows.ids[start : start + facts["shard_rows"]]
             tensors = _shard(teacher, ids, facts, kept, batch)
             with written_beside(directory / shard_file(number)) as temporary:
                 save_file(tensors, temporary)
+            seal(directory / shard_file(number))
             if told is not None:
                 told(start + len(ids), len(rows))
     return TeacherCache(directory)

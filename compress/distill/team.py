@@ -1,7 +1,8 @@
-"""The processes that make one draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
+"""The processes that make one artifact or draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
 
-Only training is shared. Until then every process prepares the same student, the main one first where something is kept on the disk; what
-comes after training (measuring, writing) is the main process's alone.
+Of `apply`, the main process runs the recipe and asks the others for their share of what can be shared (`compress.pipeline.assist`). Of
+`draft`, only training is shared: until then every process prepares the same student, the main one first where something is kept on the
+disk; what comes after training (measuring, writing) is the main process's alone.
 
 They wait for each other without an end in sight, so a process that fails tells the others, where they listen, and else closes its
 connections: those who wait for it then fail too (where GPUs talk among themselves, the launcher ends them).
@@ -47,15 +48,6 @@ def launched() -> int:
 def is_first() -> bool:
     """Whether this is the main one of the processes that a launcher has started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
-
-
-def refuse_several(command: str) -> None:
-    """RequestError where `command`, which runs in one process, was launched in several."""
-    if launched() > 1:
-        raise RequestError(
-            f"{command} runs in one process and was launched in {launched()} (WORLD_SIZE): run it without the launcher; the draft of a "
-            "finished artifact can be trained by several with `accelerate launch -m compress.cli draft ARTIFACT RECIPE`"
-        )
 
 
 class Team:
@@ -113,6 +105,11 @@ class Team:
         return 1 if self.accelerator is None else int(self.accelerator.num_processes)
 
     @property
+    def rank(self) -> int:
+        """Number of this process, from 0, the main one's."""
+        return 0 if self.accelerator is None else int(self.accelerator.process_index)
+
+    @property
     def is_main(self) -> bool:
         return self.accelerator is None or bool(self.accelerator.is_main_process)
 
@@ -166,13 +163,17 @@ class Team:
 
     def agreed(self, value: Value) -> Value:
         """The main process's value, in all of them: kernels may round differently from process to process."""
+        return self.told(value, 0)
+
+    def told(self, value: Value, rank: int) -> Value:
+        """The value of the process `rank`, in all of them."""
         if self.accelerator is None or self.size == 1 or self._apart:
             return value
         from accelerate.utils import broadcast_object_list
 
         self._sharing = True
         held: list[Any] = [value]
-        broadcast_object_list(held)
+        broadcast_object_list(held, from_process=rank)
         return held[0]  # type: ignore[no-any-return]
 
     def meet(self) -> None:
@@ -211,4 +212,4 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
 
 
-__all__ = ["PartDone", "Team", "launched", "refuse_several"]
+__all__ = ["PartDone", "Team", "launched"]

@@ -18,6 +18,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from runtime.ended import how_it_ended
 from runtime.errors import CompressError, RequestError
 
 
@@ -54,7 +55,7 @@ def run_isolated(request: SpeedRequest) -> dict[str, Any]:
         # What libraries print there goes to stderr (2) here: stdout belongs to the caller.
         code = subprocess.run(command, stdin=subprocess.DEVNULL, stdout=2, check=False).returncode
         if not result.is_file():
-            raise CompressError(f"measuring {request.model} ended with exit code {code} and no result")
+            raise CompressError(f"the process that measures {request.model} {how_it_ended(code)}; there is no result")
         found: dict[str, Any] = json.loads(result.read_text(encoding="utf-8"))
     if "error" in found:
         raise (RequestError if found["exit_code"] == 2 else CompressError)(found["error"])

@@ -62,8 +62,8 @@ def _compute(
     if outside:
         raise CompressError(f"{outside[0]} is in no block: give it a prune stage of its own with allocation: uniform")
     states = HiddenStates(len(batches), directory.work / "hidden-allocation" if spill else None)
-    streamed.load_outside()
-    streamed.prelude(batches, states)
+    with streamed.outside(head=False):
+        streamed.prelude(batches, states)
     reporter.phase("allocate", len(streamed.blocks))
     scores: dict[str, float] = {}
     for index in range(len(streamed.blocks)):

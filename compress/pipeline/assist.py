@@ -1,6 +1,6 @@
-"""What all processes but the main one do in a run that a launcher has started several of: they share the training of its recoveries.
+"""What all processes but the main one do in a run that a launcher has started several of: their share of passes over blocks and recoveries.
 
-Everything else is the main process's alone. Before each recovery it says to all where the model is; when there are no more it says so, also
+Everything else is the main process's alone. Before each it says to all where the model is; when there are no more it says so, also
 where the run failed.
 """
 
@@ -13,13 +13,45 @@ from typing import Any
 
 from compress.distill.team import PartDone, Team
 from compress.pipeline.applied import LimitError
+from compress.pipeline.blocks import BlockPass, first_block, run_pass
+from compress.pipeline.directory import RunDirectory
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import Recovery, recover
 from compress.pipeline.recover_job import RecoverJob
 from compress.pipeline.session import Session, choose_device
+from compress.pipeline.share import Share
 from compress.recipe import Recipe
-from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
+
+
+def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool, team: Team) -> None:
+    """The main process: compress what is not done of a model's layers, all processes together."""
+    done = first_block(directory, len(session.streamed.blocks))
+    if directory.record("outside") is not None:
+        return
+    task = {
+        "stages": [stage.index for stage in session.recipe.stages],
+        "paths": [str(path.absolute()) for path in (session.checkpoint.path, session.original.path, directory.path)],
+        "work": session.work,
+        "held": session.held,
+        "done": done,
+        "spill": spill,
+        "bounds": session.bounds,
+    }
+    team.agreed({"blocks": task})
+    run_pass(BlockPass(session, directory, reporter, spill, done, Share(team)))
+
+
+def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team) -> None:
+    checkpoint, original, output = map(Path, task["paths"])
+    stages = [stage for stage in recipe.stages if stage.index in task["stages"]]
+    source = None if original == checkpoint else open_checkpoint(original)
+    session = Session.open(recipe.model_copy(update={"stages": stages}), device, open_checkpoint(checkpoint), source)
+    session.work, session.held = task["work"], task["held"]  # what stages before have settled, and what was allocated
+    session.bind(task["bounds"])
+    with Reporter(None, quiet=True) as reporter:
+        run_pass(BlockPass(session, RunDirectory.shared(output), reporter, task["spill"], task["done"], Share(team)))
 
 
 def ask(recovery: Recovery) -> None:
@@ -32,7 +64,7 @@ def ask(recovery: Recovery) -> None:
         "passes": list(recovery.passes),
         "tokens": recovery.tokens,
     }
-    recovery.team.agreed(task)
+    recovery.team.agreed({"recovery": task})
 
 
 @contextmanager
@@ -51,21 +83,25 @@ def asking(team: Team, output: Path) -> Iterator[None]:
 
 
 def assist(recipe: Recipe, device: str, team: Team) -> Path:
-    """Any other process: train along until the main one says that there is nothing more; the artifact.
+    """Any other process: take part until the main one says that there is nothing more; the artifact.
 
     Raises:
         CompressError: the run failed.
     """
     where = str(team.device(choose_device(device)))
     nothing: dict[str, Any] = {}
-    while "complete" not in (task := team.agreed(nothing)):
+    while "complete" not in (asked := team.agreed(nothing)):
+        if "blocks" in asked:
+            _assist_blocks(recipe, asked["blocks"], where, team)
+            continue
+        task = asked["recovery"]
         checkpoint, original, before, output, work = map(Path, task["paths"])
-        session = Session.plain(recipe, Checkpoint(checkpoint), where, Checkpoint(original))
+        session = Session.plain(recipe, open_checkpoint(checkpoint), where, open_checkpoint(original))
         stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
         job = RecoverJob.of(stage, session.streamed, session.reference)
         with Reporter(None, quiet=True) as reporter, suppress(PartDone):
             recover(Recovery(job, before, session, task["passes"], task["tokens"], output, work, reporter, team))
     team.meet()
-    if task["complete"] is None:
+    if asked["complete"] is None:
         raise CompressError("the run failed in the main process, which says why")
-    return Path(task["complete"])
+    return Path(asked["complete"])

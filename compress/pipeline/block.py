@@ -4,19 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from compress.distill.recovery.held import Held
+from compress.mapped import in_memory
 from compress.pipeline.collect import Forwards, InputGroup, find_groups
 from compress.pipeline.expert_calibration import ExpertCalibration
 from compress.pipeline.folding import find_folds, fold
-from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer, simulate
+from compress.pipeline.layer import SolvedLayer
 from compress.pipeline.progress import Reporter
+from compress.pipeline.share import Share
+from compress.pipeline.solve import Ready, solve_ready
 from compress.pipeline.work import LayerWork
 from compress.recipe.models import ExpertsConfig
-from compress.solver.group import solve_group
 from compress.statistics import Statistics
 from runtime.errors import CompressError
 from runtime.experts import expert_of
@@ -24,8 +27,6 @@ from runtime.matrices import get_matrix, is_matrix
 from runtime.memory import return_memory
 
 UNCALLED = "the block does not call this layer on text, but may use its weight in another way"
-#: Weights that are solved in one go, where many layers share an input.
-SOLVED_AT_ONCE = 2**27
 
 
 @dataclass
@@ -38,6 +39,8 @@ class BlockJob:
         held: qualified layer name -> masks and grids that are not to be chosen again.
         experts: which tokens routed experts are calibrated on.
         forwards: (runs one calibration batch through the block, its token mask or None); empty when no data is needed.
+        place: directory of the file that holds second moments of so many inputs; None: they are in memory.
+        share: what of it this process does: its forwards are of batches of its own, and layers are dealt out.
     """
 
     prefix: str
@@ -50,6 +53,8 @@ class BlockJob:
     on_nonfinite: str = "fail"
     held: Mapping[str, Held] = field(default_factory=dict)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    share: Share = field(default_factory=Share)
+    place: Callable[[int], Path | None] = in_memory
 
 
 @dataclass
@@ -71,7 +76,7 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
         return result
     small = job.small_forward
     linears = [n for n, m in job.block.named_modules() if is_matrix(m)]
-    experts = ExpertCalibration(job.block, job.prefix, job.experts)
+    experts = ExpertCalibration(job.block, job.prefix, job.experts, job.share, job.place)
     with experts.shown():
         all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
     groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]
@@ -84,12 +89,15 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
 
     work: dict[str, torch.Tensor] = {}
     statistics = _transform(job, groups, all_groups, local, work, result, reporter, experts)
-    for wave in experts.waves(groups):
+    blind = not any(layer.needs for layer in local.values())
+    for wave in [list(range(len(groups)))] if blind else experts.waves(groups):
         wanted = [i for i in wave if i not in statistics and any(local[n].needs for n in groups[i].members)]
         if wanted:
             hessian = any(_wants(local, groups[i], "hessian") for i in wanted)
             found = experts.collect([groups[i] for i in wanted], job.forwards, hessian)
             statistics |= dict(zip(wanted, found, strict=True))
+        ready = []
+        tokens: dict[str, int] = {}
         for position in wave:
             have, members = statistics.pop(position, None), groups[position].members
             if have is not None and not _finite(job, groups[position], have, result):
@@ -97,10 +105,17 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
             rounded = experts.nearest.keys() & set(members)
             for name in rounded:
                 local[name] = _without_data(job, name, local[name])
-            _solve(job, members, None if rounded else have, local, work, result, reporter)
-            _note_tokens(job, members, have, experts, result)
-            del have
-            return_memory()
+            members = [name for name in members if job.prefix + name not in result.skipped]
+            ready.append(Ready(members, None if rounded else have))
+            tokens |= {} if have is None else dict.fromkeys(members, have.tokens)
+        have = None  # each is freed as it is used
+        for name, layer in solve_ready(job, ready, local, work).items():
+            _note_tokens(job, name, layer, tokens.get(name), experts)
+            result.layers[job.prefix + name] = layer
+            reporter.detail(f"{job.prefix}{name}  error {layer.record['error'] or 0.0:.3e}")
+        return_memory()
+    order = {job.prefix + name: number for number, name in enumerate(n for g in groups for n in g.members)}
+    result.layers = dict(sorted(result.layers.items(), key=lambda item: order[item[0]]))
     experts.finish(reporter)
     return result
 
@@ -116,17 +131,13 @@ def _without_data(job: BlockJob, name: str, work: LayerWork) -> LayerWork:
     return found
 
 
-def _note_tokens(
-    job: BlockJob, members: list[str], have: Statistics | None, experts: ExpertCalibration, result: BlockResult
-) -> None:
-    """In the records of experts' layers: how many tokens they were calibrated on, and what was done where these were too few."""
-    for name in members:
-        layer = result.layers.get(job.prefix + name)
-        if layer is None or have is None or expert_of(job.block, name) is None:
-            continue
-        starved = next((what for what in ("shared", "nearest") if name in getattr(experts, what)), None)
-        notes = {"tokens": have.tokens} | ({} if starved is None else {"starved": starved})
-        layer.record["notes"] = {**layer.record["notes"], **notes}
+def _note_tokens(job: BlockJob, name: str, layer: SolvedLayer, tokens: int | None, experts: ExpertCalibration) -> None:
+    """In the record of an expert's layer: how many tokens it was calibrated on, and what was done where these were too few."""
+    if tokens is None or expert_of(job.block, name) is None:
+        return
+    starved = next((what for what in ("shared", "nearest") if name in getattr(experts, what)), None)
+    notes = {"tokens": tokens} | ({} if starved is None else {"starved": starved})
+    layer.record["notes"] = {**layer.record["notes"], **notes}
 
 
 def _transform(
@@ -160,6 +171,7 @@ def _transform(
     job.block.float()
     try:
         places = find_folds(job.block, [groups[i] for i in transformed], all_groups, lambda: small(torch.float32))
+        places = job.share.same(places)
     finally:
         job.block.to(job.dtype)
     for name, module in job.block.named_modules():
@@ -169,7 +181,7 @@ def _transform(
         position = next(i for i in transformed if groups[i].members[0] in place.consumers)
         lead = local[next(n for n in groups[position].members if local[n].transform is not None)]
         wanted = lead.transform([work[n] for n in place.consumers], statistics[position], lead.scheme, lead.quantize)
-        columns = fold(job.block, place, place.shared(wanted), work)
+        columns = fold(job.block, place, job.share.same(place.shared(wanted)), work)
         statistics[position] = statistics[position].scaled(columns)
         result.scaled |= {place.producer, *place.consumers}
     scaled = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}
@@ -179,46 +191,6 @@ def _transform(
                 f"{job.prefix}{groups[position].members[0]}: nothing before it can take a scale; solved without one"
             )
     return {i: s for i, s in statistics.items() if i not in late}
-
-
-def _solve(
-    job: BlockJob,
-    members: list[str],
-    statistics: Statistics | None,
-    local: dict[str, LayerWork],
-    work: dict[str, torch.Tensor],
-    result: BlockResult,
-    reporter: Reporter,
-) -> None:
-    """Solve layers that share an input; those with equal settings in one go."""
-    batches: list[list[str]] = []
-    for name in members:
-        if job.prefix + name in result.skipped:
-            continue
-        size = get_matrix(job.block.get_submodule(name)).numel()
-        for batch in batches:
-            there = sum(get_matrix(job.block.get_submodule(n)).numel() for n in batch)
-            if there + size <= SOLVED_AT_ONCE and local[batch[0]].same_settings(local[name]):
-                batch.append(name)
-                break
-        else:
-            batches.append([name])
-    for batch in batches:
-        assignment = local[batch[0]]
-        modules = [job.block.get_submodule(n) for n in batch]
-        weights = [work[n] if n in work else get_matrix(m) for n, m in zip(batch, modules, strict=True)]
-        solved = solve_group(
-            weights, statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
-            names=[job.prefix + n for n in batch], sparsity=[local[n].share for n in batch] if assignment.prune is not None else None,
-            held=assignment.hold([job.held.get(job.prefix + n) for n in batch]),
-        )  # fmt: skip
-        for name, module, layer in zip(batch, modules, solved, strict=True):
-            inputs = activation_tensors(assignment.scheme, statistics, job.dtype)
-            packed = pack_layer(job.prefix + name, assignment, layer, inputs, module)
-            simulate(job.block, name, packed)
-            result.layers[job.prefix + name] = packed
-            work.pop(name, None)
-            reporter.detail(f"{job.prefix}{name}  error {layer.error:.3e}")
 
 
 def _check_weights(job: BlockJob, result: BlockResult) -> list[str]:

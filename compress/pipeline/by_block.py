@@ -13,6 +13,7 @@ from torch import nn
 
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.kept import last_intact, seal
 from compress.pipeline.plain import PlainWriter, config_dict
 from compress.pipeline.stream import Batch
 from runtime.skeleton import build_skeleton, find_stacks
@@ -72,7 +73,12 @@ def write_by_block(
     job, streamed, work, reporter = cutting.job, cutting.streamed, cutting.work, cutting.reporter
     count = len(streamed.blocks)
     writer = PlainWriter(cutting.output, count + 1)
-    done = writer.done()
+    written = writer.done()
+    done = last_intact(min(written, count), lambda index: [_hidden_directory(work, index)], reporter.warn)
+    if done < min(written, count):
+        writer.forget(range(done, count + 1))
+    elif written > count:
+        done = written
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
     skeleton = build_skeleton(job.config, dtype, stored=streamed.checkpoint.names())
     smaller = [block for _, stack in find_stacks(skeleton) for block in stack]
@@ -82,8 +88,9 @@ def write_by_block(
         with streamed.loaded_block(index):
             tensors, facts, told = opened(smaller[index], index, states).cut()
         states.persist(_hidden_directory(work, index + 1))
+        seal(_hidden_directory(work, index + 1))
         writer.write(index, tensors, {"layers": facts})
-        shutil.rmtree(_hidden_directory(work, index), ignore_errors=True)
+        shutil.rmtree(_hidden_directory(work, index - 1), ignore_errors=True)
         reporter.step(f"block {index}: {told}")
     if done <= count:
         outside = {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}

@@ -8,6 +8,7 @@ import torch
 
 from compress.pipeline.cutting import Cutting, best
 from compress.pipeline.files import write_json
+from compress.pipeline.kept import intact, seal
 from compress.pipeline.remove_channels import ChannelBlock, energy, sensitivities_of
 from compress.prune.structure.widths import candidates, spread
 
@@ -19,8 +20,9 @@ def channel_widths(cutting: Cutting) -> list[int]:
     mean squared norms. It is measured once for a run and those that go on from it.
     """
     file = cutting.work / "widths.json"
-    if not file.is_file():
+    if not intact(file):
         write_json(file, {"widths": _choose(cutting)})
+        seal(file)
     widths: list[int] = json.loads(file.read_text(encoding="utf-8"))["widths"]
     return widths
 

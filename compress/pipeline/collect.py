@@ -9,11 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from compress.mapped import in_memory
+from compress.pipeline.share import Share
 from compress.statistics import Statistics, StatisticsCollector
 from runtime.experts import Expert, expert_of
 
@@ -92,14 +95,21 @@ def collect(
     forwards: Forwards,
     hessian: bool = True,
     stop_early: bool = True,
+    share: Share | None = None,
+    place: Callable[[int], Path | None] = in_memory,
 ) -> list[Statistics]:
     """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
 
     Args:
+        place: directory of the file that holds second moments of so many inputs; None: they are in memory.
+        share: of processes that read other batches, and call this for the same groups.
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
     device = next(block.parameters()).device
-    collectors = [StatisticsCollector(group.in_features, hessian=hessian, device=device) for group in groups]
+    collectors = [
+        StatisticsCollector(group.in_features, hessian=hessian, device=device, directory=place(group.in_features))
+        for group in groups
+    ]
     mask: torch.Tensor | None = None
     handles = []
 
@@ -124,6 +134,9 @@ def collect(
     finally:
         for handle in handles:
             handle.remove()
+    if share is not None:
+        for collector in collectors:
+            share.add_up(collector)
     return [collector.finish() for collector in collectors]
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
+from compress.pipeline.files import written_beside
+
 # Weights in any other format, code and pickles stay behind.
 COMPANIONS = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
@@ -22,4 +24,5 @@ def copy_companions(source: Path, target: Path) -> None:
             if file.is_file():
                 place = target / file.relative_to(source)
                 place.parent.mkdir(exist_ok=True)
-                shutil.copyfile(file, place)
+                with written_beside(place) as temporary:
+                    shutil.copyfile(file, temporary)

@@ -49,9 +49,10 @@ def make_draft(session: Session, directory: RunDirectory, reporter: Reporter) ->
         and found is not None
         and found.get("identity") == job.identity
         and output_is_there(found, output)
+        and directory.whole(PART)
     ):
         return found
-    directory.record_path(PART).unlink(missing_ok=True)
+    directory.forget(PART)
     shutil.rmtree(output, ignore_errors=True)
     if job is None:
         return None
@@ -63,7 +64,7 @@ def make_draft(session: Session, directory: RunDirectory, reporter: Reporter) ->
         raise CompressError(
             f"the draft: {error}; the model is compressed and kept: change the recipe's draft section and go on with --resume"
         ) from error
-    directory.commit(PART, made)
+    directory.commit(PART, made, holds=[output] if output.is_dir() else [])
     return made
 
 

@@ -40,12 +40,13 @@ def compare_embeddings(
         artifact, batches, spill and spill / "eval-artifact", lambda i: reporter.step(f"artifact block {i}")
     )
     found = []
-    for number in range(len(batches)):
-        one, other = (
-            pooling(model.outputs(states.get(number).to(model.device)).float(), None).double().cpu()
-            for model, states in ((source, before), (artifact, after))
-        )
-        found.append(torch.nn.functional.cosine_similarity(one, other, dim=1))
+    with source.outside(), artifact.outside():
+        for number in range(len(batches)):
+            one, other = (
+                pooling(model.outputs(states.get(number).to(model.device)).float(), None).double().cpu()
+                for model, states in ((source, before), (artifact, after))
+            )
+            found.append(torch.nn.functional.cosine_similarity(one, other, dim=1))
     before.drop()
     after.drop()
     cosine = torch.cat(found)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from torch import nn
 
+from compress.mapped import in_memory
 from compress.pipeline.collect import Forwards, InputGroup, collect
 from compress.pipeline.progress import Reporter
+from compress.pipeline.share import Share
 from compress.recipe.models import ExpertsConfig
 from compress.statistics import Statistics
 from runtime.errors import CompressError
@@ -24,7 +27,7 @@ class ExpertCalibration:
     """The experts of one block.
 
     Args:
-        block, prefix: see `compress.pipeline.block.BlockJob`.
+        block, prefix, share, place: see `compress.pipeline.block.BlockJob`.
 
     Attributes:
         nearest: {layer: tokens} of the layers (names inside the block) that the recipe wants rounded to nearest.
@@ -34,6 +37,8 @@ class ExpertCalibration:
     block: nn.Module
     prefix: str
     config: ExpertsConfig
+    share: Share = field(default_factory=Share)
+    place: Callable[[int], Path | None] = in_memory
     nearest: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
 
@@ -84,7 +89,9 @@ class ExpertCalibration:
     def collect(self, groups: list[InputGroup], forwards: Forwards, hessian: bool) -> list[Statistics]:
         """Statistics of groups, with what the recipe wants for experts that read too little."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
-        found = collect(self.block, groups, forwards, hessian=hessian, stop_early=alone)
+        found = collect(
+            self.block, groups, forwards, hessian=hessian, stop_early=alone, share=self.share, place=self.place
+        )
         starved = [
             number
             for number, (group, statistics) in enumerate(zip(groups, found, strict=True))
@@ -92,7 +99,10 @@ class ExpertCalibration:
         ]
         fresh = [n for n in starved if self._settle(groups[n], found[n].tokens)]
         if fresh:
-            again = collect(self.block, [groups[n] for n in fresh], forwards, hessian=hessian, stop_early=False)
+            wanted = [groups[n] for n in fresh]
+            again = collect(
+                self.block, wanted, forwards, hessian=hessian, stop_early=False, share=self.share, place=self.place
+            )
             for number, statistics in zip(fresh, again, strict=True):
                 found[number] = statistics
         return found

@@ -6,6 +6,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -92,19 +93,30 @@ def sync_directory(path: Path, files: bool = False) -> None:
 
 
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ONLY_WRITING = (errno.EROFS, errno.EFBIG)  # reading never fails so
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 
 
 @contextmanager
 def disk_errors(what: str) -> Iterator[None]:
-    """Turn a full disk into one sentence; everything finished before stays usable for --resume."""
+    """Turn a full or broken disk into one sentence; everything finished before stays usable for --resume."""
     try:
         yield
+    except CompressError:
+        raise
     except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
         # safetensors wraps the operating system's error in its own type and keeps only the text
-        number = getattr(error, "errno", None)
+        wrapped = _OS_ERROR.search(str(error))
+        number = int(wrapped[1]) if number is None and wrapped is not None else number
         full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
         if full:
             raise CompressError(
                 f"the disk is full while {what}; free some space and run the same command with --resume"
+            ) from error
+        if number in _ONLY_WRITING or wrapped is not None:
+            reason = os.strerror(number) if number is not None else str(error)
+            raise CompressError(
+                f"{reason} while {what}; what is finished is kept: go on with the same command and --resume"
             ) from error
         raise

@@ -24,13 +24,14 @@ from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.streamed_eval import compare
 from compress.pipeline.text_eval import REASON, compare_texts
+from runtime.artifact import SCHEMA_VERSION
 from runtime.errors import ArtifactError, RequestError
+from runtime.lock import LOCK
 from runtime.quantization_config import build, entry_from_dict
+from runtime.sealed import KEY, sealed_json
 
 if TYPE_CHECKING:
     from runtime.kv_cache.policy import Policy
-
-SCHEMA_VERSION = 1
 
 
 def evaluation_windows(session: Session) -> torch.Tensor | None:
@@ -78,12 +79,16 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     """config.json, the shard index, the recipe as resolved, tokenizer and other companions."""
     done = records(session, directory)
     entries = {name: entry_from_dict(value) for record in done for name, value in record["entries"].items()}
-    config = json.loads((session.checkpoint.path / "config.json").read_text(encoding="utf-8"))
+    config = dict(session.checkpoint.config)
     if entries:
         name = session.streamed.checkpoint.published_module
         entries = {name(module): entry for module, entry in entries.items()}
         linear = {name(module): module for module in session.linear_names()}
         foreign = {name(module) for module in _foreign(session)}
+        # Matrices that the model has no place for: an engine that has one must not look for compressed weights there.
+        source = session.checkpoint
+        extra = [n.removesuffix(".weight") for n in session.streamed.extra if n.endswith(".weight")]
+        linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
         config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if session.untie:
         config["tie_word_embeddings"] = False
@@ -188,7 +193,9 @@ def write_manifest(
             f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
         )
     nested = [*directory.path.glob("[0-9]*_*/config.json"), *draft_files(directory.path, draft)]
-    hashed = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in UNHASHED]
+    hashed = [
+        f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in (*UNHASHED, LOCK)
+    ]
     files = listed(directory.path, hashed)
     for record in done:
         if files.get(record["shard"], {}).get("sha256") != record["sha256"]:
@@ -222,11 +229,19 @@ def write_manifest(
         manifest |= {"kv_cache": policy.resolved(), "kv_cache_bytes": cache["bytes"]}
     if draft is not None:
         manifest["draft"] = draft
-    write_json(directory.path / MANIFEST, manifest)
+    manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     from compress.report import write_report
 
     write_report(directory.path)
     return manifest
+
+
+def write_sealed(file: Path, manifest: dict[str, Any]) -> str:
+    """Write a manifest with a digest of itself, and return that."""
+    text = sealed_json(manifest)
+    write_text(file, text)
+    digest: str = json.loads(text)[KEY]
+    return digest
 
 
 def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
@@ -234,7 +249,7 @@ def _account_for_cuts(session: Session, tensors: dict[str, Any]) -> None:
     if session.source is None:
         return
     source = session.reference.checkpoint
-    for name in source.names():
+    for name in [*source.names(), *source.dropped]:
         if name not in tensors:
             reason = source.dropped.get(name, "removed by an earlier stage")
             tensors[name] = {
@@ -268,6 +283,8 @@ def _calibration(session: Session) -> dict[str, Any] | None:
         "tokens": data.tokens,
         "sha256": data.sha256,
         "warning": data.warning,
+        # The order of sums depends on it, and so may the last bit of anything.
+        **({"processes": session.processes} if session.processes > 1 else {}),
     }
 
 

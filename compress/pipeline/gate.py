@@ -100,7 +100,6 @@ def check_against_pipeline(
     count = len(session.streamed.blocks)
     batches = len(session.batches) + 1 if session.needs_data else 1
     ours = _probe(directory.hidden_path(count), batches)
-    artifact.load_outside()
     states = HiddenStates(1)
     artifact.prelude([(session.probe, None)], states)
     hidden = states.get(0)

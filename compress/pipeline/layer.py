@@ -20,6 +20,8 @@ from runtime.quantization_config import ModuleEntry
 from runtime.scheme import Scheme
 
 FP8_MAX = 448.0
+#: Rows whose bytes are copied at a time for a digest.
+DIGESTED = 512
 
 
 @dataclass
@@ -43,7 +45,10 @@ class SolvedLayer:
 
 def weight_digest(dense: torch.Tensor) -> str:
     """SHA-256 over the bytes of a dense weight (any dtype); both zeros count as one."""
-    return hashlib.sha256((dense.detach() + 0.0).cpu().contiguous().view(torch.uint8).numpy().data).hexdigest()
+    digest = hashlib.sha256()
+    for rows in dense.detach().split(DIGESTED):
+        digest.update((rows + 0.0).cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def pack_layer(
@@ -58,8 +63,7 @@ def pack_layer(
     tensors = storage.pack(weight, **inputs)
     # Solvers work on transposed weights; in the usual layout the same products are summed in the same order as in the artifact.
     dense = weight.dequantize().contiguous()
-    again = storage.unpack(tensors, weight.scheme, shape, weight.dtype).dequantize()
-    if not torch.equal(dense, again):
+    if not torch.equal(dense, storage.unpack(tensors, weight.scheme, shape, weight.dtype).dequantize()):
         raise CompressError(
             f"{name}: format {storage.name} does not give back the weight that was solved; this is a bug, nothing was written"
         )

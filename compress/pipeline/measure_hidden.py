@@ -16,6 +16,7 @@ from compress.pipeline.collect import collect, find_groups
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.files import written_beside
 from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.kept import intact, seal
 from compress.pipeline.norms import Norm
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.prune.structure.couplings import is_input
@@ -45,7 +46,7 @@ def measured(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
         CompressError: the hidden states hold NaN or Inf.
     """
     file = cutting.work / "measured.safetensors"
-    if not file.is_file():
+    if not intact(file):
         found = _measure(cutting, norms)
         with written_beside(file) as temporary:
             save_file(
@@ -53,6 +54,7 @@ def measured(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
                 | ({} if found.states is None else {"states": found.states}),
                 temporary,
             )
+        seal(file)
     held = load_file(file)
     return Measured(held.pop("states", None), {name.removeprefix(_SHARES): value for name, value in held.items()})
 

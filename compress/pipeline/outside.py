@@ -14,6 +14,7 @@ from compress.pipeline.layer import SolvedLayer, activation_tensors, pack_layer
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from compress.pipeline.shards import shard_name, write_part
+from compress.pipeline.share import Share
 from compress.pipeline.stream import Batch
 from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
@@ -48,14 +49,20 @@ def compress_outside(
     shards: int,
     directory: RunDirectory,
     reporter: Reporter,
-) -> dict[str, Any]:
-    """Solve what is left (the output head), write the last shard, and return its record."""
+    share: Share,
+) -> dict[str, Any] | None:
+    """Solve what is left (the output head), write the last shard, and return its record; None in processes that only share statistics."""
     streamed = session.streamed
     for name, work in session.outside_work.items():
         module = streamed.model.get_submodule(name)
         if not isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
-            statistics = _head_statistics(session, name, module, states, batches) if work.needs else None
-            _solve(session, name, work, module, statistics, outside, reporter)
+            statistics = (
+                _head_statistics(session, name, module, states, batches, share, directory) if work.needs else None
+            )
+            if share.is_main:
+                _solve(session, name, work, module, statistics, outside, reporter)
+    if not share.is_main:
+        return None
     changed = {}
     if session.untie:
         for tied, source in streamed.ties.items():
@@ -112,13 +119,23 @@ def _solve(
 
 
 def _head_statistics(
-    session: Session, name: str, module: nn.Module, states: HiddenStates, batches: list[Batch]
+    session: Session,
+    name: str,
+    module: nn.Module,
+    states: HiddenStates,
+    batches: list[Batch],
+    share: Share,
+    directory: RunDirectory,
 ) -> Statistics:
     if module is not session.streamed.model.get_output_embeddings():
         raise RequestError(
             f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
         )
-    collector = StatisticsCollector(int(module.weight.shape[1]), hessian=True, device=session.streamed.device)  # type: ignore[union-attr, index]
-    for number, (ids, mask) in enumerate(batches[:-1]):  # the last batch is the probe
+    columns = int(module.weight.shape[1])  # type: ignore[union-attr, index]
+    place = session.bounds.place(directory.work, columns)
+    collector = StatisticsCollector(columns, hessian=True, device=session.streamed.device, directory=place)
+    for number in share.mine(len(batches) - 1):  # the last batch is the probe
+        ids, mask = batches[number]
         collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device), ids), mask)
+    share.add_up(collector)
     return collector.finish()

@@ -11,9 +11,11 @@ from torch import nn
 
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stacks import Stack
+from runtime import weights
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.experts import unfuse
+from runtime.prediction import prediction_tensors
 from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.weights import main_dtype
 
@@ -63,7 +65,7 @@ class PartialModel:
         for name, blocks in find_stacks(self.model):
             self.stacks.append(Stack(name, blocks, len(self.blocks)))
             self.blocks += blocks
-        self._outside_is_loaded = False
+        self._held = ""  # of what is outside: nothing, what comes "before" the blocks, or "all"
         expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
         expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
         self.checkpoint = SourceCheckpoint(checkpoint, self.model, expected)
@@ -83,6 +85,13 @@ class PartialModel:
                 f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
             )
         self.extra = sorted(stored - set(expected))
+        unplaced = [] if install is not None else weights.unplaced(self.model, checkpoint.names(), expected)
+        if unplaced:
+            more = f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
+            raise ArtifactError(
+                f"{checkpoint.path}: {type(self.model).__name__} has no place for tensor {unplaced[0]}{more}"
+            )
+        self._behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
         for name, value in expected.items():
             if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
                 raise ArtifactError(
@@ -104,8 +113,8 @@ class PartialModel:
         return any(name == home or name.startswith(f"{home}.") for home in homes)
 
     def is_inside(self, name: str) -> bool:
-        """Whether the module or tensor `name` belongs to a block."""
-        return any(name.startswith(stack.name + ".") for stack in self.stacks)
+        """Whether the module or tensor `name` belongs to a block; a layer for multi-token prediction behind the last is none."""
+        return any(name.startswith(f"{stack.name}.") for stack in self.stacks) and name not in self._behind
 
     def outside_names(self) -> list[str]:
         """Stored tensors that belong to no block, in a fixed order."""
@@ -123,12 +132,12 @@ class PartialModel:
         number = max(n for n, stack in enumerate(self.stacks) if stack.first <= index)
         return number, index - self.stacks[number].first
 
-    def load_outside(self) -> None:
-        """Read everything that is no block: embeddings, final norm, head."""
+    def load_outside(self, head: bool = True) -> None:
+        """Read everything that is no block: embeddings, final norm, and unless told otherwise a head that is no embedding too."""
         extra = set(self.extra)
         tied = self.ties
         for name in self.outside_names():
-            if name not in extra and name not in tied:
+            if name not in extra and name not in tied and (head or not self.is_head(name)):
                 set_tensor(self.model, name, self._read(self.model, name, name))
         for name, source in tied.items():
             if self.checkpoint.has(source):
@@ -136,26 +145,37 @@ class PartialModel:
         for name, buffer in self.model.named_buffers():
             if not self.is_inside(name) and buffer.device != self.device and buffer.device.type != "meta":
                 set_tensor(self.model, name, buffer.to(self.device))
-        self._outside_is_loaded = True
+        self._held = "all" if head else "before"
+
+    def is_head(self, name: str) -> bool:
+        """Whether a tensor is the output head's alone, which nothing before the blocks reads."""
+        head = self.model.get_output_embeddings()
+        if head is None or name in self.ties.values():
+            return False
+        home = next(own for own, module in self.model.named_modules() if module is head)
+        return name.startswith(f"{home}.")
 
     def release_outside(self) -> None:
         """Drop what `load_outside` read; it is read again for as long as something needs it."""
         for name, module in self.model.named_modules():
             if not self.is_inside(f"{name}."):
                 _to_meta(module)
-        self._outside_is_loaded = False
+        self._held = ""
 
     @contextmanager
-    def _outside(self) -> Iterator[None]:
-        """What is no block is in memory inside, and afterwards if it was before."""
-        if self._outside_is_loaded:
+    def outside(self, head: bool = True) -> Iterator[None]:
+        """What is no block (`load_outside`) is in memory inside, and afterwards what of it was before."""
+        before = self._held
+        if before in ("all", "all" if head else "before"):
             yield
             return
-        self.load_outside()
+        self.load_outside(head)
         try:
             yield
         finally:
             self.release_outside()
+            if before:
+                self.load_outside(head=False)
 
     def _read(self, part: nn.Module, local: str, name: str) -> torch.Tensor:
         """A stored tensor on the device, in the dtype its place in the model has (checkpoints may be stored wider)."""

@@ -18,10 +18,10 @@ from torch import nn
 from compress.distill.team import Team
 from compress.pipeline import finish, recover_job, structure_job
 from compress.pipeline.allocate import allocate_sparsity
-from compress.pipeline.assist import ask
-from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.assist import ask, compress_blocks
 from compress.pipeline.cutting import Cutting
-from compress.pipeline.directory import RunDirectory
+from compress.pipeline.directory import WORK, RunDirectory, remove
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.outline import outline
 from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
@@ -68,9 +68,9 @@ class Passes:
         stages = _whole_stages(recipe)
         if not stages:
             return cls(recipe, device, Session.open(recipe, device), [])
-        original = Checkpoint(locate_model(recipe))
+        original = open_checkpoint(locate_model(recipe))
         room = tempfile.TemporaryDirectory(prefix="compress-plan-")
-        whole = StreamedModel(_uncompressed(original), choose_device(device))
+        whole = StreamedModel(original, choose_device(device))
         checkpoint, jobs, settled = original, list[Job](), -1
         for number, stage in enumerate(stages):
             streamed = StreamedModel(checkpoint, choose_device(device))
@@ -94,6 +94,7 @@ class Passes:
             return self.session
         original = checkpoint = self.session.original
         settled = -1
+        self._forget_damaged(directory)
         for number, job in enumerate(self.jobs):
             part = part_name(number)
             output = directory.work / part
@@ -103,7 +104,7 @@ class Passes:
                     found = self._recover(job, checkpoint, settled, directory, output, work, spill, reporter)
                 else:
                     found = self._cut(job, checkpoint, output, work, spill, reporter)
-                directory.commit(part, found)
+                directory.commit(part, found, holds=[output])
                 shutil.rmtree(work, ignore_errors=True)
             settled = job.stage.index if isinstance(job, RecoverJob) else settled
             if directory.record(part_name(number + 1)) is None:  # else it has been used, and is gone
@@ -112,12 +113,24 @@ class Passes:
                 shutil.rmtree(directory.work / part_name(number - 1), ignore_errors=True)
         session = Session.open(self.recipe, self.device, checkpoint, original, settled)
         session.jobs = tuple(self.jobs)
+        session.bind(self.session.bounds)
         return session
+
+    def _forget_damaged(self, directory: RunDirectory) -> None:
+        """Where the checkpoint that is to be gone on from is damaged, so that those before it (whose own are gone) begin anew."""
+        parts = [part_name(number) for number in range(len(self.jobs))]
+        done = next((number for number, part in enumerate(parts) if directory.record(part) is None), len(parts))
+        while done and not directory.whole(parts[done - 1], directory.work / parts[done - 1]):
+            done -= 1
+            directory.warn(f"what {parts[done]} ({self.jobs[done].stage.kind}) has made is damaged: it is made again")
+            directory.forget(parts[done])
+            remove(directory.work / parts[done])
 
     def _plain(self, checkpoint: Checkpoint, job: Job) -> Session:
         """The model as it is before a pass, of which no layer is compressed."""
         session = Session.plain(self.recipe, checkpoint, self.device, self.session.original)
         session.jobs = tuple(own for own in self.jobs if own.stage.index < job.stage.index)
+        session.bind(self.session.bounds)
         return session
 
     def _cut(
@@ -143,11 +156,15 @@ class Passes:
         layered, before = _layers_before(self.recipe, job.stage), checkpoint.path
         if layered is not None:
             before = work / "compressed"
+            if not (before / WORK).is_dir():  # what is left of one that was being removed
+                remove(before)
             session = Session.open(layered, self.device, checkpoint, self.session.original, settled)
+            session.bind(self.session.bounds)
             own = RunDirectory(before, session.identity(None), resume=True)
+            own.warn = reporter.warn
             own.claim()
             allocate_sparsity(session, own, reporter, spill)
-            compress_blocks(session, own, reporter, spill)
+            compress_blocks(session, own, reporter, spill, self.team)
             finish.write_metadata(session, own)
         plain, done = self._plain(checkpoint, job), facts(directory, self.session)
         tokens = plain.source_ids(torch.arange(plain.vocabulary)) if plain.cut_tokens else None
@@ -193,12 +210,3 @@ def _layers_before(recipe: Recipe, stage: Stage) -> Recipe | None:
     """The recipe with the stages alone that compress layers before this one; None: there are none."""
     stages = [other for other in recipe.stages if other.kind in _LAYERED and other.index < stage.index]
     return recipe.model_copy(update={"stages": stages, "evaluate": None}) if stages else None
-
-
-def _uncompressed(checkpoint: Checkpoint) -> Checkpoint:
-    if "quantization_config" in checkpoint.config:
-        method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
-        raise RequestError(
-            f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
-        )
-    return checkpoint

@@ -13,11 +13,12 @@ import torch
 from safetensors.torch import save_file
 
 from compress.pipeline.companions import copy_companions
-from compress.pipeline.files import disk_errors, write_json, written_beside
+from compress.pipeline.files import disk_errors, sha256, write_json, write_text, written_beside
 from compress.pipeline.shards import shard_name
 from compress.prune.structure.couplings import shapes
 from runtime.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.headers import DTYPES
+from runtime.sealed import json_is_whole, sealed_json
 from runtime.skeleton import build_skeleton
 
 if TYPE_CHECKING:
@@ -43,8 +44,13 @@ class PlainWriter:
         directory.mkdir(parents=True, exist_ok=True)
 
     def done(self) -> int:
-        """Parts that are whole, the first so many."""
-        return next((part for part in range(self.parts) if not self._record(part).is_file()), self.parts)
+        """Parts that are there as they were written, the first so many."""
+        return next((part for part in range(self.parts) if not self._is_whole(part)), self.parts)
+
+    def forget(self, parts: range) -> None:
+        """These are written again."""
+        for part in parts:
+            self._record(part).unlink(missing_ok=True)
 
     def facts(self, part: int) -> dict[str, Any]:
         """What was said of a part when it was written."""
@@ -57,7 +63,8 @@ class PlainWriter:
         with disk_errors(f"writing {self.directory / shard}"), written_beside(self.directory / shard) as temporary:
             save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary, {"format": "pt"})
         names = {name: value.numel() * value.element_size() for name, value in tensors.items()}
-        write_json(self._record(part), {"shard": shard, "bytes": names, "facts": dict(facts)})
+        record = {"shard": shard, "sha256": sha256(self.directory / shard), "bytes": names, "facts": dict(facts)}
+        write_text(self._record(part), sealed_json(record))
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""
@@ -71,14 +78,21 @@ class PlainWriter:
         for part in range(self.parts):
             self._record(part).unlink()
 
+    def _is_whole(self, part: int) -> bool:
+        file = self._record(part)
+        if not file.is_file() or not json_is_whole(file.read_bytes()):
+            return False
+        record = json.loads(file.read_text(encoding="utf-8"))
+        shard = self.directory / record["shard"]
+        return shard.is_file() and sha256(shard) == record["sha256"]
+
     def _record(self, part: int) -> Path:
         return self.directory / f".part-{part:05d}.json"
 
 
 def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
     """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
-    written: dict[str, Any] = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
-    return _changed(written, before.to_dict(), after.to_dict(), after)
+    return _changed(source.config, before.to_dict(), after.to_dict(), after)
 
 
 def _changed(

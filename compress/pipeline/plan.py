@@ -12,14 +12,19 @@ from typing import Any
 import psutil
 import torch
 
+from compress.pipeline.bounds import Bounds
 from compress.pipeline.cache import cache_facts
 from compress.pipeline.passes import Passes
 from compress.pipeline.session import Session
 from compress.pipeline.totals import MEMORY_SHARE, totals
+from compress.pipeline.unreached import unreached
 from compress.recipe.models import Recipe
 from runtime import formats
 from runtime.layer_sizes import differing, is_ours
 from runtime.matrices import get_matrix
+
+#: Percent by which the least limit that works is more than what was counted: another process is not quite as large before it begins.
+LEAST_MARGIN = 2
 
 
 @dataclass
@@ -38,7 +43,8 @@ class TensorPlan:
 class Plan:
     """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
     `passes`: what other stages make of the model first, in words. `device_memory`: bytes of a GPU's that passes over the whole model take;
-    0 on the CPU, and where there are none.
+    0 on the CPU, and where there are none. `memory`: bytes of what `peak_memory` is made of: the process as it is, workspaces, hidden
+    states, and each phase, of which the largest counts. `bounds`: what is done to need less, in words. `max_memory`: the user's limit.
 
     `problems` and `warnings` are sentences; a run with any of the problems is refused.
     """
@@ -55,6 +61,9 @@ class Plan:
     calibration_tokens: int
     seconds: float
     spill: bool
+    memory: dict[str, int] = field(default_factory=dict)
+    bounds: str = ""
+    max_memory: int | None = None
     kv_cache: dict[str, Any] | None = None
     draft: str | None = None
     passes: list[str] = field(default_factory=list)
@@ -74,31 +83,51 @@ class Plan:
             + f"{len(touched)} of {len(self.tensors)} tensors will be compressed, {sizes}; needs {size(self.peak_memory)} of memory and "
             f"{size(self.disk_needed)} of disk, about {duration(self.seconds)}"
             + (f", and what the draft takes ({self.draft})" if self.draft else "")
+            + (f"; {self.bounds}" if self.bounds else "")
         )
 
 
-def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto") -> Plan:
-    """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing."""
+def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", max_memory: int | None = None) -> Plan:
+    """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing.
+
+    `max_memory`: bytes that the run may take.
+    """
     from compress.pipeline.finish import evaluation_windows
 
     passes = Passes.open(recipe, device)  # holds what the session looks at
     session = passes.session
     return plan_session(
-        session, evaluation_windows(session), Path(output) if output is not None else recipe.output_directory
+        session,
+        evaluation_windows(session),
+        Path(output) if output is not None else recipe.output_directory,
+        max_memory,
     )
 
 
-def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path) -> Plan:
-    """The plan of an opened session."""
+def plan_session(
+    session: Session,
+    evaluation: torch.Tensor | None,
+    output: Path,
+    max_memory: int | None = None,
+    settled: Bounds | None = None,
+) -> Plan:
+    """The plan of an opened session, which keeps to the bounds that are chosen.
+
+    Args:
+        max_memory: bytes that the process may take; None: what is free.
+        settled: as a run began that goes on.
+    """
     tensors = _tensors(session)
     before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
     free = _free_disk(output)
-    takes = totals(session, evaluation, after)
+    takes = totals(session, evaluation, after, max_memory, settled)
+    session.bind(takes.bounds)
     plan = Plan(
         model=str(session.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
         peak_memory=takes.memory, available_memory=takes.available_memory, disk_needed=takes.disk, disk_free=free,
         calibration_tokens=session.calibration.tokens if session.reads_text else 0,
-        seconds=takes.seconds, spill=takes.spill, kv_cache=cache_facts(session, session.cache_policy),
+        seconds=takes.seconds, spill=takes.bounds.spill, memory=takes.parts, bounds=takes.bounds.describe(),
+        max_memory=max_memory, kv_cache=cache_facts(session, session.cache_policy),
         draft=None if session.draft is None else session.draft.effort, passes=[job.describe() for job in session.jobs],
         device_memory=takes.device, available_device_memory=takes.available_device,
     )  # fmt: skip
@@ -127,6 +156,7 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
         plan.warnings.append(
             f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
         )
+    plan.warnings += unreached(session.streamed, size)
     plan.warnings += unused_limits(session)
     plan.warnings += [] if session.draft is None else session.draft.warnings
     plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
@@ -141,6 +171,12 @@ def plan_session(session: Session, evaluation: torch.Tensor | None, output: Path
                 f"the run needs about {size(needed)} of {what} and may take {size(MEMORY_SHARE * available)} of the {size(available)} that "
                 f"are free: {advice}"
             )
+    if max_memory is not None and takes.least is not None and plan.peak_memory > max_memory:
+        least = -(-takes.least * (100 + LEAST_MARGIN) // (100 * 10**6))
+        plan.problems.append(
+            f"max_memory {max_memory / 1e6:.0f}MB is too little: this run needs at least {least}MB, of which the process takes "
+            f"{takes.parts['process'] / 1e6:.0f}MB before it begins"
+        )
     if plan.disk_needed > free:
         plan.problems.append(
             f"the run needs about {size(plan.disk_needed)} of disk for {output} and {size(free)} are free: free some, or name another "

@@ -30,7 +30,6 @@ from compress.pipeline.recover_job import RecoverJob, rows, split
 from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from runtime.artifact import Artifact
-from runtime.checkpoint import read_json
 from runtime.engines.torch import Blueprint
 from runtime.linear import CompressedLinear
 from runtime.skeleton import find_stacks
@@ -162,7 +161,7 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
             name: found[name].detach().to(source.dtype(name)) if name in found else source.get(name) for name in names
         }
         writer.write(part, tensors, {})
-    writer.finish(source.path, read_json(source.path / "config.json"))
+    writer.finish(source.path, source.config)
 
 
 def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:

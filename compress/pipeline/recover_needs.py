@@ -36,7 +36,9 @@ def recovery_needs(job: RecoverJob, model: Counted, teacher: Counted, speed: Spe
     taught = teacher.stored if asked and settings.teacher == "memory" else 0
     activations = _activations(job, model)
     computed, copies = weights + taught + activations, _COPIES * numbers
-    disk = 2 * _SAVED * numbers  # a checkpoint is there before the last one goes
+    disk = (
+        3 * _SAVED * numbers
+    )  # two checkpoints, in case one is damaged, and a third is there before the first one goes
     if asked and settings.teacher == "cached":
         layers = model.blocks if settings.squarehead else 0
         positions = settings.samples * settings.sequence_length

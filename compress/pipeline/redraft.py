@@ -7,7 +7,8 @@ other one of two directories.
 from __future__ import annotations
 
 import shutil
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +16,14 @@ from compress.distill.team import PartDone, Team
 from compress.pipeline.directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, remove
 from compress.pipeline.draft import output_is_there, train_draft
 from compress.pipeline.draft_job import DraftJob, prepare
-from compress.pipeline.files import disk_errors, write_json
-from compress.pipeline.finish import draft_files, listed
+from compress.pipeline.files import disk_errors
+from compress.pipeline.finish import draft_files, listed, write_sealed
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
 from compress.recipe import Recipe
 from compress.report import write_report
-from runtime.artifact import Artifact
+from runtime import lock
+from runtime.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch import Blueprint
 from runtime.errors import RequestError
 from runtime.loading import UNFINISHED, load_tokenizer
@@ -42,8 +44,22 @@ def redraft(path: Path, recipe: Recipe, *, device: str = "auto", quiet: bool = F
         RequestError: it cannot be made; nothing was changed. CompressError: it failed on the way; the artifact is as it was, and the same
             call goes on from there.
     """
-    with Team.join(device) as team:
+    with Team.join(device) as team, _alone(path) if team.is_main else nullcontext():
         return _redraft(path, recipe, device, quiet, team)
+
+
+@contextmanager
+def _alone(path: Path) -> Iterator[None]:
+    """Keep other processes from writing to the artifact meanwhile."""
+    with ExitStack() as stack:
+        if path.is_dir():  # else `_finished` says what is wrong
+            for other in (lock.beside(path.absolute()), lock.inside(path)):
+                lock.refuse_held(other, path)
+            try:
+                stack.enter_context(lock.locked(lock.inside(path), path))
+            except OSError as error:
+                raise RequestError(f"{path} cannot be written: {error.strerror or error}") from error
+        yield
 
 
 def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -> dict[str, Any] | None:
@@ -118,7 +134,8 @@ def _exchange(artifact: Artifact, made: dict[str, Any]) -> None:
     own = tuple(f"{name}/" for name in DRAFTS)
     kept = {name: facts for name, facts in manifest["files"].items() if name != CHOICE and not name.startswith(own)}
     files = kept | listed(path, draft_files(path, made))
-    write_json(path / MANIFEST, manifest | {"draft": made, "files": dict(sorted(files.items()))})
+    changed = {"schema_version": SCHEMA_VERSION, "draft": made, "files": dict(sorted(files.items()))}
+    write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
         if name != made["drafter"].get("model"):
             remove(path / name)

@@ -254,13 +254,15 @@ def sensitivities_of(cutting: Cutting) -> dict[str, torch.Tensor]:
     from safetensors.torch import load_file, save_file
 
     from compress.pipeline.files import written_beside
+    from compress.pipeline.kept import intact, seal
 
     file = cutting.work / "sensitivities.safetensors"
-    if file.is_file():
+    if intact(file):
         return load_file(file)
     readers = {c.consumer: c.count for block in cutting.job.channels for c in block}
     found = sensitivities(cutting.streamed, readers, cutting.batches, cutting.reporter)
     cutting.work.mkdir(parents=True, exist_ok=True)
     with written_beside(file) as temporary:
         save_file(found, temporary)
+    seal(file)
     return found

@@ -15,6 +15,7 @@ import torch
 from compress.pipeline.cut_model import Cut, cut_model
 from compress.pipeline.cutting import Cutting, best, check_ranks
 from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.kept import last_intact, seal
 from compress.pipeline.measure_hidden import Measured, measured
 from compress.pipeline.norms import find_norms, gain
 from compress.pipeline.plain import PlainWriter, config_dict
@@ -127,10 +128,15 @@ class _Sides:
         """So that an interrupted call can go on at block `index`."""
         for name, states in self._states.items():
             states.persist(self._directory(name, index))
+            seal(self._directory(name, index))
 
     def forget(self, index: int) -> None:
         for name in self.models:
             shutil.rmtree(self._directory(name, index), ignore_errors=True)
+
+    def places(self, index: int) -> list[Path]:
+        """What going on at block `index` needs."""
+        return [self._directory(name, index) for name in self.models]
 
     def _directory(self, name: str, index: int) -> Path:
         return self._cutting.work / f"{name}-{index:05d}"
@@ -141,7 +147,12 @@ def _write(cutting: Cutting, sides: _Sides, comparison: Comparison) -> tuple[lis
     job, reporter, streamed, smaller = cutting.job, cutting.reporter, sides.whole, sides.smaller
     count = len(smaller.blocks)
     writer = PlainWriter(cutting.output, count + 1)
-    done = writer.done()
+    written = writer.done()
+    done = last_intact(min(written, count), sides.places, reporter.warn)
+    if done < min(written, count):
+        writer.forget(range(done, count + 1))
+    elif written > count:
+        done = written
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
     sides.enter(min(done, count))
     refit = Refit(streamed, smaller, comparison.cut, sides.batches[:-1], job.settings.damping)
@@ -162,7 +173,7 @@ def _write(cutting: Cutting, sides: _Sides, comparison: Comparison) -> tuple[lis
             }
         sides.persist(index + 1)
         writer.write(index, tensors, {"layers": facts})
-        sides.forget(index)
+        sides.forget(index - 1)
         worst = max((fact["error"] for fact in facts), default=None)
         reporter.step(f"block {index}: cut" + ("" if worst is None else f", error {worst:.2e}"))
     extra = [name for name in streamed.extra if name not in streamed.checkpoint.dropped]

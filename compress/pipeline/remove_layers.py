@@ -10,6 +10,7 @@ import torch
 
 from compress.pipeline.cutting import Cutting, best, check_ranks
 from compress.pipeline.files import write_json
+from compress.pipeline.kept import intact, seal
 from compress.pipeline.plain import PlainWriter, config_dict
 from compress.pipeline.stream import StreamedModel
 from compress.prune.structure.sizes import with_layers
@@ -27,8 +28,9 @@ def remove_layers(cutting: Cutting) -> dict[str, Any]:
     streamed, output, work = cutting.streamed, cutting.output, cutting.work
     work.mkdir(parents=True, exist_ok=True)
     file = work / "layers.json"
-    if not file.is_file():
+    if not intact(file):
         write_json(file, _choose(cutting))
+        seal(file)
     chosen = json.loads(file.read_text(encoding="utf-8"))
     places = [
         (stack.first + old, f"{stack.name}.{new}.")

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 
-from compress.distill.team import Team, launched, refuse_several
+from compress.distill.team import Team
 from compress.pipeline import finish, gate
 from compress.pipeline.allocate import allocate_sparsity
 from compress.pipeline.applied import AppliedArtifact, LimitError
-from compress.pipeline.assist import asking, assist
-from compress.pipeline.blocks import compress_blocks
+from compress.pipeline.assist import asking, assist, compress_blocks
+from compress.pipeline.bounds import Bounds
 from compress.pipeline.cache import calibrated_policy
 from compress.pipeline.cache_eval import evaluate_cache, too_large
 from compress.pipeline.directory import LOG, MANIFEST, RunDirectory
@@ -21,8 +21,9 @@ from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.pass_records import part_name
 from compress.pipeline.passes import Passes
-from compress.pipeline.plan import plan_session
+from compress.pipeline.plan import plan_session, size
 from compress.pipeline.progress import Reporter
+from compress.pipeline.session import choose_device
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
@@ -37,56 +38,74 @@ def apply(
     overwrite: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    max_memory: int | None = None,
 ) -> AppliedArtifact:
-    """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share the training of its recoveries.
+    """Run a recipe. Of several processes that a launcher has started the main one runs it, and all share what takes longest: statistics of
+    calibration data, the layers of a block, and the training of recoveries.
 
     Args:
         output: directory to write; default the recipe's.
         resume: continue an unfinished run in `output`; the result has the same bytes as an uninterrupted one.
         overwrite: replace a finished artifact or an unfinished run of this tool in `output`.
         device: where blocks run: auto, cpu, cuda, cuda:1.
+        max_memory: bytes that the process may take, all in all; None: what is free. Of several processes each may take so much.
 
     Raises:
         RequestError: the request cannot be carried out (nothing was changed). CompressError: it failed on the way; what was
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
-    if launched() > 1 and not any(stage.kind == "recover" for stage in recipe.stages):
-        refuse_several("apply without a recover stage")
     with Team.join(device) as team:
+        torch.manual_seed(recipe.seed)
         if not team.is_main:
             path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
         with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
-            return _apply(recipe, output, resume, overwrite, device, quiet, team)
+            return _apply(recipe, output, resume, overwrite, device, quiet, max_memory, team)
 
 
 def _apply(
-    recipe: Recipe, output: Path | None, resume: bool, overwrite: bool, device: str, quiet: bool, team: Team
+    recipe: Recipe,
+    output: Path | None,
+    resume: bool,
+    overwrite: bool,
+    device: str,
+    quiet: bool,
+    max_memory: int | None,
+    team: Team,
 ) -> AppliedArtifact:
     directory_path = Path(output) if output is not None else recipe.output_directory
-    torch.manual_seed(recipe.seed)
     clock = _Clock()
-    passes = Passes.open(recipe, device)
+    passes = Passes.open(recipe, str(team.device(choose_device(device))))
     passes.team = team
     session = passes.session
     evaluation = finish.evaluation_windows(session)
+    begun = RunDirectory.begun(directory_path) if resume else None
+    if begun is None:
+        plan = plan_session(session, evaluation, directory_path, max_memory)
+    else:
+        session.bind(Bounds(rows=begun.get("batch_rows")))
     identity = session.identity(evaluation)
     directory = RunDirectory(directory_path, identity, resume, overwrite)
     if directory.finished:
         manifest = finish.read_manifest(directory)
         check_same_draft(session, manifest, directory.path)
         Artifact(directory.path).verify()
-        directory.finish()
+        directory.settle()
         return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
-    plan = plan_session(session, evaluation, directory.path)
+    if begun is not None:
+        plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
         raise RequestError("; ".join(plan.problems))
-    directory.claim()
     clock.lap("prepare")
 
-    with disk_errors(f"writing to {directory.path}"), Reporter(directory.path / LOG, quiet) as reporter:
+    with (
+        directory.claimed(),
+        disk_errors(f"writing to {directory.path}"),
+        Reporter(directory.path / LOG, quiet) as reporter,
+    ):
+        directory.warn = reporter.warn
         reporter.info(plan.headline())
         for warning in [
             *plan.warnings,
@@ -100,8 +119,9 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
+        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
-        compress_blocks(session, directory, reporter, plan.spill)
+        compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")
         finish.write_metadata(session, directory)
         artifact = gate.open_artifact(directory.path, session)
@@ -120,6 +140,8 @@ def _apply(
             clock.lap("draft")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
+        if max_memory is not None and _peak() > max_memory:
+            reporter.warn(f"the run took {size(_peak())} of memory, more than the {size(max_memory)} of max_memory")
         result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
     return _accept(result)
 

@@ -15,11 +15,13 @@ from compress import calibration
 from compress.assign import assign
 from compress.distill.recovery.held import HELD, Held
 from compress.distill.recovery.held import load as load_held
+from compress.pipeline.bounds import Bounds, cut
 from compress.pipeline.cache import check_cache
 from compress.pipeline.draft import check_draft
 from compress.pipeline.draft_job import DraftJob
 from compress.pipeline.kinds import check_fits_model, check_shared
 from compress.pipeline.module_infos import module_infos
+from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -61,6 +63,8 @@ class Session:
         draft: what the recipe's draft stage asks for, if it has one.
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
+        processes: how many share the calibration data.
+        bounds: what is done to need less memory; see `bind`.
     """
 
     recipe: Recipe
@@ -71,6 +75,8 @@ class Session:
     source: Checkpoint | None = None
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
+    processes: int = 1
+    bounds: Bounds = field(default_factory=Bounds)
 
     @classmethod
     def open(
@@ -86,12 +92,7 @@ class Session:
         Args:
             settled: number of the last recovery stage that has made it; what was compressed before that stays.
         """
-        checkpoint = checkpoint or Checkpoint(locate_model(recipe))
-        if "quantization_config" in checkpoint.config:
-            method = (checkpoint.config["quantization_config"] or {}).get("quant_method", "unknown")
-            raise RequestError(
-                f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint"
-            )
+        checkpoint = open_checkpoint(checkpoint or locate_model(recipe))
         streamed = StreamedModel(checkpoint, choose_device(device), apart=True)
         check_fits_model(recipe, streamed)
         check_cache(recipe, streamed)
@@ -190,8 +191,14 @@ class Session:
     @cached_property
     def batches(self) -> list[Batch]:
         """Calibration batches; a mask only where a batch has padding."""
-        batches = [(ids, None if bool(mask.all()) else mask) for ids, mask in self.calibration.batches]
+        parts = [part for batch in self.calibration.batches for part in cut(batch, self.bounds.rows)]
+        batches = [(ids, None if bool(mask.all()) else mask) for ids, mask in parts]
         return [(self.framed(ids) if mask is None else ids, mask) for ids, mask in batches]
+
+    def bind(self, bounds: Bounds) -> None:
+        """Keep to these bounds from now on."""
+        self.bounds = bounds
+        self.__dict__.pop("batches", None)
 
     def framed(self, ids: torch.Tensor) -> torch.Tensor:
         """Rows `[n, s]` cut out of running text as an encoder knows rows: the first and the last token are its marks, if any."""
@@ -250,13 +257,15 @@ class Session:
         stage that failed is corrected without compressing again."""
         import compress
 
-        identity = {
+        identity: dict[str, Any] = {
             "recipe": self.recipe_digest(draft=False),
             "source_fingerprint": self.original.fingerprint(),
             "compress_version": compress.__version__,
         }
         identity["torch_version"] = torch.__version__
         identity["device"] = self.streamed.device.type
+        if self.bounds.rows is not None:
+            identity["batch_rows"] = self.bounds.rows
         if evaluation is not None:
             identity["evaluation_text"] = hashlib.sha256(evaluation.numpy().tobytes()).hexdigest()
         if self.reads_text:

@@ -58,7 +58,7 @@ class SourceCheckpoint(Checkpoint):
         if not set(places) - _shared(model) <= named.keys() and not set(named) <= set(places):
             self._convert(checkpoint, model, places, named)
         self._tensors = dict(sorted(named.items()))
-        self.dropped: dict[str, str] = {}
+        self.dropped: dict[str, str] = dict(getattr(checkpoint, "folded", {}))
         if model_kind(model.config) != "encoder":
             return
         for name in sorted(self._tensors.keys() - set(places)):
@@ -96,7 +96,11 @@ class SourceCheckpoint(Checkpoint):
         if name in self.pieces:
             return self.pieces[name].read(self._files)
         made = self.converted.get(name)
-        return super().get(name) if made is None else made.build(self._files.get)
+        return self._files.get(self.entry(name).name) if made is None else made.build(self._files.get)
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor in its file, or files."""
+        return self.entry(name).nbytes if self.has(name) else self._files.nbytes(name)
 
     def whole(self, name: str) -> torch.Tensor:
         """What the files hold in one of which tensor `name` is a piece."""

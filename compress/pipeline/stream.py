@@ -80,9 +80,10 @@ class StreamedModel(PartialModel):
 
     # ---------------------------------------------------------------- running
     @torch.inference_mode()
-    def prelude(self, batches: list[Batch], states: HiddenStates) -> None:
-        """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype."""
-        for number, batch in enumerate(batches):
+    def prelude(self, batches: list[Batch], states: HiddenStates, own: Collection[int] | None = None) -> None:
+        """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype; of some (`own`) or all."""
+        for number in range(len(batches)) if own is None else own:
+            batch = batches[number]
             hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
             states.put(number, hidden)
             self._kwargs.setdefault((0, *_call_key(*batch)), kwargs)
@@ -122,7 +123,7 @@ class StreamedModel(PartialModel):
         try:
             with (
                 self._replaced(number, recorders),
-                self._outside(),
+                self.outside(head=False),
                 self._first_block(number, learn),
                 products(self.device),
             ):
@@ -230,7 +231,7 @@ class StreamedModel(PartialModel):
         handover = self._handovers[number]
         loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
         recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
-        with self._replaced(number, recorders), self._outside(), loaded, products(self.device):
+        with self._replaced(number, recorders), self.outside(), loaded, products(self.device):
             yield
 
     @torch.inference_mode()
@@ -278,11 +279,13 @@ def run_blocks(
     on_block: Callable[[int], None] | None = None,
     skipped: Collection[int] = (),
 ) -> HiddenStates:
-    """Hidden states after the last block for every batch, with some blocks passed by."""
+    """Hidden states after the last block for every batch, with some blocks passed by. What is in no block is not in memory afterwards."""
     states = HiddenStates(len(batches), spill)
-    streamed.load_outside()
-    streamed.prelude(batches, states)
-    with torch.inference_mode():
+    # The output of an encoder goes through what is in no block on its way to the decoder, batch by batch.
+    around = streamed.outside() if len(streamed.stacks) > 1 else nullcontext()
+    with around, torch.inference_mode():
+        with streamed.outside(head=False):
+            streamed.prelude(batches, states)
         for index in range(len(streamed.blocks)):
             passed = index in skipped
             step = streamed.hand_over if passed else streamed.advance

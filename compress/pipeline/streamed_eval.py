@@ -36,7 +36,7 @@ def compare(
         artifact, batches, spill and spill / "eval-artifact", lambda i: reporter.step(f"artifact block {i}")
     )
     base, ours = TokenMetrics(), TokenMetrics()
-    with torch.inference_mode():
+    with torch.inference_mode(), source.outside(), artifact.outside():
         for number, (ids, _) in enumerate(batches):
             rows = max(1, LOGIT_ROWS // ids.shape[1])
             for start in range(0, ids.shape[0], rows):

@@ -14,6 +14,7 @@ from compress.pipeline.channel_widths import channel_widths
 from compress.pipeline.cutting import Cutting
 from compress.pipeline.difference import relative
 from compress.pipeline.files import write_json
+from compress.pipeline.kept import intact, seal
 from compress.pipeline.remove_channels import remove_channels
 from compress.pipeline.remove_experts import remove_experts
 from compress.pipeline.remove_hidden import remove_hidden
@@ -74,7 +75,7 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
     """
     file = work / "job.json"
     plan = {"before": job.size.count, "after": job.kept}
-    begun = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else plan
+    begun = json.loads(file.read_text(encoding="utf-8")) if intact(file) else plan
     configs = (job.config, job.smaller(streamed.config))
     # Widths that a stage finds by itself were not known before.
     open_ = {KEY}.union(*map(differing, configs))
@@ -86,6 +87,7 @@ def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None
         )
     work.mkdir(parents=True, exist_ok=True)
     write_json(file, plan)
+    seal(file)
 
 
 def _told(config: Any, without: set[str]) -> dict[str, Any]:

@@ -95,7 +95,7 @@ def _by_block(job: StructureJob, rows: Rows, speed: Speed, device: torch.device)
     needs = Needs(
         memory=computed + solve,
         states=states,
-        disk=2 * states,  # what enters this block, and what enters the next
+        disk=3 * states,  # what enters two blocks, in case one is damaged, and what enters the next
         seconds=_seconds(job, seen, speed),
         advice=_advice(computed, solve, forward),
     )

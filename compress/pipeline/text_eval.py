@@ -67,12 +67,13 @@ def _scored(
     batches: list[Batch] = [(rows, None) for rows in windows.split(batch_size)]
     states = run_blocks(model, batches, spill, lambda i: reporter.step(f"{name} block {i}"))
     metrics = TokenMetrics()
-    for number, (ids, _) in enumerate(batches):
-        at_once = max(1, LOGIT_ROWS // ids.shape[1])
-        for start in range(0, len(ids), at_once):
-            rows = ids[start : start + at_once]
-            state = states.get(number)[start : start + at_once].to(model.device)
-            metrics.add(model.outputs(state, rows)[:, :-1].flatten(0, 1), model.labels(rows).reshape(-1))
+    with model.outside():
+        for number, (ids, _) in enumerate(batches):
+            at_once = max(1, LOGIT_ROWS // ids.shape[1])
+            for start in range(0, len(ids), at_once):
+                rows = ids[start : start + at_once]
+                state = states.get(number)[start : start + at_once].to(model.device)
+                metrics.add(model.outputs(state, rows)[:, :-1].flatten(0, 1), model.labels(rows).reshape(-1))
     states.drop()
     return metrics.result()
 

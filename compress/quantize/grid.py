@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from compress import native
+from compress import mapped, native
 from runtime.scheme import WeightScheme
 
 FP8_MAX = 448.0
@@ -105,7 +105,8 @@ def make_grid(
         span = slice(g * group, min((g + 1) * group, columns))
         cost = None if importance is None else importance[span]
         if search == "hessian" and hessian is not None:
-            cost = hessian[span, span]
+            cost = hessian[span, span].clone()
+            mapped.let_go(hessian)
         for start in range(0, out, rows):
             part = weight[start : start + rows, span]
             if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from compress.commands.output import size
+from compress.pipeline.files import write_text
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
@@ -18,6 +17,7 @@ from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
 from compress.report.style import CSS
 from runtime.errors import RequestError
+from runtime.sealed import sealed_page
 
 FILE = "report.html"
 _LIMIT_NAMES = {
@@ -39,14 +39,10 @@ def write_report(artifact: str | Path, output: str | Path | None = None) -> Path
     """
     facts = gather(artifact)
     path = Path(output) if output is not None else facts.path / FILE
-    temporary = path.with_name(f".{path.name}.tmp")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        temporary.write_text(render(facts), encoding="utf-8")
-        os.replace(temporary, path)
+        write_text(path, sealed_page(render(facts)))
     except OSError as error:
-        with contextlib.suppress(OSError):
-            temporary.unlink(missing_ok=True)
         raise RequestError(f"the report cannot be written to {path}: {error.strerror or error}") from None
     return path
 

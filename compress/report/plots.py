@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.pipeline.files import written_beside
 from compress.report.canvas import color, figure, log_where_wide
 from runtime.errors import RequestError
 
@@ -52,7 +53,8 @@ def plot_tradeoff(rows: Sequence[Mapping[str, Any]], path: str | Path, title: st
             metadata = {".svg": {"Date": None}, ".pdf": {"CreationDate": None}, ".png": {"Software": None}}[file.suffix]
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
-                drawn.savefig(file, dpi=160, metadata=metadata)
+                with written_beside(file) as temporary:
+                    drawn.savefig(temporary, dpi=160, metadata=metadata, format=file.suffix[1:])
             except OSError as error:
                 raise RequestError(f"the plot cannot be written to {file}: {error.strerror or error}") from None
     return written

@@ -6,6 +6,7 @@ from itertools import combinations
 
 import torch
 
+from compress import mapped
 from compress.prune.patterns import Pattern, keep_largest
 from compress.quantize.grid import Search, search_groups
 from compress.solver.factor import Factor
@@ -54,7 +55,7 @@ def exact_mask_chooser(pattern: Pattern, factor: Factor) -> MaskChooser:
     sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool)
     for i, chosen in enumerate(removed):
         sets[i, list(chosen)] = True
-    device = factor.reversed_lower.device
+    device = factor.reversed_upper.device
     sets = sets.to(device)
 
     def choose(
@@ -100,10 +101,15 @@ def scale_chooser(
     `order [in]` is the visiting order; the squared error is weighted by the diagonal of `hessian [in, in]`, or by all of it.
     """
 
+    energy = mapped.diagonal(hessian).clamp(min=0)
+
     def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
         groups = adjusted.T if kept is None else adjusted.T * kept.T
         span = order[first:last]
-        cost = hessian[span][:, span] if search == "hessian" else hessian.diagonal()[span].clamp(min=0)
+        cost = energy[span]
+        if search == "hessian":
+            cost = hessian[span[:, None], span]
+            mapped.let_go(hessian)
         return search_groups(groups, scheme, dtype, search, cost)
 
     return choose

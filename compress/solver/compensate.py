@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import torch
 
+from compress import mapped
 from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid, Search
 from compress.solver import loop
@@ -74,7 +75,7 @@ def compensate(
     pattern, scheme = constraint.pattern, constraint.scheme.weights
     parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rows_are_independent(pattern, scheme))
     notes: dict[str, Any] = {}
-    if dead := int((hessian.diagonal() <= 0).sum()):
+    if dead := int((mapped.diagonal(hessian) <= 0).sum()):
         notes["dead_columns"] = dead
     masks = constraint.masks
     goals: list[torch.Tensor] | None = None
@@ -94,7 +95,7 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
     """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
     pattern = constraint.pattern
     assert pattern is not None
-    order = visiting_order(options.order, hessian.diagonal(), None, pattern)
+    order = visiting_order(options.order, mapped.diagonal(hessian), None, pattern)
     inverse = order.argsort()
     factor = factorize(hessian, order, options.damping, name)
     notes |= {"damping": factor.damping, "retries": factor.retries}
@@ -128,7 +129,7 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
 def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, options, name, notes) -> list[Solved]:
     """Round `goals` (None: the weights) so that the output of `weights` is kept; masks may move if they were chosen here."""
     scheme = constraint.scheme.weights
-    order = visiting_order(options.order, hessian.diagonal().clamp(min=0), scheme, None)
+    order = visiting_order(options.order, mapped.diagonal(hessian).clamp(min=0), scheme, None)
     factor = factorize(hessian, order, options.damping, name)
     notes |= {"damping": factor.damping, "retries": factor.retries}
     promise = Promise(factor, order.argsort(), hessian)
@@ -175,7 +176,7 @@ def _round(
 ) -> tuple[Rounded, torch.Tensor]:
     """One chunk, `[in, rows]`: the column loop on the grid, refinement, and which rows (bool) were better rounded to nearest."""
     scheme, dtype = constraint.scheme.weights, constraint.dtype
-    energy = hessian.diagonal().clamp(min=0)
+    energy = mapped.diagonal(hessian).clamp(min=0)
     whole = [g.T for g in goal.split(heights, dim=1)]
     kept = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
     static = StackedGrid.fit(whole, scheme, dtype, options.scales, kept, energy, hessian)

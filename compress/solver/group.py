@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -106,7 +107,7 @@ def solve_group(
     else:
         solved = [
             Solved(
-                nearest(weight.float(), masks[i] if masks is not None else None, scheme, dtype, quantize, statistics),
+                nearest(weight, masks[i] if masks is not None else None, scheme, dtype, quantize, statistics),
                 None,
                 notes[i],
             )
@@ -134,7 +135,12 @@ def _kept(weight: torch.Tensor, held: Held, scheme: Scheme, dtype: torch.dtype) 
     grid, mask = held.grid, None if held.mask is None else held.mask.to(weight.device)
     assert grid is not None
     grid = Grid(grid.scheme, grid.scale.to(weight.device), None if grid.zero is None else grid.zero.to(weight.device))
-    return _result(weight, assemble(grid.codes(weight.float()), grid, mask, scheme, dtype), None, None, {"held": True})
+    found, start = [], 0
+    for part, kept in _parts(weight, mask, rows_at_a_time(weight.shape[1])):
+        rows = grid.rows(start, start + len(part))
+        found.append(assemble(rows.codes(part.float()), rows, kept, scheme, dtype))
+        start += len(part)
+    return _result(weight, _joined(found, mask), None, None, {"held": True})
 
 
 def compensates(quantize: QuantizeConfig) -> bool:
@@ -164,13 +170,42 @@ def nearest(
     quantize: QuantizeConfig | None,
     statistics: Statistics | None,
 ) -> CompressedWeight:
-    """Round a float32 weight `[out, in]` to nearest, or keep its float values, under a mask."""
+    """Round a float weight `[out, in]` to nearest, or keep its float values, under a mask; some rows at a time."""
+    rows = 2 * rows_at_a_time(weight.shape[1])  # less is in memory at once than in a column loop
     if scheme.weights is None or quantize is None:
-        return keep_float(weight, mask, scheme, dtype)
+        return _joined([keep_float(w.float(), m, scheme, dtype) for w, m in _parts(weight, mask, rows)], mask)
     importance = statistics.square_mean if statistics is not None else None
     hessian = statistics.hessian if statistics is not None else None
-    grid = make_grid(weight, scheme.weights, dtype, quantize.scales, importance, mask, hessian)
-    return assemble(grid.codes(weight), grid, mask, scheme, dtype)
+    grid: Grid | None = None
+    if scheme.weights.strategy == "tensor":  # one grid for all rows
+        grid = make_grid(weight.float(), scheme.weights, dtype, quantize.scales, importance, mask, hessian)
+    found = []
+    for part, kept in _parts(weight, mask, rows):
+        part = part.float()
+        own = grid or make_grid(part, scheme.weights, dtype, quantize.scales, importance, kept, hessian)
+        found.append(assemble(own.codes(part), own, kept, scheme, dtype))
+    return _joined(found, mask)
+
+
+def _parts(
+    weight: torch.Tensor, mask: torch.Tensor | None, rows: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor | None]]:
+    """Some rows at a time of a weight and its mask."""
+    for start in range(0, weight.shape[0], rows):
+        part = slice(start, start + rows)
+        yield weight[part], None if mask is None else mask[part]
+
+
+def _joined(parts: list[CompressedWeight], mask: torch.Tensor | None) -> CompressedWeight:
+    """The weight that some rows each were compressed of."""
+    first = parts[0]
+    if len(parts) == 1:
+        return first
+    scale, zero = first.scale, first.zero_point
+    if first.scheme.weights is not None and first.scheme.weights.strategy != "tensor":
+        scale = torch.cat([part.scale for part in parts if part.scale is not None])
+        zero = None if zero is None else torch.cat([part.zero_point for part in parts if part.zero_point is not None])
+    return CompressedWeight(torch.cat([part.values for part in parts]), scale, zero, mask, first.scheme, first.dtype)
 
 
 def _options(*configs: PruneConfig | QuantizeConfig | None) -> Options:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from compress import mapped
+
 #: Rows whose product is held at a time.
 ROWS = 8192
 #: Columns whose products are taken together. H is symmetric, so only what lies below the diagonal is multiplied, and counted twice.
@@ -28,6 +30,7 @@ def column_errors(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tens
             product = hessian[span, span] @ part[span]
             if start:
                 product.addmm_(hessian[span, :start], part[:start], alpha=2)
+            mapped.let_go(hessian)
             total += product.mul_(part[span]).sum(0)
         errors.append(total)
     # Rounding can push an error that is zero below it.

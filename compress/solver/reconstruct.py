@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from compress import mapped
+
 
 def reconstruct(
     target: torch.Tensor,
@@ -27,16 +29,17 @@ def reconstruct(
     """
     if iterations == 0:
         return start
-    extra = damping * float(hessian.diagonal().mean())
-    inverse = (1 / (hessian.diagonal() + extra).clamp(min=1e-30))[:, None]
+    energy = mapped.diagonal(hessian)
+    extra = damping * float(energy.mean())
+    inverse = (1 / (energy + extra).clamp(min=1e-30))[:, None]
     values = start.clone()
     difference = target - values
-    residual = (hessian @ difference).add_(difference, alpha=extra).mul_(mask)
+    residual = mapped.product(hessian, difference).add_(difference, alpha=extra).mul_(mask)
     del difference
     direction = residual * inverse
     old = (residual * direction).sum(0)
     for _ in range(iterations):
-        product = (hessian @ direction).add_(direction, alpha=extra)
+        product = mapped.product(hessian, direction).add_(direction, alpha=extra)
         step = old / (direction * product).sum(0).clamp(min=1e-30)
         values.addcmul_(direction, step[None, :])
         residual.addcmul_(product.mul_(mask), step[None, :], value=-1)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from compress import mapped
 from compress import native as columns_in_c
 from compress.solver.objective import column_errors
 from compress.solver.stacked import StackedGrid
@@ -49,7 +50,7 @@ def refine(
     assert group is not None
     step = group * max(1, BLOCK // group)
     spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
-    divisors = _inverse(hessian.diagonal())
+    divisors = _inverse(mapped.diagonal(hessian))
     lost = torch.zeros(error.shape[1], device=error.device)
     for sweep in range(sweeps):
         for start, end in spans:
@@ -72,6 +73,7 @@ def refine(
                 lost += column_errors(error[here], hessian[here, here])
                 if before is not None:
                     lost += (2 * before * error[here]).sum(0)
+            mapped.let_go(hessian)
     return lost.clamp_(min=0)
 
 

@@ -12,6 +12,7 @@ from itertools import combinations
 
 import torch
 
+from compress import mapped
 from compress.prune.patterns import Pattern
 from compress.solver.stacked import StackedGrid
 
@@ -54,7 +55,7 @@ def swap(
     """
     columns, m = weight.shape[0], pattern.m
     choices = _prepare(hessian, pattern)
-    gradient = hessian @ (weight - values)
+    gradient = mapped.product(hessian, weight - values)
     group = grid.group_of(columns) if grid is not None else None
     step = max(m, BLOCK // m * m)
     for _ in range(sweeps):
@@ -79,10 +80,11 @@ def swap(
                 if first + m < end:
                     gradient[first + m : end].addmm_(hessian[first + m : end, span], delta)
             # The later columns of the stretch are up to date; everything else is not.
-            gradient.addmm_(hessian[:, start:end], moved)
+            gradient.addmm_(hessian[start:end].T, moved)  # as the columns, which are not together
             block = torch.arange(end - start, device=weight.device) // m
             done = hessian[start:end, start:end] * (block[:, None] > block[None, :])
             gradient[start:end].addmm_(done, moved, alpha=-1)
+            mapped.let_go(hessian)
 
 
 def searchable(pattern: Pattern | None) -> bool:
@@ -97,9 +99,13 @@ def searchable(pattern: Pattern | None) -> bool:
 def _prepare(hessian: torch.Tensor, pattern: Pattern) -> _Choices:
     m, n = pattern.m, pattern.n
     blocks = hessian.shape[0] // m
-    small = hessian.reshape(blocks, m, blocks, m).diagonal(dim1=0, dim2=2).permute(2, 0, 1).to(torch.float64)
+    small = torch.empty(blocks, m, m, dtype=torch.float64, device=hessian.device)
+    for block in range(blocks):
+        small[block] = hessian[block * m : (block + 1) * m, block * m : (block + 1) * m]
+        if block % mapped.PANEL == 0:
+            mapped.let_go(hessian)
     # Columns without energy would make a block singular.
-    small = small + 1e-6 * hessian.diagonal().mean().clamp(min=1e-30) * torch.eye(m, device=hessian.device)
+    small = small + 1e-6 * mapped.diagonal(hessian).mean().clamp(min=1e-30) * torch.eye(m, device=hessian.device)
     kept = torch.tensor(list(combinations(range(m), n)), device=hessian.device)
     others = [[j for j in range(m) if j not in k] for k in kept.tolist()]
     removed = torch.tensor(others, device=hessian.device)

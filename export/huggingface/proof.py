@@ -20,6 +20,7 @@ from export.huggingface.gptq_reader import Folder
 from export.huggingface.plan import Plan
 from export.target import Job, Verification
 from export.verify import Probe, compare_logits, compare_tokens, probe
+from runtime.ended import how_it_ended
 from runtime.errors import CompressError
 from runtime.scheme import CompressedWeight
 
@@ -94,6 +95,8 @@ def verify_with_gptqmodel(
         np.savez(asked, rows=reference.rows.numpy(), lengths=lengths, new_tokens=len(reference.continuations[0]))
         command = [python, str(script), str(folder), str(asked), str(answered), loader]
         done = subprocess.run(command, capture_output=True, text=True, timeout=3600, env=environment)
+        if done.returncode < 0:
+            raise CompressError(f"the process that loads the export with GPTQModel {how_it_ended(done.returncode)}")
         if done.returncode != 0:
             last = (done.stderr.strip().splitlines() or ["no message"])[-1]
             raise CompressError(f"GPTQModel does not load the export: {last}")

@@ -15,6 +15,7 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from runtime.ended import how_it_ended
 from runtime.errors import CompressError
 from runtime.kernels.triton.signature import Variant
 
@@ -119,6 +120,13 @@ def _stop(workers: Sequence[subprocess.Popen[str]]) -> None:
                 pipe.close()
 
 
+def _ended(worker: subprocess.Popen[str]) -> str:
+    try:
+        return how_it_ended(worker.wait(timeout=5))
+    except subprocess.TimeoutExpired:
+        return how_it_ended(None)
+
+
 def _ask(worker: subprocess.Popen[str], task: Task) -> Built:
     assert worker.stdin is not None
     assert worker.stdout is not None
@@ -126,10 +134,10 @@ def _ask(worker: subprocess.Popen[str], task: Task) -> Built:
         print(json.dumps(task.as_dict()), file=worker.stdin, flush=True)
         line = worker.stdout.readline()
     except (OSError, ValueError) as error:
-        raise CompressError(f"the process that compiles {task.variant.kernel} ended: {error}") from error
+        raise CompressError(f"the process that compiles {task.variant.kernel} {_ended(worker)}") from error
     if not line:
         raise CompressError(
-            f"the process that compiles {task.variant.kernel} for sm_{task.capability} ended without an answer"
+            f"the process that compiles {task.variant.kernel} for sm_{task.capability} {_ended(worker)}"
         )
     answer = json.loads(line)
     if "error" in answer:

@@ -44,11 +44,14 @@ def build(
         with name.open("xb", buffering=0) as stream:  # not `mkstemp`, whose files nobody else may read
             _write(Writer(stream, key, room_for(place.name for place in places(model))), model, filling, chosen, dtype)
         admit(name.stat().st_size)
-        (path.parent / "source.txt").write_text(source + "\n", encoding="utf-8")
+        note = name.with_suffix(".txt.tmp")
+        note.write_text(source + "\n", encoding="utf-8")
+        os.replace(note, path.parent / "source.txt")
         os.replace(name, path)
     except BaseException:
-        with contextlib.suppress(OSError):
-            os.unlink(name)
+        for leftover in (name, name.with_suffix(".txt.tmp")):
+            with contextlib.suppress(OSError):
+                os.unlink(leftover)
         raise
 
 

@@ -47,6 +47,14 @@ SMALL: dict[str, dict[str, Any]] = {
         "head_dim": 16,
         "sliding_window": 8,
     },
+    "mixtral": {
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+    },
     "opt": {
         "hidden_size": 64,
         "ffn_dim": 96,

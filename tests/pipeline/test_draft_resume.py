@@ -35,9 +35,9 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
         assert not (tmp_path / "out/compress.json").exists()
         own = blocks._one_block
 
-        def of_the_draft(session: Any, *rest: Any) -> Any:
-            assert session.recipe.name == "draft", "a block was compressed again"
-            return own(session, *rest)
+        def of_the_draft(job: Any, *rest: Any) -> Any:
+            assert job.session.recipe.name == "draft", "a block was compressed again"
+            return own(job, *rest)
 
         monkeypatch.setattr(blocks, "_one_block", of_the_draft)
         return tmp_path / "out"

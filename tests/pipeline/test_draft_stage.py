@@ -16,6 +16,7 @@ from compress.distill import METHODS
 from compress.recipe import load
 from runtime.artifact import Artifact
 from runtime.errors import RequestError
+from runtime.sealed import sealed_json
 
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
 SHORT = {
@@ -172,7 +173,7 @@ def test_a_draft_of_another_artifact_is_refused(plain, make_checkpoint, recipe, 
     shutil.copytree(plain.path / "draft", other.path / "draft")
     manifest = json.loads((other.path / "compress.json").read_text())
     (other.path / "compress.json").write_text(
-        json.dumps({**manifest, "draft": {"drafter": {"model": "../plain/draft"}}})
+        sealed_json({**manifest, "draft": {"drafter": {"model": "../plain/draft"}}})
     )
     with pytest.raises(RequestError, match="must be a directory inside the artifact"):
         runtime.load(other.path)

@@ -234,10 +234,10 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
         output = tmp_path / f"stopped-{stop}"
         one_block = blocks._one_block
 
-        def stopping(session, directory, index, *rest, stop=stop, one_block=one_block):
+        def stopping(job, index, states, stop=stop, one_block=one_block):
             if index == stop:
                 raise CompressError("stopped")
-            return one_block(session, directory, index, *rest)
+            return one_block(job, index, states)
 
         with monkeypatch.context() as patch:
             patch.setattr(blocks, "_one_block", stopping)

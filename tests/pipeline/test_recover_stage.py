@@ -238,11 +238,11 @@ def test_passes_that_are_done_are_not_done_again(
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
     real, blocks_done = blocks._one_block, []
 
-    def one_block(session: Any, *rest: Any) -> Any:
-        blocks_done.append(session.held != {})
+    def one_block(job: Any, *rest: Any) -> Any:
+        blocks_done.append(job.session.held != {})
         if sum(blocks_done) == 2:  # in the last pass of all
             raise KeyboardInterrupt
-        return real(session, *rest)
+        return real(job, *rest)
 
     monkeypatch.setattr(blocks, "_one_block", one_block)
     with pytest.raises(KeyboardInterrupt):

@@ -69,7 +69,7 @@ def test_the_old_draft_is_valid_until_the_manifest_names_the_new_one(plain, reci
     assert runtime.load(plain, device="cpu", drafter=True).speculation is not None
 
     with monkeypatch.context() as patched:
-        patched.setattr(redraft, "write_json", stopped)
+        patched.setattr(redraft, "write_sealed", stopped)
         with pytest.raises(KeyboardInterrupt):
             compress.draft(plain, second, quiet=True)
     Artifact(plain).verify()
@@ -143,19 +143,10 @@ def test_what_cannot_be_done_is_said(plain, recipe, tmp_path, monkeypatch, capsy
         compress.draft(plain, stages)
 
 
-def test_several_processes_are_for_the_draft_alone(plain, recipe, tmp_path, monkeypatch, capsys):
+def test_several_processes_have_the_gpus_that_their_launcher_gives_them(plain, recipe, tmp_path, monkeypatch, capsys):
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(tmp_path / "model", RTN, draft())))
     monkeypatch.setenv("WORLD_SIZE", "2")
-    said = (
-        r"apply without a recover stage runs in one process .* in 2 \(WORLD_SIZE\).* "
-        "`accelerate launch -m compress.cli draft ARTIFACT RECIPE`"
-    )
-    with pytest.raises(RequestError, match=said):
-        compress.apply(file, output=tmp_path / "out")
-    assert main(["apply", str(file), "--output", str(tmp_path / "out")]) == 2
-    assert "compress.cli draft" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
     assert main(["draft", str(plain), str(file), "--device", "cuda:1"]) == 2
     assert "each of 2 processes computes on the GPU that its launcher gives it" in capsys.readouterr().err
 

@@ -14,6 +14,7 @@ from tiny_models import llama, save
 import runtime
 from runtime.artifact import SCHEMA_VERSION, Artifact
 from runtime.errors import ArtifactError
+from runtime.sealed import sealed_json
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,7 @@ def write_manifest(path: Path, **changes: Any) -> None:
         "files": files,
         "bytes": {"before": 10, "after": 5},
     }
-    (path / "compress.json").write_text(json.dumps({**manifest, **changes}))
+    (path / "compress.json").write_text(sealed_json({**manifest, **changes}))
 
 
 def test_an_intact_artifact(path: Path) -> None:
@@ -87,7 +88,7 @@ def test_missing_different_and_unlisted_files_are_all_named(path: Path) -> None:
     (path / "generation_config.json").write_text("{}")
     manifest = json.loads((path / "compress.json").read_text())
     del manifest["files"][shards(path)[0].name]
-    (path / "compress.json").write_text(json.dumps(manifest))
+    (path / "compress.json").write_text(sealed_json(manifest))
     with pytest.raises(ArtifactError) as caught:
         Artifact(path).verify()
     message = str(caught.value)
@@ -101,7 +102,7 @@ def test_a_newer_schema_is_refused_before_anything_else(path: Path) -> None:
     for file in shards(path):
         file.write_bytes(b"a layout of the future")
     with pytest.raises(
-        ArtifactError, match=r"schema version 2 \(written by compress 9.9\).*reads up to 1.*newer version"
+        ArtifactError, match=r"schema version 3 \(written by compress 9.9\).*reads up to 2.*newer version"
     ):
         runtime.load(path)
 

@@ -15,6 +15,7 @@ from compress.distill.rows import Batch, digest_of
 from compress.kv_cache.statistics import Progress
 from compress.pipeline.files import disk_errors, write_json, written_beside
 from compress.pipeline.hidden import HiddenStates
+from compress.pipeline.kept import intact, seal
 from compress.pipeline.stream import Batch as Rows
 from compress.pipeline.stream import StreamedModel
 from runtime.artifact import Artifact
@@ -130,7 +131,7 @@ def cache_outputs(
         "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "sha256": digest_of(ids), "top": top, "temperature": temperature,
         **followed.facts,
     }  # fmt: skip
-    if (directory / "manifest.json").is_file() and read_json(directory / "manifest.json") == facts:
+    if intact(directory) and read_json(directory / "manifest.json") == facts:
         return Cached(directory)
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
@@ -144,6 +145,7 @@ def cache_outputs(
         )
     _compute(streamed, followed.asked(ids), followed, directory, top, temperature, progress)
     write_json(directory / "manifest.json", facts)
+    seal(directory)
     return Cached(directory)
 
 

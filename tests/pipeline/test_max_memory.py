@@ -95,7 +95,7 @@ def test_a_limit_that_is_ample_changes_nothing(make_checkpoint: Any, recipe: Any
 @pytest.mark.usefixtures("counted")
 def test_a_limit_that_is_tight_is_kept_by_all_means(make_checkpoint: Any, recipe: Any) -> None:
     request = recipe(make_checkpoint(intermediate_size=4096), GPTQ)
-    request["calibration"] |= {"samples": 32, "batch_size": 16}
+    request["calibration"] |= {"samples": 64, "sequence_length": 128, "batch_size": 64}
     free = compress.plan(request, max_memory="64GB")
     least = int(compress.plan(request, max_memory=1).problems[0].split("at least ")[1].split("MB")[0]) * 10**6
     sizes = [free.peak_memory]
@@ -108,10 +108,9 @@ def test_a_limit_that_is_tight_is_kept_by_all_means(make_checkpoint: Any, recipe
         limit = plan.peak_memory
         sizes.append(limit)
     assert len(sizes) > 2
-    assert (
-        plan.bounds
-        == "hidden states in files, second moments of layers with 64 inputs or more in files, at most 1 rows in a batch"
-    )
+    assert "hidden states in files" in plan.bounds
+    assert "rows in a batch" in plan.bounds
+    assert not mapped.AVAILABLE or "inputs or more in files" in plan.bounds
     assert sizes[-1] <= least
 
 

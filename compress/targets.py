@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from compress.nearest import did_you_mean, listing
 from runtime.errors import RequestError
 
-DEFAULT_IGNORE = ("lm_head",)
+HEAD = "lm_head"
+DEFAULT_IGNORE = (HEAD,)
 
 
 @dataclass(frozen=True)
@@ -23,12 +24,14 @@ class ModuleInfo:
         class_name: its class, such as `Linear`.
         shape: `(out, in)` of the weight, as a linear layer sees it.
         router: it chooses or weighs experts, which low precision would send tokens to others by; only a target that names it means it.
+        head: it is the model's output head, which `lm_head` means whatever the model calls it.
     """
 
     name: str
     class_name: str
     shape: tuple[int, int]
     router: bool = False
+    head: bool = False
 
 
 @functools.lru_cache(maxsize=512)
@@ -58,6 +61,8 @@ def matches(pattern: str, module: ModuleInfo) -> bool:
         return _expression(pattern).match(module.name) is not None
     if any(sign in pattern for sign in "*?["):
         return _expression(pattern).match(module.name) is not None
+    if module.head and pattern == HEAD:
+        return True
     return pattern in (module.class_name, module.name) or module.name.endswith(f".{pattern}")
 
 

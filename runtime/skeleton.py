@@ -257,9 +257,14 @@ def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleL
                 best = (size, f"{prefix}.{name}" if prefix else name, module)
     if best is None:
         raise CompressError(
-            f"{type(model).__name__} has no list of repeated blocks, so it cannot be compressed block by block"
+            f"{type(model).__name__} has no list of repeated blocks (nn.ModuleList), so it cannot be compressed block by block; it has "
+            + _children(part)
         )
     return best[1], best[2]
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no modules"
 
 
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:

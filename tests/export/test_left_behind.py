@@ -10,6 +10,7 @@ import pytest
 
 from export import export
 from runtime.kv_cache.policy import Policy
+from runtime.sealed import sealed_json
 
 
 @pytest.mark.parametrize("written", [None, "kivi"])
@@ -17,7 +18,7 @@ def test_a_cache_policy_that_stays_behind_is_said(tiny_artifact: Path, tmp_path:
     path = shutil.copytree(tiny_artifact, tmp_path / "artifact")
     manifest = json.loads((path / "compress.json").read_text(encoding="utf-8"))
     manifest["kv_cache"] = None if written is None else Policy.parse(written).resolved()
-    (path / "compress.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (path / "compress.json").write_text(sealed_json(manifest), encoding="utf-8")
     made = export(path, "huggingface", tmp_path / "out", verify=False, quiet=True)
     facts = json.loads((made.path / "export.json").read_text(encoding="utf-8"))
     if written is None:

@@ -303,11 +303,12 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     from runtime.kernels.triton import launches, tuning
     from runtime.kv_cache.choose import choose_policy
     from runtime.kv_cache.policy import Policy
+    from runtime.sealed import sealed_json
 
     path = Path(shutil.copytree(tiny_artifact, tmp_path / "kivi"))
     policy = Policy.parse("kivi")
     manifest = json.loads((path / "compress.json").read_text())
-    (path / "compress.json").write_text(json.dumps(manifest | {"kv_cache": policy.resolved()}))
+    (path / "compress.json").write_text(sealed_json(manifest | {"kv_cache": policy.resolved()}))
     source, options = Source(path), TritonOptions(gpus="90")
     plain = plan.launches(Source(tiny_artifact), options, 90)
     whole, by_itself = launches._layers, []

@@ -165,10 +165,10 @@ def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
     straight = contents(compress.apply(request, output=tmp_path / "straight", quiet=True).path)
     real = blocks._one_block
 
-    def stop(session: Any, directory: Any, index: int, *rest: Any) -> Any:
+    def stop(job: Any, index: int, *rest: Any) -> Any:
         if index == 2:
             raise KeyboardInterrupt
-        return real(session, directory, index, *rest)
+        return real(job, index, *rest)
 
     with monkeypatch.context() as patched:
         patched.setattr(blocks, "_one_block", stop)

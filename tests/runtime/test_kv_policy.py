@@ -24,6 +24,7 @@ from runtime.kv_cache.policy import Policy
 from runtime.kv_cache.policy_fields import PolicyError
 from runtime.kv_cache.presets import PRESETS
 from runtime.kv_cache.shape import Shape
+from runtime.sealed import sealed_json
 
 KEPT = {"keys": "int4", "values": "int4"}
 
@@ -530,7 +531,7 @@ def test_an_artifact_brings_its_policy_and_can_be_overruled(tiny_artifact: Path,
     own = fingerprint(AutoConfig.from_pretrained(path))
     found = {"fingerprint": own, "gates": [[0.1, 0.9], [0.8, 0.2]]}
     manifest["kv_cache"] = Policy.parse({"method": "duoattention", "calibrated": found}).resolved()
-    (path / "compress.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (path / "compress.json").write_text(sealed_json(manifest), encoding="utf-8")
     assert runtime.load(path, device="cpu").stats["kv_cache"].startswith("duo")
     assert runtime.load(path, device="cpu", kv_cache=False).stats["kv_cache"] is None
     assert runtime.load(path, device="cpu", kv_cache="none").stats["kv_cache"] is None
@@ -541,11 +542,11 @@ def test_an_artifact_brings_its_policy_and_can_be_overruled(tiny_artifact: Path,
     with pytest.raises(RequestError, match="doublesparsity needs channels"):
         runtime.load(path, device="cpu", kv_cache={"method": "doublesparsity", "select": {"ratio": 0.5}})
     manifest["kv_cache"]["calibrated"]["fingerprint"] = "0" * 16
-    (path / "compress.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (path / "compress.json").write_text(sealed_json(manifest), encoding="utf-8")
     with pytest.raises(RequestError, match=rf"compress\.json: kv_cache.*{own}"):
         runtime.load(path, device="cpu")
     manifest["kv_cache"] = {"keys": "int5"}
-    (path / "compress.json").write_text(json.dumps(manifest), encoding="utf-8")
+    (path / "compress.json").write_text(sealed_json(manifest), encoding="utf-8")
     with pytest.raises(RequestError, match=r"compress\.json: kv_cache\.keys: unknown codec 'int5'"):
         runtime.load(path, device="cpu")
 

@@ -1,0 +1,76 @@
+"""An architecture that nobody has prepared for: it works, or `plan` says what of it was not found."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import compress
+import runtime
+from compress.pipeline.plan import make_plan
+from compress.recipe import load
+from runtime.errors import CompressError
+from tests.families.unknown import OddConfig, OddForCausalLM
+from tests.pipeline.conftest import byte_tokenizer
+
+W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    AutoConfig.register("oddformer", OddConfig)
+    AutoModelForCausalLM.register(OddConfig, OddForCausalLM)
+    yield
+    CONFIG_MAPPING._extra_content.pop("oddformer")
+    MODEL_FOR_CAUSAL_LM_MAPPING._extra_content.pop(OddConfig)
+
+
+def recipe(path: Path, tmp_path: Path, *stages: dict[str, Any], **config: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    OddForCausalLM(OddConfig(eos_token_id=256, pad_token_id=256, **config)).save_pretrained(path)
+    byte_tokenizer().save_pretrained(path)
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"line {i}: the square of {i} is {i * i}.\n" for i in range(200)))
+    calibration = {"data": str(text), "samples": 8, "sequence_length": 32, "batch_size": 4}
+    return {"name": "test", "model": str(path), "calibration": calibration, "stages": list(stages)}
+
+
+def test_an_unknown_architecture_works(tmp_path: Path) -> None:
+    stages = {"prune": {"method": "sparsegpt", "pattern": "2:4"}}, W4
+    request = recipe(tmp_path / "model", tmp_path, *stages)
+    artifact = compress.apply(request, output=tmp_path / "out", quiet=True)
+    names = {layer["name"] for layer in artifact.manifest["layers"]}
+    cells = range(2)
+    assert names == {f"trunk.cells.{i}.{leaf}" for i in cells for leaf in ("read", "tell", "widen", "narrow")}
+    theirs = AutoModelForCausalLM.from_pretrained(artifact.path).eval()
+    model = runtime.load(artifact.path)
+    ids = torch.tensor([[3, 17, 80, 101, 5, 64]])
+    with torch.inference_mode():
+        expected = theirs(input_ids=ids).logits
+    assert torch.allclose(model.logits(ids), expected.float(), atol=1e-3)
+    assert model.generate(ids[0].tolist(), max_new_tokens=5)[0] == int(expected[0, -1].argmax())
+
+
+def test_the_plan_says_what_is_no_linear_layer(tmp_path: Path) -> None:
+    plan = make_plan(load(recipe(tmp_path / "model", tmp_path, W4, bank=64)), tmp_path / "out")
+    assert [w for w in plan.warnings if "stays as it is" in w] == [
+        "trunk.cells.*.bank [3, 64, 64] stays as it is (2 tensors, 96.0 KiB, 18% of the weights): its module Cell holds experts in a way "
+        "that it does not say"
+    ]
+    plain = make_plan(load(recipe(tmp_path / "plain", tmp_path, W4)), tmp_path / "out")
+    assert not [w for w in plain.warnings if "stays as it is" in w]
+
+
+def test_blocks_in_no_list_are_refused_with_what_there_is(tmp_path: Path) -> None:
+    request = recipe(tmp_path / "model", tmp_path, W4, loose=True)
+    said = r"OddForCausalLM has no list of repeated blocks \(nn.ModuleList\), .* it has words \(Embedding\), trunk \(Module\), say"
+    with pytest.raises(CompressError, match=said):
+        make_plan(load(request), tmp_path / "out")

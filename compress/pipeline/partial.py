@@ -15,8 +15,8 @@ from runtime import weights
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.experts import unfuse
-from runtime.prediction import prediction_tensors
 from runtime.memory import return_memory
+from runtime.prediction import prediction_tensors
 from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.weights import main_dtype
 

@@ -31,8 +31,8 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "memory.json"
 PARTS = ("depth", "limits", "rtn7b", "gptq7b", "peers")
 SHAPES = {
-    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
-    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
+    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
+    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
     "2 layers of 7B": {"layers": 2, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
     "7B": {"layers": 32, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
 }  # fmt: skip

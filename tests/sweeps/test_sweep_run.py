@@ -48,7 +48,7 @@ def test_a_grid(run, settings, tmp_path):
             assert manifest["bytes"]["after"] == trial["metrics"]["size"]
 
 
-def test_what_is_written(run, settings, tmp_path):
+def test_what_is_written(run, settings, tmp_path, views):
     done = run(settings(vary={BITS: [3, 8]}))
     out = tmp_path / "out"
     assert json.loads((out / "sweep.json").read_text()) == done.summary
@@ -145,7 +145,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, c
     assert again.summary["counts"]["finished"] == 4
 
 
-def test_all_have_failed(run, settings, monkeypatch):
+def test_all_have_failed(run, settings, monkeypatch, views):
     from compress.pipeline import run as pipeline
 
     def apply(recipe, **options):
@@ -226,7 +226,7 @@ def test_a_foreign_directory_is_left_alone(run, settings, tmp_path):
 
 
 # ------------------------------------------------------------------ speed
-def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch):
+def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch, views):
     executor = Here(slots=3)
     measured = []
 

@@ -5,10 +5,11 @@
     python benchmarks/memory.py --work ~/scratch --only peers --peers ~/peers     the peers of `benchmarks/peers/setup.sh`
     python benchmarks/memory.py --work ~/scratch --only gptq7b --force            one part again
 
-Parts: `depth` (24 and 96 layers of one width), `limits` (two layers of the width of 7B under several limits, files compared), `rtn7b` and
-`gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that the
-kernel saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run that was
-cut off is resumed, and its figure is then the larger of its processes'. Weights are random: times and memory mean something, errors do not.
+Parts: `depth` (24 and 96 layers of one width), `limits` (two layers of the width of 7B under several limits, files compared), `rtn7b`
+and `gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that
+the kernel saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run
+that was cut off is resumed, and its figure is then the largest of its processes'. Weights are random: times and memory mean something,
+errors do not.
 """
 
 from __future__ import annotations

@@ -149,7 +149,9 @@ class _Every:
     def _shapes(self, bounds: Bounds) -> Rows:
         if not self._text:
             return []
-        return [tuple(ids.shape) for batch in self._session.calibration.batches for ids, _ in cut(batch, bounds.rows)]
+        session = self._session
+        parts = (part for batch in session.calibration.batches for part, _ in cut(batch, bounds.rows))
+        return [session.streamed.rows.positions(part) for part in parts]
 
     def _pass(self, number: int, rows: Rows, bounds: Bounds) -> Needs:
         """Of a job; before a recovery layers are compressed, where stages before it do that."""

@@ -5,10 +5,11 @@
     python benchmarks/memory.py --work ~/scratch --only peers --peers ~/peers     the peers of `benchmarks/peers/setup.sh`
     python benchmarks/memory.py --work ~/scratch --only gptq7b --force            one part again
 
-Parts: `depth` (24 and 96 layers of one width), `limits` (two layers of the width of 7B under several limits, files compared), `rtn7b` and
-`gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that the
-kernel saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run that was
-cut off is resumed, and its figure is then the larger of its processes'. Weights are random: times and memory mean something, errors do not.
+Parts: `depth` (24 and 96 layers of one width), `limits` (two layers of the width of 7B under several limits, files compared), `rtn7b`
+and `gptq7b` (32 such layers, 13.5 GB in bfloat16), `peers`. Every figure is of a process of its own: the largest resident memory that
+the kernel saw, mapped files included. What is in the JSON already is not measured again, so an interrupted benchmark goes on; a 7B run
+that was cut off is resumed, and its figure is then the largest of its processes'. Weights are random: times and memory mean something,
+errors do not.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "memory.json"
 PARTS = ("depth", "limits", "rtn7b", "gptq7b", "peers")
 SHAPES = {
-    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
-    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
+    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
+    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
     "2 layers of 7B": {"layers": 2, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
     "7B": {"layers": 32, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
 }  # fmt: skip

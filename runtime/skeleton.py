@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
+FEATURES = "input_features"
+"""What transformers calls the features of sounds that an encoder reads."""
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -137,6 +139,7 @@ def _construct(
     import inspect
 
     import transformers
+    from transformers.models.auto import modeling_auto as auto
 
     named = _named_class(config)
     known = None if named is None else getattr(transformers, named, None)
@@ -146,8 +149,16 @@ def _construct(
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     if kind == "encoder-decoder":
         if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
-            return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=trust)
-        return known._from_config(config, dtype=dtype)
+            hears = config.model_type in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+            general = transformers.AutoModelForSpeechSeq2Seq if hears else transformers.AutoModelForSeq2SeqLM
+            model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
+        else:
+            model = known._from_config(config, dtype=dtype)
+        if model.main_input_name not in ("input_ids", FEATURES):
+            raise ValueError(
+                f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
+            )
+        return model
     if known is None:
         return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
     options: dict[str, Any] = {}
@@ -167,9 +178,16 @@ def _has_two_stacks(config: PretrainedConfig) -> bool:
 
 
 def _seq2seq_classes() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
-    return _classes(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return _classes(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | _classes(
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    )
+
+
+def reads_features(model: PreTrainedModel) -> bool:
+    """Whether the encoder of an encoder-decoder reads features of sounds (`input_features`) where others read token ids."""
+    return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
 
 
 def _classes(mapping: Any) -> set[str]:
@@ -251,7 +269,8 @@ def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleL
     best: tuple[int, str, nn.ModuleList] | None = None
     prefix = next((n for n, m in model.named_modules() if m is part), "")
     for name, module in part.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
+        # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children()):
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:
                 best = (size, f"{prefix}.{name}" if prefix else name, module)

@@ -10,11 +10,15 @@ from compress.pipeline.stream import StreamedModel
 from compress.recipe import Recipe
 from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
+from runtime.skeleton import reads_features
 
 
 def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
     if streamed.kind == "decoder":
+        return
+    if reads_features(streamed.model):
+        _check_speech(recipe, type(streamed.model).__name__)
         return
     config = streamed.config.get_text_config()
     name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)
@@ -31,6 +35,14 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
         text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
         raise RequestError(recipe.calibration.at("packing", text))
+
+
+def _check_speech(recipe: Recipe, name: str) -> None:
+    """Stages that work on layers one by one need sounds, or nothing; the others are made for text."""
+    for stage in recipe.stages:
+        if stage.kind not in ("prune", "quantize"):
+            text = f"{name} hears, and only prune and quantize stages are for such models; leave this one out"
+            raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
 
 
 def is_head(streamed: StreamedModel, name: str, module: nn.Module) -> bool:

@@ -44,6 +44,8 @@ class OnnxTarget(Target):
     options: ClassVar[type[Options]] = OnnxOptions
 
     def why_not(self, source: Source, options: Any) -> str | None:
+        if source.compressed_expert is not None:
+            return f"{source.compressed_expert} is a routed expert's, and a graph does not choose experts token by token yet"
         for name, entry in source.entries.items():
             reason = _why_not(entry.scheme, source.shapes[name], options.requantize)
             if reason is not None:

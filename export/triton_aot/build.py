@@ -9,6 +9,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import SimpleQueue
@@ -117,7 +118,8 @@ def _stop(workers: Sequence[subprocess.Popen[str]]) -> None:
         worker.wait()
         for pipe in (worker.stdin, worker.stdout):
             if pipe is not None:
-                pipe.close()
+                with suppress(OSError):  # what was still to be written to one that died
+                    pipe.close()
 
 
 def _ended(worker: subprocess.Popen[str]) -> str:

@@ -1,0 +1,159 @@
+"""Ctrl-C, SIGTERM and processes that the kernel kills: one sentence each, nothing is left running, and --resume goes on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import yaml
+from runs import contents, make_request
+
+import compress
+from compress.evaluate import speed
+from compress.evaluate.speed import SpeedRequest, run_isolated
+from export.triton_aot import build
+from runtime import native
+from runtime.ended import how_it_ended
+from runtime.errors import CompressError
+
+ROOT = Path(__file__).resolve().parents[2]
+# Waits in the second block, so that the signal finds it there.
+APPLY = """
+import sys, time
+from compress.pipeline import blocks
+real = blocks._one_block
+def one_block(job, index, *rest):
+    if index == 1:
+        print("here", flush=True)
+        time.sleep(60)
+    return real(job, index, *rest)
+blocks._one_block = one_block
+from compress.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+DIE = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    return subprocess.Popen(
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
+)
+def test_a_run_that_is_told_to_stop(tmp_path: Path, number: int, code: int, words: str) -> None:
+    request, file = make_request(tmp_path, "compress"), tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(request), encoding="utf-8")
+    process = start("-c", APPLY, "apply", str(file), "--output", str(tmp_path / "out"), "--quiet")
+    assert process.stdout is not None
+    assert process.stdout.readline() == "here\n"
+    process.send_signal(number)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == code
+    assert said.splitlines()[-1] == (
+        f"compress: {words}; what is finished is kept: go on with the same command and --resume"
+    )
+    assert "Traceback" not in said
+    assert not (tmp_path / "out" / ".lock").exists()
+    straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
+    resumed = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
+    assert contents(resumed.path) == contents(straight.path)
+
+
+BENCH = """
+import sys
+from compress.evaluate import speed
+real = speed.subprocess.run
+def run(command, **options):
+    return real([sys.executable, "-c", "import os, time; print(os.getpid(), flush=True); time.sleep(60)"], **{**options, "stdout": None})
+speed.subprocess.run = run
+from compress.cli import main
+sys.exit(main(["bench", "nowhere"]))
+"""
+
+
+def test_what_a_command_has_started_ends_with_it() -> None:
+    process = start("-c", BENCH)
+    assert process.stdout is not None
+    child = psutil.Process(int(process.stdout.readline()))
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 143, said
+    assert said == "compress: stopped by SIGTERM\n"
+    for _ in range(50):
+        if not child.is_running() or child.status() == psutil.STATUS_ZOMBIE:
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail("the process that was started is still there")
+
+
+# ---------------------------------------------------------------- killed by the kernel
+KILLED = "was killed (SIGKILL), most likely by the kernel because the machine ran out of memory: close other programs"
+
+
+@pytest.mark.parametrize(
+    ("code", "words"),
+    [
+        (-9, KILLED), (-11, "was ended by SIGSEGV"), (-200, "was ended by signal 200"), (3, "ended with exit code 3"),
+        (None, "ended without a word"),
+    ],
+)  # fmt: skip
+def test_how_a_process_ended_in_words(code: int | None, words: str) -> None:
+    assert how_it_ended(code).startswith(words)
+
+
+def test_a_measuring_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = subprocess.run
+
+    def run(command: list[str], **options: Any) -> Any:
+        return real([sys.executable, "-c", DIE], **options)
+
+    monkeypatch.setattr(speed.subprocess, "run", run)
+    with pytest.raises(CompressError) as caught:
+        run_isolated(SpeedRequest("out/model"))
+    assert str(caught.value).startswith(f"the process that measures out/model {KILLED}")
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("when", ["import sys; sys.stdin.readline(); ", ""])
+def test_a_compiling_process_that_is_killed(when: str) -> None:
+    """While it compiles, or before it is asked."""
+
+    class Variant:
+        kernel, arguments, options = "matvec", (), ()
+
+    worker = subprocess.Popen(
+        [sys.executable, "-c", when + DIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        if not when:
+            worker.wait()
+        with pytest.raises(CompressError) as caught:
+            build._ask(worker, build.Task(Variant(), 90))  # type: ignore[arg-type]
+    finally:
+        build._stop([worker])
+    assert "matvec" in str(caught.value)
+    assert KILLED in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("code", "said", "words"),
+    [
+        (-9, b"", KILLED),
+        (1, b"gcc: fatal error: Killed signal terminated program cc1\ncompilation terminated.\n", KILLED),
+        (1, b"x.c:1: error: expected ';'\n", "expected ';'"),
+    ],
+)
+def test_a_compiler_that_is_killed(code: int, said: bytes, words: str) -> None:
+    assert words in native._reason(subprocess.CalledProcessError(code, ["cc"], stderr=said))

@@ -232,6 +232,16 @@ def test_recipes_are_listed_and_shown(capsys):
     assert json.loads(out)["recipe"]["name"] == "llama_w4"
 
 
+def test_sweeps_are_listed_and_shown(capsys):
+    assert "llama_bits" in run(capsys, "recipes")[1]
+    entries = {entry["name"]: entry for entry in json.loads(run(capsys, "recipes", "--json")[1])["sweeps"]}
+    assert entries["llama_bits"]["recipe"] == "llama_w4"
+    _, out, _ = run(capsys, "recipes", "show", "llama_bits")
+    assert out == Path(entries["llama_bits"]["path"]).read_text(encoding="utf-8")
+    _, out, _ = run(capsys, "recipes", "show", "llama_bits", "--json")
+    assert json.loads(out)["sweep"]["vary"]["stages.0.quantize.bits"] == {"choices": [3, 4]}
+
+
 def test_methods_are_listed_and_shown(capsys):
     from compress.distill import METHODS as DRAFT
     from compress.distill.recovery import METHODS as RECOVER

@@ -70,7 +70,12 @@ class SweepDirectory:
         for leftover in [*path.glob(".*.tmp"), *(path / TRIALS).glob(".*.tmp"), *(path / WORK).glob(".*.tmp")]:
             remove(leftover)
         for file in sorted((path / TRIALS).glob("[0-9]*.json")):
-            trial = Trial(**read(file))
+            try:
+                trial = Trial(**read(file))
+            except TypeError as error:
+                raise ArtifactError(
+                    f"{file} is no record of a trial: {error}; remove it, and --resume runs the trial again"
+                ) from error
             self.trials[trial.number] = trial
 
     def close(self) -> None:

@@ -237,4 +237,6 @@ class _Run:
         if self.sweep.speed is None or not found:
             return found
         file = self.directory.work("source.json")
-        return found | speeds.of_source(file, str(locate_model(self.recipe)), self.sweep.speed, self.device, measured)
+        if not measured and not file.is_file():
+            return found
+        return found | speeds.of_source(file, lambda: locate_model(self.recipe), self.sweep.speed, self.device)

@@ -121,10 +121,13 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
 
 def test_threads_and_devices_are_shared(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [processes.threads_each(jobs) for jobs in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
+    assert processes.threads_each(1) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert [processes.threads_each(jobs) for jobs in (1, 2, 4, 8)] == [2, 2, 2, 1]
+    assert [processes.threads_each(jobs) for jobs in (1, 2, 4, 8)] == [2, 2, 1, 1]
     assert processes.devices("cpu", 2) == ["cpu", "cpu"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

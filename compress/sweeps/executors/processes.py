@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from compress.pipeline.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
 from compress.sweeps.executors.base import Outcome, died
@@ -110,6 +112,7 @@ class ProcessExecutor:
 def threads_each(jobs: int) -> int:
     """Threads of one of so many trials: its share of the cores that this process may use, and at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, psutil.cpu_count(logical=False) or cores)  # two threads of a core compute no faster than one
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         cores = min(cores, int(asked) * jobs)  # what a user allows one process

@@ -31,8 +31,8 @@ HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "memory.json"
 PARTS = ("depth", "limits", "rtn7b", "gptq7b", "peers")
 SHAPES = {
-    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
-    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 8192},
+    "24 layers": {"layers": 24, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
+    "96 layers": {"layers": 96, "hidden": 768, "intermediate": 2048, "heads": 12, "kv-heads": 12, "vocabulary": 32000},
     "2 layers of 7B": {"layers": 2, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
     "7B": {"layers": 32, "hidden": 4096, "intermediate": 11008, "heads": 32, "kv-heads": 32, "vocabulary": 32000},
 }  # fmt: skip
@@ -99,35 +99,27 @@ class Bench:
         }
         if "error" in plan:
             return found | {"refused": plan["error"]}
-        state = self.work / f"{name}.part.json"
-        before: dict[str, Any] = (
-            json.loads(state.read_text()) if state.exists() else {"seconds": 0.0, "peak_mb": 0.0, "processes": 0}
-        )
-        resumed = ["--resume"] if (output / ".compress").exists() and before["processes"] else []
-        if not resumed:
-            before = {"seconds": 0.0, "peak_mb": 0.0, "processes": 0}
+        # What was measured of processes before; the figures of one are lost where this script was killed with it.
+        state, going_on = self.work / f"{name}.part.json", (output / ".compress").exists()
+        total: dict[str, Any] = {"seconds": 0.0, "peak_mb": 0.0, "processes": 0, "lost": 0}
+        if going_on and state.exists():
+            total |= json.loads(state.read_text())
+        else:
+            going_on = False
             shutil.rmtree(output, ignore_errors=True)
+        state.write_text(json.dumps(total | {"lost": total["lost"] + 1}))
         load = os.getloadavg()[0]
-        run = measure(
-            [*start, "apply", *arguments, *resumed, "--quiet"],
-            log,
-            self.environment,
-            self.arguments.timeout,
-            cwd=self.work,
-        )
-        total = {
-            "seconds": round(before["seconds"] + run.seconds, 1),
-            "peak_mb": max(before["peak_mb"], run.peak_mb),
-            "processes": before["processes"] + 1,
-        }
+        command = [*start, "apply", *arguments, *(["--resume"] if going_on else []), "--quiet"]
+        run = measure(command, log, self.environment, self.arguments.timeout, cwd=self.work)
+        total["seconds"] = round(total["seconds"] + run.seconds, 1)
+        total["peak_mb"], total["processes"] = max(total["peak_mb"], run.peak_mb), total["processes"] + 1
         if run.returncode != 0:
             state.write_text(json.dumps(total))
-            sys.exit(
-                f"{name}: exit {run.returncode}{' (time is up; start again to go on)' if run.timed_out else ''}: {last_error(log)}"
-            )
-        state.unlink(missing_ok=True)
+            why = " (time is up; start again to go on)" if run.timed_out else ""
+            sys.exit(f"{name}: exit {run.returncode}{why}: {last_error(log)}")
+        state.unlink()
         found |= total | {"planned_over_measured": round(found["planned_mb"] / total["peak_mb"], 3)}
-        found |= {"cpu_seconds": run.cpu_seconds} if total["processes"] == 1 else {}
+        found |= {"cpu_seconds": run.cpu_seconds} if not going_on else {}
         found |= {"load_before": round(load, 1), "commit": commit(), "sha256": digest(output)}
         if not keep:
             shutil.rmtree(output)
@@ -217,6 +209,25 @@ class Bench:
         RESULT.write_text(json.dumps(self.data, indent=1) + "\n")
 
 
+def table(data: dict[str, Any]) -> str:
+    """What was measured, in Markdown."""
+    lines = ["| run | limit | peak, MB | planned, MB | seconds |", "|---|---|---|---|---|"]
+    for key, found in data.items():
+        if not isinstance(found, dict) or "shape" not in found:
+            continue
+        tool = key.split("/")[1] + " " if key.startswith("peers/") else ""
+        peak = "refused" if "refused" in found else f"{found['peak_mb']:.0f}"
+        peak = f"stopped at {peak}" if "stopped" in found else peak
+        done = f", {found['does']}" if found.get("does") else ""
+        cells = (
+            f"{tool}{found['method']}, {found['shape']}{done}", found.get("max_memory", ""), peak, str(found.get("planned_mb", "")),
+            f"{found['seconds']:.0f}" if "seconds" in found else "",
+        )  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    lines += [f"{key.split('/')[1]}: {data[key]:+.1%} from 24 to 96 layers" for key in data if key.endswith("/growth")]
+    return "\n".join(lines)
+
+
 def digest(output: Path) -> str:
     """SHA-256 over the shards of an artifact."""
     found = hashlib.sha256()
@@ -231,7 +242,10 @@ def main() -> None:
     """Command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
-        "--work", type=Path, required=True, help="scratch directory: checkpoints and outputs, 20 GB for the 7B parts"
+        "--work",
+        type=Path,
+        default=Path("memory-benchmark"),
+        help="scratch directory: checkpoints and outputs, 20 GB for the 7B parts",
     )
     parser.add_argument("--only", default=",".join(PARTS[:-1]), help=f"parts, separated by commas: {', '.join(PARTS)}")
     parser.add_argument(
@@ -243,7 +257,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--timeout", type=float, default=4 * 3600.0, help="seconds for one run")
     parser.add_argument("--force", action="store_true", help="measure again what is in the JSON already")
+    parser.add_argument("--table", action="store_true", help="print what is in the JSON, and measure nothing")
     arguments = parser.parse_args()
+    if arguments.table:
+        print(table(json.loads(RESULT.read_text())))
+        return
     arguments.work = arguments.work.resolve()
     arguments.work.mkdir(parents=True, exist_ok=True)
     chosen = arguments.only.split(",")

@@ -5,6 +5,7 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +20,12 @@ from runtime.matrices import sides
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+# Names of numbers in configs that say how many parts a model has, or how wide they are, with the most that is believed.
+_MOST = {
+    re.compile(r"(layers?|blocks|experts|depths?|heads?)$"): 2**14,
+    re.compile(r"(size|dim|rank|width|channels|n_embd|n_inner|d_model|d_ff|d_kv|window)$"): 2**24,
+}
+
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
 FEATURES = "input_features"
 """What transformers calls the features of sounds that an encoder reads."""
@@ -26,20 +33,28 @@ FEATURES = "input_features"
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # transformers' classes of configs compute what they like with what the file says
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ArtifactError(
                 f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
                 "trust_remote_code"
             ) from error
         # A validation error says which check failed; what was wrong is in its cause.
-        detail = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error
         raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
+
+
+def check_sizes(config: Any, where: str = "config.json") -> None:
+    """ArtifactError where a model is described that no machine holds: its parts would be made one by one until memory or patience ends."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        most = next((most for pattern, most in _MOST.items() if pattern.search(str(key))), None)
+        if most is not None and isinstance(value, int) and abs(value) > most:
+            raise ArtifactError(f"{where}: {key} is {str(value)[:40]}; at most {most:,} are allowed")
+        check_sizes(value, f"{where}: {key}")
 
 
 def model_kind(config: PretrainedConfig) -> Kind:
@@ -91,7 +106,11 @@ def build_skeleton(
     """
     import copy
 
-    config = copy.deepcopy(config)
+    try:
+        check_sizes(config.to_dict())
+        config = copy.deepcopy(config)
+    except RecursionError as error:
+        raise ArtifactError("config.json is nested deeper than any config is") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     layers = layer_sizes.overrides(config)
@@ -106,7 +125,9 @@ def build_skeleton(
         model = layer_sizes.native(config, construct) if layers else construct(config)
         if model is None:
             model = _layered(config, layers, construct)
-    except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
+    except CompressError:
+        raise
+    except Exception as error:  # models compute what they like with what config.json says
         kind = model_kind(config)
         what = {"decoder": "causal language model"}.get(kind, kind)
         raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error

@@ -214,7 +214,7 @@ class WorkingSet:
         after = (
             packed + sum(self._sizes) + self._outside - sum(layer.numel * self.item for layer in self._layers.values())
         )
-        return 3 * after if after <= WHOLE_BYTES else 0
+        return 2 * after if after <= WHOLE_BYTES else 0
 
     def _judged(self, front: int, block: int) -> int:
         """Either model block by block, then what they say of the text, with both heads."""

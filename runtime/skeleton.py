@@ -160,7 +160,6 @@ def _construct(
     import inspect
 
     import transformers
-    from transformers.models.auto import modeling_auto as auto
 
     named = _named_class(config)
     known = None if named is None else getattr(transformers, named, None)
@@ -170,8 +169,8 @@ def _construct(
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     if kind == "encoder-decoder":
         if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
-            hears = config.model_type in auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
-            general = transformers.AutoModelForSpeechSeq2Seq if hears else transformers.AutoModelForSeq2SeqLM
+            speech = is_speech(config)
+            general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
             model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
         else:
             model = known._from_config(config, dtype=dtype)
@@ -204,6 +203,13 @@ def _seq2seq_classes() -> set[str]:
     return _classes(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | _classes(
         auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
     )
+
+
+def is_speech(config: PretrainedConfig) -> bool:
+    """Whether transformers knows the family of an encoder-decoder as one that turns speech into text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    return model_kind(config) == "encoder-decoder" and config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
 
 
 def reads_features(model: PreTrainedModel) -> bool:

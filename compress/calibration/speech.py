@@ -69,11 +69,15 @@ class SpeechReader:
         Raises:
             RequestError: a sound or a transcript that cannot be used, or a language that nobody has named.
         """
-        beginning = self.prompts.beginning(source.language)
+        try:
+            beginning = self.prompts.beginning(source.language)
+        except RequestError as error:
+            raise RequestError(source.at("language", str(error).removeprefix("language: "))) from None
         if beginning.languages:
             text = f"{self.path} hears which language is spoken; say here which one the transcripts are in, such as en"
             raise RequestError(source.at("language", text))
-        return [self._row(source, file, beginning.tokens[1:]) for file in files]
+        forced = () if beginning.forced is None else (beginning.forced,)
+        return [self._row(source, file, (*beginning.tokens[1:], *forced)) for file in files]
 
     def _row(self, source: TextSource, file: Path, prefix: tuple[int, ...]) -> torch.Tensor:
         written = file.with_suffix(".txt")

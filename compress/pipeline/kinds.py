@@ -1,4 +1,4 @@
-"""What a recipe may ask of an encoder or an encoder-decoder."""
+"""What a recipe may ask of a model of a kind."""
 
 from __future__ import annotations
 
@@ -15,10 +15,14 @@ from runtime.skeleton import reads_features
 
 def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
-    if streamed.kind == "decoder":
-        return
     if reads_features(streamed.model):
         _check_speech(recipe, type(streamed.model).__name__)
+        return
+    for source in (recipe.calibration, recipe.evaluate):
+        if source is not None and source.language is not None:
+            text = f"{type(streamed.model).__name__} reads text, in any language; this is for models that hear: leave it out"
+            raise RequestError(source.at("language", text))
+    if streamed.kind == "decoder":
         return
     config = streamed.config.get_text_config()
     name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)

@@ -348,10 +348,19 @@ def test_the_language_of_transcripts_is_asked_for(said: Callable[..., Path], sou
     given = recipe(model, GPTQ, calibration={"data": str(sounds), "samples": 2})
     with pytest.raises(RequestError, match=r"calibration.language: .* say here which one the transcripts are in"):
         compress.plan(given)
+    given["calibration"]["language"] = "klingon"
+    with pytest.raises(RequestError, match=r"calibration.language: language 'klingon' is unknown"):
+        compress.plan(given)
     given["calibration"]["language"] = "de"
     session = opened(given)
     assert session.streamed.target_ids(session.batches[0][0])[0, :4].tolist() == [256, 201, 210, 220]
     assert session.streamed.labels(session.batches[0][0])[0, :3].tolist() == [-1, -1, -1]
+
+
+def test_a_language_is_nothing_for_models_that_read(tmp_path: Path) -> None:
+    text = BY_NAME["t5"].write(tmp_path / "t5")
+    with pytest.raises(RequestError, match=r"evaluate.language: T5ForConditionalGeneration reads text"):
+        compress.plan(recipe(text, RTN, evaluate={"language": "en"}))
 
 
 def test_an_encoder_that_reads_waveforms_gets_a_sentence(tmp_path: Path) -> None:

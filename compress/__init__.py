@@ -1,7 +1,7 @@
 """Compress Hugging Face checkpoints once, offline: one recipe in, one self-describing artifact out.
 
 `compress.apply(recipe)` runs a recipe, `compress.plan(recipe)` says what it would do; `runtime.load(path)` runs the result, and
-`compress.draft(path, recipe)` gives it another draft.
+`compress.draft(path, recipe)` gives it another draft. `compress.sweep(file)` tries many values of a recipe.
 Heavy imports wait until a function is called.
 """
 
@@ -15,10 +15,11 @@ if TYPE_CHECKING:
     from compress.pipeline.plan import Plan
     from compress.pipeline.run import AppliedArtifact
     from compress.recipe import Recipe
+    from compress.sweeps.run import SweepResult
 
 __version__ = "0.1.0"
 
-__all__ = ["__version__", "apply", "draft", "plan"]
+__all__ = ["__version__", "apply", "draft", "plan", "sweep"]
 
 
 def apply(
@@ -102,3 +103,47 @@ def plan(
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit)
+
+
+def sweep(
+    sweep: str | Path | Mapping[str, Any],
+    model: str | Path | None = None,
+    output: str | Path | None = None,
+    set: Iterable[str] = (),
+    jobs: int | None = None,
+    resume: bool = False,
+    retry: bool = False,
+    overwrite: bool = False,
+    device: str = "auto",
+    quiet: bool = False,
+    max_memory: int | str | None = None,
+) -> SweepResult:
+    """Compress a checkpoint with many values of a recipe: a grid or a search, in processes here or on a Ray cluster.
+
+    Args:
+        sweep: a YAML file, the name of a bundled sweep, or a dictionary with a sweep's keys (docs/sweep.md).
+        model: a checkpoint directory or hub id, instead of the recipe's.
+        output: directory of the sweep, instead of the file's.
+        set: overrides of the recipe for all trials, such as `"calibration.samples=64"`.
+        jobs: trials at a time, in processes of this machine.
+        resume: go on with the sweep in `output`, or extend it by values or trials that were added.
+        retry: with `resume`, try those trials again that failed or were refused.
+        overwrite: replace what an earlier sweep wrote to `output`.
+        device, quiet: as of `apply`.
+        max_memory: what the trials that run at a time may take together; None: what is free. Each has its share.
+
+    Returns:
+        `path`, `trials` (values, metrics, whether on the Pareto front), and all of sweep.json as `summary`.
+
+    Raises:
+        runtime.errors.RequestError: the request is wrong; nothing was run.
+        runtime.errors.CompressError: no trial has finished (`compress.sweeps.run.AllFailedError`, whose `result` has the reasons).
+    """
+    from compress.sweeps import run
+    from runtime.sizes import byte_count
+
+    limit = None if max_memory is None else byte_count("max_memory", max_memory)
+    return run.sweep(
+        sweep, model=model, output=output, set=set, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
+        device=device, quiet=quiet, max_memory=limit,
+    )  # fmt: skip

@@ -16,6 +16,7 @@ from torch import nn
 from runtime import formats
 from runtime.artifact import Artifact
 from runtime.errors import ArtifactError, RequestError
+from runtime.experts import expert_of
 from runtime.exported import find_export
 from runtime.installed import entries_of
 from runtime.published import Published
@@ -101,6 +102,11 @@ class Source:
     def tied(self) -> dict[str, str]:
         """{tied parameter: the parameter it shares}, as config.json ties them."""
         return tied_names(self.skeleton)
+
+    @cached_property
+    def compressed_expert(self) -> str | None:
+        """The first compressed layer that belongs to a routed expert, or None."""
+        return next((name for name in self.entries if expert_of(self.skeleton, name) is not None), None)
 
     # ---------------------------------------------------------------- tensors
     @cached_property

@@ -6,7 +6,7 @@ gate, biases, and which way round the matrices are. So no family is named here.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -66,6 +66,14 @@ class Layout:
             else:
                 rows = rows[self.inner :] if second else rows[: self.inner]
         return rows.contiguous()
+
+    def join(self, projection: str, held: Sequence[torch.Tensor], bias: bool = False) -> torch.Tensor:
+        """What one expert has of `home`, out of its own `[out, in]` (biases `[out]`). Undoes `part`."""
+        if len(held) == 1:
+            rows = held[0]
+        else:
+            rows = torch.stack(list(held), 1).flatten(0, 1) if self.interleaved else torch.cat(list(held))
+        return (rows if bias or not self.transposed else rows.T).contiguous()
 
 
 def layout_of(module: nn.Module) -> Layout | None:
@@ -147,6 +155,24 @@ class Experts(nn.ModuleList):
     @property
     def count(self) -> int:
         return self.layout.count
+
+    def whole(self, key: str, read: Callable[[nn.Module, str], torch.Tensor | None]) -> torch.Tensor | None:
+        """The tensor `key` of all experts, as a module holds it that has them in one; None: there is no such tensor.
+
+        Args:
+            read: gives "weight" or "bias" of an expert's linear layer, `[out, in]` or `[out]`.
+        """
+        bias = key.endswith("_bias")
+        own = [p for p in self.layout.projections if self.layout.home(p, bias) == key]
+        if not own or (bias and not self.layout.bias):
+            return None
+        experts = []
+        for number in range(self.count):
+            held = [read(self[number].get_submodule(p), "bias" if bias else "weight") for p in own]
+            if any(part is None for part in held):
+                return None
+            experts.append(self.layout.join(own[0], [part for part in held if part is not None], bias))
+        return torch.stack(experts)
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor

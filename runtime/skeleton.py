@@ -27,6 +27,8 @@ _MOST = {
 }
 
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
+FEATURES = "input_features"
+"""What transformers calls the features of sounds that an encoder reads."""
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
@@ -167,8 +169,16 @@ def _construct(
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     if kind == "encoder-decoder":
         if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
-            return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=trust)
-        return known._from_config(config, dtype=dtype)
+            speech = is_speech(config)
+            general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+            model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
+        else:
+            model = known._from_config(config, dtype=dtype)
+        if model.main_input_name not in ("input_ids", FEATURES):
+            raise ValueError(
+                f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
+            )
+        return model
     if known is None:
         return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
     options: dict[str, Any] = {}
@@ -188,9 +198,23 @@ def _has_two_stacks(config: PretrainedConfig) -> bool:
 
 
 def _seq2seq_classes() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
-    return _classes(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return _classes(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | _classes(
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    )
+
+
+def is_speech(config: PretrainedConfig) -> bool:
+    """Whether transformers knows the family of an encoder-decoder as one that turns speech into text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    return model_kind(config) == "encoder-decoder" and config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+
+def reads_features(model: PreTrainedModel) -> bool:
+    """Whether the encoder of an encoder-decoder reads features of sounds (`input_features`) where others read token ids."""
+    return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
 
 
 def _classes(mapping: Any) -> set[str]:
@@ -272,7 +296,8 @@ def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleL
     best: tuple[int, str, nn.ModuleList] | None = None
     prefix = next((n for n, m in model.named_modules() if m is part), "")
     for name, module in part.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
+        # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children()):
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:
                 best = (size, f"{prefix}.{name}" if prefix else name, module)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
@@ -20,7 +21,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_recipes(context: typer.Context, as_json: bool = _JSON) -> None:
-    """List the bundled recipes, or show one.
+    """List the bundled recipes and sweeps, or show one.
 
     \b
     Examples:
@@ -30,21 +31,30 @@ def list_recipes(context: typer.Context, as_json: bool = _JSON) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    entries = _entries()
+    entries, sweeps = _entries(), _sweeps()
     if as_json:
-        print_json({"recipes": entries})
+        print_json({"recipes": entries, "sweeps": sweeps})
         return
     rows = [(entry["name"], ", ".join(entry["stages"]), entry["description"]) for entry in entries]
     print_table("", ("recipe", "stages", "what it does"), rows)
-    print("Run one with: compress apply NAME          Read one with: compress recipes show NAME")
+    print("Run one with: compress apply NAME          Read one with: compress recipes show NAME\n")
+    print_table(
+        "", ("sweep", "of the recipe", "what it tries"), [(s["name"], s["recipe"], s["description"]) for s in sweeps]
+    )
+    print("Run one with: compress sweep NAME          Read one with: compress recipes show NAME")
 
 
 def show_recipe(
-    name: str = typer.Argument(..., help="Name of a bundled recipe, or a file."), as_json: bool = _JSON
+    name: str = typer.Argument(..., help="Name of a bundled recipe or sweep, or a file."), as_json: bool = _JSON
 ) -> None:
-    """Print a recipe as it is written; with --json, validated and with every default filled in."""
+    """Print a recipe (or a sweep) as it is written; with --json, validated and with every default filled in."""
     from compress.recipe import find_recipe
+    from compress.resources import bundled_sweeps
 
+    path = bundled_sweeps().get(name)
+    if path is not None:
+        _show_sweep(path, as_json)
+        return
     path = find_recipe(name)
     if as_json:
         from compress.recipe import load
@@ -65,6 +75,26 @@ def _entries() -> list[dict[str, Any]]:
         stages = [_stage(kind, fields) for stage in data["stages"] for kind, fields in stage.items()]
         entries.append({"name": name, "description": data["description"], "stages": stages, "path": str(path)})
     return entries
+
+
+def _show_sweep(path: Path, as_json: bool) -> None:
+    if as_json:
+        from compress.sweeps import load_sweep
+
+        print_json({"path": str(path), "sweep": load_sweep(path)[0].resolved()})
+    else:
+        print(path.read_text(encoding="utf-8"), end="")
+
+
+def _sweeps() -> list[dict[str, Any]]:
+    from compress.recipe.yaml_source import parse
+    from compress.resources import bundled_sweeps
+
+    found = []
+    for name, path in bundled_sweeps().items():
+        data, _ = parse(path.read_text(encoding="utf-8"), str(path))
+        found.append({"name": name, "description": data["description"], "recipe": data["recipe"], "path": str(path)})
+    return found
 
 
 def _stage(kind: str, fields: Any) -> str:

@@ -13,6 +13,7 @@ from torch import nn
 
 from compress.prune.structure.sizes import with_layers
 from runtime.errors import RequestError
+from runtime.experts import Experts
 from runtime.module import CompressedModule
 from runtime.skeleton import build_skeleton, find_blocks, model_kind, set_tensor
 
@@ -200,6 +201,10 @@ def _value(origin: nn.Module, key: str, dtype: torch.dtype) -> torch.Tensor | No
     if isinstance(origin, CompressedModule) and key == "weight":
         # In the draft's dtype: rounded to the target's, codes times scales would no longer be what its kernels compute with.
         return replace(origin.compressed_weight(), dtype=dtype).dequantize()
+    if isinstance(origin, Experts):
+        whole = origin.whole(key, lambda layer, leaf: _value(layer, leaf, dtype))
+        if whole is not None:
+            return whole
     value = getattr(origin, key, None)
     return value if isinstance(value, torch.Tensor) else None
 

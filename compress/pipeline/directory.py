@@ -87,12 +87,12 @@ class RunDirectory:
 
     @staticmethod
     def begun(output: Path) -> dict[str, Any] | None:
-        """The identity of the run that made or was making what is in `output`; None: there is none."""
-        for file, key in ((output / WORK / "run.json", None), (output / MANIFEST, "identity")):
-            if file.is_file():
-                found = _read_json(file)
-                return found if key is None else found.get(key)
-        return None
+        """The identity of the run that made or was making what is in `output`; None: there is none that says it."""
+        state, manifest = output / WORK / _STATE, output / MANIFEST
+        if state.is_file():
+            return _read_json(state) if json_is_whole(state.read_bytes()) else None
+        found: dict[str, Any] | None = _read_json(manifest).get("identity") if manifest.is_file() else None
+        return found
 
     @classmethod
     def shared(cls, output: Path) -> RunDirectory:

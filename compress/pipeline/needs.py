@@ -61,6 +61,7 @@ class Counted:
         itemsize: bytes of a number as it computes.
         widened: matrices become float32 when they are used, since the CPU has no bfloat16.
         encoder: it says no next token.
+        eager: its attention is written out.
     """
 
     total: int
@@ -76,6 +77,7 @@ class Counted:
     itemsize: int
     widened: bool
     encoder: bool
+    eager: bool
 
     @classmethod
     def of(cls, streamed: StreamedModel) -> Counted:
@@ -98,6 +100,7 @@ class Counted:
             itemsize=streamed.dtype.itemsize,
             widened=cpu and streamed.dtype == torch.bfloat16 and not has_bfloat16(),
             encoder=streamed.kind == "encoder",
+            eager=getattr(streamed.model.config.get_text_config(), "_attn_implementation", None) in (None, "eager"),
         )
 
     @property
@@ -117,10 +120,11 @@ class Counted:
     def forward(self, rows: Rows) -> int:
         """Bytes that running a block over one batch takes, beside its weights and the states."""
         batch = max((math.prod(shape) for shape in rows), default=0)
-        attention = max((shape[0] * shape[1] ** 2 * self.heads * 4 for shape in rows), default=0)
+        # Attention that is written out holds a score for every pair of tokens; fused kernels do not.
+        attention = max((shape[0] * shape[1] ** 2 * self.heads * 4 for shape in rows), default=0) if self.eager else 0
         # Products are widened to float32 where the CPU has no bfloat16: a copy of the weight at hand.
         wide = 4 * self.largest if self.widened else 0
-        return wide + batch * self.widest * self.itemsize * 6 + min(attention, 2**30)
+        return wide + batch * (self.widest + self.hidden) * self.itemsize * 4 + min(attention, 2**30)
 
 
 @dataclass(frozen=True)

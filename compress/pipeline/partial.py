@@ -15,6 +15,7 @@ from runtime import weights
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.experts import unfuse
+from runtime.memory import return_memory
 from runtime.prediction import prediction_tensors
 from runtime.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.weights import main_dtype
@@ -203,6 +204,7 @@ class PartialModel:
                 yield block
         finally:
             release(block)
+            return_memory()  # or what the allocator keeps between the blocks' buffers grows with depth
 
 
 def _is_persistent(model: nn.Module, name: str) -> bool:

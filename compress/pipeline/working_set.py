@@ -27,7 +27,7 @@ from runtime.matrices import get_matrix
 Works = Mapping[str, LayerWork]
 
 #: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is twice so large.
-LOOP, NEAREST = 9, 4
+LOOP, NEAREST = 9, 6
 #: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
 FACTORED = 5
 
@@ -64,7 +64,7 @@ class WorkingSet:
         self.judge = judge or self.model
         self.session = session
         self.item = streamed.dtype.itemsize
-        self._windows = None if evaluation is None else (int(evaluation.shape[0]), int(evaluation.shape[1]))
+        self._windows = None if evaluation is None else session.streamed.rows.positions(evaluation)
         self._layers = {name: _layer(session, name, work) for name, work in works.items()}
         self._blocks = [
             [layer for name, layer in self._layers.items() if name.startswith(streamed.block_prefix(index))]
@@ -118,6 +118,7 @@ class WorkingSet:
         waiting = sum(self._moments(group, bounds) for group in early)
         most = forward + waiting
         if transformed:  # float32 copies of all weights, after the whole block was float32
+            most = max(most, waiting + 4 * size // self.item + max(2 * 4 * sum(x.numel for x in g) for g in groups))
             waiting += 4 * size // self.item
         for group in groups:
             own = self._wave(group, late, bounds) if group in late else 0
@@ -130,7 +131,7 @@ class WorkingSet:
         columns = group[0].columns
         if not any("hessian" in layer.work.needs for layer in group):
             return 0
-        return 4 * columns * (2 * BLOCK if bounds.filed(columns) else columns)
+        return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
 
     def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
         """Those that are collected together with a group's: experts' are, up to a bound."""
@@ -155,10 +156,12 @@ class WorkingSet:
             apart = chunks.rows_are_independent(pattern, work.scheme.weights)
             chunk = min(numel if work.compensates else layer.numel, chunks.rows_at_a_time(columns) * columns)
             if work.compensates:
-                if bounds.filed(columns):
-                    needed = FACTORED * 4 * factor.PANEL * columns
-                else:
-                    needed = 4 * columns * (columns + factor.PANEL) // 2 + 4 * columns * min(columns, 2 * factor.PANEL)
+                panels = 4 * columns * min(columns, factor.PANEL)
+                needed = (
+                    FACTORED * panels
+                )  # of which two are of the factor, whose upper half is all that is ever touched
+                if not bounds.filed(columns):
+                    needed += max(0, 2 * columns * (columns + factor.PANEL) - 2 * panels)
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
             else:
                 needed = NEAREST * 4 * min(layer.numel, 2 * chunk)
@@ -211,7 +214,7 @@ class WorkingSet:
         after = (
             packed + sum(self._sizes) + self._outside - sum(layer.numel * self.item for layer in self._layers.values())
         )
-        return 3 * after if after <= WHOLE_BYTES else 0
+        return 2 * after if after <= WHOLE_BYTES else 0
 
     def _judged(self, front: int, block: int) -> int:
         """Either model block by block, then what they say of the text, with both heads."""

@@ -47,8 +47,9 @@ class SweepDirectory:
         state = path / WORK / "identity.json"
         if path.exists() and not path.is_dir():
             raise RequestError(f"output {path} is a file; name a directory that is new or empty")
-        ours = state.is_file()
-        foreign = sorted(entry.name for entry in path.iterdir()) if path.exists() and not ours else []
+        known = state.is_file()
+        ours = known and any((path / TRIALS).glob("[0-9]*.json"))  # else it was claimed, and no trial was begun
+        foreign = sorted(entry.name for entry in path.iterdir()) if path.exists() and not known else []
         if foreign and foreign != [WORK]:
             raise RequestError(
                 f"output {path} already holds {foreign[0]}, which is no sweep; name a new or empty directory"
@@ -62,14 +63,19 @@ class SweepDirectory:
             check_continues(read(state), identity, path)
         (path / WORK).mkdir(parents=True, exist_ok=True)
         self._take_lock()
-        if ours and not going_on:
+        if known and not going_on:
             self._clear()
         (path / TRIALS).mkdir(exist_ok=True)
         write_json(state, identity)
         for leftover in [*path.glob(".*.tmp"), *(path / TRIALS).glob(".*.tmp"), *(path / WORK).glob(".*.tmp")]:
             remove(leftover)
         for file in sorted((path / TRIALS).glob("[0-9]*.json")):
-            trial = Trial(**read(file))
+            try:
+                trial = Trial(**read(file))
+            except TypeError as error:
+                raise ArtifactError(
+                    f"{file} is no record of a trial: {error}; remove it, and --resume runs the trial again"
+                ) from error
             self.trials[trial.number] = trial
 
     def close(self) -> None:

@@ -14,9 +14,7 @@ from runtime.errors import RequestError
 
 
 class Grid:
-    """Proposes the points that no trial has had yet. `learns` is False: no proposal depends on what came of another."""
-
-    learns = False
+    """Proposes the points that no trial has had yet; `total` is how many trials there will be."""
 
     def __init__(self, sweep: Sweep) -> None:
         self.points = list(points(sweep))

@@ -39,7 +39,7 @@ class Metric:
             return f"{value / 1e6:.3f} MB" if value < 1e8 else f"{value / 1e9:.3f} GB"
         if value >= 1000:
             return f"{value:,.0f}"
-        return f"{value:#.4g}" if value >= 1 else f"{value:.3g}"
+        return f"{value:#.4g}" if value >= 1 else f"{value:#.3g}" if value else "0"
 
 
 _PERPLEXITY = "perplexity on held-out text"

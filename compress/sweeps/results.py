@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import csv
 import io
+import json
 from pathlib import Path
 from typing import Any
 
-from compress.pipeline.files import write_json, write_text
+from compress.pipeline.files import write_text
 from compress.sweeps.directory import RESULTS, TRIALS, SweepDirectory
 from compress.sweeps.labels import Labels
 from compress.sweeps.metrics import METRICS
@@ -74,7 +75,8 @@ def _row(trial: Trial, sweep: Sweep, directory: SweepDirectory, on_front: list[i
 
 def write_results(result: dict[str, Any], path: Path) -> list[Path]:
     """Write sweep.json and table.csv into the sweep's directory."""
-    write_json(path / RESULTS, result)
+    # In the order of the sweep file, which records, whose keys are sorted, do not have.
+    write_text(path / RESULTS, json.dumps(result, indent=2, ensure_ascii=False) + "\n")
     write_text(path / "table.csv", _table(result))
     return [path / RESULTS, path / "table.csv"]
 

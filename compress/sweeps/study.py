@@ -24,7 +24,7 @@ _ATTEMPTS = 10  # proposals of a sampler before one that was tried already is gi
 
 
 class Study:
-    """Proposes trials until there are as many as asked for, or no more values; none twice. `learns` says whether outcomes count."""
+    """Proposes trials until there are as many as asked for, or no more values; none twice. `total`: as of `Grid`."""
 
     def __init__(self, sweep: Sweep) -> None:
         try:
@@ -37,7 +37,6 @@ class Study:
         self._optuna: Any = optuna
         self._sweep = sweep
         self._config: SearchConfig = sweep.search
-        self.learns = self._config.sampler != "random"
         self._distributions = {key: self._distribution(values) for key, values in sweep.vary.items()}
         counts = [values.count() for values in sweep.vary.values()]
         self._points = None if None in counts else math.prod(count or 0 for count in counts)

@@ -60,6 +60,11 @@ class HuggingFaceTarget(Target):
         if is_ours(source.skeleton):
             differ = ", ".join(sorted(differing(source.config)))
             return f"its layers differ in {differ}, and transformers cannot build a {type(source.skeleton).__name__} so; runtime.load does"
+        if source.compressed_expert is not None:
+            return (
+                f"{source.compressed_expert} is a routed expert's, which this target does not carry yet; where its quant_method is "
+                "compressed-tensors, the artifact itself is what vLLM and transformers read"
+            )
         if options.layout != "gptq" and options.checkpoint_format != "gptq":
             return "checkpoint_format is an option of layout=gptq"
         if options.layout == "gptq" and not source.entries:

@@ -9,12 +9,14 @@ import pytest
 import torch
 
 import compress
+import runtime
+from compress.distill.cut import cut_checkpoint
 from compress.pipeline.collect import InputGroup, collect
 from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
 from runtime.engines.torch import Blueprint
 from runtime.errors import CompressError
-from runtime.experts import Experts, find_fused, unfuse
+from runtime.experts import Experts, Layout, find_fused, unfuse
 from runtime.linear import CompressedLinear
 from tests.families.models import FAMILIES
 
@@ -157,3 +159,41 @@ def test_padding_is_no_token_of_an_expert() -> None:
     assert [s.tokens for s in found] == [3, 3, 1, 1]
     kept = rows[torch.tensor([0, 2, 4])]
     torch.testing.assert_close(found[0].hessian, kept.T @ kept / 3)
+
+
+@pytest.mark.parametrize("gate", [True, False])
+@pytest.mark.parametrize("interleaved", [True, False])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_experts_are_put_together_as_they_were(gate: bool, interleaved: bool, transposed: bool) -> None:
+    layout = Layout(3, 5, 4, gate, interleaved, transposed, True, torch.float32)
+    for bias in (False, True):
+        for home in {layout.home(p, bias) for p in layout.projections}:
+            own = [p for p in layout.projections if layout.home(p, bias) == home]
+            held = torch.randn(layout.shape(own[0], bias))
+            again = [layout.join(own[0], [layout.part(p, item, bias) for p in own], bias) for item in held]
+            assert torch.equal(torch.stack(again), held)
+
+
+def test_a_draft_is_cut_out_of_a_mixture(tmp_path: Path) -> None:
+    """The experts of an artifact are one by one, those of a draft in one again; its layer computes what the artifact's does."""
+    family = next(family for family in FAMILIES if family.name == "mixtral")
+    path = family.write(tmp_path / "model")
+    stages = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}]
+    artifact = compress.apply({"name": "t", "model": str(path), "stages": stages}, output=tmp_path / "out", quiet=True)
+    draft = cut_checkpoint(artifact.path, None)
+    ids = torch.tensor([[3, 17, 80, 101, 5, 64]])
+    with torch.inference_mode():
+        logits = draft(input_ids=ids).logits
+    torch.testing.assert_close(logits, runtime.load(artifact.path).logits(ids), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("target", ["huggingface", "onnx"])
+def test_exports_say_that_they_do_not_carry_experts(tmp_path: Path, target: str) -> None:
+    from export import targets
+    from export.source import Source
+
+    path = next(family for family in FAMILIES if family.name == "mixtral").write(tmp_path / "model")
+    stages = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}]
+    artifact = compress.apply({"name": "t", "model": str(path), "stages": stages}, output=tmp_path / "out", quiet=True)
+    chosen = targets.get(target)
+    assert "experts.0.gate_proj is a routed expert's" in (chosen.why_not(Source(artifact.path), chosen.options()) or "")

@@ -102,9 +102,9 @@ def test_states_of_a_pass_spill(
     places = []
     real = hidden.HiddenStates.__init__
 
-    def made(self: Any, count: int, spill: Path | None = None) -> None:
+    def made(self: Any, count: int, spill: Path | None = None, *rest: Any) -> None:
         places.append(spill)
-        real(self, count, spill)
+        real(self, count, spill, *rest)
 
     monkeypatch.setattr(hidden.HiddenStates, "__init__", made)
     request = recipe(make_checkpoint(), structure())

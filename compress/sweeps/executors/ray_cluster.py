@@ -50,7 +50,9 @@ class RayExecutor:
                 f"ray: a trial takes {config.cpus} CPUs and {config.gpus:g} GPUs, and the cluster has {cpus:g} and {gpus:g}"
             )
         self.slots = min(fits, config.at_once or fits)
-        self.description = f"Ray at {config.address}, {self.slots} at a time, {config.cpus} CPUs each"
+        self.description = (
+            f"Ray at {config.address}, {self.slots} at a time, {config.cpus} CPU{'s' if config.cpus > 1 else ''} each"
+        )
         self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(run_trial)
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:

@@ -67,7 +67,8 @@ class SweepDirectory:
             self._clear()
         (path / TRIALS).mkdir(exist_ok=True)
         write_json(state, identity)
-        for leftover in [*path.glob(".*.tmp"), *(path / TRIALS).glob(".*.tmp"), *(path / WORK).glob(".*.tmp")]:
+        patterns = ((path, ".*.tmp"), (path / TRIALS, ".*.tmp"), (path / WORK, ".*.tmp"), (path / WORK, "[0-9]*.json"))
+        for leftover in [found for folder, pattern in patterns for found in folder.glob(pattern)]:
             remove(leftover)
         for file in sorted((path / TRIALS).glob("[0-9]*.json")):
             try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -28,6 +27,7 @@ from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.errors import RequestError
+from runtime.memory import peak_bytes
 
 
 def apply(
@@ -58,9 +58,10 @@ def apply(
     with Team.join(device) as team:
         torch.manual_seed(recipe.seed)
         if not team.is_main:
-            path = assist(recipe, device, team)
+            with disk_errors(f"writing to {output or recipe.output_directory}"):
+                path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
-            return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
+            return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
             return _apply(recipe, output, resume, overwrite, device, quiet, max_memory, team)
 
@@ -93,7 +94,7 @@ def _apply(
         check_same_draft(session, manifest, directory.path)
         Artifact(directory.path).verify()
         directory.settle()
-        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
+        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, peak_bytes()))
     if begun is not None:
         plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
@@ -140,9 +141,11 @@ def _apply(
             clock.lap("draft")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
-        if max_memory is not None and _peak() > max_memory:
-            reporter.warn(f"the run took {size(_peak())} of memory, more than the {size(max_memory)} of max_memory")
-        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
+        if max_memory is not None and peak_bytes() > max_memory:
+            reporter.warn(
+                f"the run took {size(peak_bytes())} of memory, more than the {size(max_memory)} of max_memory"
+            )
+        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, peak_bytes(), reporter.warnings)
     return _accept(result)
 
 
@@ -170,7 +173,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
         self._last = now
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -116,6 +116,7 @@ def sweep(
     overwrite: bool = False,
     device: str = "auto",
     quiet: bool = False,
+    max_memory: int | str | None = None,
 ) -> SweepResult:
     """Compress a checkpoint with many values of a recipe: a grid or a search, in processes here or on a Ray cluster.
 
@@ -129,6 +130,7 @@ def sweep(
         retry: with `resume`, try those trials again that failed or were refused.
         overwrite: replace what an earlier sweep wrote to `output`.
         device, quiet: as of `apply`.
+        max_memory: what the trials that run at a time may take together; None: what is free. Each has its share.
 
     Returns:
         `path`, `trials` (values, metrics, whether on the Pareto front), and all of sweep.json as `summary`.
@@ -138,8 +140,10 @@ def sweep(
         runtime.errors.CompressError: no trial has finished (`compress.sweeps.run.AllFailedError`, whose `result` has the reasons).
     """
     from compress.sweeps import run
+    from runtime.sizes import byte_count
 
+    limit = None if max_memory is None else byte_count("max_memory", max_memory)
     return run.sweep(
         sweep, model=model, output=output, set=set, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
-        device=device, quiet=quiet,
+        device=device, quiet=quiet, max_memory=limit,
     )  # fmt: skip

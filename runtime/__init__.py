@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from runtime.loading import load
     from runtime.model import Model
     from runtime.seq2seq import Seq2SeqModel
+    from runtime.speech import SpeechModel
 
 __all__ = [
     "ArtifactError",
@@ -22,6 +23,7 @@ __all__ = [
     "Model",
     "RequestError",
     "Seq2SeqModel",
+    "SpeechModel",
     "__version__",
     "load",
 ]
@@ -32,6 +34,7 @@ _HOMES = {
     "EncoderModel": "runtime.encoder",
     "RequestError": "runtime.errors",
     "Seq2SeqModel": "runtime.seq2seq",
+    "SpeechModel": "runtime.speech",
     "Model": "runtime.model",
     "load": "runtime.loading",
 }

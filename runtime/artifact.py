@@ -6,12 +6,14 @@ import difflib
 import hashlib
 import os
 from collections import Counter
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from runtime.checkpoint import Checkpoint, read_json
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, CompressError
 from runtime.sealed import json_is_whole, page_is_whole
 
 MANIFEST = "compress.json"
@@ -19,6 +21,8 @@ REPORT = "report.html"
 SCHEMA_VERSION = 2
 SEALED = 2  # the first version whose manifest and report hold digests of themselves
 _CHUNK = 1 << 20
+_LONGEST_NAME = 255
+_SHOWN = 200  # characters of a message of Python's
 
 
 class Artifact:
@@ -136,6 +140,32 @@ class Artifact:
         return result
 
 
+@contextmanager
+def shown(path: Path) -> Iterator[None]:
+    """Show what a manifest says. What goes wrong there is the manifest's fault: it is plain data that another may have changed.
+
+    Raises:
+        ArtifactError: in the place of what Python says of data that is of another shape than it was written in.
+    """
+    try:
+        yield
+    except CompressError:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+    ) as error:
+        said = (str(error).splitlines() or [""])[0][:_SHOWN]
+        raise ArtifactError(
+            f"{path / MANIFEST} says something that no version of this tool writes ({type(error).__name__}: {said})"
+        ) from error
+
+
 def _is(file: Path, expected: dict[str, Any]) -> bool:
     return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]
 
@@ -182,6 +212,8 @@ def _check_listed(file: Path, name: str, expected: Any) -> None:
     parts = name.replace("\\", "/").split("/")
     if not name or name.startswith(("/", "\\")) or ".." in parts or ":" in name or "\0" in name:
         raise ArtifactError(f"{file} lists {name!r}: files must lie inside the directory")
+    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts):
+        raise ArtifactError(f"{file} lists a file whose name is longer than names can be")
     if not isinstance(expected, dict) or not isinstance(expected.get("bytes"), int):
         raise ArtifactError(f"{file}: file {name} needs its size in bytes")
     if not isinstance(expected.get("sha256"), str) or len(expected["sha256"]) != 64:

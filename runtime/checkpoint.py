@@ -23,6 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 MAXIMUM_JSON_BYTES = 256_000_000
+_LONGEST_NAME = 255
 SAMPLE_BYTES = 64 * 1024
 SAMPLES = 16
 
@@ -175,6 +176,10 @@ class Checkpoint:
     def _check_inside(self, name: str, tensor: str) -> None:
         posix, windows = PurePosixPath(name), PureWindowsPath(name)
         absolute = posix.is_absolute() or windows.is_absolute() or windows.drive
+        if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in posix.parts):
+            raise ArtifactError(
+                f"{self.path / INDEX} names a file for tensor {tensor} that is longer than names can be"
+            )
         if not name or absolute or ".." in posix.parts or ".." in windows.parts or "\0" in name:
             raise ArtifactError(
                 f"{self.path / INDEX} names file {name!r} for tensor {tensor}: files must lie inside the directory"
@@ -218,6 +223,8 @@ class Checkpoint:
 def read_json(file: Path) -> dict[str, Any]:
     """A JSON object from disk, or ArtifactError."""
     try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ArtifactError(f"{file} is no regular file")
         if file.stat().st_size > MAXIMUM_JSON_BYTES:
             raise ArtifactError(f"{file} is larger than {MAXIMUM_JSON_BYTES} bytes, which no such file is")
         content = json.loads(file.read_text(encoding="utf-8"))

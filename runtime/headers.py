@@ -72,6 +72,8 @@ def read_header(file: Path) -> Header:
         ArtifactError: the file is missing, truncated, no safetensors file, or inconsistent with itself.
     """
     try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ArtifactError(f"{file} is no regular file")
         with file.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
             prefix = stream.read(8)

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from runtime.artifact import Artifact
+from runtime.audio import load_listener
 from runtime.checkpoint import read_json
 from runtime.decoding.drafters.choice import CHOICE
 from runtime.decoding.options import reject_unknown
@@ -24,6 +25,7 @@ from runtime.kv_cache.choose import choose_policy, is_off
 from runtime.model import Model
 from runtime.seq2seq import Seq2SeqModel
 from runtime.sizes import byte_count
+from runtime.speech import SpeechModel
 
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
 VERIFY_BYTES = 2**30
@@ -57,7 +59,8 @@ def load(
 ) -> Any:
     """Load a compressed artifact, an export of one (ONNX, TensorRT), or a plain Hugging Face checkpoint. Compressed weights stay packed.
 
-    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`.
+    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`, one that
+    hears (Whisper) as a `SpeechModel`.
 
     Args:
         path: the directory, or a hub id ("org/name").
@@ -195,6 +198,9 @@ def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) ->
         return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
     start, forced = decoder_start(artifact)
     engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
+    if engine.features:
+        ends = end_of_sequence(artifact, tokenizer)
+        return SpeechModel(engine, tokenizer, artifact, ends, start, forced, load_listener(artifact.path))
     return Seq2SeqModel(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), start, forced)
 
 

@@ -11,6 +11,9 @@ from runtime.errors import ArtifactError
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
 HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml", "report.html"]
+# What a checkpoint is read from, by the end of its name; and how the hub's cache calls the directories that its blobs are in.
+_OWN = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".yaml", ".py", ".bin", ".pt")
+_REPOSITORIES = ("models--", "datasets--", "spaces--")
 _SHOWN = 200  # characters of a path that a sentence repeats
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
@@ -27,6 +30,7 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     path = Path(text).expanduser()
     try:
         if path.is_dir():
+            _refuse_links_out(path)
             return path
         there = path.exists()
     except OSError as error:  # a name that is too long, a directory that may not be entered
@@ -38,6 +42,26 @@ def resolve(source: str | Path, trust_remote_code: bool = False) -> Path:
     if isinstance(source, str) and _HUB_ID.fullmatch(text) and not path.parent.is_dir():
         return _download(text, trust_remote_code)
     raise ArtifactError(f"{text} does not exist{_suggestion(path)}")
+
+
+def _refuse_links_out(directory: Path) -> None:
+    """ArtifactError where a file of a checkpoint is a link to somewhere else: what comes from others must not read what is ours.
+
+    Links of the hub's cache lead to its blobs, and may.
+    """
+    home = directory.resolve()
+    for file in directory.iterdir():
+        if not file.is_symlink() or not file.name.endswith(_OWN):
+            continue
+        try:
+            leads = file.resolve()
+        except (OSError, RuntimeError):  # to itself
+            continue
+        blob = leads.parent.name == "blobs" and leads.parent.parent.name.startswith(_REPOSITORIES)
+        if leads.exists() and not leads.is_relative_to(home) and not blob:
+            raise ArtifactError(
+                f"{file} is a link that leads out of the directory, to {leads}; put the file itself there"
+            )
 
 
 def _suggestion(path: Path) -> str:

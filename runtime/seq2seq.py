@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, overload
 
 import torch
 
 from runtime.artifact import Artifact
+from runtime.decoding.beginning import Beginning
 from runtime.decoding.loop import GROUP_ROWS
 from runtime.decoding.options import GenerationOptions
 from runtime.decoding.output import SequenceOutput
 from runtime.decoding.progress import reporting
-from runtime.decoding.prompts import PromptReader, Prompts, read_ids, read_mask
+from runtime.decoding.prompts import PromptReader, read_ids, read_mask
 from runtime.decoding.request import room, seeds_of
 from runtime.decoding.seq2seq import decode
 from runtime.decoding.stats import GenerationStats
@@ -77,21 +78,34 @@ class Seq2SeqModel:
         Raises:
             RequestError: an unknown option, a value out of range, an empty source or one that does not fit the context.
         """
-        chosen = GenerationOptions.from_keywords(options, "generate")
-        for name in ("cache_memory", "prefill_chunk"):
-            if getattr(chosen, name) is not None:
-                raise RequestError(f"{name} needs an engine with a paged KV cache, and an encoder-decoder has none")
+        chosen = read_options(options)
         sources = self._reader.read(source, "source")
-        outputs = self._outputs(sources, chosen)
+        outputs = self._outputs(len(sources.ids), sources.are_text, 1, chosen)
+        beginning = Beginning((self.start_token_id,), self.forced_token_id)
+        # Similar lengths together, so that little is padding.
+        order = sorted(range(len(outputs)), key=lambda i: -len(sources.ids[i]))
+        self._decode(grouped(order), lambda rows: [sources.ids[i] for i in rows], beginning, chosen, outputs)
+        results = [output.text if sources.are_text else list(output.tokens) for output in outputs]
+        return results if sources.are_batch else results[0]
+
+    def _decode(
+        self,
+        groups: list[list[int]],
+        sources: Callable[[list[int]], Sequence[Sequence[int]] | torch.Tensor],
+        beginning: Beginning,
+        chosen: GenerationOptions,
+        outputs: list[SequenceOutput],
+    ) -> None:
+        """Fill `outputs`, a group of numbers at a time; `sources` gives those of a group."""
         seeds = seeds_of(chosen, len(outputs))
         stats, done = GenerationStats(), 0
         try:
             with reporting(chosen.progress, len(outputs)) as report:
-                for rows in self._groups(sources.ids):
+                for rows in groups:
                     steps = decode(
                         self.engine,
-                        [sources.ids[i] for i in rows],
-                        (self.start_token_id, self.forced_token_id),
+                        sources(rows),
+                        beginning,
                         chosen,
                         [outputs[i] for i in rows],
                         [seeds[i] for i in rows],
@@ -104,23 +118,17 @@ class Seq2SeqModel:
         finally:
             stats.finish_reasons = tuple(output.finish_reason or "stopped by the caller" for output in outputs)
             self._last = stats
-        results = [output.text if sources.are_text else list(output.tokens) for output in outputs]
-        return results if sources.are_batch else results[0]
 
-    def _outputs(self, sources: Prompts, options: GenerationOptions) -> list[SequenceOutput]:
+    def _outputs(self, count: int, are_text: bool, begun: int, options: GenerationOptions) -> list[SequenceOutput]:
+        """Empty ones, after `begun` tokens that the decoder is given."""
         if options.stop and self.tokenizer is None:
             raise RequestError(f"stop needs a tokenizer, and {self.artifact.path} has none")
-        used = self.tokenizer if sources.are_text or options.stop else None
+        used = self.tokenizer if are_text or options.stop else None
         ends = frozenset() if options.ignore_eos else self.eos_token_ids
         stops = StopStrings(options.stop)
         # The start token takes one position; the last new token is never read.
-        new = room(1, options.max_new_tokens, self.engine.decoder_context_length, "the start")
-        return [SequenceOutput([], new, ends, used, stops) for _ in sources.ids]
-
-    def _groups(self, sources: list[list[int]]) -> list[list[int]]:
-        """Which sources (by index) are decoded together: similar lengths, so that little is padding."""
-        order = sorted(range(len(sources)), key=lambda i: -len(sources[i]))
-        return [order[start : start + GROUP_ROWS] for start in range(0, len(order), GROUP_ROWS)]
+        new = room(begun, options.max_new_tokens, self.engine.decoder_context_length, "the start")
+        return [SequenceOutput([], new, ends, used, stops) for _ in range(count)]
 
     # ---------------------------------------------------------------- logits
     def logits(
@@ -163,3 +171,17 @@ class Seq2SeqModel:
     def explain(self) -> dict[str, str]:
         """{layer: the kernel that computes it}."""
         return self.engine.explain()
+
+
+def grouped(order: list[int]) -> list[list[int]]:
+    """Neighbours, as many as are decoded together."""
+    return [order[start : start + GROUP_ROWS] for start in range(0, len(order), GROUP_ROWS)]
+
+
+def read_options(options: Mapping[str, Any]) -> GenerationOptions:
+    """Options of `generate`; RequestError for those that an encoder-decoder has no use for."""
+    chosen = GenerationOptions.from_keywords(options, "generate")
+    for name in ("cache_memory", "prefill_chunk"):
+        if getattr(chosen, name) is not None:
+            raise RequestError(f"{name} needs an engine with a paged KV cache, and an encoder-decoder has none")
+    return chosen

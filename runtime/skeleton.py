@@ -5,6 +5,7 @@ Both sides use it: the runtime fills it with an artifact's tensors, the offline 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,25 +20,41 @@ from runtime.matrices import sides
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
 
+# Names of numbers in configs that say how many parts a model has, or how wide they are, with the most that is believed.
+_MOST = {
+    re.compile(r"(layers?|blocks|experts|depths?|heads?)$"): 2**14,
+    re.compile(r"(size|dim|rank|width|channels|n_embd|n_inner|d_model|d_ff|d_kv|window)$"): 2**24,
+}
+
 Kind = Literal["decoder", "encoder", "encoder-decoder"]
+FEATURES = "input_features"
+"""What transformers calls the features of sounds that an encoder reads."""
 
 
 def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
     """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it."""
-    from huggingface_hub.errors import StrictDataclassError
     from transformers import AutoConfig
 
     try:
         return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
-    except (ValueError, KeyError, OSError, TypeError, AttributeError, StrictDataclassError) as error:
+    except Exception as error:  # transformers' classes of configs compute what they like with what the file says
         if not trust_remote_code and "trust_remote_code" in str(error):
             raise ArtifactError(
                 f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
-                "trust_remote_code"
+                "--trust-remote-code (trust_remote_code=True of runtime.load); what compresses a model runs no such code"
             ) from error
         # A validation error says which check failed; what was wrong is in its cause.
-        detail = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
+        detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error
         raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
+
+
+def check_sizes(config: Any, where: str = "config.json") -> None:
+    """ArtifactError where a model is described that no machine holds: its parts would be made one by one until memory or patience ends."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        most = next((most for pattern, most in _MOST.items() if pattern.search(str(key))), None)
+        if most is not None and isinstance(value, int) and abs(value) > most:
+            raise ArtifactError(f"{where}: {key} is {str(value)[:40]}; at most {most:,} are allowed")
+        check_sizes(value, f"{where}: {key}")
 
 
 def model_kind(config: PretrainedConfig) -> Kind:
@@ -89,7 +106,11 @@ def build_skeleton(
     """
     import copy
 
-    config = copy.deepcopy(config)
+    try:
+        check_sizes(config.to_dict())
+        config = copy.deepcopy(config)
+    except RecursionError as error:
+        raise ArtifactError("config.json is nested deeper than any config is") from error
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     layers = layer_sizes.overrides(config)
@@ -104,7 +125,9 @@ def build_skeleton(
         model = layer_sizes.native(config, construct) if layers else construct(config)
         if model is None:
             model = _layered(config, layers, construct)
-    except (ValueError, KeyError, RuntimeError, TypeError, ZeroDivisionError) as error:
+    except CompressError:
+        raise
+    except Exception as error:  # models compute what they like with what config.json says
         kind = model_kind(config)
         what = {"decoder": "causal language model"}.get(kind, kind)
         raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error
@@ -146,8 +169,16 @@ def _construct(
         return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
     if kind == "encoder-decoder":
         if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
-            return transformers.AutoModelForSeq2SeqLM.from_config(config, dtype=dtype, trust_remote_code=trust)
-        return known._from_config(config, dtype=dtype)
+            speech = is_speech(config)
+            general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+            model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
+        else:
+            model = known._from_config(config, dtype=dtype)
+        if model.main_input_name not in ("input_ids", FEATURES):
+            raise ValueError(
+                f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
+            )
+        return model
     if known is None:
         return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
     options: dict[str, Any] = {}
@@ -167,9 +198,23 @@ def _has_two_stacks(config: PretrainedConfig) -> bool:
 
 
 def _seq2seq_classes() -> set[str]:
-    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto import modeling_auto as auto
 
-    return _classes(MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES)
+    return _classes(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | _classes(
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    )
+
+
+def is_speech(config: PretrainedConfig) -> bool:
+    """Whether transformers knows the family of an encoder-decoder as one that turns speech into text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    return model_kind(config) == "encoder-decoder" and config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+
+def reads_features(model: PreTrainedModel) -> bool:
+    """Whether the encoder of an encoder-decoder reads features of sounds (`input_features`) where others read token ids."""
+    return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
 
 
 def _classes(mapping: Any) -> set[str]:
@@ -251,7 +296,8 @@ def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleL
     best: tuple[int, str, nn.ModuleList] | None = None
     prefix = next((n for n, m in model.named_modules() if m is part), "")
     for name, module in part.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) > 0:
+        # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children()):
             size = sum(p.numel() for p in module.parameters())
             if best is None or size > best[0]:
                 best = (size, f"{prefix}.{name}" if prefix else name, module)

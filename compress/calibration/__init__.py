@@ -1,6 +1,16 @@
-"""Text for calibration and evaluation, as rows of token ids."""
+"""Text and speech for calibration and evaluation, as rows of integers."""
 
 from compress.calibration.rows import CalibrationData, load, load_evaluation
 from compress.calibration.spans import Spans, evaluation_spans
+from compress.calibration.speech import SpeechReader, load_speech, load_speech_evaluation
 
-__all__ = ["CalibrationData", "Spans", "evaluation_spans", "load", "load_evaluation"]
+__all__ = [
+    "CalibrationData",
+    "Spans",
+    "SpeechReader",
+    "evaluation_spans",
+    "load",
+    "load_evaluation",
+    "load_speech",
+    "load_speech_evaluation",
+]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,7 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         tokens=tokens,
         rows=len(rows),
         description=f"{shape} from {where}, seed {config.seed} ({tokens:,} tokens)",
-        sha256=_digest(rows, mask),
+        sha256=digest([(rows, mask)]),
         warning=warning,
     )
 
@@ -137,7 +137,7 @@ def _windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
 
 def _packed(config: CalibrationConfig, read: list[list[int]], where: str) -> tuple[torch.Tensor, torch.Tensor]:
     windows = _windows(_joined(read), config, where)
-    rows = _draw(windows, config)
+    rows = draw(windows, config)
     return rows, torch.ones_like(rows, dtype=torch.bool)
 
 
@@ -151,11 +151,11 @@ def _padded(config: CalibrationConfig, read: list[list[int]], tokenizer: Any) ->
         size = min(len(ids), length)
         rows[index, :size] = torch.tensor(ids[:size])
         mask[index, :size] = True
-    chosen = _draw(torch.arange(len(read)), config)
+    chosen = draw(torch.arange(len(read)), config)
     return rows[chosen], mask[chosen]
 
 
-def _draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
+def draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
     """`samples` of the rows, by seed; all of them, in order, when there are no more than that."""
     if len(rows) <= config.samples:
         return rows
@@ -163,8 +163,11 @@ def _draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
     return rows[torch.randperm(len(rows), generator=generator)[: config.samples]]
 
 
-def _digest(rows: torch.Tensor, mask: torch.Tensor) -> str:
-    digest = hashlib.sha256(repr(tuple(rows.shape)).encode())
-    digest.update(rows.numpy().tobytes())
-    digest.update(mask.numpy().tobytes())
-    return digest.hexdigest()
+def digest(batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """SHA-256 (hex) of shapes, ids and masks."""
+    sha256 = hashlib.sha256()
+    for rows, mask in batches:
+        sha256.update(repr(tuple(rows.shape)).encode())
+        sha256.update(rows.numpy().tobytes())
+        sha256.update(mask.numpy().tobytes())
+    return sha256.hexdigest()

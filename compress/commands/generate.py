@@ -30,7 +30,9 @@ def register(app: typer.Typer) -> None:
 
 def generate(
     model: str = PATH,
-    prompt: str = typer.Argument(..., metavar="PROMPT", help="The text to continue; - reads it from stdin."),
+    prompt: str = typer.Argument(
+        ..., metavar="PROMPT", help="The text to continue; - reads it from stdin. Of a model that hears, a .wav file."
+    ),
     max_new_tokens: int | None = typer.Option(
         None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default 128)."
     ),
@@ -43,6 +45,8 @@ def generate(
     repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: repeat less."),
     stop: list[str] = typer.Option([], "--stop", help="End before this text; may be repeated."),
     seed: int | None = typer.Option(None, "--seed", help="Makes sampling reproducible."),
+    language: str | None = typer.Option(None, "--language", help="Of the sound, for models that hear: en, german, ..."),
+    task: str | None = typer.Option(None, "--task", help="For models that hear: transcribe or translate."),
     stream: bool = typer.Option(False, "--stream", help="Show the text while it is made."),
     verify: bool = typer.Option(False, "--verify", help="Check every file against its SHA-256 first."),
     device: str = DEVICE,
@@ -62,6 +66,7 @@ def generate(
       compress generate out/llama_w4_sparse "def read_lines(path):"
       compress generate out/my-w4 "Once upon a time" --stream --temperature 0.8 --top-p 0.95 --seed 1
       compress generate out/my-w4 - --kv-cache '{"method": "snapkv", "keys": "int4", "values": "int4"}' < long.txt
+      compress generate out/whisper-w4 talk.wav --language en
       cat prompt.txt | compress generate out/my-w4 - -n 64 --stop $'\\n\\n'
     """
     if stream and as_json:
@@ -72,6 +77,7 @@ def generate(
         "max_new_tokens": max_new_tokens, "temperature": temperature, "top_k": top_k, "top_p": top_p, "min_p": min_p,
         "repetition_penalty": repetition_penalty, "stop": stop, "seed": seed,
     }  # fmt: skip
+    options |= {name: value for name, value in (("language", language), ("task", task)) if value is not None}
     with stdout_reserved(as_json):
         import runtime
 

@@ -54,7 +54,10 @@ def inspect(
     if as_json:
         print_json(result)
     else:
-        _show(result)
+        from runtime.artifact import shown
+
+        with shown(opened.path):
+            _show(result)
 
 
 def describe(artifact: Artifact) -> dict[str, Any]:
@@ -64,7 +67,10 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`.
     """
     rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
-    return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
+    from runtime.artifact import shown
+
+    with shown(artifact.path):
+        return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
 
 
 def _accounted(artifact: Artifact) -> Iterator[dict[str, Any]]:

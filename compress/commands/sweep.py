@@ -13,6 +13,12 @@ from compress.commands.output import duration, print_json, print_table, stdout_r
 from runtime.errors import CompressError
 
 _ROWS = 40
+MAX_MEMORY = typer.Option(
+    None,
+    "--max-memory",
+    metavar="SIZE",
+    help='What trials that run at a time may take together, such as "12GB"; each has its share.',
+)
 
 
 def _complete_sweep(incomplete: str) -> list[str]:
@@ -45,6 +51,7 @@ def sweep(
         False, "--overwrite", help="Replace what an earlier sweep wrote to the output directory."
     ),
     device: str = DEVICE,
+    max_memory: str | None = MAX_MEMORY,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
@@ -59,6 +66,9 @@ def sweep(
       compress sweep my_sweep.yaml --model ~/models/my-llama --output out/my-sweep --jobs 4
       compress sweep my_sweep.yaml --resume
     """
+    from runtime.sizes import byte_count
+
+    limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
         from compress.sweeps.run import AllFailedError
@@ -67,7 +77,7 @@ def sweep(
         try:
             done = run(
                 sweep, model=model, output=output, set=set_, jobs=jobs, resume=resume, retry=retry, overwrite=overwrite,
-                device=device, quiet=quiet,
+                device=device, quiet=quiet, max_memory=limit,
             )  # fmt: skip
         except AllFailedError as error:
             done, failure = error.result, error

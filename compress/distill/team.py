@@ -45,6 +45,12 @@ def launched() -> int:
     return int(text) if text.isdigit() else 1
 
 
+def on_this_machine() -> int:
+    """How many of them share this machine's memory."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
 def is_first() -> bool:
     """Whether this is the main one of the processes that a launcher has started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
@@ -212,4 +218,4 @@ def _is_lost(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
 
 
-__all__ = ["PartDone", "Team", "launched"]
+__all__ = ["PartDone", "Team", "launched", "on_this_machine"]

@@ -11,7 +11,7 @@ from compress.pipeline.files import written_beside
 COMPANIONS = (
     "generation_config.json", "tokenizer*.json", "tokenizer.model", "*.tiktoken", "special_tokens_map.json", "added_tokens.json",
     "spiece.model", "*.bpe.model", "vocab.json", "vocab.txt", "merges.txt", "chat_template*", "preprocessor_config.json",
-    "processor_config.json", "LICENSE*", "NOTICE*",
+    "processor_config.json", "normalizer.json", "LICENSE*", "NOTICE*",
     # What sentence-transformers says about pooling; its modules have a folder each.
     "modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json",
 )  # fmt: skip

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from compress.pipeline.bounds import Bounds
@@ -35,7 +37,7 @@ class CompressNeeds:
         self._model = Counted.of(session.streamed)
         # Stages before have cut the model that the result is compared with.
         self._judge = self._model if session.source is None else Counted.of(session.reference)
-        self._scored = 0 if evaluation is None else int(evaluation.numel())
+        self._scored = 0 if evaluation is None else math.prod(session.streamed.rows.positions(evaluation))
         self.set = WorkingSet(session, works, evaluation, self._judge)
 
     def under(self, bounds: Bounds, rows: Rows) -> Needs:

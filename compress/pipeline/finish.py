@@ -50,6 +50,8 @@ def evaluation_windows(session: Session) -> torch.Tensor | None:
             if getattr(config, name) is not None:
                 raise RequestError(config.at(name, f"{REASON}; set max_perplexity_increase in its place"))
         return _same_text(session)[1].ids
+    if session.speech is not None:
+        return calibration.load_speech_evaluation(config, session.speech)
     return session.framed(calibration.load_evaluation(config, session.tokenizer, session.vocabulary))
 
 
@@ -139,7 +141,7 @@ def evaluate(
         metrics = compare(source, artifact, windows, config.batch_size, work, reporter)
     if "after" in metrics:
         metrics["perplexity_increase"] = metrics["after"]["perplexity"] / metrics["before"]["perplexity"] - 1.0
-    metrics["sequence_length"] = int(windows.shape[1])
+    metrics["sequence_length"] = session.streamed.rows.length(windows)
     metrics["limits"] = check_limits(metrics, config.limits())
     return metrics
 

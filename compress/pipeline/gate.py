@@ -158,7 +158,7 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
 def _ask_engine(session: Session, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
     """The probe through the engine that `runtime.load` chooses."""
     streamed, device = session.streamed, blueprint.device
-    source = streamed.source_ids(session.probe).to(device)
+    source = streamed.source(session.probe).to(device)
     if blueprint.kind == "encoder":
         return TorchEncoderEngine(module, device).forward(source, None)
     if blueprint.kind == "encoder-decoder":

@@ -1,4 +1,4 @@
-"""What a recipe may ask of an encoder or an encoder-decoder."""
+"""What a recipe may ask of a model of a kind."""
 
 from __future__ import annotations
 
@@ -10,10 +10,18 @@ from compress.pipeline.stream import StreamedModel
 from compress.recipe import Recipe
 from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
+from runtime.skeleton import reads_features
 
 
 def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
+    if reads_features(streamed.model):
+        _check_speech(recipe, type(streamed.model).__name__)
+        return
+    for source in (recipe.calibration, recipe.evaluate):
+        if source is not None and source.language is not None:
+            text = f"{type(streamed.model).__name__} reads text, in any language; this is for models that hear: leave it out"
+            raise RequestError(source.at("language", text))
     if streamed.kind == "decoder":
         return
     config = streamed.config.get_text_config()
@@ -31,6 +39,14 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
         text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
         raise RequestError(recipe.calibration.at("packing", text))
+
+
+def _check_speech(recipe: Recipe, name: str) -> None:
+    """Stages that work on layers one by one need sounds, or nothing; the others are made for text."""
+    for stage in recipe.stages:
+        if stage.kind not in ("prune", "quantize"):
+            text = f"{name} hears, and only prune and quantize stages are for such models; leave this one out"
+            raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
 
 
 def is_head(streamed: StreamedModel, name: str, module: nn.Module) -> bool:

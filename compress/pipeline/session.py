@@ -26,10 +26,13 @@ from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
 from compress.recipe import Recipe, locate_model
+from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
 from runtime.engines.torch_encoder import position_limit
+from runtime.engines.torch_seq2seq import target_limit
 from runtime.errors import RequestError
 from runtime.matrices import is_linear
+from runtime.skeleton import reads_features
 
 if TYPE_CHECKING:
     from compress.pipeline.recover_job import RecoverJob
@@ -185,7 +188,19 @@ class Session:
         return int(self.reference.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
 
     @cached_property
+    def speech(self) -> calibration.SpeechReader | None:
+        """How the model that is compressed hears and writes; None: it reads text."""
+        if not reads_features(self.streamed.model):
+            return None
+        reads = self.reads_text or self.recipe.evaluate is not None
+        tokenizer = self.tokenizer if reads else None
+        limit = target_limit(self.streamed.model)
+        return calibration.SpeechReader.of(Artifact(self.checkpoint.path), tokenizer, self.vocabulary, limit)
+
+    @cached_property
     def calibration(self) -> calibration.CalibrationData:
+        if self.speech is not None:
+            return calibration.load_speech(self.recipe.calibration, self.speech)
         return calibration.load(self.recipe.calibration, self.tokenizer, self.vocabulary)
 
     @cached_property
@@ -211,7 +226,9 @@ class Session:
 
     @cached_property
     def probe(self) -> torch.Tensor:
-        """Ids `[1, n]` that follow the pipeline through every block, so that the artifact can be held against it."""
+        """A row `[1, n]` that follows the pipeline through every block, so that the artifact can be held against it."""
+        if self.speech is not None:
+            return self.speech.probe(PROBE_TOKENS // 2)
         limit = min(PROBE_TOKENS, position_limit(self.streamed.model) or PROBE_TOKENS)
         generator = torch.Generator().manual_seed(0)
         return torch.randint(0, self.vocabulary, (1, limit), generator=generator)

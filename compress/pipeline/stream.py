@@ -5,7 +5,7 @@ no architecture: the embedding part runs once with every block replaced by a rec
 enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
 
 What goes from block to block is a state `[b, n, hidden]`: the hidden states; in the decoder of an encoder-decoder the encoder's
-output follows behind them. Such a model reads the first half of a row of token ids as its source, and its decoder the rest.
+output follows behind them. What a row of integers means to a model, `compress.pipeline.row_kinds` says.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from torch import nn
 from compress.pipeline.arithmetic import products
 from compress.pipeline.hidden import HiddenStates
 from compress.pipeline.partial import PartialModel
+from compress.pipeline.row_kinds import HalvedRows, SpeechRows, TextRows
 from compress.pipeline.stacks import Handover, Recorder
 from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
 from runtime.errors import CompressError
 from runtime.loading import decoder_start
+from runtime.skeleton import reads_features
 
-Batch = tuple[torch.Tensor, torch.Tensor | None]  # ids [b, s] int64, mask [b, s] bool (None: all tokens are valid)
+Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
 
 
 class _PreludeDoneError(Exception):
@@ -44,32 +46,38 @@ class StreamedModel(PartialModel):
 
     def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
         super().__init__(checkpoint, *arguments, **options)
-        self._start = decoder_start(Artifact(checkpoint.path))[0] if self.kind == "encoder-decoder" else 0
+        self.rows = TextRows()
+        if self.kind == "encoder-decoder":
+            start = decoder_start(Artifact(checkpoint.path))[0]
+            window = getattr(self.config, "max_source_positions", None)
+            self.rows = SpeechRows(start, window) if reads_features(self.model) else HalvedRows(start)
         self._handovers: dict[int, Handover] = {}
+        self._positions: dict[tuple[Any, ...], int] = {}  # that the encoder gives, for rows of a shape
         self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
         self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
 
-    # ---------------------------------------------------------------- token ids
-    def source_ids(self, ids: torch.Tensor) -> torch.Tensor:
-        """What the (first) stack reads of rows `[b, s]`: all of them, or the first half."""
-        return ids[:, : self._half(ids)] if self.kind == "encoder-decoder" else ids
+    # ---------------------------------------------------------------- rows
+    def source(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the (first) stack reads of rows `[b, s]`: all of them, the first half, or features of sounds `[b, x, y]`."""
+        return self.rows.source(ids)
 
     def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
         """What the decoder of an encoder-decoder reads of rows `[b, s]`: the start token, then what the source leaves."""
-        start = torch.full((len(ids), 1), self._start, dtype=ids.dtype)
-        return torch.cat([start, ids[:, self._half(ids) :]], dim=1)
+        return self.rows.target(ids)
 
     def labels(self, ids: torch.Tensor) -> torch.Tensor:
-        """The tokens that all but the last of a row's logits predict."""
-        return ids[:, self._half(ids) :] if self.kind == "encoder-decoder" else ids[:, 1:]
+        """The tokens that all but the last of a row's logits predict; negative where a logit is not scored."""
+        return self.rows.labels(ids)
 
-    def _half(self, ids: torch.Tensor) -> int:
-        return max(1, ids.shape[1] // 2)
+    def _entering(self, ids: torch.Tensor) -> torch.Tensor:
+        """`source`, as the model takes it."""
+        source = self.source(ids).to(self.device)
+        return source.to(self.dtype) if source.is_floating_point() else source
 
     def call(self, module: Any, batch: Batch, **more: Any) -> Any:
         """Run `module`, a whole model of this kind, over a batch without a cache; an encoder without its heads."""
         ids, mask = batch
-        arguments: dict[str, Any] = {"input_ids": self.source_ids(ids).to(self.device)}
+        arguments: dict[str, Any] = {self.rows.name: self._entering(ids)}
         if mask is not None:
             arguments["attention_mask"] = mask.to(self.device).long()
         if self.kind == "encoder":
@@ -86,21 +94,20 @@ class StreamedModel(PartialModel):
             batch = batches[number]
             hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
             states.put(number, hidden)
-            self._kwargs.setdefault((0, *_call_key(*batch)), kwargs)
+            self._kwargs.setdefault((0, *self._call_key(*batch)), kwargs)
 
     @torch.inference_mode()
     def block_kwargs(self, batch: Batch, index: int = 0) -> dict[str, Any]:
         """Keyword arguments of block `index` for `batch` (computed once for equal shapes and masks)."""
         number, local = self._place(index)
-        key = (number, *_call_key(*batch))
+        key = (number, *self._call_key(*batch))
         if key not in self._kwargs:
             if number == 0:
                 self._kwargs[key] = self._record(0, batch, lambda: self.call(self.model, batch))[1]
             else:
-                ids = batch[0]
                 size = self.config.get_text_config().hidden_size
-                nothing = torch.zeros(len(ids), self._half(ids), size, dtype=self.dtype, device=self.device)
-                self._enter_decoder(nothing, batch)
+                shape = len(batch[0]), self.own_length(0, batch), size
+                self._enter_decoder(torch.zeros(shape, dtype=self.dtype, device=self.device), batch)
         return self._kwargs[key][local]
 
     def _record(self, number: int, batch: Batch, call: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
@@ -135,6 +142,8 @@ class StreamedModel(PartialModel):
                 f"{type(self.model).__name__} ran {len(calls)} of its {len(stack.blocks)} blocks; it cannot be streamed"
             )
         self._handovers[number] = handover
+        if number == 0:
+            self._positions[self.rows.shape(batch[0])] = int(first[0].shape[1])
         return first[0], calls
 
     @contextmanager
@@ -184,8 +193,17 @@ class StreamedModel(PartialModel):
 
     def own_length(self, index: int, batch: Batch) -> int:
         """Positions of block `index`'s state that are its own: behind those of a decoder the encoder's follow."""
-        ids = self.source_ids(batch[0]) if self._place(index)[0] == 0 else self.target_ids(batch[0])
-        return int(ids.shape[1])
+        if self._place(index)[0] > 0:
+            return int(self.target_ids(batch[0]).shape[1])
+        known = self.rows.encoded(batch[0])
+        if known is not None:
+            return known
+        self.block_kwargs(batch, 0)  # which learns it
+        return self._positions[self.rows.shape(batch[0])]
+
+    def _call_key(self, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
+        full = mask is None or bool(mask.all())
+        return (self.rows.shape(ids), None if full else mask.cpu().numpy().tobytes())  # type: ignore[union-attr]
 
     def advance(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
         """`run_block`, and after the encoder's last block what enters the decoder: the state for block `index + 1`."""
@@ -196,9 +214,8 @@ class StreamedModel(PartialModel):
         if len(self.stacks) == 2 and index + 1 == self.stacks[1].first:
             with torch.inference_mode():
                 encoder: Any = self.model.get_encoder()
-                ids = torch.zeros(state.shape[:2], dtype=torch.int64, device=self.device)
-                with self._handing_on(0, state):
-                    memory = encoder(input_ids=ids).last_hidden_state
+                with self._handing_on(0, state, batch):
+                    memory = encoder(**{self.rows.name: self._entering(batch[0])}).last_hidden_state
                 return self._enter_decoder(memory, batch)
         return state
 
@@ -212,7 +229,7 @@ class StreamedModel(PartialModel):
         if not self._memory_names or hidden.shape[2] != memory.shape[2]:
             raise CompressError(f"{type(self.model).__name__} has a decoder that this pipeline cannot follow")
         kept = [{k: v for k, v in call.items() if k not in self._memory_names} for call in calls]
-        self._kwargs.setdefault((1, *_call_key(*batch)), kept)
+        self._kwargs.setdefault((1, *self._call_key(*batch)), kept)
         return torch.cat([hidden, memory], dim=1)
 
     def _decode(self, target: torch.Tensor, memory: torch.Tensor) -> Any:
@@ -223,11 +240,11 @@ class StreamedModel(PartialModel):
         return model(encoder_outputs=states, decoder_input_ids=target, use_cache=False)
 
     @contextmanager
-    def _handing_on(self, number: int, hidden: torch.Tensor) -> Iterator[None]:
-        """The blocks of a stack give place to ones that hand on `hidden`, with all that is in no block loaded."""
+    def _handing_on(self, number: int, hidden: torch.Tensor, batch: Batch) -> Iterator[None]:
+        """The blocks of a stack give place to ones that hand on `hidden`, of a batch, with all that is in no block loaded."""
         stack = self.stacks[number]
         if number not in self._handovers:
-            self.block_kwargs((torch.zeros(1, 2, dtype=torch.int64), None), stack.first)
+            self.block_kwargs(batch, stack.first)
         handover = self._handovers[number]
         loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
         recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
@@ -264,10 +281,10 @@ class StreamedModel(PartialModel):
             assert rows is not None
             length = self.target_ids(rows).shape[1]
             target = torch.zeros(len(state), length, dtype=torch.int64, device=self.device)
-            with self._handing_on(1, state[:, :length]):
+            with self._handing_on(1, state[:, :length], (rows, None)):
                 return self._decode(target, state[:, length:]).logits
         ids = torch.zeros(state.shape[:2], dtype=torch.int64, device=self.device)
-        with self._handing_on(0, state):
+        with self._handing_on(0, state, (torch.zeros(1, 2, dtype=torch.int64), None)):
             out = self.call(self.model, (ids, None))
         return out.last_hidden_state if self.kind == "encoder" else out.logits
 
@@ -295,11 +312,6 @@ def run_blocks(
             if on_block is not None:
                 on_block(index)
     return states
-
-
-def _call_key(ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
-    full = mask is None or bool(mask.all())
-    return (tuple(ids.shape), None if full else mask.cpu().numpy().tobytes())  # type: ignore[union-attr]
 
 
 def _cast(value: Any, dtype: torch.dtype) -> Any:

@@ -25,7 +25,8 @@ def compare(
 ) -> dict[str, Any]:
     """Perplexity of both models on `windows` `[n, s]` int64 (every token but the first of a window is scored), KL and agreement.
 
-    An encoder-decoder reads the first half of a window and is scored on the rest, given token by token.
+    An encoder-decoder reads the first half of a window and is scored on the rest, given token by token; one that hears is scored on
+    transcripts.
 
     Returns {"before": {...}, "after": {...}, "kl", "top1_agreement", "tokens"}: KL(source || artifact) in nats a token.
     """
@@ -38,13 +39,19 @@ def compare(
     base, ours = TokenMetrics(), TokenMetrics()
     with torch.inference_mode(), source.outside(), artifact.outside():
         for number, (ids, _) in enumerate(batches):
-            rows = max(1, LOGIT_ROWS // ids.shape[1])
+            rows = max(1, LOGIT_ROWS // source.rows.length(ids))
             for start in range(0, ids.shape[0], rows):
                 part = slice(start, start + rows)
                 rows_here = ids[part]
                 targets = source.labels(rows_here).reshape(-1)
                 reference = source.outputs(before.get(number)[part].to(source.device), rows_here)[:, :-1].flatten(0, 1)
                 logits = artifact.outputs(after.get(number)[part].to(artifact.device), rows_here)[:, :-1].flatten(0, 1)
+                scored = targets >= 0
+                if not bool(scored.all()):
+                    targets, reference, logits = (
+                        targets[scored],
+                        *(part[scored.to(part.device)] for part in (reference, logits)),
+                    )
                 base.add(reference, targets)
                 ours.add(logits, targets, reference_logits=reference)
     before.drop()

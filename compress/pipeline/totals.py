@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import psutil
 import torch
 
+from compress.distill.team import on_this_machine
 from compress.pipeline.bounds import Bounds, choose, cut, ways
 from compress.pipeline.compress_needs import CompressNeeds, reads, unsettled
 from compress.pipeline.needs import Needs, Rows, Speed
@@ -69,7 +70,7 @@ def totals(
     every = _Every(session, evaluation)
     device = session.streamed.device
     on_cpu = device.type == "cpu"
-    free, held = psutil.virtual_memory().available, memory_bytes()
+    free, held = psutil.virtual_memory().available // on_this_machine(), memory_bytes()
     room = free if on_cpu else min(free, available_bytes(device))
     found = list(
         ways(
@@ -148,7 +149,9 @@ class _Every:
     def _shapes(self, bounds: Bounds) -> Rows:
         if not self._text:
             return []
-        return [tuple(ids.shape) for batch in self._session.calibration.batches for ids, _ in cut(batch, bounds.rows)]
+        session = self._session
+        parts = (part for batch in session.calibration.batches for part, _ in cut(batch, bounds.rows))
+        return [session.streamed.rows.positions(part) for part in parts]
 
     def _pass(self, number: int, rows: Rows, bounds: Bounds) -> Needs:
         """Of a job; before a recovery layers are compressed, where stages before it do that."""

@@ -64,7 +64,7 @@ class WorkingSet:
         self.judge = judge or self.model
         self.session = session
         self.item = streamed.dtype.itemsize
-        self._windows = None if evaluation is None else (int(evaluation.shape[0]), int(evaluation.shape[1]))
+        self._windows = None if evaluation is None else session.streamed.rows.positions(evaluation)
         self._layers = {name: _layer(session, name, work) for name, work in works.items()}
         self._blocks = [
             [layer for name, layer in self._layers.items() if name.startswith(streamed.block_prefix(index))]

@@ -40,11 +40,13 @@ class TextSource(Located):
     """Where text comes from; shared by `calibration` and `evaluate`.
 
     Attributes:
-        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub.
+        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub; for models that hear a
+            directory of .wav files, each with its transcript beside it (talk.wav, talk.txt).
         text_column: column (Parquet, data sets) or key (JSONL) that holds the text.
         split, subset: which part of a data set.
-        sequence_length: tokens in a row.
+        sequence_length: tokens in a row; of a transcript at most.
         batch_size: rows in one forward pass.
+        language: that transcripts are in, where the model can write several (`en`); None: what the checkpoint says.
     """
 
     data: str = Field(default="bundled", min_length=1)
@@ -53,6 +55,7 @@ class TextSource(Located):
     subset: str | None = None
     sequence_length: int = Field(default=256, ge=2, le=1_048_576)
     batch_size: int = Field(default=8, ge=1, le=4096)
+    language: str | None = Field(default=None, min_length=1)
 
 
 class ExpertsConfig(Located):

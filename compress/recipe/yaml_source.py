@@ -65,7 +65,7 @@ def parse_scalar(text: str) -> Any:
         # Python refuses to convert digit strings of more than a few thousand characters; such a "number" is text here.
         return int(text) if len(text) < 400 else text
     if _BASED.match(text):
-        return int(text, 0)
+        return int(text, 0) if len(text) < 400 else text
     if _FLOAT.match(text):
         return float(text)
     infinite = _INF.match(text)

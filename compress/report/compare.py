@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.report.facts import Facts, gather
+from runtime.artifact import shown
 from runtime.errors import RequestError
 
 
@@ -20,7 +21,11 @@ def comparison(artifacts: Sequence[str | Path]) -> list[dict[str, Any]]:
         ArtifactError: not an artifact. RequestError: the artifacts were measured on different text or come from different
             models, so that their numbers cannot be compared.
     """
-    facts = [gather(path) for path in artifacts]
+    facts: list[Facts] = []
+    for path in artifacts:
+        with shown(Path(path)):
+            facts.append(gather(path))
+            _row(facts[-1])  # what it would be shown as
     _check_comparable(facts)
     rows: list[dict[str, Any]] = []
     first = next((fact for fact in facts if "after" in fact.metrics), None)

@@ -16,6 +16,7 @@ from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
 from compress.report.style import CSS
+from runtime.artifact import shown
 from runtime.errors import RequestError
 from runtime.sealed import sealed_page
 
@@ -37,14 +38,20 @@ def write_report(artifact: str | Path, output: str | Path | None = None) -> Path
     Raises:
         ArtifactError: not an artifact. RequestError: the file cannot be written.
     """
-    facts = gather(artifact)
-    path = Path(output) if output is not None else facts.path / FILE
+    path = Path(output) if output is not None else Path(artifact) / FILE
+    text = sealed_page(page(artifact))
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_text(path, sealed_page(render(facts)))
+        write_text(path, text)
     except OSError as error:
         raise RequestError(f"the report cannot be written to {path}: {error.strerror or error}") from None
     return path
+
+
+def page(artifact: str | Path) -> str:
+    """The page of an artifact as text; ArtifactError where its manifest cannot be shown."""
+    with shown(Path(artifact)):
+        return render(gather(artifact))
 
 
 def render(facts: Facts) -> str:

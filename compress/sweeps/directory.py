@@ -67,10 +67,16 @@ class SweepDirectory:
             self._clear()
         (path / TRIALS).mkdir(exist_ok=True)
         write_json(state, identity)
-        for leftover in [*path.glob(".*.tmp"), *(path / TRIALS).glob(".*.tmp"), *(path / WORK).glob(".*.tmp")]:
+        patterns = ((path, ".*.tmp"), (path / TRIALS, ".*.tmp"), (path / WORK, ".*.tmp"), (path / WORK, "[0-9]*.json"))
+        for leftover in [found for folder, pattern in patterns for found in folder.glob(pattern)]:
             remove(leftover)
         for file in sorted((path / TRIALS).glob("[0-9]*.json")):
-            trial = Trial(**read(file))
+            try:
+                trial = Trial(**read(file))
+            except TypeError as error:
+                raise ArtifactError(
+                    f"{file} is no record of a trial: {error}; remove it, and --resume runs the trial again"
+                ) from error
             self.trials[trial.number] = trial
 
     def close(self) -> None:

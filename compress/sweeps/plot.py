@@ -103,7 +103,7 @@ def _panel(axes: Axes, result: dict[str, Any], x: Metric, y: Metric, ink: str, f
             axes.scatter(*zip(*places, strict=True), label=name, linewidths=1.4, **look)
     values = [at(trial["metrics"])[1] for trial in trials]
     upright = result["source"].get(y.name)
-    log_where_wide(axes, values if not upright else [*values, upright / y.axis])
+    log_where_wide(axes, values if not upright else [*values, upright / y.axis], times=4.0)
     _reference(axes, result["source"], x, y, [at(trial["metrics"])[0] for trial in trials])
     axes.margins(x=0.1, y=0.12)
     axes.set_xlabel(x.label)

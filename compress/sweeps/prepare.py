@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from compress.nearest import listing
-from compress.recipe.models import Recipe
+from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.grid import Grid
 from compress.sweeps.models import Sweep
@@ -28,32 +28,37 @@ def first_recipe(sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: s
     """The recipe of some point that can be carried out, as far as that is known before; of a grid, all points are checked.
 
     Raises:
-        RequestError: a point of a grid that cannot be; of a search, none that can.
+        RequestError: a point of a grid that cannot be; of a search, none that can; or there is no such model.
     """
     from compress.pipeline.passes import Passes
 
-    if isinstance(search, Grid):
-        recipes = []
-        for values in search.points:
-            try:
-                recipe = base.at(values)
-                Passes.open(recipe, device)
-            except RequestError as error:
-                raise RequestError(f"{error} (in the trial with {words(values)})") from error
-            recipes.append(recipe)
-        return recipes[0]
-    first: RequestError | None = None
-    for values in _draws(sweep):
+    model: str | None = None
+    first: Recipe | None = None
+    refused: RequestError | None = None
+    for values in search.points if isinstance(search, Grid) else _draws(sweep):
+        found: Recipe | None = None
         try:
-            recipe = base.at(values)
-            Passes.open(recipe, device)
+            found = base.at(values)
         except RequestError as error:
-            first = first or RequestError(
-                f"{error} (as in all of {_DRAWS} combinations that were drawn, here {words(values)})"
-            )
-            continue
-        return recipe
-    raise first or RequestError("vary: there are no values")
+            refused = refused or RequestError(f"{error} ({_where(search, values)})")
+        if found is not None:
+            model = model or str(locate_model(found))  # looked for once: a hub is asked over the network
+            try:
+                Passes.open(found.model_copy(update={"model": model}), device)
+                first = first or found
+            except RequestError as error:
+                refused = refused or RequestError(f"{error} ({_where(search, values)})")
+        if refused is not None if isinstance(search, Grid) else first is not None:
+            break
+    if first is None or (refused is not None and isinstance(search, Grid)):
+        raise refused or RequestError("vary: there are no values")
+    return first
+
+
+def _where(search: Grid | Study, values: dict[str, Any]) -> str:
+    if isinstance(search, Grid):
+        return f"in the trial with {words(values)}"
+    return f"as in all of {_DRAWS} combinations that were drawn, here {words(values)}"
 
 
 def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
 import yaml
 
 from compress.pipeline.files import disk_errors, write_text
@@ -68,6 +69,7 @@ def sweep(
     overwrite: bool = False,
     retry: bool = False,
     device: str = "auto",
+    max_memory: int | None = None,
     quiet: bool = False,
     executor: MakeExecutor = choose,
 ) -> SweepResult:
@@ -83,7 +85,7 @@ def sweep(
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
         with disk_errors(f"writing to {path}"), Talk(quiet) as talk:
-            return _Run(plan, base, search, recipe, directory, device, talk).carry_out(executor, retry)
+            return _Run(plan, base, search, recipe, directory, device, max_memory, talk).carry_out(executor, retry)
     finally:
         directory.close()
 
@@ -96,6 +98,7 @@ class _Run:
     recipe: Recipe
     directory: SweepDirectory
     device: str
+    max_memory: int | None
     talk: Talk
 
     def carry_out(self, executor: MakeExecutor, retry: bool) -> SweepResult:
@@ -129,6 +132,7 @@ class _Run:
             return
         executor = make(self.sweep, self.directory, self.device)
         self.talk.begin(self.search.total, done, executor.description)
+        share = self._memory_each(executor.slots)
         running = 0
         try:
             while True:
@@ -140,7 +144,7 @@ class _Run:
                         break
                     if trial.status == "refused":
                         continue
-                    executor.start(trial.number, self._job(trial))
+                    executor.start(trial.number, self._job(trial, share))
                     running += 1
                 if not running:
                     if self._untimed():
@@ -170,13 +174,22 @@ class _Run:
             self.directory.record(trial)
         return trial
 
-    def _job(self, trial: Trial) -> dict[str, Any]:
+    def _memory_each(self, slots: int) -> int | None:
+        """Bytes that one trial may take. Each makes its plan as if it were alone, so those beside each other are told their share."""
+        if self.max_memory is not None:
+            return self.max_memory // slots
+        if slots == 1 or self.sweep.ray is not None:
+            return None
+        return int(psutil.virtual_memory().available) // slots
+
+    def _job(self, trial: Trial, max_memory: int | None) -> dict[str, Any]:
         return {
             "base": self.base.to_plain(),
             "values": trial.values,
             "output": str(self.directory.artifact(trial.number).absolute()),
             "log": str(self.directory.log(trial.number).absolute()),
             "directory": str(Path.cwd()),
+            "max_memory": max_memory,
         }
 
     def _settle(self, trial: Trial) -> None:
@@ -224,4 +237,6 @@ class _Run:
         if self.sweep.speed is None or not found:
             return found
         file = self.directory.work("source.json")
-        return found | speeds.of_source(file, str(locate_model(self.recipe)), self.sweep.speed, self.device, measured)
+        if not measured and not file.is_file():
+            return found
+        return found | speeds.of_source(file, lambda: locate_model(self.recipe), self.sweep.speed, self.device)

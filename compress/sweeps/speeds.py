@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 from compress.evaluate.speed import SpeedRequest, run_isolated
@@ -30,16 +31,12 @@ def measure(model: str, config: SpeedConfig, device: str) -> dict[str, float | N
     return finite(of_speed(run_isolated(SpeedRequest(model, "runtime", *shape, options=options))))
 
 
-def of_source(
-    file: Path, model: str, config: SpeedConfig, device: str, measured: bool = True
-) -> dict[str, float | None]:
-    """Speeds of the model that is compressed, kept in `file`; empty where they are not `measured` yet, or cannot be."""
+def of_source(file: Path, model: Callable[[], Path], config: SpeedConfig, device: str) -> dict[str, float | None]:
+    """Speeds of the model that is compressed, measured once and kept in `file`; empty where they cannot be measured."""
     if file.is_file():
         return read(file)
-    if not measured:
-        return {}
     try:
-        found = measure(model, config, device)
+        found = measure(str(model()), config, device)
     except CompressError:
         return {}
     write_json(file, found)

@@ -27,7 +27,8 @@ def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
 
     Args:
         job: plain data: `base` (`BaseRecipe.to_plain`), `values` (by dotted keys), `output` (absolute, of the artifact; a run that was
-            interrupted there goes on), `log`, `directory` (where relative names of the recipe are looked up), `device`, `threads`.
+            interrupted there goes on), `log`, `directory` (where relative names of the recipe are looked up), `max_memory` (bytes,
+            or None), `device`, `threads`.
 
     Returns:
         Plain data, fields of a `Trial`: `status` and with it `metrics` or `error`. Nothing that happens in a trial is raised, but
@@ -73,7 +74,14 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
     recipe = BaseRecipe.from_plain(job["base"]).at(job["values"])
     limits = []
     try:
-        artifact = apply(recipe, output=Path(job["output"]), resume=True, device=job["device"], quiet=True)
+        artifact = apply(
+            recipe,
+            output=Path(job["output"]),
+            resume=True,
+            device=job["device"],
+            quiet=True,
+            max_memory=job["max_memory"],
+        )
     except LimitError as error:
         artifact = error.result
         limits = [

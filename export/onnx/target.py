@@ -16,7 +16,7 @@ from export.onnx.layer_rules import layer_rules, multiplies_integers
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.scheme import Scheme
-from runtime.skeleton import model_kind
+from runtime.skeleton import is_speech, model_kind
 
 # sentence-transformers' files, which say how an encoder's states become an embedding.
 _POOLING_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")
@@ -44,6 +44,8 @@ class OnnxTarget(Target):
     options: ClassVar[type[Options]] = OnnxOptions
 
     def why_not(self, source: Source, options: Any) -> str | None:
+        if is_speech(source.config):
+            return "it hears, and encoders are traced that read token ids"
         if source.compressed_expert is not None:
             return f"{source.compressed_expert} is a routed expert's, and a graph does not choose experts token by token yet"
         for name, entry in source.entries.items():

@@ -101,6 +101,7 @@ class Seq2SeqEngine(Protocol):
     Attributes:
         device: where inputs must be.
         vocab_size: width of the logits; ids are 0..vocab_size-1.
+        features: sources are features of sounds, not token ids.
         context_length: most tokens of a source; None when there is no limit.
         decoder_context_length: most tokens of an output, the start token included; None when there is no limit.
         weight_bytes: memory the weights take as they are held (packed).
@@ -109,6 +110,7 @@ class Seq2SeqEngine(Protocol):
 
     device: torch.device
     vocab_size: int
+    features: bool
     context_length: int | None
     decoder_context_length: int | None
     weight_bytes: int
@@ -118,7 +120,7 @@ class Seq2SeqEngine(Protocol):
         """States of the source, `[batch, seq, hidden]` in the engine's dtype.
 
         Args:
-            input_ids: int64 `[batch, seq]`.
+            input_ids: int64 `[batch, seq]`, or features of sounds, float32 `[batch, a, b]`, which have no mask.
             attention_mask: int64 `[batch, seq]`, 1 = token, 0 = padding (on the right); None: no padding anywhere.
         """
 

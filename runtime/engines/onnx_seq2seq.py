@@ -25,6 +25,7 @@ class OnnxSeq2SeqEngine:
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
         facts = export.facts
         self.device = device
+        self.features = False
         self.vocab_size = int(facts["vocab_size"])
         limit = facts.get("context_length")
         self.context_length: int | None = None if limit is None else int(limit)

@@ -8,6 +8,8 @@ import torch
 
 from runtime.engines.torch import explain_modules, tensor_bytes, weight_bytes
 from runtime.engines.torch_encoder import position_limit
+from runtime.errors import RequestError
+from runtime.skeleton import reads_features
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -22,13 +24,20 @@ class TorchSeq2SeqEngine:
         self._encoder: Any = module.get_encoder()
         head: Any = module.get_output_embeddings()
         self.vocab_size = int(head.out_features)
-        self.context_length = position_limit(module)
-        self.decoder_context_length = self.context_length
+        self.features = reads_features(module)
+        self.context_length = None if self.features else position_limit(module)
+        self.decoder_context_length = target_limit(module)
         self.weight_bytes = weight_bytes(module)
         self.description = f"transformers' {type(module).__name__}"
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
+        if self.features:
+            try:
+                return self._encoder(input_ids.to(self.module.dtype)).last_hidden_state
+            except ValueError as error:
+                # Each family has a window of its own, of which only its encoder knows.
+                raise RequestError(f"features of shape {list(input_ids.shape[1:])} do not fit: {error}") from error
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
         return self._encoder(input_ids=input_ids, attention_mask=mask).last_hidden_state
 
@@ -68,3 +77,9 @@ class TorchSeq2SeqEngine:
 
     def explain(self) -> dict[str, str]:
         return explain_modules(self.module)
+
+
+def target_limit(module: PreTrainedModel) -> int | None:
+    """Most tokens of an output of an encoder-decoder, the start token included; None where there is no limit."""
+    limit = getattr(module.config, "max_target_positions", None)
+    return limit if isinstance(limit, int) else position_limit(module)

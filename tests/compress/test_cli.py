@@ -232,6 +232,16 @@ def test_recipes_are_listed_and_shown(capsys):
     assert json.loads(out)["recipe"]["name"] == "llama_w4"
 
 
+def test_sweeps_are_listed_and_shown(capsys):
+    assert "llama_bits" in run(capsys, "recipes")[1]
+    entries = {entry["name"]: entry for entry in json.loads(run(capsys, "recipes", "--json")[1])["sweeps"]}
+    assert entries["llama_bits"]["recipe"] == "llama_w4"
+    _, out, _ = run(capsys, "recipes", "show", "llama_bits")
+    assert out == Path(entries["llama_bits"]["path"]).read_text(encoding="utf-8")
+    _, out, _ = run(capsys, "recipes", "show", "llama_bits", "--json")
+    assert json.loads(out)["sweep"]["vary"]["stages.0.quantize.bits"] == {"choices": [3, 4]}
+
+
 def test_methods_are_listed_and_shown(capsys):
     from compress.distill import METHODS as DRAFT
     from compress.distill.recovery import METHODS as RECOVER
@@ -365,7 +375,7 @@ def pipeline(monkeypatch, tmp_path):
         return result
 
     monkeypatch.setattr(module, "apply", apply)
-    monkeypatch.setattr("compress.commands.apply._sample", lambda path, prompt, device: f"{prompt} and so on")
+    monkeypatch.setattr("compress.commands.apply._sample", lambda path, prompt, device, limit: f"{prompt} and so on")
     return calls
 
 
@@ -382,11 +392,12 @@ def recipe(tmp_path):
 def test_apply_hands_its_options_on(capsys, pipeline, recipe, tmp_path):
     code, out, _ = run(
         capsys, "apply", recipe("fine"), "--model", "other", "-o", tmp_path / "x", "--set", "seed=3", "--resume", "--overwrite", "--device", "cpu", "-q",
+        "--max-memory", "3GB",
     )  # fmt: skip
     assert code == 0
     ((loaded, options),) = pipeline
     assert (loaded.model, loaded.seed, loaded.output_directory) == ("other", 3, tmp_path / "x")
-    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True}
+    assert options == {"resume": True, "overwrite": True, "device": "cpu", "quiet": True, "max_memory": 3_000_000_000}
     for words in (
         "8.00 MB",
         "2.00 MB",
@@ -435,8 +446,12 @@ def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
     loaded, options = pipeline[0]
     assert (loaded.model, str(loaded.output_directory), loaded.seed) == ("other", "here", 4)
     assert options["resume"] is True
-    monkeypatch.setattr("compress.pipeline.plan.make_plan", lambda recipe: SimpleNamespace(name=recipe.name))
+    monkeypatch.setattr(
+        "compress.pipeline.plan.make_plan",
+        lambda recipe, max_memory: SimpleNamespace(name=recipe.name, limit=max_memory),
+    )
     assert compress.plan(recipe("fine")).name == "fine"
+    assert compress.plan(recipe("fine"), max_memory="2GB").limit == 2_000_000_000
 
 
 def test_import_compress_is_light():

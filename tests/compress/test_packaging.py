@@ -46,6 +46,9 @@ def test_everything_is_in_it(wheel):
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}
     assert recipes
     assert {f"compress/_recipes/{name}" for name in recipes} <= names
+    sweeps = {path.name for path in (ROOT / "recipes" / "sweeps").glob("*.yaml")}
+    assert sweeps
+    assert {f"compress/_recipes/sweeps/{name}" for name in sweeps} <= names
     for file in ("stdlib-4m/config.json", "stdlib-4m/tokenizer.json", "texts/calibration.txt", "texts/heldout.txt"):
         assert f"compress/_recipes/checkpoints/{file}" in names
     assert {f"{package}/py.typed" for package in ("compress", "export", "runtime")} <= names
@@ -84,7 +87,7 @@ def test_license_and_metadata(wheel):
     assert "License-Expression: Apache-2.0" in metadata
     assert any(name.endswith("licenses/LICENSE") for name in names)
     assert any(name.endswith("licenses/recipes/checkpoints/LICENSE-PSF.txt") for name in names)
-    for extra in ("test", "gpu", "tensorrt", "onnx", "eval", "dev"):
+    for extra in ("test", "gpu", "tensorrt", "onnx", "eval", "sweep", "ray", "dev"):
         assert f"Provides-Extra: {extra}" in metadata
     scripts = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "compress = compress.cli:main" in scripts

@@ -15,6 +15,18 @@ _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _USUAL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **_ATTENTION}
 _ROUTED = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _GEMMA = {**_USUAL, "head_dim": 16, "sliding_window": 8}
+_SPEECH = {
+    "d_model": 64,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "encoder_ffn_dim": 96,
+    "decoder_ffn_dim": 96,
+    "max_target_positions": 40,
+    "bos_token_id": 256,
+    "decoder_start_token_id": 256,
+}
 
 
 @dataclass(frozen=True)
@@ -26,6 +38,7 @@ class Family:
         settings: of that configuration. build: makes a config where `settings` cannot say it.
         model: class (of transformers) if it is not what `AutoModelForCausalLM` gives.
         kept: last names of linear layers that are never compressed: heads, and what chooses experts.
+        extractor: class (of transformers) and settings of what makes features of sounds, of a model that hears.
     """
 
     name: str
@@ -36,6 +49,7 @@ class Family:
     kind: str = "decoder"
     kept: tuple[str, ...] = ("lm_head", "embed_out")
     build: Callable[[], Any] | None = None
+    extractor: tuple[str, dict[str, Any]] | None = None
 
     def config(self) -> Any:
         """Its configuration."""
@@ -70,6 +84,9 @@ class Family:
                     parameter.normal_(0, 0.05)
         model.save_pretrained(path)
         byte_tokenizer().save_pretrained(path)
+        if self.extractor is not None:
+            name, settings = self.extractor
+            getattr(transformers, name)(**settings).save_pretrained(path)
         return path
 
 
@@ -207,6 +224,27 @@ FAMILIES = [
         {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 256},
         model="T5ForConditionalGeneration",
         kind="encoder-decoder",
+    ),
+    Family(
+        "whisper",
+        {**_SPEECH, "num_mel_bins": 8, "max_source_positions": 20, "begin_suppress_tokens": []},
+        model="WhisperForConditionalGeneration",
+        kind="encoder-decoder",
+        kept=("proj_out",),
+        extractor=("WhisperFeatureExtractor", {"feature_size": 8, "hop_length": 400, "chunk_length": 1}),
+    ),
+    Family(
+        "speech_to_text",
+        {
+            **_SPEECH,
+            "input_feat_per_channel": 16,
+            "conv_channels": 32,
+            "max_source_positions": 400,
+            "max_target_positions": 300,
+        },
+        model="Speech2TextForConditionalGeneration",
+        kind="encoder-decoder",
+        extractor=("Speech2TextFeatureExtractor", {"feature_size": 16, "num_mel_bins": 16}),
     ),
     Family("qwen2_5_vl", build=_qwen2_5_vl, model="Qwen2_5_VLForConditionalGeneration"),
     Family("llava", build=_llava, model="LlavaForConditionalGeneration"),

@@ -15,7 +15,9 @@ import torch
 import yaml
 
 import compress
+from compress.pipeline.plan import make_plan
 from compress.pipeline.share import Share
+from compress.recipe import load
 
 GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 SPARSE = {"prune": {"method": "sparsegpt", "pattern": "2:4"}}
@@ -183,6 +185,18 @@ def test_a_layer_that_another_process_cannot_solve_is_named_by_all(
     _, said = together(recipe(make_checkpoint(), GPTQ), "layer")
     assert said == ["CompressError: model.layers.0: this layer cannot be solved"] * 2
     assert not (tmp_path / "both" / "compress.json").exists()
+
+
+def test_processes_of_one_machine_share_its_memory(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    request = load(recipe(make_checkpoint(), RTN))
+    free = {}
+    for count in ("1", "4"):
+        monkeypatch.setenv("LOCAL_WORLD_SIZE", count)
+        plan = make_plan(request, tmp_path / "out")
+        free[count] = plan.available_memory - plan.memory["process"]
+    assert free["4"] < 0.35 * free["1"]
 
 
 class _Three:

@@ -14,10 +14,17 @@ from sweep_runs import BITS, GROUP, Here
 from compress.sweeps.run import SweepResult, sweep
 
 
+@pytest.fixture
+def views() -> None:
+    """For tests that look at the plot and the page of the sweep."""
+
+
 @pytest.fixture(autouse=True)
-def no_pages(monkeypatch):
-    """The page of a trial's own artifact takes half of the time of so small a trial, and is tested elsewhere."""
+def no_pages(request, monkeypatch) -> None:
+    """Pages take most of the time of so small trials. That of a trial's own artifact is tested elsewhere, the sweep's with `views`."""
     monkeypatch.setattr("compress.report.write_report", lambda artifact: None)
+    if "views" not in request.fixturenames:
+        monkeypatch.setattr("compress.sweeps.run.write_views", lambda *_: [])
 
 
 @pytest.fixture

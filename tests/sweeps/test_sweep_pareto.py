@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from compress.sweeps import pareto_front
@@ -26,6 +26,7 @@ def by_definition(points, directions):
     return [i for i in good if not any(dominates(points[j], points[i], directions) for j in good)]
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_it_is_what_the_definition_says(data):
     directions = data.draw(st.lists(st.sampled_from(["min", "max"]), min_size=1, max_size=4))

@@ -8,12 +8,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 import pytest
 import yaml
-from sweep_runs import BITS
+from sweep_runs import BITS, Here
 
 from compress.sweeps.executors import processes
 from compress.sweeps.executors.processes import ProcessExecutor
@@ -36,7 +35,7 @@ def command(file, out, *options):
 
 @pytest.fixture
 def slow(tiny_llama, tiny_text, tmp_path):
-    """A sweep of two trials that take a moment: a deep model, with calibration."""
+    """`slow(bits)`: the file of a sweep whose trials take a moment: a deep model, with calibration."""
     recipe = {
         "name": "deep", "model": str(tiny_llama(num_hidden_layers=10)),
         "calibration": {"data": str(tiny_text), "samples": 16, "sequence_length": 32},
@@ -44,17 +43,25 @@ def slow(tiny_llama, tiny_text, tmp_path):
         "evaluate": {"data": str(tiny_text), "sequence_length": 32, "samples": 4},
     }  # fmt: skip
     (tmp_path / "deep.yaml").write_text(yaml.safe_dump(recipe))
-    file = tmp_path / "sweep.yaml"
-    file.write_text(yaml.safe_dump({"name": "deep", "recipe": "deep.yaml", "vary": {BITS: [8, 3]}, "keep": "all"}))
-    return file
+
+    def write(*bits):
+        file = tmp_path / "sweep.yaml"
+        file.write_text(
+            yaml.safe_dump({"name": "deep", "recipe": "deep.yaml", "vary": {BITS: list(bits)}, "keep": "all"})
+        )
+        return file
+
+    return write
 
 
+@pytest.mark.timeout(600)
 def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     out = tmp_path / "out"
-    process = command(slow, out)
+    run(slow(8))
+    process = command(slow(8, 3), out, "--resume")
     second = out / "trials" / "0001" / ".compress"
     until(
-        lambda: (second / "block-00003.json").is_file() or process.poll() is not None, "the middle of the second trial"
+        lambda: (second / "block-00001.json").is_file() or process.poll() is not None, "the middle of the second trial"
     )
     children = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
@@ -65,31 +72,20 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     assert len(children) == 1
     until(lambda: not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE, "the trial to end")
     blocks = len(list(second.glob("block-*.json")))
-    assert 3 < blocks < 10
-    process = command(slow, out, "--resume", "--json")
-    said, errors = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, errors
-    result = json.loads(said)
-    assert result["counts"] == {"finished": 2, "failed": 0, "refused": 0, "proposed": 0}
+    assert 1 < blocks < 10
+    executor = Here()
+    result = run(slow(8, 3), executor, resume=True)
+    assert executor.started == [1]
     assert (out / "trials" / "0000.json").read_bytes() == before["0000.json"]
     log = (out / "trials" / "0001" / "compress.log").read_text()
     assert f"resuming at block {blocks} of 10" in log, "the blocks that were done are not done again"
-    assert result["path"] == str(out)
-    assert {"pareto", "best", "source", "trials", "objectives", "counts", "files", "seconds"} <= set(result)
-    assert {Path(file).name for file in result["files"]} == {
-        "sweep.json",
-        "table.csv",
-        "pareto.svg",
-        "pareto.png",
-        "report.html",
-    }
-    whole = run(slow, output=tmp_path / "whole")
-    assert [trial["metrics"] for trial in whole.trials] == [trial["metrics"] for trial in result["trials"]]
+    whole = run(slow(8, 3), output=tmp_path / "whole")
+    assert [trial["metrics"] for trial in whole.trials] == [trial["metrics"] for trial in result.trials]
     for trial in ("0000", "0001"):
         one, other = (folder / "trials" / trial for folder in (out, whole.path))
         for file in one.glob("*.safetensors"):
             assert file.read_bytes() == (other / file.name).read_bytes()
-    assert not list((out / ".sweep").glob("*.job.json"))
+    assert sorted(file.name for file in (out / ".sweep").iterdir()) == ["identity.json", "lock"]
 
 
 def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
@@ -104,17 +100,23 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
 
     done = sweep(settings(vary={BITS: [3, 8]}), output=tmp_path / "out", device="cpu", quiet=True, executor=make)
     assert [trial["status"] for trial in done.trials] == ["failed", "finished"]
-    assert "killed by SIGKILL, as a machine does when memory runs out" in done.trials[0]["error"]
+    assert (
+        "was killed (SIGKILL), most likely by the kernel because the machine ran out of memory"
+        in done.trials[0]["error"]
+    )
     assert (tmp_path / "out" / "trials" / "0000.log").is_file()
     assert not (tmp_path / "out" / "trials" / "0001.log").exists()
 
 
 def test_threads_and_devices_are_shared(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     assert [processes.threads_each(jobs) for jobs in (1, 2, 3, 8, 20)] == [8, 4, 2, 1, 1]
+    monkeypatch.setattr(psutil, "cpu_count", lambda logical: 4)
+    assert processes.threads_each(1) == 4
     monkeypatch.setenv("OMP_NUM_THREADS", "2")
-    assert [processes.threads_each(jobs) for jobs in (1, 2, 4, 8)] == [2, 2, 2, 1]
+    assert [processes.threads_each(jobs) for jobs in (1, 2, 4, 8)] == [2, 2, 1, 1]
     assert processes.devices("cpu", 2) == ["cpu", "cpu"]
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)

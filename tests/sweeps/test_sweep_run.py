@@ -11,7 +11,6 @@ import pytest
 import yaml
 from sweep_runs import BITS, GROUP, Here
 
-import runtime
 from compress.sweeps import pareto_front, speeds
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.run import AllFailedError
@@ -47,10 +46,9 @@ def test_a_grid(run, settings, tmp_path):
             manifest = json.loads((tmp_path / "out" / trial["artifact"] / "compress.json").read_text())
             assert manifest["metrics"]["after"]["perplexity"] == trial["metrics"]["perplexity"]
             assert manifest["bytes"]["after"] == trial["metrics"]["size"]
-    assert runtime.load(tmp_path / "out" / "trials" / f"{best:04d}").generate([[1, 2, 3]], max_new_tokens=2)
 
 
-def test_what_is_written(run, settings, tmp_path):
+def test_what_is_written(run, settings, tmp_path, views):
     done = run(settings(vary={BITS: [3, 8]}))
     out = tmp_path / "out"
     assert json.loads((out / "sweep.json").read_text()) == done.summary
@@ -147,7 +145,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, c
     assert again.summary["counts"]["finished"] == 4
 
 
-def test_all_have_failed(run, settings, monkeypatch):
+def test_all_have_failed(run, settings, monkeypatch, views):
     from compress.pipeline import run as pipeline
 
     def apply(recipe, **options):
@@ -228,7 +226,7 @@ def test_a_foreign_directory_is_left_alone(run, settings, tmp_path):
 
 
 # ------------------------------------------------------------------ speed
-def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch):
+def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monkeypatch, views):
     executor = Here(slots=3)
     measured = []
 
@@ -257,18 +255,18 @@ def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monke
     assert len(measured) == 5
 
 
-def test_the_speed_of_a_tiny_model(run, settings):
+def test_the_speed_of_a_tiny_model(run, settings, monkeypatch):
+    monkeypatch.setattr(speeds, "of_source", lambda *_: {"decode_speed": 1.0})
     done = run(settings(vary={BITS: [4]}, speed={"prompt_tokens": 8, "new_tokens": 4, "repeat": 1, "threads": 1}))
     metrics = done.trials[0]["metrics"]
     assert metrics["decode_speed"] > 0
     assert metrics["prefill_speed"] > 0
     assert metrics["memory"] > 1e6
-    assert done.summary["source"]["decode_speed"] > 0
 
 
 # ------------------------------------------------------------------ a search
 def search(**keys):
-    return {"sampler": "tpe", "trials": 5, "startup": 3, "seed": 1, **keys}
+    return {"sampler": "tpe", "trials": 4, "startup": 2, "seed": 1, **keys}
 
 
 def values_of(done):
@@ -278,17 +276,17 @@ def values_of(done):
 def test_a_search_that_was_interrupted_ends_as_one_that_was_not(run, settings, tmp_path):
     chosen = settings(vary={BITS: {"low": 2, "high": 8}, GROUP: [16, 32]}, search=search())
     whole = run(chosen)
-    assert len({json.dumps(values) for values in values_of(whole)}) == 5, "no values are tried twice"
+    assert len({json.dumps(values) for values in values_of(whole)}) == 4, "no values are tried twice"
     with pytest.raises(KeyboardInterrupt):
-        run(chosen, interrupt_at(3), overwrite=True)
+        run(chosen, interrupt_at(2), overwrite=True)
     executor = Here()
     assert values_of(run(chosen, executor, resume=True)) == values_of(whole)
-    assert executor.started == [3, 4]
-    longer = settings(vary={BITS: {"low": 2, "high": 8}, GROUP: [16, 32]}, search=search(trials=7))
+    assert executor.started == [2, 3]
+    longer = settings(vary={BITS: {"low": 2, "high": 8}, GROUP: [16, 32]}, search=search(trials=5))
     more = run(longer, executor, resume=True)
-    assert executor.started == [3, 4, 5, 6]
-    assert values_of(more)[:5] == values_of(whole)
-    with pytest.raises(RequestError, match=r"search.trials was 7 and is 5"):
+    assert executor.started == [2, 3, 4]
+    assert values_of(more)[:4] == values_of(whole)
+    with pytest.raises(RequestError, match=r"search.trials was 5 and is 4"):
         run(chosen, executor, resume=True)
 
 

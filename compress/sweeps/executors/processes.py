@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,9 +11,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 from compress.pipeline.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
 from compress.sweeps.executors.base import Outcome, died
+from runtime.ended import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PATIENCE = 10.0  # seconds a trial has to clean up when the sweep is stopped
@@ -110,6 +112,7 @@ class ProcessExecutor:
 def threads_each(jobs: int) -> int:
     """Threads of one of so many trials: its share of the cores that this process may use, and at least one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = min(cores, psutil.cpu_count(logical=False) or cores)  # two threads of a core compute no faster than one
     asked = os.environ.get("OMP_NUM_THREADS", "")
     if asked.isdigit() and int(asked) > 0:
         cores = min(cores, int(asked) * jobs)  # what a user allows one process
@@ -128,8 +131,5 @@ def devices(device: str, jobs: int) -> list[str]:
 
 def _how(code: int, peak: int) -> str:
     memory = f"it had taken {peak / 1e9:.2f} GB of memory"
-    if code == -signal.SIGKILL:
-        return f"killed by SIGKILL, as a machine does when memory runs out ({memory})"
-    if code < 0:
-        return f"killed by {signal.Signals(-code).name} ({memory})"
-    return f"the process ended with exit code {code} and no result ({memory})"
+    without = " and no result" if code >= 0 else ""
+    return f"its process {how_it_ended(code)}{without} ({memory})"

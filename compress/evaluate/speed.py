@@ -19,6 +19,7 @@ from typing import Any
 
 from runtime.ended import how_it_ended
 from runtime.errors import CompressError, RequestError
+from runtime.memory import peak_bytes
 
 
 @dataclass(frozen=True)

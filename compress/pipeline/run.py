@@ -23,6 +23,7 @@ from compress.pipeline.passes import Passes
 from compress.pipeline.plan import plan_session, size
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
+from compress.pipeline.source_files import check_source_files
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
@@ -107,6 +108,7 @@ def _apply(
         Reporter(directory.path / LOG, quiet) as reporter,
     ):
         directory.warn = reporter.warn
+        check_source_files(directory.work, session.original)
         reporter.info(plan.headline())
         for warning in [
             *plan.warnings,
@@ -120,7 +122,6 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
-        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
         compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")

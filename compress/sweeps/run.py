@@ -26,7 +26,7 @@ from compress.sweeps.results import summary, write_results
 from compress.sweeps.study import Study
 from compress.sweeps.talk import Talk
 from compress.sweeps.views import write_views
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
 MakeExecutor = Callable[[Sweep, SweepDirectory, str], Executor]
 
@@ -76,8 +76,9 @@ def sweep(
     """Carry out a sweep; see `compress.sweep`.
 
     Raises:
-        RequestError: the request is wrong, before anything was run. AllFailedError: no trial has finished.
+        RequestError: the request is wrong, or several processes were launched; nothing was run. AllFailedError: no trial has finished.
     """
+    _refuse_launched()
     plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
     search = open_search(plan)
     recipe = first_recipe(plan, base, search, device)
@@ -88,6 +89,16 @@ def sweep(
             return _Run(plan, base, search, recipe, directory, device, max_memory, talk).carry_out(executor, retry)
     finally:
         directory.close()
+
+
+def _refuse_launched() -> None:
+    from compress.distill.team import launched
+
+    if launched() > 1:
+        raise RequestError(
+            f"a sweep runs in one process and starts its own, and a launcher has started {launched()} (WORLD_SIZE): give the command "
+            "without the launcher, and say with jobs (or a section ray) how many trials run at a time"
+        )
 
 
 @dataclass

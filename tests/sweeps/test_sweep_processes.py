@@ -15,8 +15,10 @@ import yaml
 from sweep_runs import BITS, Here
 
 from compress.sweeps.executors import processes
+from compress.sweeps.executors.base import of_launchers
 from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
+from runtime.errors import RequestError
 
 PATIENCE = 240.0
 
@@ -124,3 +126,28 @@ def test_threads_and_devices_are_shared(monkeypatch):
     assert processes.devices("cuda:1", 2) == ["cuda:1", "cuda:1"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert processes.devices("auto", 2) == ["auto", "auto"]
+
+
+def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch):
+    told = {}
+
+    class Looking(ProcessExecutor):
+        def start(self, number, job):
+            super().start(number, job)
+            told.update(psutil.Process(self.pids()[number]).environ())
+
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MY_RANK", "1")
+    chosen = settings(vary={BITS: [8]})
+    sweep(
+        chosen, output=tmp_path / "out", device="cpu", quiet=True, executor=lambda _, there, on: Looking(1, there, on)
+    )
+    assert {"MY_RANK", "OMP_NUM_THREADS"} <= told.keys()
+    assert of_launchers(told) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RequestError, match="a sweep runs in one process and starts its own, and a launcher has started 2"
+    ):
+        sweep(chosen, output=tmp_path / "other", device="cpu")

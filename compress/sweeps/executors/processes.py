@@ -15,7 +15,7 @@ import psutil
 
 from compress.pipeline.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
-from compress.sweeps.executors.base import Outcome, died
+from compress.sweeps.executors.base import Outcome, died, of_launchers
 from runtime.ended import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -54,11 +54,13 @@ class ProcessExecutor:
         write_json(given, {**job, "threads": self._threads, "device": self._devices[slot]})
         log = self._directory.log(number)
         lock = self._directory.lock
+        foreign = set(of_launchers(os.environ))
+        own = {name: value for name, value in os.environ.items() if name not in foreign}
         with log.open("wb") as words:
             process = subprocess.Popen(
                 [sys.executable, "-m", "compress.sweeps.trial", str(given.absolute()), str(found.absolute())],
                 stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True,
-                env={**os.environ, **dict.fromkeys(_THREADS, str(self._threads))},
+                env={**own, **dict.fromkeys(_THREADS, str(self._threads))},
                 # So that the directory is locked until the last trial of a killed sweep has ended.
                 pass_fds=() if lock is None else (lock,),
             )  # fmt: skip

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import yaml
@@ -30,8 +31,33 @@ def until(true, what):
         time.sleep(0.01)
 
 
+# A trial that waits in the fifth block, so that the kill finds it there.
+TRIAL = """
+import sys, time
+from compress.pipeline import blocks
+real = blocks._one_block
+def one_block(job, index, *rest):
+    if index == 4:
+        time.sleep(600)
+    return real(job, index, *rest)
+blocks._one_block = one_block
+from compress.sweeps import trial
+sys.exit(trial.main(sys.argv[1:]))
+"""
+SWEEP = f"""
+import sys
+from compress.sweeps.executors import processes
+real = processes.subprocess.Popen
+def popen(command, **options):
+    return real([sys.executable, "-c", {TRIAL!r}, *command[3:]], **options)
+processes.subprocess.Popen = popen
+from compress.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def command(file, out, *options):
-    line = [sys.executable, "-m", "compress.cli", "sweep", str(file), "--output", str(out), "--device", "cpu", *options]
+    line = [sys.executable, "-c", SWEEP, "sweep", str(file), "--output", str(out), "--device", "cpu", *options]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -63,7 +89,7 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     process = command(slow(8, 3), out, "--resume")
     second = out / "trials" / "0001" / ".compress"
     until(
-        lambda: (second / "block-00001.json").is_file() or process.poll() is not None, "the middle of the second trial"
+        lambda: (second / "block-00003.json").is_file() or process.poll() is not None, "the middle of the second trial"
     )
     children = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
@@ -73,14 +99,13 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     assert json.loads(before["0001.json"])["status"] == "proposed"
     assert len(children) == 1
     until(lambda: not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE, "the trial to end")
-    blocks = len(list(second.glob("block-*.json")))
-    assert 1 < blocks < 10
+    assert len(list(second.glob("block-*.json"))) == 4
     executor = Here()
     result = run(slow(8, 3), executor, resume=True)
     assert executor.started == [1]
     assert (out / "trials" / "0000.json").read_bytes() == before["0000.json"]
     log = (out / "trials" / "0001" / "compress.log").read_text()
-    assert f"resuming at block {blocks} of 10" in log, "the blocks that were done are not done again"
+    assert "resuming at block 4 of 10" in log, "the blocks that were done are not done again"
     whole = run(slow(8, 3), output=tmp_path / "whole")
     assert [trial["metrics"] for trial in whole.trials] == [trial["metrics"] for trial in result.trials]
     for trial in ("0000", "0001"):
@@ -108,6 +133,15 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
     )
     assert (tmp_path / "out" / "trials" / "0000.log").is_file()
     assert not (tmp_path / "out" / "trials" / "0001.log").exists()
+
+
+def test_the_memory_of_a_trial_is_its_own():
+    held = np.ones(400_000_000, np.uint8)
+    program = "from compress.sweeps.trial import peak_memory; print(peak_memory())"
+    found = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+    assert 5e6 < found < 3e8, "not what the process that has started it holds"
+    assert processes.peak_memory() > held.nbytes
+    assert processes.peak_memory(2**22 + 1) == 0
 
 
 def test_threads_and_devices_are_shared(monkeypatch):

@@ -15,5 +15,9 @@ class RequestError(CompressError, ValueError):
     exit_code = 2
 
 
+class ResourceError(RequestError):
+    """The request is right and cannot be carried out here and now: too little free memory or disk, or another process is in the way."""
+
+
 class ArtifactError(RequestError):
     """A checkpoint or artifact on disk cannot be used: missing, corrupt, unsafe or written by a newer version."""

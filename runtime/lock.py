@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from runtime.errors import RequestError
+from runtime.errors import ResourceError
 
 LOCK = ".lock"  # in a directory that is written in place
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # what filesystems without any answer
@@ -36,7 +36,7 @@ def locked(file: Path, written: Path) -> Iterator[None]:
     No clock and no process number decides whether it is held, so what a killed process leaves is no hindrance.
 
     Raises:
-        RequestError: another process (or thread) holds it. OSError: the file cannot be made.
+        ResourceError: another process (or thread) holds it. OSError: the file cannot be made.
     """
     descriptor = _acquire(file, written)
     try:
@@ -50,7 +50,7 @@ def locked(file: Path, written: Path) -> Iterator[None]:
 
 
 def refuse_held(file: Path, written: Path) -> None:
-    """RequestError where somebody holds the lock; nothing is changed."""
+    """ResourceError where somebody holds the lock; nothing is changed."""
     try:
         descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
     except OSError:  # there is none, or it is not ours to take: then `locked` says so
@@ -111,10 +111,10 @@ def _sign(descriptor: int) -> None:
         os.pwrite(descriptor, json.dumps({"pid": os.getpid(), "host": socket.gethostname()}).encode(), 0)
 
 
-def _refusal(descriptor: int, written: Path) -> RequestError:
+def _refusal(descriptor: int, written: Path) -> ResourceError:
     try:
         holder = json.loads(os.pread(descriptor, _MOST, 0))
         who = f"process {int(holder['pid'])} on {str(holder['host'])[:64]}"
     except (OSError, ValueError, KeyError, TypeError):
         who = "another process"
-    return RequestError(f"output {written} is being written by {who}; wait until that ends, or name another directory")
+    return ResourceError(f"output {written} is being written by {who}; wait until that ends, or name another directory")

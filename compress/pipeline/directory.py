@@ -20,7 +20,7 @@ from typing import Any
 
 from compress.pipeline.files import DISK_FULL, sha256, write_text
 from runtime import lock
-from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
 from runtime.sealed import KEY, json_is_whole, sealed_json
 
 WORK = ".compress"
@@ -113,14 +113,14 @@ class RunDirectory:
                 stack.enter_context(lock.locked(lock.inside(self.path), self.path))
                 self._look(*self._asked)  # another run may have come and gone since
                 if before != (self.finished, self._replace, (self.work / _STATE).is_file()):
-                    raise RequestError(
+                    raise ResourceError(
                         f"output {self.path} was changed by another run meanwhile; give the command again"
                     )
                 self.claim()
             except OSError as error:
                 if error.errno in DISK_FULL:
                     raise
-                raise RequestError(f"output {self.path} cannot be written: {error.strerror or error}") from error
+                raise ResourceError(f"output {self.path} cannot be written: {error.strerror or error}") from error
             yield
 
     def claim(self) -> None:

@@ -27,7 +27,7 @@ from compress.pipeline.source_files import check_source_files
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
-from runtime.errors import RequestError
+from runtime.errors import ResourceError
 from runtime.memory import peak_bytes
 
 
@@ -99,7 +99,7 @@ def _apply(
     if begun is not None:
         plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
-        raise RequestError("; ".join(plan.problems))
+        raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
 
     with (

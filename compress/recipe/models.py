@@ -150,8 +150,8 @@ class Recipe(Located):
     @field_validator("name")
     @classmethod
     def _plain_name(cls, name: str) -> str:
-        if re.fullmatch(r"[\w.][\w. -]*", name) is None:
-            raise ValueError(f"expected letters, digits, '_', '-', '.', got {name!r}")
+        if re.fullmatch(r"[\w.][\w. -]*", name) is None or not name.strip(". "):
+            raise ValueError(f"expected letters, digits, '_', '-', '.', and not dots alone, got {name!r}")
         return name
 
     @property

@@ -12,19 +12,22 @@ import json
 import os
 import shutil
 import time
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from compress.pipeline.directory import remove
-from compress.pipeline.files import write_json
+from compress.pipeline.directory import MANIFEST, remove
+from compress.pipeline.files import write_json, write_text
 from compress.sweeps.records import Trial
 from compress.sweeps.space import read_values
-from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
+from runtime.sealed import KEY, json_is_whole, sealed_json
 
 WORK = ".sweep"
 TRIALS = "trials"
 RESULTS = "sweep.json"
 OURS = (RESULTS, "sweep.yaml", "table.csv", "pareto.svg", "pareto.png", "report.html")
+_STATE = "identity.json"
 _WAIT = 20.0  # seconds for the trials of a killed sweep to end
 
 
@@ -32,7 +35,7 @@ class SweepDirectory:
     """Claim `path` for a sweep.
 
     Attributes:
-        path: of the sweep. trials: the records, by number.
+        path: of the sweep. trials: the records, by number. damaged: records that were not whole; their trials are run again.
 
     Raises:
         RequestError: the directory holds something else, a sweep and neither `resume` nor `overwrite` is asked for, or a sweep that
@@ -43,12 +46,27 @@ class SweepDirectory:
     def __init__(self, path: Path, identity: dict[str, Any], resume: bool, overwrite: bool = False) -> None:
         self.path = path
         self.trials: dict[int, Trial] = {}
+        self.damaged: list[Path] = []
         self.lock: int | None = None
-        state = path / WORK / "identity.json"
+        before = self._look(identity, resume, overwrite)
+        (path / WORK).mkdir(parents=True, exist_ok=True)
+        self._take_lock()
+        try:
+            found = self._look(identity, resume, overwrite)  # another sweep may have come and gone since
+            if found != before:
+                raise ResourceError(f"output {path} was changed by another sweep meanwhile; give the command again")
+            self._claim(identity, clear=found is not None and not (found[1] and resume))
+        except BaseException:
+            self.close()
+            raise
+
+    def _look(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> tuple[bytes, bool] | None:
+        """What there is of a sweep, None of none; RequestError where it is not for this one."""
+        path, state = self.path, self.path / WORK / _STATE
         if path.exists() and not path.is_dir():
             raise RequestError(f"output {path} is a file; name a directory that is new or empty")
         known = state.is_file()
-        ours = known and any((path / TRIALS).glob("[0-9]*.json"))  # else it was claimed, and no trial was begun
+        ours = known and self._begun()
         foreign = sorted(entry.name for entry in path.iterdir()) if path.exists() and not known else []
         if foreign and foreign != [WORK]:
             raise RequestError(
@@ -58,26 +76,33 @@ class SweepDirectory:
             raise RequestError(
                 f"output {path} already holds a sweep; add --resume to go on with it, --overwrite to begin again, or name another directory"
             )
-        going_on = ours and resume
-        if going_on:
+        if ours and resume:
             check_continues(read(state), identity, path)
-        (path / WORK).mkdir(parents=True, exist_ok=True)
-        self._take_lock()
-        if known and not going_on:
+        return (state.read_bytes(), ours) if known else None
+
+    def _begun(self) -> bool:
+        """Whether there is a trial; else the directory was claimed, and no trial was begun."""
+        return any((self.path / TRIALS).glob("[0-9]*.json"))
+
+    def _claim(self, identity: dict[str, Any], clear: bool) -> None:
+        path = self.path
+        if clear:
             self._clear()
         (path / TRIALS).mkdir(exist_ok=True)
-        write_json(state, identity)
+        write_json(path / WORK / _STATE, identity)
         patterns = ((path, ".*.tmp"), (path / TRIALS, ".*.tmp"), (path / WORK, ".*.tmp"), (path / WORK, "[0-9]*.json"))
         for leftover in [found for folder, pattern in patterns for found in folder.glob(pattern)]:
             remove(leftover)
         for file in sorted((path / TRIALS).glob("[0-9]*.json")):
-            try:
-                trial = Trial(**read(file))
-            except TypeError as error:
-                raise ArtifactError(
-                    f"{file} is no record of a trial: {error}; remove it, and --resume runs the trial again"
-                ) from error
-            self.trials[trial.number] = trial
+            trial = read_record(file)
+            if trial is not None:
+                self.trials[trial.number] = trial
+                continue
+            self.damaged.append(file)
+            remove(file)
+            artifact = file.with_suffix("")
+            if not (artifact / MANIFEST).is_file():  # one that is finished says itself whose it is
+                remove(artifact)
 
     def close(self) -> None:
         """Let others have the directory."""
@@ -91,7 +116,7 @@ class SweepDirectory:
 
     def record(self, trial: Trial) -> None:
         """Write down what is known of a trial; on return it is on the disk."""
-        write_json(self.path / TRIALS / f"{self.name(trial.number)}.json", trial.to_plain())
+        write_text(self.path / TRIALS / f"{self.name(trial.number)}.json", sealed_json(trial.to_plain()))
         self.trials[trial.number] = trial
 
     @staticmethod
@@ -139,6 +164,24 @@ class SweepDirectory:
         for entry in (self.path / WORK).iterdir():
             if entry.name != "lock":
                 remove(entry)
+
+
+def recorded(path: Path) -> set[str]:
+    """`Trial.key` of every trial of the sweep in `path`, if there is one."""
+    trials = (read_record(file) for file in (path / TRIALS).glob("[0-9]*.json"))
+    return {trial.key for trial in trials if trial is not None}
+
+
+def read_record(file: Path) -> Trial | None:
+    """The trial that a file is the record of; None: it is not as `SweepDirectory.record` has written it."""
+    raw = file.read_bytes() if file.is_file() else b""
+    if not json_is_whole(raw):
+        return None
+    content = {key: value for key, value in json.loads(raw).items() if key != KEY}
+    names = {field.name for field in fields(Trial)}
+    if set(content) != names or SweepDirectory.name(content["number"]) != file.stem:
+        return None
+    return Trial(**content)
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from compress.sweeps.models import Sweep
-from compress.sweeps.records import Trial
+from compress.sweeps.records import Trial, next_number
 from compress.sweeps.space import MOST, text_of
 from runtime.errors import RequestError
 
@@ -24,7 +24,7 @@ class Grid:
         """The next trial after `trials`, or None: there are no more."""
         tried = {trial.key for trial in trials}
         values = next((values for values in self.points if text_of(values) not in tried), None)
-        return None if values is None else Trial(len(trials), values)
+        return None if values is None else Trial(next_number(trials), values)
 
 
 def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
@@ -33,17 +33,21 @@ def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
     Raises:
         RequestError: a range without steps, or more points than anybody waits for.
     """
-    lists = {}
+    counts = {}
     for key, values in sweep.vary.items():
-        found = values.grid()
-        if found is None:
+        count = values.count()
+        if count is None:
             raise RequestError(
                 f"vary.{key}: a grid needs a list of values, or a range with a step; a search takes ranges without"
             )
         if getattr(values, "log", False):
             raise RequestError(f"vary.{key}: log says how a search draws; a grid needs a list of values")
-        lists[key] = found
-    count = math.prod(len(found) for found in lists.values())
-    if count > MOST:
-        raise RequestError(f"vary: the grid has {count:,} points; at most {MOST:,} are allowed")
+        counts[key] = count
+    total = math.prod(counts.values())
+    if total > MOST:
+        most = max(counts, key=lambda key: counts[key])
+        raise RequestError(
+            f"vary: the grid has {total:,} points ({counts[most]:,} values of {most}); at most {MOST:,} are allowed"
+        )
+    lists = {key: values.grid() or [] for key, values in sweep.vary.items()}
     return (dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values()))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
 from compress.nearest import listing
@@ -12,7 +12,7 @@ from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.grid import Grid
 from compress.sweeps.models import Sweep
-from compress.sweeps.space import Range, Values
+from compress.sweeps.space import Range, Values, text_of
 from compress.sweeps.study import Study
 from runtime.errors import RequestError
 
@@ -24,8 +24,19 @@ def open_search(sweep: Sweep) -> Grid | Study:
     return Grid(sweep) if sweep.search is None else Study(sweep)
 
 
-def first_recipe(sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: str) -> Recipe:
+def first_recipe(
+    sweep: Sweep,
+    base: BaseRecipe,
+    search: Grid | Study,
+    device: str,
+    known: Container[str] = (),
+    tell: Callable[[int, int], None] = lambda done, total: None,
+) -> Recipe:
     """The recipe of some point that can be carried out, as far as that is known before; of a grid, all points are checked.
+
+    Args:
+        known: keys (`Trial.key`) of points that were checked when the sweep was begun, and are not again.
+        tell: is told how many points of a grid are checked, and of how many: each opens the model, which takes a moment.
 
     Raises:
         RequestError: a point of a grid that cannot be; of a search, none that can; or there is no such model.
@@ -35,7 +46,10 @@ def first_recipe(sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: s
     model: str | None = None
     first: Recipe | None = None
     refused: RequestError | None = None
-    for values in search.points if isinstance(search, Grid) else _draws(sweep):
+    points: Iterable[dict[str, Any]] = _draws(sweep)
+    if isinstance(search, Grid):
+        points = _told([search.points[0], *(p for p in search.points[1:] if text_of(p) not in known)], tell)
+    for values in points:
         found: Recipe | None = None
         try:
             found = base.at(values)
@@ -53,6 +67,12 @@ def first_recipe(sweep: Sweep, base: BaseRecipe, search: Grid | Study, device: s
     if first is None or (refused is not None and isinstance(search, Grid)):
         raise refused or RequestError("vary: there are no values")
     return first
+
+
+def _told(points: list[dict[str, Any]], tell: Callable[[int, int], None]) -> Iterator[dict[str, Any]]:
+    for done, values in enumerate(points):
+        tell(done, len(points))
+        yield values
 
 
 def _where(search: Grid | Study, values: dict[str, Any]) -> str:
@@ -96,8 +116,7 @@ def _draws(sweep: Sweep) -> Iterator[dict[str, Any]]:
 
 
 def _draw(values: Values, draw: random.Random) -> Any:
-    listed = values.grid()
-    if listed is not None:
-        return draw.choice(listed)
-    assert isinstance(values, Range)
-    return draw.uniform(values.low, values.high)
+    if not isinstance(values, Range):
+        return draw.choice(values.values)
+    count = values.count()
+    return draw.uniform(values.low, values.high) if count is None else values.at(draw.randrange(count))

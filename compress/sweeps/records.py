@@ -22,7 +22,7 @@ class Trial:
         number: from 0, in the order they were proposed.
         values: by dotted keys.
         status: `proposed`: it runs, or a resume will run it; `refused`: the recipe cannot be carried out with these values;
-            `failed`: it began and died. The last two have an `error`.
+            `failed`: it began and died, or there was no room for it. The last two have an `error`.
         metrics: by the names of `METRICS`; of the model it was made from: source. None: not finite.
         limits: sentences of the recipe's own limits that it exceeds.
         speed_error: why its speed could not be measured.
@@ -75,6 +75,12 @@ class Trial:
                 is_ = "was not measured" if value is None else f"is {METRICS[constraint.metric].show(value)}"
                 found.append(f"{constraint.metric} {is_}, the sweep asks for {constraint.describe()}")
         return found
+
+
+def next_number(trials: Sequence[Trial]) -> int:
+    """The smallest number that no trial has: that of a trial whose record was damaged comes first."""
+    used = {trial.number for trial in trials}
+    return next(number for number in range(len(trials) + 1) if number not in used)
 
 
 def front(trials: Sequence[Trial], sweep: Sweep) -> list[int]:

@@ -15,7 +15,7 @@ from compress.pipeline.files import disk_errors, write_text
 from compress.recipe import Recipe, locate_model
 from compress.sweeps import speeds
 from compress.sweeps.base import BaseRecipe
-from compress.sweeps.directory import SweepDirectory
+from compress.sweeps.directory import SweepDirectory, read, recorded
 from compress.sweeps.executors import Executor, choose
 from compress.sweeps.grid import Grid
 from compress.sweeps.models import Sweep
@@ -26,8 +26,9 @@ from compress.sweeps.results import summary, write_results
 from compress.sweeps.study import Study
 from compress.sweeps.talk import Talk
 from compress.sweeps.views import write_views
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 
+_SOURCE = "source.json"
 MakeExecutor = Callable[[Sweep, SweepDirectory, str], Executor]
 
 
@@ -76,18 +77,30 @@ def sweep(
     """Carry out a sweep; see `compress.sweep`.
 
     Raises:
-        RequestError: the request is wrong, before anything was run. AllFailedError: no trial has finished.
+        RequestError: the request is wrong, or several processes were launched; nothing was run. AllFailedError: no trial has finished.
     """
+    _refuse_launched()
     plan, base = load_sweep(source, model=model, output=output, set=set, jobs=jobs)
     search = open_search(plan)
-    recipe = first_recipe(plan, base, search, device)
     path = Path(plan.file.output) if plan.file.output else Path("out") / "sweeps" / plan.file.name
+    talk = Talk(quiet)
+    recipe = first_recipe(plan, base, search, device, recorded(path) if resume else (), talk.checking)
     directory = SweepDirectory(path, identity(plan, base, recipe, device), resume, overwrite)
     try:
-        with disk_errors(f"writing to {path}"), Talk(quiet) as talk:
+        with disk_errors(f"writing to {path}"):
             return _Run(plan, base, search, recipe, directory, device, max_memory, talk).carry_out(executor, retry)
     finally:
         directory.close()
+
+
+def _refuse_launched() -> None:
+    from compress.distill.team import launched
+
+    if launched() > 1:
+        raise RequestError(
+            f"a sweep runs in one process and starts its own, and a launcher has started {launched()} (WORLD_SIZE): give the command "
+            "without the launcher, and say with jobs (or a section ray) how many trials run at a time"
+        )
 
 
 @dataclass
@@ -106,6 +119,8 @@ class _Run:
             self.directory.path / "sweep.yaml",
             yaml.safe_dump(self.sweep.resolved(), sort_keys=False, allow_unicode=True),
         )
+        for record in self.directory.damaged:
+            self.talk.warn(f"{record} is damaged: the trial is run again")
         if retry:
             self._forget_failures()
         self._tidy()
@@ -207,6 +222,9 @@ class _Run:
         write_results(summary(self.sweep, self.directory, self._source(measured=False), 0.0), self.directory.path)
 
     def _forget_failures(self) -> None:
+        source = self.directory.work(_SOURCE)
+        if source.is_file() and "error" in read(source):
+            source.unlink()
         for trial in self.directory.in_order:
             if trial.status in ("failed", "refused"):
                 self.directory.record(Trial(trial.number, trial.values, search=trial.search))
@@ -236,7 +254,9 @@ class _Run:
             found = {**trial.source, **found}
         if self.sweep.speed is None or not found:
             return found
-        file = self.directory.work("source.json")
+        file = self.directory.work(_SOURCE)
         if not measured and not file.is_file():
             return found
-        return found | speeds.of_source(file, lambda: locate_model(self.recipe), self.sweep.speed, self.device)
+        return found | speeds.of_source(
+            file, lambda: locate_model(self.recipe), self.sweep.speed, self.device, self.talk.warn
+        )

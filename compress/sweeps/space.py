@@ -13,6 +13,8 @@ from compress.recipe.problems import show
 
 MOST = 10_000
 """Values of one key, and points of a grid."""
+_EXACT = 2**53
+"""Integers up to here are told apart as floating-point numbers, in which searches compute."""
 
 _RANGE_KEYS = ("low", "high", "step", "log")
 
@@ -67,10 +69,12 @@ class Range:
         count = self.count()
         if count is None:
             return None
-        step = self.step or 1
-        return [
-            self.low + number * step if self.integers else tidy(self.low + number * step) for number in range(count)
-        ]
+        return [self.at(number) for number in range(count)]
+
+    def at(self, number: int) -> Any:
+        """The value after `number` steps."""
+        value = self.low + number * (self.step or 1)
+        return value if self.integers else tidy(value)
 
     def count(self) -> int | None:
         if self.step is None and not self.integers:
@@ -147,8 +151,10 @@ def _range(written: Mapping[str, Any]) -> Range:
             raise ValueError(f"a range needs low and high, and '{key}' is missing")
     for key in ("low", "high", "step"):
         value = written.get(key, 0)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
             raise ValueError(f"{key}: expected a number, got {show(value)}")
+        if isinstance(value, int) and abs(value) > _EXACT:
+            raise ValueError(f"{key}: expected an integer between -2^53 and 2^53, got one beyond")
     low, high, step, log = written["low"], written["high"], written.get("step"), written.get("log", False)
     if not isinstance(log, bool):
         raise ValueError(f"log: expected true or false, got {show(log)}")
@@ -161,8 +167,12 @@ def _range(written: Mapping[str, Any]) -> Range:
     found = Range(low, high, step, log)
     if not found.integers:
         found = Range(float(low), float(high), None if step is None else float(step), log)
-    if found.step is not None and (found.count() or 0) > MOST:
-        raise ValueError(f"{found.count():,} values; at most {MOST:,} are allowed")
+    if found.high - found.low == math.inf:
+        raise ValueError(f"from {low} to {high} is further than the largest number; bring them closer together")
+    if found.step is not None and (found.high - found.low) / found.step >= MOST:
+        steps = (found.high - found.low) / found.step
+        many = f"{found.count():,}" if steps < _EXACT else "more than 2^53"
+        raise ValueError(f"{many} values; at most {MOST:,} are allowed")
     return found
 
 

@@ -31,13 +31,18 @@ def measure(model: str, config: SpeedConfig, device: str) -> dict[str, float | N
     return finite(of_speed(run_isolated(SpeedRequest(model, "runtime", *shape, options=options))))
 
 
-def of_source(file: Path, model: Callable[[], Path], config: SpeedConfig, device: str) -> dict[str, float | None]:
-    """Speeds of the model that is compressed, measured once and kept in `file`; empty where they cannot be measured."""
-    if file.is_file():
-        return read(file)
-    try:
-        found = measure(str(model()), config, device)
-    except CompressError:
-        return {}
-    write_json(file, found)
-    return found
+def of_source(
+    file: Path, model: Callable[[], Path], config: SpeedConfig, device: str, warn: Callable[[str], None]
+) -> dict[str, float | None]:
+    """Speeds of the model that is compressed, measured once; empty where they cannot be measured, which `warn` is told.
+
+    Args:
+        file: keeps what was found, or under `error` why nothing was.
+    """
+    if not file.is_file():
+        try:
+            write_json(file, measure(str(model()), config, device))
+        except CompressError as error:
+            write_json(file, {"error": str(error)})
+            warn(f"the speed of the model itself was not measured: {error}")
+    return {name: value for name, value in read(file).items() if name != "error"}

@@ -16,7 +16,7 @@ from typing import Any
 
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import SearchConfig, Sweep
-from compress.sweeps.records import Trial
+from compress.sweeps.records import Trial, next_number
 from compress.sweeps.space import MOST, Choices, Values, text_of, tidy
 from runtime.errors import RequestError
 
@@ -44,12 +44,13 @@ class Study:
 
     def propose(self, trials: Sequence[Trial]) -> Trial | None:
         """The next trial after `trials`, of which some may run still; None: there are no more."""
-        number = len(trials)
-        if number >= self.total:
+        if len(trials) >= self.total:
             return None
+        number = next_number(trials)
         tried = {trial.key for trial in trials}
+        before = [trial for trial in trials if trial.number < number]  # all of them, unless a record was damaged
         for attempt in range(_ATTEMPTS):
-            values, notes = self._ask(trials, attempt)
+            values, notes = self._ask(before, attempt)
             if text_of(values) not in tried:
                 return Trial(number, values, search=notes)
         return self._untried(tried, number)

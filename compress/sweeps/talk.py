@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 from rich.console import Console
 
 from compress.commands.output import duration
@@ -9,6 +11,8 @@ from compress.sweeps.labels import Labels
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import Sweep
 from compress.sweeps.records import Trial
+
+_OFTEN = 10.0  # seconds between lines on what is checked
 
 
 class Talk:
@@ -18,12 +22,13 @@ class Talk:
         self._console = Console(stderr=True, quiet=quiet)
         self._errors = Console(stderr=True)
         self._total = self._done = 0
+        self._next = time.monotonic() + _OFTEN
 
-    def __enter__(self) -> Talk:
-        return self
-
-    def __exit__(self, *details: object) -> None:
-        pass
+    def checking(self, done: int, total: int) -> None:
+        """How many points are checked; says it now and then, where there are so many that one wonders."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _OFTEN
+            self._print(self._console, f"checked {done} of {total} combinations")
 
     def begin(self, total: int, done: int, where: str) -> None:
         """How much there is to do."""
@@ -45,6 +50,10 @@ class Talk:
         )
         broken = "".join(f"; {sentence}" for sentence in trial.limits)
         self._print(self._console, f"{head}: {numbers}{broken} ({duration(trial.seconds)})")
+
+    def warn(self, sentence: str) -> None:
+        """What does not end the sweep, and somebody should know."""
+        self._print(self._errors, f"warning: {sentence}", "yellow")
 
     def timed(self, trial: Trial) -> None:
         """What came of measuring a trial's speed."""

@@ -10,6 +10,7 @@ import json
 import math
 import os
 import platform
+import re
 import resource
 import sys
 import threading
@@ -19,7 +20,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
 
 
 def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +38,8 @@ def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
     start = time.monotonic()
     try:
         found = _apply(job)
+    except (ResourceError, ArtifactError) as error:  # of where it ran, not of the values: another time it may go well
+        found = {"status": "failed", "error": str(error)}
     except RequestError as error:
         found = {"status": "refused", "error": str(error)}
     except CompressError as error:
@@ -52,7 +55,7 @@ def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - start, 3),
         "host": platform.node(),
         "threads": job["threads"],
-        "peak_memory": found.get("peak_memory") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "peak_memory": peak_memory(),
     }
 
 
@@ -78,6 +81,7 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
             recipe,
             output=Path(job["output"]),
             resume=True,
+            overwrite=True,  # what another trial, whose record was damaged, has left there
             device=job["device"],
             quiet=True,
             max_memory=job["max_memory"],
@@ -95,9 +99,23 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         "metrics": finite(of_artifact(artifact.metrics, artifact.manifest)),
         "source": finite(of_source(artifact.metrics, artifact.manifest)),
         "limits": limits,
-        "peak_memory": artifact.peak_memory,
         "warnings": artifact.warnings,
     }
+
+
+def peak_memory(process: int | str = "self") -> int:
+    """Most bytes of RAM that a process has had; 0: it is gone.
+
+    The system's ru_maxrss counts what the process that has started it had taken, so it is asked only where there is no /proc.
+    """
+    status = Path("/proc") / str(process) / "status"
+    try:
+        found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
+    except OSError:
+        found = None
+    if found is None:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if process == "self" else 0
+    return int(found[1]) * 1024
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:

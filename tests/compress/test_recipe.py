@@ -160,6 +160,7 @@ MISTAKES = {
     "negative limit": ("max_perplexity_increase: 10%", "max_kl: -1", 18, "evaluate.max_kl: expected a number at least 0, got -1"),
     "agreement above 1": ("max_perplexity_increase: 10%", "min_top1_agreement: 120%", 18, "evaluate.min_top1_agreement: expected"),
     "null name": ("name: test", "name:", 1, "name: expected a text, got nothing"),
+    "name of dots": ("name: test", "name: ..", 1, "name: expected letters, digits, '_', '-', '.', and not dots alone"),
     "name with a slash": ("name: test", "name: ../x", 1, "name: expected letters, digits"),
     "calibration no mapping": ("calibration:\n  data: bundled\n  samples: 16\n  sequence_length: 64", "calibration: bundled", 3, "calibration: expected a mapping of keys (data, "),
     "choice": ("output: out/test", "on_nonfinite: skipp", 19, "on_nonfinite: expected one of fail, skip, got 'skipp'; did you mean 'skip'?"),

@@ -9,14 +9,17 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import psutil
 import pytest
 import yaml
 from sweep_runs import BITS, Here
 
 from compress.sweeps.executors import processes
+from compress.sweeps.executors.base import of_launchers
 from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
+from runtime.errors import RequestError
 
 PATIENCE = 240.0
 
@@ -28,8 +31,33 @@ def until(true, what):
         time.sleep(0.01)
 
 
+# A trial that waits in the fifth block, so that the kill finds it there.
+TRIAL = """
+import sys, time
+from compress.pipeline import blocks
+real = blocks._one_block
+def one_block(job, index, *rest):
+    if index == 4:
+        time.sleep(600)
+    return real(job, index, *rest)
+blocks._one_block = one_block
+from compress.sweeps import trial
+sys.exit(trial.main(sys.argv[1:]))
+"""
+SWEEP = f"""
+import sys
+from compress.sweeps.executors import processes
+real = processes.subprocess.Popen
+def popen(command, **options):
+    return real([sys.executable, "-c", {TRIAL!r}, *command[3:]], **options)
+processes.subprocess.Popen = popen
+from compress.cli import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def command(file, out, *options):
-    line = [sys.executable, "-m", "compress.cli", "sweep", str(file), "--output", str(out), "--device", "cpu", *options]
+    line = [sys.executable, "-c", SWEEP, "sweep", str(file), "--output", str(out), "--device", "cpu", *options]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
@@ -61,7 +89,7 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     process = command(slow(8, 3), out, "--resume")
     second = out / "trials" / "0001" / ".compress"
     until(
-        lambda: (second / "block-00001.json").is_file() or process.poll() is not None, "the middle of the second trial"
+        lambda: (second / "block-00003.json").is_file() or process.poll() is not None, "the middle of the second trial"
     )
     children = psutil.Process(process.pid).children()
     process.send_signal(signal.SIGKILL)
@@ -71,14 +99,13 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     assert json.loads(before["0001.json"])["status"] == "proposed"
     assert len(children) == 1
     until(lambda: not children[0].is_running() or children[0].status() == psutil.STATUS_ZOMBIE, "the trial to end")
-    blocks = len(list(second.glob("block-*.json")))
-    assert 1 < blocks < 10
+    assert len(list(second.glob("block-*.json"))) == 4
     executor = Here()
     result = run(slow(8, 3), executor, resume=True)
     assert executor.started == [1]
     assert (out / "trials" / "0000.json").read_bytes() == before["0000.json"]
     log = (out / "trials" / "0001" / "compress.log").read_text()
-    assert f"resuming at block {blocks} of 10" in log, "the blocks that were done are not done again"
+    assert "resuming at block 4 of 10" in log, "the blocks that were done are not done again"
     whole = run(slow(8, 3), output=tmp_path / "whole")
     assert [trial["metrics"] for trial in whole.trials] == [trial["metrics"] for trial in result.trials]
     for trial in ("0000", "0001"):
@@ -108,6 +135,15 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
     assert not (tmp_path / "out" / "trials" / "0001.log").exists()
 
 
+def test_the_memory_of_a_trial_is_its_own():
+    held = np.ones(400_000_000, np.uint8)
+    program = "from compress.sweeps.trial import peak_memory; print(peak_memory())"
+    found = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
+    assert 5e6 < found < 3e8, "not what the process that has started it holds"
+    assert processes.peak_memory() > held.nbytes
+    assert processes.peak_memory(2**22 + 1) == 0
+
+
 def test_threads_and_devices_are_shared(monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(8)), raising=False)
     monkeypatch.setattr(psutil, "cpu_count", lambda logical: 16)
@@ -124,3 +160,28 @@ def test_threads_and_devices_are_shared(monkeypatch):
     assert processes.devices("cuda:1", 2) == ["cuda:1", "cuda:1"]
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     assert processes.devices("auto", 2) == ["auto", "auto"]
+
+
+def test_a_trial_is_not_told_of_other_processes(settings, tmp_path, monkeypatch):
+    told = {}
+
+    class Looking(ProcessExecutor):
+        def start(self, number, job):
+            super().start(number, job)
+            told.update(psutil.Process(self.pids()[number]).environ())
+
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.setenv(name, "1")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    monkeypatch.setenv("MY_RANK", "1")
+    chosen = settings(vary={BITS: [8]})
+    sweep(
+        chosen, output=tmp_path / "out", device="cpu", quiet=True, executor=lambda _, there, on: Looking(1, there, on)
+    )
+    assert {"MY_RANK", "OMP_NUM_THREADS"} <= told.keys()
+    assert of_launchers(told) == []
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(
+        RequestError, match="a sweep runs in one process and starts its own, and a launcher has started 2"
+    ):
+        sweep(chosen, output=tmp_path / "other", device="cpu")

@@ -56,6 +56,7 @@ def file(recipe_file):
         (GOOD.replace("stages.0.quantize.bits", "stages..bits"), 4, "expected a dotted key"),
         (GOOD + "  stages.0.quantize: [{}]\n", 4, "it is a part of 'stages.0.quantize', which is varied too"),
         (GOOD + "set: {stages.1.prune.sparsity: 0.5}\n", 5, "'stages.1' does not exist"),
+        (GOOD.replace("mine", "'..'"), 1, "name: expected letters, digits, '_', '-', '.', and not dots alone, got '..'"),
         ("name: mine\nvary: {}\nrecipe: tiny.yaml\n", 2, "vary: "),
         ("- a\n", 1, "a sweep is a mapping of keys"),
     ],

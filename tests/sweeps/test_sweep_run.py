@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import xml.etree.ElementTree as ET
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,9 +13,11 @@ import yaml
 from sweep_runs import BITS, GROUP, Here
 
 from compress.sweeps import pareto_front, speeds
+from compress.sweeps.directory import SweepDirectory
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.run import AllFailedError
 from runtime.errors import CompressError, RequestError
+from runtime.lock import inside, locked
 
 
 def records(path):
@@ -94,6 +97,24 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
     assert not (tmp_path / "out").exists()
 
 
+def test_points_with_a_record_are_not_checked_again(run, settings, monkeypatch):
+    from compress.pipeline.passes import Passes
+
+    checked = []
+    real = Passes.open
+
+    def passes_open(recipe, device="auto"):
+        checked.append(recipe.stages[0].config.bits)
+        return real(recipe, device)
+
+    run(settings(vary={BITS: [3, 4]}))
+    with monkeypatch.context() as looking:
+        looking.setattr(Passes, "open", passes_open)
+        with pytest.raises(KeyboardInterrupt):
+            run(settings(vary={BITS: [3, 4, 8]}), interrupt_at(2), resume=True)
+    assert checked[:3] == [3, 8, 3], "the first, the one that is new, and the first again for what it reads"
+
+
 def test_a_point_that_the_model_refuses_is_found_before_anything_runs(run, settings, tmp_path):
     executor = Here()
     with pytest.raises(RequestError, match="nothing_called_so"):
@@ -145,6 +166,26 @@ def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, c
     assert again.summary["counts"]["finished"] == 4
 
 
+def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeypatch, tmp_path):
+    from compress.pipeline import plan
+
+    chosen = settings(vary={BITS: [8]})
+    with monkeypatch.context() as full:
+        full.setattr(plan, "_free_disk", lambda path: 1000)
+        with pytest.raises(AllFailedError, match=r"of disk for .* are free") as raised:
+            run(chosen)
+    assert raised.value.result.trials[0]["status"] == "failed"
+
+    def before(number):
+        held.enter_context(locked(inside(tmp_path / "out" / "trials" / "0000"), tmp_path))
+
+    (tmp_path / "out" / "trials" / "0000").mkdir(exist_ok=True)
+    with ExitStack() as held, pytest.raises(AllFailedError, match="is being written by process") as raised:
+        run(chosen, Here(before=before), resume=True, retry=True)
+    assert raised.value.result.trials[0]["status"] == "failed"
+    assert run(chosen, resume=True, retry=True).trials[0]["status"] == "finished"
+
+
 def test_all_have_failed(run, settings, monkeypatch, views):
     from compress.pipeline import run as pipeline
 
@@ -183,6 +224,38 @@ def test_a_resume_runs_what_is_missing(run, settings, tmp_path):
     assert records(tmp_path / "out")["0000"] == before["0000"]
     whole = run(chosen, overwrite=True)
     assert [trial["metrics"] for trial in whole.trials] == [trial["metrics"] for trial in done.trials]
+
+
+def test_a_trial_whose_record_is_damaged_is_run_again(run, settings, tmp_path, capsys):
+    chosen = settings(vary={BITS: [3, 4, 8]}, keep="all")
+    whole = run(chosen)
+    trials = tmp_path / "out" / "trials"
+    (trials / "0000.json").write_text((trials / "0000.json").read_text()[:100])
+    (trials / "0001.json").write_text((trials / "0001.json").read_text().replace('"metrics"', '"metrucs"'))
+    made = (trials / "0001" / "compress.json").stat().st_mtime_ns
+    executor = Here()
+    done = run(chosen, executor, resume=True)
+    assert executor.started == [0, 1]
+    assert capsys.readouterr().err.count("is damaged: the trial is run again") == 2
+    assert [(trial["values"], trial["metrics"]) for trial in done.trials] == [
+        (trial["values"], trial["metrics"]) for trial in whole.trials
+    ]
+    assert (trials / "0001" / "compress.json").stat().st_mtime_ns == made, "what is finished is not made again"
+
+
+def test_a_sweep_that_began_meanwhile_is_not_adopted(run, settings, monkeypatch, tmp_path):
+    real = SweepDirectory._take_lock
+
+    def take_lock(self):
+        monkeypatch.setattr(SweepDirectory, "_take_lock", real)
+        run(settings(vary={BITS: [3]}))
+        real(self)
+
+    monkeypatch.setattr(SweepDirectory, "_take_lock", take_lock)
+    with pytest.raises(RequestError, match="already holds a sweep; add --resume"):
+        run(settings(vary={BITS: [8]}))
+    assert [record["values"] for record in records(tmp_path / "out").values()] == [{BITS: 3}]
+    assert len(run(settings(vary={BITS: [3]}), resume=True).trials) == 1, "and it is not locked any more"
 
 
 def test_values_can_be_added_and_nothing_else(run, settings, tmp_path, recipe_file):
@@ -255,6 +328,26 @@ def test_speed_is_measured_with_nothing_beside_it(run, settings, tmp_path, monke
     assert len(measured) == 5
 
 
+def test_why_the_speed_of_the_source_is_missing(run, settings, monkeypatch, capsys):
+    measured = []
+
+    def measure(model, config, device):
+        measured.append(Path(model).name)
+        if measured[-1] != "0000":
+            raise CompressError("it needs 80 GB")
+        return {"decode_speed": 100.0}
+
+    monkeypatch.setattr(speeds, "measure", measure)
+    chosen = settings(vary={BITS: [8]}, speed={"prompt_tokens": 16})
+    done = run(chosen)
+    assert "decode_speed" not in done.summary["source"]
+    assert "the speed of the model itself was not measured: it needs 80 GB" in capsys.readouterr().err
+    run(chosen, resume=True)
+    assert len(measured) == 2, "it is not tried anew"
+    run(chosen, resume=True, retry=True)
+    assert len(measured) == 3
+
+
 def test_the_speed_of_a_tiny_model(run, settings, monkeypatch):
     monkeypatch.setattr(speeds, "of_source", lambda *_: {"decode_speed": 1.0})
     done = run(settings(vary={BITS: [4]}, speed={"prompt_tokens": 8, "new_tokens": 4, "repeat": 1, "threads": 1}))
@@ -305,6 +398,14 @@ def test_a_search_of_nothing_that_can_be_is_refused_at_once(run, settings, tmp_p
     with pytest.raises(RequestError, match=r"did you mean 'group_size'.*as in all of"):
         run(settings(vary={"stages.0.quantize.grup_size": [16, 32]}, search=search()))
     assert not (tmp_path / "out").exists()
+
+
+def test_ranges_of_very_many_integers(run, settings):
+    many = settings(vary={"seed": {"low": 1, "high": 10**9}, BITS: [3, 8]})
+    with pytest.raises(RequestError, match=r"2,000,000,000 points \(1,000,000,000 values of seed\); at most 10,000"):
+        run(many)
+    done = run({**many, "search": search(trials=1)})
+    assert 1 <= done.trials[0]["values"]["seed"] <= 10**9
 
 
 def test_ranges_without_steps_are_for_searches(run, settings):

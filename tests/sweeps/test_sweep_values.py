@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 
 from compress.sweeps.labels import short_names, word
@@ -48,6 +50,10 @@ def test_values_are_read(written, grid):
         ({"low": 0, "high": 2, "log": True}, "starts above 0"),
         ({"low": 1, "high": 2, "log": "yes"}, "log: expected true or false"),
         ({"low": 0, "high": 1, "step": 1e-9}, "at most 10,000"),
+        ({"low": 1, "high": 1e308, "step": 1e-300}, "more than 2^53 values; at most 10,000"),
+        ({"low": 1, "high": 10**400}, "high: expected an integer between"),
+        ({"low": -1e308, "high": 1e308}, "further than the largest number"),
+        ({"low": 1, "high": math.inf}, "high: expected a number"),
     ],
 )
 def test_wrong_values_are_told(written, said):

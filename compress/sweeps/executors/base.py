@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
 Outcome = dict[str, Any]
 """What `run_trial` gives back; of a trial whose process died, `status` failed and an `error` that says how."""
+
+
+_LAUNCHED = re.compile(r"(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)|ROLE_NAME|MASTER_(ADDR|PORT)|TORCHELASTIC_.*")
+
+
+def of_launchers(names: Iterable[str]) -> list[str]:
+    """Those environment variables by which a launcher tells a process of others: a trial that has them would wait for these for ever."""
+    return [name for name in names if _LAUNCHED.fullmatch(name)]
 
 
 class Executor(Protocol):

@@ -15,7 +15,8 @@ import psutil
 
 from compress.pipeline.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
-from compress.sweeps.executors.base import Outcome, died
+from compress.sweeps.executors.base import Outcome, died, of_launchers
+from compress.sweeps.trial import peak_memory
 from runtime.ended import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -29,6 +30,7 @@ class _Running:
     slot: int
     log: Path
     files: tuple[Path, Path]
+    peak: int = 0  # bytes of memory, as far as it was seen
 
 
 class ProcessExecutor:
@@ -54,11 +56,13 @@ class ProcessExecutor:
         write_json(given, {**job, "threads": self._threads, "device": self._devices[slot]})
         log = self._directory.log(number)
         lock = self._directory.lock
+        foreign = set(of_launchers(os.environ))
+        own = {name: value for name, value in os.environ.items() if name not in foreign}
         with log.open("wb") as words:
             process = subprocess.Popen(
                 [sys.executable, "-m", "compress.sweeps.trial", str(given.absolute()), str(found.absolute())],
                 stdin=subprocess.PIPE, stdout=words, stderr=words, start_new_session=True,
-                env={**os.environ, **dict.fromkeys(_THREADS, str(self._threads))},
+                env={**own, **dict.fromkeys(_THREADS, str(self._threads))},
                 # So that the directory is locked until the last trial of a killed sweep has ended.
                 pass_fds=() if lock is None else (lock,),
             )  # fmt: skip
@@ -79,13 +83,18 @@ class ProcessExecutor:
 
     def _ended(self, number: int) -> Outcome | None:
         running = self._running[number]
+        running.peak = max(running.peak, peak_memory(running.process.pid))
         pid, status, usage = os.wait4(running.process.pid, os.WNOHANG)
         if pid == 0:
             return None
         code = running.process.returncode = os.waitstatus_to_exitcode(status)
         del self._running[number]
         given, found = running.files
-        outcome = read(found) if found.is_file() else died(_how(code, usage.ru_maxrss * 1024), str(running.log))
+        outcome = (
+            read(found)
+            if found.is_file()
+            else died(_how(code, running.peak or usage.ru_maxrss * 1024), str(running.log))
+        )
         if running.process.stdin is not None:
             running.process.stdin.close()
         given.unlink(missing_ok=True)

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from compress.sweeps.executors.base import Outcome, died
+from compress.sweeps.executors.base import Outcome, died, of_launchers
 from compress.sweeps.models import RayConfig
 from compress.sweeps.trial import run_trial
 from runtime.errors import RequestError
@@ -53,7 +53,7 @@ class RayExecutor:
         self.description = (
             f"Ray at {config.address}, {self.slots} at a time, {config.cpus} CPU{'s' if config.cpus > 1 else ''} each"
         )
-        self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(run_trial)
+        self._task = ray.remote(num_cpus=config.cpus, num_gpus=config.gpus, max_retries=0, max_calls=1)(_run_alone)
 
     def start(self, number: int, job: Mapping[str, Any]) -> None:
         given = {**job, "threads": self._config.cpus, "device": self._device}
@@ -80,6 +80,13 @@ class RayExecutor:
         self._running.clear()
         if self._started:
             self._ray.shutdown()
+
+
+def _run_alone(job: Mapping[str, Any]) -> dict[str, Any]:
+    """`run_trial` in a worker of its own, which may have been started beside others."""
+    for name in of_launchers(os.environ):
+        del os.environ[name]
+    return run_trial(job)
 
 
 def _first(error: BaseException) -> str:

@@ -72,6 +72,10 @@ class Checkpoint:
         """Bytes of the tensor in its file."""
         return self.entry(name).nbytes
 
+    def held_bytes(self, name: str) -> int:
+        """Bytes of the tensor once it is read."""
+        return element_count(self.shape(name)) * self.dtype(name).itemsize
+
     def files(self) -> list[Path]:
         """The safetensors files, sorted by name."""
         return [self.path / name for name in self.headers]

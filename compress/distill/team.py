@@ -81,6 +81,11 @@ class Team:
             raise RequestError(
                 f"device {device!r}: each of {launched()} processes computes on the GPU that its launcher gives it; use auto or cpu"
             )
+        if "MASTER_ADDR" not in os.environ:
+            raise RequestError(
+                f"WORLD_SIZE says that {launched()} processes were started, but nothing says how they find each other (MASTER_ADDR): start "
+                "them with torchrun or accelerate launch, or unset WORLD_SIZE"
+            )
         from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
 
         # A loss on hidden states alone reaches no head, and one width of several not all channels.
@@ -193,6 +198,10 @@ class Team:
         if self.accelerator is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
+    def done(self) -> None:
+        """What they did together is done: from here on the others wait to be asked again."""
+        self._sharing = False
+
     def leave(self) -> None:
         """End here (`PartDone`) in all but the main process."""
         self._sharing = False
@@ -201,7 +210,10 @@ class Team:
 
     @property
     def _gone(self) -> str:
-        return f"another of the {self.size} processes has ended, which says why; what was finished stays"
+        return (
+            f"another of the {self.size} processes has ended, which says why; where it says nothing, it was killed, most likely for "
+            "memory. What was finished stays"
+        )
 
     def _tell(self, error: BaseException) -> None:
         """The main process: the others, which wait for their turn, hear why it does not come."""

@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import json
-import resource
 import statistics
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from typing import Any
 
 from runtime.ended import how_it_ended
 from runtime.errors import CompressError, RequestError
+from runtime.memory import peak_bytes
 
 
 @dataclass(frozen=True)
@@ -109,7 +109,7 @@ def measure(request: SpeedRequest) -> dict[str, Any]:
         "decode_tokens_per_second": request.batch_size * (request.new_tokens - 1) / decode,
         "weight_bytes": loaded.weight_bytes,
         "resident_bytes": resident,
-        "peak_bytes": _peak_bytes(),
+        "peak_bytes": peak_bytes(),
         "kernels": loaded.kernels,
         "decoder": loaded.decoder,
         "device": loaded.device,
@@ -218,11 +218,6 @@ def _load_transformers(request: SpeedRequest) -> _Loaded:
 
 
 _ENGINES: dict[str, Callable[[SpeedRequest], _Loaded]] = {"runtime": _load_runtime, "transformers": _load_transformers}
-
-
-def _peak_bytes() -> int:
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024  # macOS counts bytes, Linux KiB
 
 
 def _main(arguments: list[str]) -> int:

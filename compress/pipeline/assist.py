@@ -41,6 +41,7 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
     }
     team.agreed({"blocks": task})
     run_pass(BlockPass(session, directory, reporter, spill, done, Share(team)))
+    team.done()
 
 
 def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team) -> None:

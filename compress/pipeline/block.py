@@ -81,6 +81,8 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
         all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
     groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]
     groups = [g for g in groups if g.members]
+    if job.share.size > 1:
+        job.share.check_same(f"the layers of {job.prefix.rstrip('.')} that share an input", [g.members for g in groups])
     for name in sorted(set(local) - {n for g in groups for n in g.members}):
         # Nothing could take its place: who does not call a layer may want its weight as a matrix (Mamba's dt_proj).
         del local[name]

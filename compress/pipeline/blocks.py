@@ -83,6 +83,7 @@ def run_pass(job: BlockPass) -> None:
         record = _one_block(job, index, states)
         states.persist(directory.hidden_path(index + 1))
         if record is not None:
+            record |= {"processes": job.share.size} if job.share.size > 1 else {}
             holds = (directory.path / record["shard"], directory.hidden_path(index + 1))
             directory.commit(_part(index), record, holds)
             # The states that entered this block stay: if those after it are damaged, it is run again.
@@ -90,6 +91,7 @@ def run_pass(job: BlockPass) -> None:
             reporter.step(f"block {index}: {_told(record['layers'])}")
     outside = compress_outside(session, embeddings, states, batches, total, directory, reporter, job.share)
     if outside is not None:
+        outside |= {"processes": job.share.size} if job.share.size > 1 else {}
         directory.commit("outside", outside, [directory.path / outside["shard"]])
         reporter.step("embeddings, final norm and head")
 

@@ -212,7 +212,7 @@ def write_manifest(
             "fingerprint": identity["source_fingerprint"],
             "bytes": session.original.total_bytes,
         },
-        "calibration": _calibration(session),
+        "calibration": _calibration(session, sorted({record.get("processes", 1) for record in done})),
         "recipe_sha256": session.recipe_digest(draft=True),
         "tensors": tensors,
         "layers": [layer for record in done for layer in record["layers"]],
@@ -275,7 +275,8 @@ def listed(path: Path, files: list[Path]) -> dict[str, dict[str, Any]]:
     return {f.relative_to(path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
 
 
-def _calibration(session: Session) -> dict[str, Any] | None:
+def _calibration(session: Session, processes: list[int]) -> dict[str, Any] | None:
+    """`processes`: how many shared the text, of the parts of the model (a run may go on with another number)."""
     if not session.reads_text:
         return None
     data = session.calibration
@@ -286,7 +287,7 @@ def _calibration(session: Session) -> dict[str, Any] | None:
         "sha256": data.sha256,
         "warning": data.warning,
         # The order of sums depends on it, and so may the last bit of anything.
-        **({"processes": session.processes} if session.processes > 1 else {}),
+        **({"processes": processes} if processes != [1] else {}),
     }
 
 

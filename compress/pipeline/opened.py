@@ -46,7 +46,7 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
     whole = [n for n, dtype in stored.items() if not dtype.is_floating_point]
     if not whole and any(dtype in _FLOAT8 for dtype in stored.values()):
         return Float8Checkpoint(checkpoint)
-    method = (settings or {}).get("quant_method", "unknown") if isinstance(settings, dict | None) else "unknown"
+    method = settings.get("quant_method", "unknown") if isinstance(settings, dict) else "unknown"
     raise RequestError(
         f"{checkpoint.path} is compressed already (quant_method {method}); give the original checkpoint, or one of 8-bit floats"
     )

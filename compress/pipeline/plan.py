@@ -206,7 +206,7 @@ def _tensors(session: Session) -> list[TensorPlan]:
         if name in session.streamed.checkpoint.dropped:
             plans.append(TensorPlan(name, "dropped", size_before, 0))
         elif name not in stored:
-            plans.append(TensorPlan(name, "copied", size_before, size_before))
+            plans.append(TensorPlan(name, "copied", size_before, checkpoint.held_bytes(name)))
     if session.source is not None:
         before = session.reference.checkpoint
         for plan in plans:
@@ -225,7 +225,7 @@ def _tensors(session: Session) -> list[TensorPlan]:
     if session.untie:
         for tied, source in session.streamed.ties.items():
             if not checkpoint.has(tied) and tied.rpartition(".")[0] not in session.work and checkpoint.has(source):
-                plans.append(TensorPlan(tied, "copied", 0, checkpoint.nbytes(source)))
+                plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 import time
 from pathlib import Path
 
@@ -24,10 +23,12 @@ from compress.pipeline.passes import Passes
 from compress.pipeline.plan import plan_session, size
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
+from compress.pipeline.source_files import check_source_files
 from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.errors import ResourceError
+from runtime.memory import peak_bytes
 
 
 def apply(
@@ -58,9 +59,10 @@ def apply(
     with Team.join(device) as team:
         torch.manual_seed(recipe.seed)
         if not team.is_main:
-            path = assist(recipe, device, team)
+            with disk_errors(f"writing to {output or recipe.output_directory}"):
+                path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
-            return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=_peak())
+            return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
             return _apply(recipe, output, resume, overwrite, device, quiet, max_memory, team)
 
@@ -93,7 +95,7 @@ def _apply(
         check_same_draft(session, manifest, directory.path)
         Artifact(directory.path).verify()
         directory.settle()
-        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, _peak()))
+        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, peak_bytes()))
     if begun is not None:
         plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
     if plan.problems:
@@ -106,6 +108,7 @@ def _apply(
         Reporter(directory.path / LOG, quiet) as reporter,
     ):
         directory.warn = reporter.warn
+        check_source_files(directory.work, session.original)
         reporter.info(plan.headline())
         for warning in [
             *plan.warnings,
@@ -119,7 +122,6 @@ def _apply(
             directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
-        session.processes = team.size
         allocate_sparsity(session, directory, reporter, plan.spill)
         compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")
@@ -140,9 +142,11 @@ def _apply(
             clock.lap("draft")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
-        if max_memory is not None and _peak() > max_memory:
-            reporter.warn(f"the run took {size(_peak())} of memory, more than the {size(max_memory)} of max_memory")
-        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, _peak(), reporter.warnings)
+        if max_memory is not None and peak_bytes() > max_memory:
+            reporter.warn(
+                f"the run took {size(peak_bytes())} of memory, more than the {size(max_memory)} of max_memory"
+            )
+        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, peak_bytes(), reporter.warnings)
     return _accept(result)
 
 
@@ -170,7 +174,3 @@ class _Clock:
         now = time.monotonic()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
         self._last = now
-
-
-def _peak() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

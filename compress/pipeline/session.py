@@ -66,7 +66,6 @@ class Session:
         draft: what the recipe's draft stage asks for, if it has one.
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
-        processes: how many share the calibration data.
         bounds: what is done to need less memory; see `bind`.
     """
 
@@ -78,7 +77,6 @@ class Session:
     source: Checkpoint | None = None
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
-    processes: int = 1
     bounds: Bounds = field(default_factory=Bounds)
 
     @classmethod

@@ -86,16 +86,13 @@ class Share:
             )
         return found
 
-    def check_same(self, what: str, digest: Any) -> None:
-        """CompressError where the processes have come to different results of what each computes for itself."""
-        if self.size > 1:
-            self._compare(what, digest)
-
-    def _compare(self, what: str, digest: Any) -> None:
-        found = [self.team.told(digest if self.rank == rank else None, rank) for rank in range(self.size)]
-        if any(other != found[0] for other in found):
+    def check_same(self, what: str, found: Any) -> None:
+        """CompressError, in all, where the processes have come to different results of what each computes for itself."""
+        every = [self.team.told(found if self.rank == rank else None, rank) for rank in range(self.size)]
+        if any(other != every[0] for other in every):
             raise CompressError(
-                f"the {self.size} processes do not compute the same of {what}; run them on machines of one kind, or run a single process"
+                f"the {self.size} processes do not agree on {what}; run them on machines of one kind with one version of everything, or "
+                "run a single process"
             )
 
 

@@ -26,6 +26,7 @@ from compress.pipeline.row_kinds import HalvedRows, SpeechRows, TextRows
 from compress.pipeline.stacks import Handover, Recorder
 from runtime.artifact import Artifact
 from runtime.checkpoint import Checkpoint
+from runtime.engines.torch_seq2seq import encoder_output
 from runtime.errors import CompressError
 from runtime.loading import decoder_start
 from runtime.skeleton import reads_features
@@ -233,11 +234,8 @@ class StreamedModel(PartialModel):
         return torch.cat([hidden, memory], dim=1)
 
     def _decode(self, target: torch.Tensor, memory: torch.Tensor) -> Any:
-        from transformers.modeling_outputs import BaseModelOutput
-
         model: Any = self.model
-        states = BaseModelOutput(last_hidden_state=memory)  # type: ignore[arg-type]
-        return model(encoder_outputs=states, decoder_input_ids=target, use_cache=False)
+        return model(encoder_outputs=encoder_output(memory), decoder_input_ids=target, use_cache=False)
 
     @contextmanager
     def _handing_on(self, number: int, hidden: torch.Tensor, batch: Batch) -> Iterator[None]:

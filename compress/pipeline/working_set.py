@@ -72,8 +72,8 @@ class WorkingSet:
         ]
         self._sizes = [sum(p.numel() for p in block.parameters()) * self.item for block in streamed.blocks]
         names = streamed.outside_names()
-        self._outside = sum(session.checkpoint.nbytes(n) for n in names)
-        self._head = sum(session.checkpoint.nbytes(n) for n in names if streamed.is_head(n))
+        self._outside = sum(session.checkpoint.held_bytes(n) for n in names)
+        self._head = sum(session.checkpoint.held_bytes(n) for n in names if streamed.is_head(n))
 
     @property
     def widths(self) -> list[int]:

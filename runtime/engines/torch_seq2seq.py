@@ -56,11 +56,9 @@ class TorchSeq2SeqEngine:
         cache: Any,
         last_only: bool = False,
     ) -> torch.Tensor:
-        from transformers.modeling_outputs import BaseModelOutput
-
         logits = self.module(
             decoder_input_ids=decoder_input_ids,
-            encoder_outputs=BaseModelOutput(last_hidden_state=states),  # type: ignore[arg-type]
+            encoder_outputs=encoder_output(states),
             attention_mask=attention_mask,
             past_key_values=cache,
             use_cache=cache is not None,
@@ -77,6 +75,15 @@ class TorchSeq2SeqEngine:
 
     def explain(self) -> dict[str, str]:
         return explain_modules(self.module)
+
+
+def encoder_output(states: torch.Tensor) -> Any:
+    """What transformers' models take as the output of their encoder, all positions of which are valid: states `[b, s, hidden]`."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    output: Any = BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
+    output.attention_mask = None  # some encoders of speech say with their output which positions are (Canary)
+    return output
 
 
 def target_limit(module: PreTrainedModel) -> int | None:

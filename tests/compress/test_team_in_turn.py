@@ -56,7 +56,10 @@ except BaseException as error:
 os._exit(0)
 """
 
-LOST = "CompressError: another of the 2 processes has ended, which says why; what was finished stays"
+LOST = (
+    "CompressError: another of the 2 processes has ended, which says why; where it says nothing, it was killed, most likely for memory. "
+    "What was finished stays"
+)
 ROOM = "CompressError: there is no room for it"
 
 

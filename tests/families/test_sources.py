@@ -121,6 +121,19 @@ def test_8_bit_floats_are_cut_and_pruned_too(tmp_path: Path) -> None:
     assert shards(other.path) == shards(one.path)
 
 
+def test_the_plan_counts_what_is_written_of_8_bit_floats(tmp_path: Path) -> None:
+    """Layers that are copied are written in full."""
+    narrow = as_float8(source("llama", tmp_path / "model"), "block")
+    stage = {
+        "quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "targets": ["model.layers.0.mlp.up_proj"]}
+    }
+    request = {"name": "test", "model": str(narrow), "stages": [stage]}
+    planned = compress.plan(request)
+    made = compress.apply(request, output=tmp_path / "out", quiet=True)
+    assert planned.bytes_after == made.manifest["bytes"]["after"]
+    assert planned.bytes_after > planned.bytes_before
+
+
 def test_a_scale_that_fits_nothing_is_refused(tmp_path: Path) -> None:
     narrow = as_float8(source("llama", tmp_path / "model"), "row")
     file = narrow / "model.safetensors"

@@ -18,6 +18,7 @@ import compress
 from compress.pipeline.plan import make_plan
 from compress.pipeline.share import Share
 from compress.recipe import load
+from runtime.errors import RequestError
 
 GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 SPARSE = {"prune": {"method": "sparsegpt", "pattern": "2:4"}}
@@ -157,7 +158,7 @@ def test_calibration_is_shared(
     )
     assert errors[1] == pytest.approx(errors[0], rel=TOLERANCE)
     assert tokens[1] == tokens[0], "of all experts and processes, however they are routed"
-    assert theirs["calibration"] == {**mine["calibration"], "processes": processes}
+    assert theirs["calibration"] == {**mine["calibration"], "processes": [processes]}
     mine, theirs = mine["metrics"], theirs["metrics"]
     assert theirs["before"] == mine["before"]
     for one_loss, other_loss in ((math.log(made["after"]["perplexity"]) for made in (mine, theirs)),):
@@ -185,6 +186,27 @@ def test_a_layer_that_another_process_cannot_solve_is_named_by_all(
     _, said = together(recipe(make_checkpoint(), GPTQ), "layer")
     assert said == ["CompressError: model.layers.0: this layer cannot be solved"] * 2
     assert not (tmp_path / "both" / "compress.json").exists()
+
+
+def test_all_hear_that_a_limit_is_exceeded(make_checkpoint: Any, recipe: Any, together: Any, tmp_path: Path) -> None:
+    """The artifact is complete: the main process says that the recipe does not accept it, the others have nothing to say."""
+    request = recipe(make_checkpoint(), GPTQ)
+    request["evaluate"] = {"data": request["calibration"]["data"], "samples": 4, "sequence_length": 32, "max_kl": 1e-9}
+    _, said = together(request)
+    assert said[0].startswith("LimitError: max_kl is ")
+    assert said[1] == "done"
+    assert (tmp_path / "both" / "compress.json").is_file()
+
+
+def test_a_size_without_a_launcher_is_refused(
+    make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: Any
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with pytest.raises(
+        RequestError, match=r"WORLD_SIZE says that 2 processes were started, but nothing says .* \(MASTER_ADDR\)"
+    ):
+        compress.apply(recipe(make_checkpoint(), RTN), output=tmp_path / "out", quiet=True)
 
 
 def test_processes_of_one_machine_share_its_memory(

@@ -1,0 +1,73 @@
+"""A source that changes in the midst of a run, where a fingerprint of samples does not see it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from compress.pipeline.source_files import NAME, check_source_files
+from runtime.checkpoint import Checkpoint
+from runtime.errors import RequestError
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text("{}")
+    save_file({"a": torch.randn(1 << 20)}, path / "model.safetensors")  # 4 MB, of which a fingerprint reads a quarter
+    return path
+
+
+def flip(file: Path, place: int) -> None:
+    raw = bytearray(file.read_bytes())
+    raw[place] ^= 1
+    file.write_bytes(raw)
+
+
+def test_a_byte_between_the_samples_is_seen(model: Path, tmp_path: Path) -> None:
+    check_source_files(tmp_path, Checkpoint(model))
+    before = Checkpoint(model).fingerprint()
+    file = model / "model.safetensors"
+    place = 100_000
+    while True:  # until one is found that the samples leave out
+        flip(file, place)
+        if Checkpoint(model).fingerprint() == before:
+            break
+        flip(file, place)
+        place += 10_007
+    with pytest.raises(RequestError, match=r"model.safetensors is not the file that this run began with"):
+        check_source_files(tmp_path, Checkpoint(model))
+    flip(file, place)
+    check_source_files(tmp_path, Checkpoint(model))
+
+
+def test_times_alone_decide_nothing(model: Path, tmp_path: Path) -> None:
+    check_source_files(tmp_path, Checkpoint(model))
+    for file in model.iterdir():
+        os.utime(file, (0, 0))
+    check_source_files(tmp_path, Checkpoint(model))
+
+
+def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    from compress.pipeline import source_files
+
+    read: list[Path] = []
+    real = source_files.sha256
+    monkeypatch.setattr(source_files, "sha256", lambda file: read.append(file) or real(file))
+    check_source_files(tmp_path, Checkpoint(model))
+    check_source_files(tmp_path, Checkpoint(model))
+    assert sorted(file.name for file in read) == ["config.json", "model.safetensors"]
+
+
+def test_a_damaged_note_is_made_again(model: Path, tmp_path: Path) -> None:
+    check_source_files(tmp_path, Checkpoint(model))
+    note = (tmp_path / NAME).read_bytes()
+    flip(tmp_path / NAME, 40)
+    check_source_files(tmp_path, Checkpoint(model))
+    assert (tmp_path / NAME).read_bytes() == note

@@ -21,7 +21,7 @@ from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
 from runtime.errors import RequestError
 
-PATIENCE = 240.0
+PATIENCE = 400.0  # a machine that is busy with others takes minutes to start a process
 
 
 def until(true, what):

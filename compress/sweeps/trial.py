@@ -10,8 +10,6 @@ import json
 import math
 import os
 import platform
-import re
-import resource
 import sys
 import threading
 import time
@@ -21,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
+from runtime.memory import peak_bytes
 
 
 def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -55,7 +54,7 @@ def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
         "seconds": round(time.monotonic() - start, 3),
         "host": platform.node(),
         "threads": job["threads"],
-        "peak_memory": peak_memory(),
+        "peak_memory": peak_bytes(),
     }
 
 
@@ -101,21 +100,6 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         "limits": limits,
         "warnings": artifact.warnings,
     }
-
-
-def peak_memory(process: int | str = "self") -> int:
-    """Most bytes of RAM that a process has had; 0: it is gone.
-
-    The system's ru_maxrss counts what the process that has started it had taken, so it is asked only where there is no /proc.
-    """
-    status = Path("/proc") / str(process) / "status"
-    try:
-        found = re.search(r"^VmHWM:\s*(\d+) kB", status.read_text(encoding="utf-8", errors="replace"), re.MULTILINE)
-    except OSError:
-        found = None
-    if found is None:
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if process == "self" else 0
-    return int(found[1]) * 1024
 
 
 def finite(values: Mapping[str, float]) -> dict[str, float | None]:

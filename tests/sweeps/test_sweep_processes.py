@@ -21,7 +21,7 @@ from compress.sweeps.executors.processes import ProcessExecutor
 from compress.sweeps.run import sweep
 from runtime.errors import RequestError
 
-PATIENCE = 240.0
+PATIENCE = 400.0  # a machine that is busy with others takes minutes to start a process
 
 
 def until(true, what):
@@ -137,11 +137,11 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
 
 def test_the_memory_of_a_trial_is_its_own():
     held = np.ones(400_000_000, np.uint8)
-    program = "from compress.sweeps.trial import peak_memory; print(peak_memory())"
-    found = int(subprocess.run([sys.executable, "-c", program], check=True, capture_output=True).stdout)
-    assert 5e6 < found < 3e8, "not what the process that has started it holds"
-    assert processes.peak_memory() > held.nbytes
-    assert processes.peak_memory(2**22 + 1) == 0
+    assert processes._peak_of(os.getpid()) > held.nbytes
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        assert 1e6 < processes._peak_of(process.pid) < 1e8, "not what the process that has started it holds"
+        process.communicate(b"\n")
+    assert processes._peak_of(process.pid) == 0
 
 
 def test_threads_and_devices_are_shared(monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -16,7 +17,6 @@ import psutil
 from compress.pipeline.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
 from compress.sweeps.executors.base import Outcome, died, of_launchers
-from compress.sweeps.trial import peak_memory
 from runtime.ended import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
@@ -83,7 +83,7 @@ class ProcessExecutor:
 
     def _ended(self, number: int) -> Outcome | None:
         running = self._running[number]
-        running.peak = max(running.peak, peak_memory(running.process.pid))
+        running.peak = max(running.peak, _peak_of(running.process.pid))
         pid, status, usage = os.wait4(running.process.pid, os.WNOHANG)
         if pid == 0:
             return None
@@ -136,6 +136,16 @@ def devices(device: str, jobs: int) -> list[str]:
 
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     return [f"cuda:{slot % count}" if count > 1 else device for slot in range(jobs)]
+
+
+def _peak_of(process: int) -> int:
+    """As `runtime.memory.peak_bytes`, of another process; 0: it is gone, or the system does not tell."""
+    try:
+        text = (Path("/proc") / str(process) / "status").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return 0
+    found = re.search(r"^VmHWM:\s+(\d+) kB", text, re.MULTILINE)
+    return 0 if found is None else int(found[1]) * 1024
 
 
 def _how(code: int, peak: int) -> str:

@@ -88,12 +88,15 @@ def test_a_sweep_that_is_killed_goes_on(slow, run, tmp_path):
     run(slow(8))
     process = command(slow(8, 3), out, "--resume")
     second = out / "trials" / "0001" / ".compress"
-    until(
-        lambda: (second / "block-00003.json").is_file() or process.poll() is not None, "the middle of the second trial"
-    )
-    children = psutil.Process(process.pid).children()
-    process.send_signal(signal.SIGKILL)
-    process.communicate()
+    with process:
+        try:
+            until(
+                lambda: (second / "block-00003.json").is_file() or process.poll() is not None,
+                "the middle of the second trial",
+            )
+            children = psutil.Process(process.pid).children()
+        finally:
+            process.send_signal(signal.SIGKILL)
     before = {name: (out / "trials" / name).read_bytes() for name in ("0000.json", "0001.json")}
     assert json.loads(before["0000.json"])["status"] == "finished"
     assert json.loads(before["0001.json"])["status"] == "proposed"

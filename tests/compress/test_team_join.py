@@ -26,6 +26,7 @@ def test_processes_meet_on_cpus_where_there_is_no_gpu(
         return SimpleNamespace(num_processes=2)
 
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: gpu)
     monkeypatch.setattr(accelerate, "Accelerator", accelerator)
     assert Team.join(device).size == 2
@@ -34,6 +35,7 @@ def test_processes_meet_on_cpus_where_there_is_no_gpu(
 
 def test_processes_that_do_not_find_each_other_do_not_work_side_by_side(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setattr(accelerate, "Accelerator", lambda **_: SimpleNamespace(num_processes=1))
     with pytest.raises(CompressError, match=r"accelerate joins 1 of the 2 processes .* torchrun"):
         Team.join("auto")

@@ -275,7 +275,9 @@ def test_stopping_leaves_nothing(tiny_artifact: Path, tmp_path: Path) -> None:
     with subprocess.Popen([str(part) for part in command], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == b"written\n"
-        assert len(list(output.parent.iterdir())) == 1
+        written = sorted(entry.name for entry in output.parent.iterdir())
+        assert len(written) == 2, written  # the lock, and what is being written
+        assert ".out.lock" in written
         process.send_signal(signal.SIGTERM)
         _, err = process.communicate(timeout=60)
     assert process.returncode == 143

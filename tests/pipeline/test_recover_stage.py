@@ -68,7 +68,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize(
     ("before", "method", "fields", "share"),
     [
-        (SPARSE, "finetune", {"learning_rate": 1e-3}, 0.75),
+        (SPARSE, "finetune", {"learning_rate": 1e-3}, 0.8),
         (SPARSE, "lora", {"rank": 16, "learning_rate": 3e-3}, 0.9),
         (GRID, "finetune", {"learning_rate": 1e-3}, 0.8),
     ],

@@ -33,7 +33,7 @@ class RayExecutor:
         self._running: dict[Any, tuple[int, str]] = {}
         self._started = not ray.is_initialized()
         if self._started:
-            options = {"include_dashboard": False} if config.address == "local" else {}
+            options: dict[str, Any] = {"include_dashboard": False} if config.address == "local" else {}
             try:
                 ray.init(address=config.address, log_to_driver=False, configure_logging=False, **options)
             except (ConnectionError, OSError, RuntimeError, ValueError) as error:

@@ -7,6 +7,7 @@ import json
 import logging
 import os
 import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -16,6 +17,7 @@ from runtime.errors import ResourceError
 LOCK = ".lock"  # in a directory that is written in place
 _NO_LOCKS = (errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP, errno.EINVAL)  # what filesystems without any answer
 _MOST = 4096  # bytes of a lock file that are read
+_TRIES, _PAUSE = 3, 0.03  # of taking it, and the seconds between two
 _log = logging.getLogger("compress")
 
 
@@ -56,7 +58,7 @@ def refuse_held(file: Path, written: Path) -> None:
     except OSError:  # there is none, or it is not ours to take: then `locked` says so
         return
     try:
-        if not _taken(descriptor):
+        if not _taken(descriptor, shared=True):  # else of two that look at a time, one would be refused
             raise _refusal(descriptor, written)
     finally:
         os.close(descriptor)
@@ -66,7 +68,7 @@ def _acquire(file: Path, written: Path) -> int:
     while True:
         descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | getattr(os, "O_NOFOLLOW", 0), 0o666)
         try:
-            if not _taken(descriptor):
+            if not _taken_soon(descriptor):
                 raise _refusal(descriptor, written)
             if _is_there(file, descriptor):
                 _sign(descriptor)
@@ -77,14 +79,23 @@ def _acquire(file: Path, written: Path) -> int:
         os.close(descriptor)
 
 
-def _taken(descriptor: int) -> bool:
-    """Take the lock, if nobody has it."""
+def _taken_soon(descriptor: int) -> bool:
+    """Take the lock, if nobody has it but for those who only look at it, which takes them an instant."""
+    for _ in range(_TRIES):
+        if _taken(descriptor):
+            return True
+        time.sleep(_PAUSE)
+    return _taken(descriptor)
+
+
+def _taken(descriptor: int, shared: bool = False) -> bool:
+    """Take the lock, if nobody has it; shared: or if others have a shared one."""
     try:
         import fcntl
     except ImportError:  # not on Windows
         return True
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fcntl.flock(descriptor, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:

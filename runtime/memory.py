@@ -1,12 +1,54 @@
-"""Memory of this process: what it took at most, and giving back what was freed."""
+"""Memory of this process: what it took at most, what it may still take, and giving back what was freed."""
 
 from __future__ import annotations
 
 import ctypes
 import re
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+
+_GROUPS = Path("/sys/fs/cgroup")
+# (where the groups are, limit, what is taken, what of that is cached files, which the kernel gives up first), of version 2 and of 1
+_VERSIONS = {
+    "": ("memory.max", "memory.current", ("inactive_file", "active_file")),
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", ("total_inactive_file", "total_active_file")),
+}
+
+
+def free_bytes() -> int:
+    """Bytes of memory that this process may still take: what the machine has free, or what is left of the limits of the control groups
+    (containers, batch jobs) that it is in, where that is less: beyond those the kernel kills it, whatever the machine has."""
+    import psutil
+
+    return max(0, min([int(psutil.virtual_memory().available), *_left_in_groups(Path("/proc/self/cgroup"), _GROUPS)]))
+
+
+def _left_in_groups(membership: Path, root: Path) -> Iterator[int]:
+    """What each group that has a limit leaves, of those that a process is in and those around them."""
+    try:
+        lines = membership.read_text(encoding="utf-8").splitlines()
+    except (OSError, ValueError):  # no Linux
+        return
+    for line in lines:
+        _, controllers, own = line.split(":", 2)
+        version = "memory" if "memory" in controllers.split(",") else controllers
+        if version not in _VERSIONS:
+            continue
+        limit, taken, cached = _VERSIONS[version]
+        top = root / version
+        # In a container the groups outside are not to be seen, and its own may be mounted as the top.
+        inside = [Path(own), *Path(own).parents] if ".." not in Path(own).parts else [Path("/")]
+        for group in (top / name.relative_to("/") for name in inside):
+            try:
+                # Of a group without a limit there is no file at the top, and below it says "max".
+                most = int((group / limit).read_text())
+                used = int((group / taken).read_text())
+                kept = dict(row.split() for row in (group / "memory.stat").read_text().splitlines())
+                yield most - used + sum(int(kept.get(name, 0)) for name in cached)
+            except (OSError, ValueError):
+                continue
 
 
 def peak_bytes() -> int:

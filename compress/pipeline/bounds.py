@@ -49,19 +49,20 @@ class Bounds:
         return ", ".join(done)
 
 
-def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool) -> Iterator[Bounds]:
+def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool, filed: bool = True) -> Iterator[Bounds]:
     """Ways to need less memory, each less than the one before.
 
     Args:
         widths: inputs of the layers whose second moments are collected. rows: of the largest batch; 0: there is none.
-        given: rows of a batch that are settled, None: as the recipe says. fewer: batches may have fewer rows.
+        given: rows of a batch that are settled, None: as the recipe says. fewer: batches may have fewer rows. filed: second
+            moments may be in files, as those that a GPU adds up cannot.
     """
     bounds = Bounds(rows=given)
     yield bounds
     if rows:
         bounds = replace(bounds, spill=True)
         yield bounds
-    if mapped.AVAILABLE:
+    if filed and mapped.AVAILABLE:
         for width in sorted(set(widths), reverse=True):
             bounds = replace(bounds, in_files=width)
             yield bounds

@@ -19,7 +19,7 @@ from compress.pipeline.stream import Batch
 from compress.pipeline.work import LayerWork
 from compress.solver.group import solve_group
 from compress.statistics import Statistics, StatisticsCollector
-from runtime.errors import CompressError, RequestError
+from runtime.errors import CompressError
 
 
 @dataclass
@@ -127,10 +127,6 @@ def _head_statistics(
     share: Share,
     directory: RunDirectory,
 ) -> Statistics:
-    if module is not session.streamed.model.get_output_embeddings():
-        raise RequestError(
-            f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
-        )
     columns = int(module.weight.shape[1])  # type: ignore[union-attr, index]
     place = session.bounds.place(directory.work, columns)
     collector = StatisticsCollector(columns, hessian=True, device=session.streamed.device, directory=place)

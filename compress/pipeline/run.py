@@ -79,6 +79,8 @@ def _apply(
 ) -> AppliedArtifact:
     directory_path = Path(output) if output is not None else recipe.output_directory
     clock = _Clock()
+    if not resume:
+        RunDirectory(directory_path, {}, resume, overwrite)  # what is there decides alone: refused before a model is read
     passes = Passes.open(recipe, str(team.device(choose_device(device))))
     passes.team = team
     session = passes.session

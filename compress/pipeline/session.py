@@ -99,13 +99,17 @@ class Session:
         check_cache(recipe, streamed)
         infos = module_infos(streamed)
         work = {name: LayerWork(assignment, settled=settled) for name, assignment in assign(recipe, infos).items()}
+        head = streamed.model.get_output_embeddings()
         for name, layer in work.items():
-            if isinstance(streamed.model.get_submodule(name), nn.Embedding) and (
-                layer.needs or layer.scheme.activations is not None
-            ):
+            module = streamed.model.get_submodule(name)
+            if isinstance(module, nn.Embedding) and (layer.needs or layer.scheme.activations is not None):
                 methods = ", ".join(m.name for m in layer.methods)
                 raise RequestError(
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
+                )
+            if layer.needs and not streamed.is_inside(name) and module is not head:
+                raise RequestError(
+                    f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
                 )
         check_shared(streamed, work)
         file = checkpoint.path / HELD

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-import psutil
 import torch
 
 from compress.distill.team import on_this_machine
@@ -14,6 +13,7 @@ from compress.pipeline.needs import Needs, Rows, Speed
 from compress.pipeline.progress import memory_bytes
 from compress.pipeline.session import Session
 from runtime.decoding.memory import available_bytes
+from runtime.memory import free_bytes
 
 # Free space that is left alone on the disk, and the part of the free memory that a run may plan with.
 DISK_MARGIN = 64 * 2**20
@@ -70,7 +70,7 @@ def totals(
     every = _Every(session, evaluation)
     device = session.streamed.device
     on_cpu = device.type == "cpu"
-    free, held = psutil.virtual_memory().available // on_this_machine(), memory_bytes()
+    free, held = free_bytes() // on_this_machine(), memory_bytes()
     room = free if on_cpu else min(free, available_bytes(device))
     found = list(
         ways(
@@ -78,6 +78,7 @@ def totals(
             every.rows(),
             None if settled is None else settled.rows,
             fewer=limit is not None and settled is None,
+            filed=on_cpu,
         )
     )
     share = SPILL_SHARE * (room if limit is None else min(room, limit))

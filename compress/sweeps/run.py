@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import psutil
 import yaml
 
 from compress.pipeline.files import disk_errors, write_text
@@ -27,6 +26,7 @@ from compress.sweeps.study import Study
 from compress.sweeps.talk import Talk
 from compress.sweeps.views import write_views
 from runtime.errors import CompressError, RequestError
+from runtime.memory import free_bytes
 
 _SOURCE = "source.json"
 MakeExecutor = Callable[[Sweep, SweepDirectory, str], Executor]
@@ -195,7 +195,7 @@ class _Run:
             return self.max_memory // slots
         if slots == 1 or self.sweep.ray is not None:
             return None
-        return int(psutil.virtual_memory().available) // slots
+        return free_bytes() // slots
 
     def _job(self, trial: Trial, max_memory: int | None) -> dict[str, Any]:
         return {

@@ -8,6 +8,7 @@ import torch
 
 from runtime.engines.base import Engine, PagedEngine
 from runtime.errors import RequestError
+from runtime.memory import free_bytes
 
 _DEFAULT = 2 * 10**9
 _SHARE = 0.25  # of the memory that is free, for a call that says nothing
@@ -83,9 +84,7 @@ def available_bytes(device: torch.device) -> int:
     """Memory that is free where the cache will be."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    import psutil
-
-    return int(psutil.virtual_memory().available)
+    return free_bytes()
 
 
 def _gigabytes(count: int) -> str:

@@ -10,6 +10,7 @@ from runtime.engines.base import Engine
 from runtime.engines.choose import lean
 from runtime.engines.torch import Blueprint, TorchEngine
 from runtime.errors import RequestError
+from runtime.memory import free_bytes
 from runtime.skeleton import tied_names
 from runtime.streaming.file import Group, PreparedFile
 from runtime.streaming.groups import groups_of, places, put, share
@@ -99,10 +100,8 @@ def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch
         return HostSlots(file, blocks, decided.buffers)
     if device.type != "cuda":
         raise RequestError(f"max_memory is for CPUs and CUDA GPUs, not {device.type}")
-    import psutil
-
     wanted = sum(blocks[i].size for i in decided.streamed)
-    pinned = wanted <= _PINNED_SHARE * psutil.virtual_memory().available
+    pinned = wanted <= _PINNED_SHARE * free_bytes()
     return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
 
 

@@ -74,3 +74,31 @@ def test_blocks_in_no_list_are_refused_with_what_there_is(tmp_path: Path) -> Non
     said = r"OddForCausalLM has no list of repeated blocks \(nn.ModuleList\), .* it has words \(Embedding\), trunk \(Module\), say"
     with pytest.raises(CompressError, match=said):
         make_plan(load(request), tmp_path / "out")
+
+
+def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Path) -> None:
+    """Not when everything else has been computed."""
+    from transformers import OPTConfig, OPTForCausalLM
+
+    torch.manual_seed(0)
+    config = OPTConfig(
+        vocab_size=257, hidden_size=64, word_embed_proj_dim=32, ffn_dim=128, num_hidden_layers=2, num_attention_heads=4,
+        max_position_embeddings=128,
+    )  # fmt: skip
+    OPTForCausalLM(config).save_pretrained(tmp_path / "model")
+    byte_tokenizer().save_pretrained(tmp_path / "model")
+    (tmp_path / "text.txt").write_text("text that is not read\n" * 100)
+    asked = {
+        "name": "test",
+        "model": str(tmp_path / "model"),
+        "calibration": {"data": str(tmp_path / "text.txt"), "samples": 4, "sequence_length": 32},
+        "stages": [{"quantize": {**W4["quantize"], "targets": ["re:.*project_in"]}}],
+    }
+    sentence = r"project_in is in no block and is no output head, so calibration does not reach it; use method rtn"
+    for act in (make_plan, lambda given: compress.apply(given, output=tmp_path / "out", quiet=True)):
+        with pytest.raises(CompressError, match=sentence):
+            act(load(asked) if act is make_plan else asked)
+    assert not (tmp_path / "out").exists()
+    asked["stages"] = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "targets": ["re:.*project_in"]}}]
+    artifact = compress.apply(asked, output=tmp_path / "out", quiet=True)
+    assert [layer["name"] for layer in artifact.manifest["layers"]] == ["model.decoder.project_in"]

@@ -1,4 +1,4 @@
-"""The disk as it is at every moment of a run: what a kill -9 or a power cut there would leave, without killing anything.
+"""The disk as it is at every moment of a run: what a kill -9 there would leave, without killing anything.
 
 `Moments` copies a directory before every operation that changes the disk, and after every file that is written also with that file cut in
 half. Each copy is what a process finds that goes on after a crash at that moment.

@@ -183,6 +183,10 @@ def test_finished_artifact_is_not_replaced_unasked(make_checkpoint, recipe, tmp_
     model = make_checkpoint()
     request = recipe(model, STAGES["rtn"][0])
     compress.apply(request, output=tmp_path / "out", quiet=True)
+    away = model.rename(tmp_path / "away")
+    with pytest.raises(RequestError, match=r"finished artifact.*--overwrite"):  # before anything of the model is read
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    away.rename(model)
     with pytest.raises(RequestError, match=r"finished artifact.*--overwrite"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     before = (tmp_path / "out/compress.json").read_bytes()
@@ -369,12 +373,9 @@ def test_a_layout_that_others_cannot_read_is_said(make_checkpoint, recipe):
 
 
 def test_the_advice_fits_what_takes_the_memory(make_checkpoint, recipe, monkeypatch):
-    from collections import namedtuple
-
     from compress.pipeline import totals
 
-    free = namedtuple("free", "available")
-    monkeypatch.setattr(totals.psutil, "virtual_memory", lambda: free(1 << 20))
+    monkeypatch.setattr(totals, "free_bytes", lambda: 1 << 20)
     monkeypatch.setattr(totals, "memory_bytes", lambda: 1 << 20)
     small = compress.plan(recipe(make_checkpoint(), STAGES["rtn"][0]))
     assert any("largest block" in problem for problem in small.problems)

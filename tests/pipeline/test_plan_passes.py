@@ -6,10 +6,8 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import psutil
 import pytest
 import torch
 import yaml
@@ -61,7 +59,7 @@ def planned(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pyte
         monkeypatch.setattr(totals, "memory_bytes", lambda: 0)
         monkeypatch.setattr(working_set, "WHOLE_BYTES", 0)  # of models so small, loading them whole takes most
         monkeypatch.setattr(Speed, "measured", lambda _: Speed(1e9, 1e9, 1e9))
-        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(available=available))
+        monkeypatch.setattr(totals, "free_bytes", lambda: available)
         request = recipe(source[key], *stages)
         request["calibration"] |= calibration or {}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))

@@ -18,7 +18,7 @@ class AppliedArtifact:
         metrics: quality, sizes and limits, as in the manifest.
         manifest: content of compress.json.
         seconds: wall-clock time of each phase of this run (a resumed run counts only what it did itself).
-        peak_memory: largest resident memory of the process, in bytes.
+        peak_memory: largest resident memory of the process, in bytes; of several, of the one that took most.
     """
 
     path: Path

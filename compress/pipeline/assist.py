@@ -23,13 +23,18 @@ from compress.pipeline.session import Session, choose_device
 from compress.pipeline.share import Share
 from compress.recipe import Recipe
 from runtime.errors import CompressError
+from runtime.memory import peak_bytes
 
 
-def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool, team: Team) -> None:
-    """The main process: compress what is not done of a model's layers, all processes together."""
+def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool, team: Team) -> int:
+    """The main process: compress what is not done of a model's layers, all processes together.
+
+    Returns:
+        the most memory that one of them has taken until then, in bytes.
+    """
     done = first_block(directory, len(session.streamed.blocks))
     if directory.record("outside") is not None:
-        return
+        return peak_bytes()
     task = {
         "stages": [stage.index for stage in session.recipe.stages],
         "paths": [str(path.absolute()) for path in (session.checkpoint.path, session.original.path, directory.path)],
@@ -41,7 +46,15 @@ def compress_blocks(session: Session, directory: RunDirectory, reporter: Reporte
     }
     team.agreed({"blocks": task})
     run_pass(BlockPass(session, directory, reporter, spill, done, Share(team)))
+    peak = _highest_peak(team)
     team.done()
+    return peak
+
+
+def _highest_peak(team: Team) -> int:
+    """Of all processes, which all call this."""
+    own = peak_bytes()
+    return max(team.told(own, rank) for rank in range(team.size))
 
 
 def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team) -> None:
@@ -53,6 +66,7 @@ def _assist_blocks(recipe: Recipe, task: dict[str, Any], device: str, team: Team
     session.bind(task["bounds"])
     with Reporter(None, quiet=True) as reporter:
         run_pass(BlockPass(session, RunDirectory.shared(output), reporter, task["spill"], task["done"], Share(team)))
+    _highest_peak(team)
 
 
 def ask(recovery: Recovery) -> None:

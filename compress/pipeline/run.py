@@ -80,7 +80,9 @@ def _apply(
     directory_path = Path(output) if output is not None else recipe.output_directory
     clock = _Clock()
     if not resume:
-        RunDirectory(directory_path, {}, resume, overwrite)  # what is there decides alone: refused before a model is read
+        RunDirectory(
+            directory_path, {}, resume, overwrite
+        )  # what is there decides alone: refused before a model is read
     passes = Passes.open(recipe, str(team.device(choose_device(device))))
     passes.team = team
     session = passes.session
@@ -125,7 +127,7 @@ def _apply(
             session = passes.run(directory, plan.spill, reporter)
             clock.lap(passes.jobs[-1].stage.kind)
         allocate_sparsity(session, directory, reporter, plan.spill)
-        compress_blocks(session, directory, reporter, plan.spill, team)
+        highest = compress_blocks(session, directory, reporter, plan.spill, team)
         clock.lap("compress")
         finish.write_metadata(session, directory)
         artifact = gate.open_artifact(directory.path, session)
@@ -144,11 +146,11 @@ def _apply(
             clock.lap("draft")
         manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
         directory.finish()
-        if max_memory is not None and peak_bytes() > max_memory:
-            reporter.warn(
-                f"the run took {size(peak_bytes())} of memory, more than the {size(max_memory)} of max_memory"
-            )
-        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, peak_bytes(), reporter.warnings)
+        highest = max(highest, peak_bytes())
+        if max_memory is not None and highest > max_memory:
+            one = "the run" if team.size == 1 else "one of the processes"
+            reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
+        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, highest, reporter.warnings)
     return _accept(result)
 
 

@@ -59,8 +59,7 @@ def solve_ready(
     """
     share = job.share
     found: dict[str, SolvedLayer] = {}
-    told: list[tuple[int, list[SolvedLayer] | str | None]] = []
-    names: list[list[str]] = []
+    told: list[tuple[list[str], int, list[SolvedLayer] | str | None]] = []
     failed: CompressError | None = None
     for unit in _units(job, ready, local):
         solved: list[SolvedLayer] | str | None = None
@@ -71,14 +70,18 @@ def solve_ready(
                 if share.size == 1:
                     raise
                 failed, solved = error, str(error)  # told to the others, which wait for it
-        if share.size == 1:
-            found |= _put(job, unit.names, solved, work)
-        else:
-            names.append(unit.names)
-            told.append((unit.owner, solved))
+        if isinstance(solved, list):  # at once, so that what it replaces is freed
+            _put(job, unit.names, solved, work)
+        told.append((unit.names, unit.owner, solved))
         unit.statistics = None
-    for own, (owner, solved) in zip(names, told, strict=True):
-        found |= _put(job, own, _given(job, owner, solved), work)
+    for names, owner, solved in told:
+        layers = solved
+        if share.size > 1:
+            layers = _given(job, owner, solved)
+            if owner != share.rank:
+                _put(job, names, layers, work)
+        assert isinstance(layers, list)
+        found |= dict(zip(names, layers, strict=True))
     return found
 
 
@@ -136,14 +139,10 @@ def _solve(
     return packed
 
 
-def _put(
-    job: BlockJob, names: list[str], solved: list[SolvedLayer] | str | None, work: dict[str, torch.Tensor]
-) -> dict[str, SolvedLayer]:
-    assert isinstance(solved, list)
+def _put(job: BlockJob, names: list[str], solved: list[SolvedLayer], work: dict[str, torch.Tensor]) -> None:
     for name, layer in zip(names, solved, strict=True):
         simulate(job.block, name, layer)
         work.pop(name, None)
-    return dict(zip(names, solved, strict=True))
 
 
 def _given(job: BlockJob, owner: int, solved: list[SolvedLayer] | str | None) -> list[SolvedLayer]:

@@ -99,6 +99,8 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
         with pytest.raises(CompressError, match=sentence):
             act(load(asked) if act is make_plan else asked)
     assert not (tmp_path / "out").exists()
-    asked["stages"] = [{"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "targets": ["re:.*project_in"]}}]
+    asked["stages"] = [
+        {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32, "targets": ["re:.*project_in"]}}
+    ]
     artifact = compress.apply(asked, output=tmp_path / "out", quiet=True)
     assert [layer["name"] for layer in artifact.manifest["layers"]] == ["model.decoder.project_in"]

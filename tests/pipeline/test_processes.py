@@ -58,9 +58,14 @@ if "own" in what:
         numbers.append(number)
         return run(streamed, index, states, number, batch)
     blocks._runner = noted
+if "heavy" in what and rank == 1:
+    torch.ones(300_000_000)
 made, text = None, "done"
+limit = "1.1GB" if "heavy" in what else None
 try:
-    made = compress.apply(request, output=output, device="cpu", quiet=True, resume="resume" in what)
+    made = compress.apply(request, output=output, device="cpu", quiet=True, resume="resume" in what, max_memory=limit)
+    if "heavy" in what:
+        text = "; ".join([*made.warnings, f"{made.peak_memory > 1_200_000_000}"])
 except BaseException as error:
     text = f"{type(error).__name__}: {error}"
 if "own" in what:
@@ -122,6 +127,15 @@ def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, 
     assert shards(both) == shards(one)
     assert (both / "compress.json").read_bytes() == (one / "compress.json").read_bytes()
     assert not (both / ".compress").exists()
+
+
+def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
+    make_checkpoint: Any, recipe: Any, together: Any
+) -> None:
+    code, said = together(recipe(make_checkpoint(), RTN), "heavy")
+    assert code == 0
+    assert "one of the processes took 1." in said[0]
+    assert "more than the 1.0 GiB of max_memory; True" in said[0]
 
 
 @pytest.mark.parametrize(

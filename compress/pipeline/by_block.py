@@ -72,7 +72,8 @@ def write_by_block(
     """
     job, streamed, work, reporter = cutting.job, cutting.streamed, cutting.work, cutting.reporter
     count = len(streamed.blocks)
-    writer = PlainWriter(cutting.output, count + 1)
+    skeleton = build_skeleton(job.config, dtype, stored=streamed.checkpoint.names())
+    writer = PlainWriter(cutting.output, count + 1, skeleton)
     written = writer.done()
     done = last_intact(min(written, count), lambda index: [_hidden_directory(work, index)], reporter.warn)
     if done < min(written, count):
@@ -80,7 +81,6 @@ def write_by_block(
     elif written > count:
         done = written
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
-    skeleton = build_skeleton(job.config, dtype, stored=streamed.checkpoint.names())
     smaller = [block for _, stack in find_stacks(skeleton) for block in stack]
     streamed.load_outside()
     states = _entering(cutting, batches, min(done, count))

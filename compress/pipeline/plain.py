@@ -22,7 +22,7 @@ from runtime.sealed import json_is_whole, sealed_json
 from runtime.skeleton import build_skeleton
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
+    from transformers import PretrainedConfig, PreTrainedModel
 
     from compress.pipeline.stream import StreamedModel
 
@@ -36,11 +36,12 @@ class PlainWriter:
     """Writes one shard a part, in order; what an interrupted run has written is there, and is known to be.
 
     Args:
-        directory: of the checkpoint. parts: how many there will be.
+        directory: of the checkpoint. parts: how many there will be. model: whose tensors they are, on meta.
     """
 
-    def __init__(self, directory: Path, parts: int) -> None:
-        self.directory, self.parts = directory, parts
+    def __init__(self, directory: Path, parts: int, model: PreTrainedModel) -> None:
+        self.directory, self.parts, self._model = directory, parts, model
+        self._places = set(model.state_dict())
         directory.mkdir(parents=True, exist_ok=True)
 
     def done(self) -> int:
@@ -58,13 +59,22 @@ class PlainWriter:
         return found
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
-        """One part; `facts` are JSON-able."""
+        """One part, under the model's names; `facts` are JSON-able."""
+        tensors = self._published(tensors)
         shard = shard_name(part + 1, self.parts)
         with disk_errors(f"writing {self.directory / shard}"), written_beside(self.directory / shard) as temporary:
             save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary, {"format": "pt"})
         names = {name: value.numel() * value.element_size() for name, value in tensors.items()}
         record = {"shard": shard, "sha256": sha256(self.directory / shard), "bytes": names, "facts": dict(facts)}
         write_text(self._record(part), sealed_json(record))
+
+    def _published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As checkpoints of the family are published, which is how other engines read them: renamed, experts one by one. What the model
+        has no place for keeps its name."""
+        from transformers.core_model_loading import revert_weight_conversion
+
+        own = {name: value for name, value in tensors.items() if name in self._places}
+        return revert_weight_conversion(self._model, own) | {n: v for n, v in tensors.items() if n not in own}
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""

@@ -31,6 +31,8 @@ from compress.pipeline.session import Session
 from compress.pipeline.stream import StreamedModel
 from runtime.artifact import Artifact
 from runtime.engines.torch import Blueprint
+from runtime.errors import CompressError
+from runtime.experts import Experts, expert_of
 from runtime.linear import CompressedLinear
 from runtime.skeleton import find_stacks
 
@@ -102,9 +104,13 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     if job.method.nested and getattr(settings, "order", False):
         order(model, session.streamed, feed_forward(session.streamed), text.given[:_RANKED])
     for name, own in held.items():
-        if own.grid is not None and settings.adapter is None and session.checkpoint.has(f"{name}.weight"):
+        if (
+            own.grid is not None
+            and settings.adapter is None
+            and (original := _original(model, session, name)) is not None
+        ):
             weight = model.get_submodule(name).weight
-            weight.data = between_codes(weight.data, session.checkpoint.get(f"{name}.weight"), own.grid)
+            weight.data = between_codes(weight.data, original, own.grid)
     constrain(model, held, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
@@ -149,18 +155,45 @@ def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
     return model.float(), held
 
 
+def _original(model: nn.Module, session: Session, name: str) -> torch.Tensor | None:
+    """The weight `[out, in]` that layer `name` of a model had before it was compressed; None: the checkpoint has none of that name."""
+    checkpoint = session.checkpoint
+    if checkpoint.has(f"{name}.weight"):
+        return checkpoint.get(f"{name}.weight")
+    place = expert_of(model, name)
+    if place is None:
+        return None
+    home, number = place
+    layout, projection = model.get_submodule(home).layout, name.rpartition(".")[2]
+    whole = f"{home}.{layout.home(projection)}"  # type: ignore[union-attr, operator]
+    return layout.part(projection, checkpoint.get(whole)[number]) if checkpoint.has(whole) else None  # type: ignore[union-attr, operator]
+
+
 def write(model: Any, streamed: StreamedModel, output: Path) -> None:
-    """The weights of a model in memory as a checkpoint that looks as the one that `streamed` is of."""
-    source = streamed.checkpoint
+    """The weights of a model in memory as a checkpoint that looks as the one that `streamed` is of.
+
+    Raises:
+        CompressError: the model in memory lacks a tensor of the other one.
+    """
+    source, places = streamed.checkpoint, set(streamed.model.state_dict())
     found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    apart = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+
+    def value(name: str) -> torch.Tensor:
+        """What training has made of a tensor; of those that the model does not know, what they were."""
+        home, _, key = name.rpartition(".")
+        own = found.get(name)
+        if own is None and home in apart:
+            own = apart[home].whole(key, lambda layer, leaf: getattr(layer, leaf).detach())
+        if own is None and name in places:
+            raise CompressError(f"{name} is not in the model that was trained; this is a bug, nothing was written")
+        return source.get(name) if own is None else own.detach().to(source.dtype(name))
+
     count = len(streamed.blocks)
-    writer = PlainWriter(output, count + 1)
+    writer = PlainWriter(output, count + 1, streamed.model)
     for part in range(count + 1):
         names = streamed.block_names(part) if part < count else streamed.outside_names()
-        tensors = {
-            name: found[name].detach().to(source.dtype(name)) if name in found else source.get(name) for name in names
-        }
-        writer.write(part, tensors, {})
+        writer.write(part, {name: value(name) for name in names}, {})
     writer.finish(source.path, source.config)
 
 

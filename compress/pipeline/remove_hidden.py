@@ -146,7 +146,7 @@ def _write(cutting: Cutting, sides: _Sides, comparison: Comparison) -> tuple[lis
     """Every part of the smaller model: cut, compared, fitted, written. Returns a line for each fitted layer, and what is left out."""
     job, reporter, streamed, smaller = cutting.job, cutting.reporter, sides.whole, sides.smaller
     count = len(smaller.blocks)
-    writer = PlainWriter(cutting.output, count + 1)
+    writer = PlainWriter(cutting.output, count + 1, smaller.model)
     written = writer.done()
     done = last_intact(min(written, count), sides.places, reporter.warn)
     if done < min(written, count):

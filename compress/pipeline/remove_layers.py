@@ -17,6 +17,7 @@ from compress.prune.structure.sizes import with_layers
 from compress.prune.structure.view import View
 from runtime.errors import RequestError
 from runtime.layer_sizes import overrides
+from runtime.skeleton import build_skeleton
 
 
 def remove_layers(cutting: Cutting) -> dict[str, Any]:
@@ -37,7 +38,9 @@ def remove_layers(cutting: Cutting) -> dict[str, Any]:
         for stack, kept in zip(streamed.stacks, chosen["kept"], strict=True)
         for new, old in enumerate(kept)
     ]
-    writer = PlainWriter(output, len(places) + 1)
+    smaller = with_layers(streamed.config, chosen["kept"][0])
+    skeleton = build_skeleton(smaller, torch.float32, stored=streamed.checkpoint.names())
+    writer = PlainWriter(output, len(places) + 1, skeleton)
     for part in range(writer.done(), len(places)):
         index, prefix = places[part]
         own = streamed.block_prefix(index)
@@ -45,7 +48,6 @@ def remove_layers(cutting: Cutting) -> dict[str, Any]:
         writer.write(part, {prefix + name.removeprefix(own): streamed.checkpoint.get(name) for name in names}, {})
     if writer.done() == len(places):
         writer.write(len(places), {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}, {})
-    smaller = with_layers(streamed.config, chosen["kept"][0])
     writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, smaller))
     return chosen  # type: ignore[no-any-return]
 

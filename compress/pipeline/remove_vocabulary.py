@@ -28,7 +28,7 @@ def remove_vocabulary(cutting: Cutting) -> tuple[dict[str, Any], Batch, torch.Te
     job, streamed, output, reporter = cutting.job, cutting.streamed, cutting.output, cutting.reporter
     assert job.tokens is not None
     kept, count = job.tokens.kept, len(streamed.blocks)
-    writer = PlainWriter(output, count + 1)
+    writer = PlainWriter(output, count + 1, streamed.model)
     done = writer.done()
     reporter.phase(f"structure: {job.describe()}", count + 1, done)
     for index in range(done, count):

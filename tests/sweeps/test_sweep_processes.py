@@ -141,7 +141,10 @@ def test_a_trial_that_is_killed_loses_itself_only(settings, tmp_path):
 def test_the_memory_of_a_trial_is_its_own():
     held = np.ones(400_000_000, np.uint8)
     assert processes._peak_of(os.getpid()) > held.nbytes
-    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+    command = [sys.executable, "-c", "print(flush=True); input()"]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        process.stdout.readline()  # it has begun
         assert 1e6 < processes._peak_of(process.pid) < 1e8, "not what the process that has started it holds"
         process.communicate(b"\n")
     assert processes._peak_of(process.pid) == 0

@@ -14,7 +14,7 @@ from compress.commands.made_passes import pass_rows
 from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import (
     duration,
-    print_json,
+    end,
     print_table,
     show_cache,
     show_cache_quality,
@@ -88,15 +88,7 @@ def apply(
     result = _result(artifact)
     if text is not None:
         result["sample"] = {"prompt": wanted, "text": text}
-    if failure is not None:
-        result |= {"error": str(failure), "exit_code": failure.exit_code}
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
-    if failure is not None:
-        print(f"compress: {failure}", file=sys.stderr)
-        raise typer.Exit(failure.exit_code)
+    end(result, failure, None if as_json else _show)
 
 
 def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:

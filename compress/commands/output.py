@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+
+import typer
+
+from runtime.errors import CompressError
 
 
 def print_json(value: Any) -> None:
     """One JSON object on stdout. NaN and infinity, which JSON does not know, become null."""
     print(json.dumps(_finite(value), indent=2, ensure_ascii=False, default=str), flush=True)
+
+
+def end(result: dict[str, Any], failure: CompressError | None, show: Callable[[dict[str, Any]], None] | None) -> None:
+    """What a command has to say in the end, with `show` or (None) as JSON; and the exit code of what it found wrong with it."""
+    if failure is not None:
+        result = {**result, "error": str(failure), "exit_code": failure.exit_code}
+    (show or print_json)(result)
+    if failure is not None:
+        print(f"compress: {failure}", file=sys.stderr)
+        raise typer.Exit(failure.exit_code)
 
 
 def _finite(value: Any) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import typer
 
 from compress.commands.options import DEVICE, MODEL, SET
-from compress.commands.output import duration, print_json, print_table, stdout_reserved
+from compress.commands.output import duration, end, print_table, stdout_reserved
 from runtime.errors import CompressError
 
 _ROWS = 40
@@ -82,15 +81,7 @@ def sweep(
         except AllFailedError as error:
             done, failure = error.result, error
     result: dict[str, Any] = {"path": str(done.path), "files": [str(file) for file in done.files], **done.summary}
-    if failure is not None:
-        result |= {"error": str(failure), "exit_code": failure.exit_code}
-    if as_json:
-        print_json(result)
-    else:
-        _show(result)
-    if failure is not None:
-        print(f"compress: {failure}", file=sys.stderr)
-        raise typer.Exit(failure.exit_code)
+    end(result, failure, None if as_json else _show)
 
 
 def _show(result: dict[str, Any]) -> None:

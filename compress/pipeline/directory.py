@@ -18,9 +18,9 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from compress.pipeline.files import DISK_FULL, sha256, write_text
+from compress.pipeline.files import DISK_FULL, read_object, sha256, write_text
 from runtime import lock
-from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
+from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.sealed import KEY, json_is_whole, sealed_json
 
 WORK = ".compress"
@@ -279,13 +279,7 @@ def _files(place: Path) -> list[Path]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{path} cannot be read: {error}; remove the directory or name another --output") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{path} holds no JSON object; remove the directory or name another --output")
-    return value
+    return read_object(path, "remove the directory or name another --output")
 
 
 def _listing(entries: list[Path]) -> str:

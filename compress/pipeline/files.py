@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CompressError
+from runtime.errors import ArtifactError, CompressError
 from runtime.file_rights import let_others_read
 from runtime.replaced import replace_directory
 
@@ -57,6 +57,21 @@ def write_text(target: Path, text: str) -> None:
 
 def write_json(target: Path, value: Any) -> None:
     write_text(target, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        ArtifactError: it holds none, or cannot be read; `advice` says what to do.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; {advice}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path} holds no JSON object; {advice}")
+    return value
 
 
 def sha256(path: Path) -> str:

@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr, field_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
 from compress.percent import fraction
 from compress.recipe.origin import Origin
@@ -14,6 +14,16 @@ from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
 
 Fraction = Annotated[float, BeforeValidator(fraction), Field(ge=0)]
+
+
+def _plain(name: str) -> str:
+    if re.fullmatch(r"[\w.][\w. -]*", name) is None or not name.strip(". "):
+        raise ValueError(f"expected letters, digits, '_', '-', '.', and not dots alone, got {name!r}")
+    return name
+
+
+#: A name that an output directory is called by.
+Name = Annotated[str, Field(min_length=1, max_length=200), AfterValidator(_plain)]
 
 
 class Located(BaseModel):
@@ -133,7 +143,7 @@ class Recipe(Located):
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.
     """
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Name
     description: str = ""
     model: str = Field(min_length=1)
     calibration: CalibrationConfig = Field(default_factory=CalibrationConfig)
@@ -146,13 +156,6 @@ class Recipe(Located):
     true_sequential: bool = True
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, arbitrary_types_allowed=True)
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if re.fullmatch(r"[\w.][\w. -]*", name) is None or not name.strip(". "):
-            raise ValueError(f"expected letters, digits, '_', '-', '.', and not dots alone, got {name!r}")
-        return name
 
     @property
     def origin(self) -> Origin:

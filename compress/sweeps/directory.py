@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from compress.pipeline.directory import MANIFEST, remove
-from compress.pipeline.files import write_json, write_text
+from compress.pipeline.files import read_object, write_json, write_text
 from compress.sweeps.records import Trial
 from compress.sweeps.space import read_values
-from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
+from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.sealed import KEY, json_is_whole, sealed_json
 
 WORK = ".sweep"
@@ -185,13 +185,8 @@ def read_record(file: Path) -> Trial | None:
 
 
 def read(file: Path) -> dict[str, Any]:
-    try:
-        value = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ArtifactError(f"{file} cannot be read: {error}; remove the sweep's directory or name another") from error
-    if not isinstance(value, dict):
-        raise ArtifactError(f"{file} holds no JSON object; remove the sweep's directory or name another")
-    return value
+    """The JSON object of a file; ArtifactError where it holds none."""
+    return read_object(file, "remove the sweep's directory or name another")
 
 
 def check_continues(before: dict[str, Any], now: dict[str, Any], path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator
+from pydantic import BaseModel, ConfigDict, Field
 
+from compress.recipe.models import Name
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.space import Values
 
@@ -86,7 +86,7 @@ class SweepFile(Strict):
         output: directory (relative to the working directory).
     """
 
-    name: str = Field(min_length=1, max_length=200)
+    name: Name
     description: str = ""
     recipe: str = Field(min_length=1)
     model: str | None = Field(default=None, min_length=1)
@@ -100,13 +100,6 @@ class SweepFile(Strict):
     jobs: int = Field(default=1, ge=1, le=1024)
     ray: Any = None
     output: str | None = Field(default=None, min_length=1)
-
-    @field_validator("name")
-    @classmethod
-    def _plain_name(cls, name: str) -> str:
-        if re.fullmatch(r"[\w.][\w. -]*", name) is None or not name.strip(". "):
-            raise ValueError(f"expected letters, digits, '_', '-', '.', and not dots alone, got {name!r}")
-        return name
 
 
 @dataclass(frozen=True)

@@ -231,8 +231,9 @@ def _read_by_transformers(
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
         raise ArtifactError(f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it")
-    if unexpected:
-        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(unexpected)}")
+    predicting = prediction_tensors(find_stacks(model), [*_places(model), *unexpected])
+    if left := [name for name in unexpected if name not in predicting]:
+        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(left)}")
     return loaded.to(device).eval().requires_grad_(False)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -92,7 +93,7 @@ class PartialModel:
             raise ArtifactError(
                 f"{checkpoint.path}: {type(self.model).__name__} has no place for tensor {unplaced[0]}{more}"
             )
-        self._behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
+        self.behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
         for name, value in expected.items():
             if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
                 raise ArtifactError(
@@ -100,6 +101,12 @@ class PartialModel:
                 )
 
     # ---------------------------------------------------------------- names and tensors
+    @property
+    def predicting(self) -> list[str]:
+        """Stored tensors of layers for multi-token prediction: behind the last block, or known to transformers as none of the model's."""
+        ignored = getattr(self.model, "_keys_to_ignore_on_load_unexpected", None) or ()
+        return [n for n in self.extra if n in self.behind or any(re.search(pattern, n) for pattern in ignored)]
+
     def block_prefix(self, index: int) -> str:
         number, local = self._place(index)
         return f"{self.stacks[number].name}.{local}."
@@ -115,7 +122,7 @@ class PartialModel:
 
     def is_inside(self, name: str) -> bool:
         """Whether the module or tensor `name` belongs to a block; a layer for multi-token prediction behind the last is none."""
-        return any(name.startswith(f"{stack.name}.") for stack in self.stacks) and name not in self._behind
+        return any(name.startswith(f"{stack.name}.") for stack in self.stacks) and name not in self.behind
 
     def outside_names(self) -> list[str]:
         """Stored tensors that belong to no block, in a fixed order."""

@@ -29,6 +29,10 @@ if TYPE_CHECKING:
 Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """What is in a config.json; and of each stored tensor its shape and dtype."""
 
+#: Why a layer for multi-token prediction is not in a checkpoint whose layers have other shapes.
+PREDICTING = "a layer for multi-token prediction, which has the shapes of the model that was cut"
+_PREDICTING = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}  # how configs call their number
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -102,7 +106,11 @@ class PlainWriter:
 
 def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
     """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
-    return _changed(source.config, before.to_dict(), after.to_dict(), after)
+    found = _changed(source.config, before.to_dict(), after.to_dict(), after)
+    if PREDICTING in getattr(source, "dropped", {}).values():
+        for part in [found, *(value for value in found.values() if isinstance(value, dict))]:
+            part |= dict.fromkeys(_PREDICTING & part.keys(), 0)
+    return found
 
 
 def _changed(

@@ -16,6 +16,7 @@ from compress.pipeline.bounds import Bounds
 from compress.pipeline.cache import cache_facts
 from compress.pipeline.passes import Passes
 from compress.pipeline.session import Session
+from compress.pipeline.structure_job import StructureJob
 from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.pipeline.unreached import unreached
 from compress.recipe.models import Recipe
@@ -160,6 +161,7 @@ def plan_session(
     plan.warnings += unused_limits(session)
     plan.warnings += [] if session.draft is None else session.draft.warnings
     plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
+    plan.warnings += _left_out(session)
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     for what, needed, available, advice in (
@@ -183,6 +185,18 @@ def plan_session(
             "--output"
         )
     return plan
+
+
+def _left_out(session: Session) -> list[str]:
+    """What structure stages have no way to make smaller."""
+    names = session.reference.predicting
+    cuts = {job.settings.remove for job in session.jobs if isinstance(job, StructureJob)}
+    if not names or cuts <= {"layers"}:
+        return []
+    return [
+        f"{names[0]} and what else belongs to layers for multi-token prediction ({len(names)} tensors) is left out: it has the "
+        "shapes of the model that is cut"
+    ]
 
 
 def unused_limits(session: Session) -> list[str]:

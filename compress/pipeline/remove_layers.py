@@ -47,9 +47,22 @@ def remove_layers(cutting: Cutting) -> dict[str, Any]:
         names = streamed.block_names(index)
         writer.write(part, {prefix + name.removeprefix(own): streamed.checkpoint.get(name) for name in names}, {})
     if writer.done() == len(places):
-        writer.write(len(places), {name: streamed.checkpoint.get(name) for name in streamed.outside_names()}, {})
+        outside = {
+            _moved(streamed, name, chosen["kept"]): streamed.checkpoint.get(name) for name in streamed.outside_names()
+        }
+        writer.write(len(places), outside, {})
     writer.finish(streamed.checkpoint.path, config_dict(streamed.checkpoint, streamed.config, smaller))
     return chosen  # type: ignore[no-any-return]
+
+
+def _moved(streamed: StreamedModel, name: str, kept: list[list[int]]) -> str:
+    """Layers for multi-token prediction have the numbers behind the last block's."""
+    for stack, own in zip(streamed.stacks, kept, strict=True):
+        prefix = f"{stack.name}."
+        if name in streamed.behind and name.startswith(prefix):
+            number, _, local = name.removeprefix(prefix).partition(".")
+            return f"{prefix}{int(number) - len(stack.blocks) + len(own)}.{local}"
+    return name
 
 
 def _choose(cutting: Cutting) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from compress.pipeline.cutting import Cutting
 from compress.pipeline.difference import relative
 from compress.pipeline.files import write_json
 from compress.pipeline.kept import intact, seal
+from compress.pipeline.plain import PREDICTING
 from compress.pipeline.remove_channels import remove_channels
 from compress.pipeline.remove_experts import remove_experts
 from compress.pipeline.remove_hidden import remove_hidden
@@ -48,6 +49,8 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     if job.settings.allocation == "error":
         job = job.of_widths(channel_widths(replace(cutting, job=job)), streamed.config)
     cutting = replace(cutting, job=job)
+    if job.settings.remove != "layers":
+        streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
     if job.settings.remove == "layers":
         found = remove_layers(cutting)
         expected = _without(streamed, found["kept"], probe)

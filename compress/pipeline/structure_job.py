@@ -2,29 +2,21 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub.errors import StrictDataclassError
-from torch import nn
-
 from compress.nearest import listing
-from compress.pipeline.latency import Latency
 from compress.pipeline.needs import Counted, Needs, Rows, Speed
+from compress.pipeline.structure_amount import between, located, skeleton_of, units_kept
 from compress.pipeline.structure_needs import few_tokens, structure_needs
 from compress.pipeline.vocabulary_job import kept_tokens
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
-from compress.prune.structure.config import FITTED, Remove
-from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of, shapes
+from compress.prune.structure.config import FITTED
+from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of
 from compress.prune.structure.experts import Experts, experts_of
 from compress.prune.structure.sizes import (
     Size,
-    active_experts,
-    number_of_experts,
     resized,
     size_of,
     with_wider_heads,
@@ -32,12 +24,10 @@ from compress.prune.structure.sizes import (
 )
 from compress.prune.vocabulary import Tokens
 from compress.recipe import Recipe, Stage
-from runtime.cache_directory import cache_directory
-from runtime.errors import ArtifactError, RequestError
-from runtime.skeleton import build_skeleton, find_stacks
+from runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig, PreTrainedModel
+    from transformers import PretrainedConfig
 
     from compress.pipeline.session import Session
     from compress.pipeline.stream import StreamedModel
@@ -91,7 +81,7 @@ class StructureJob:
 
     def choices(self) -> range:
         """Channels that a layer may keep, where it is left to their errors: half as many as in all layers, to all but some."""
-        least, most, multiple = _between(self.settings, self.size)
+        least, most, multiple = between(self.settings, self.size)
         start = max(least, -(-self.kept // (2 * multiple)) * multiple)
         return range(start, most + 1, multiple)
 
@@ -165,7 +155,7 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
             f"{method.name} ranks {listing(sorted(method.removes))}, not {config.remove}; that is for {listing(able)}"
         )
         raise RequestError(recipe.origin.at((*path, "remove"), text))
-    with _at(recipe, (*path, "remove")):
+    with located(recipe, (*path, "remove")):
         size = size_of(streamed.config, config.remove)
         whole = streamed.model
         if config.remove == "hidden":
@@ -174,19 +164,19 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         text = f"with remove: {config.remove} there is nothing to fit; leave reconstruct out"
         raise RequestError(recipe.origin.at((*path, "reconstruct"), text))
     counted = Counted.of(streamed)
-    kept, measured = _kept(recipe, stage, size, streamed)
-    with _at(recipe, (*path, "remove")):
+    kept, measured = units_kept(recipe, stage, size, streamed)
+    with located(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
         if config.remove == "layers":
             return StructureJob(stage, counted, size, kept, smaller, (), (), measured=measured)
-        built = _built(smaller, streamed)
+        built = skeleton_of(smaller, streamed)
         slices = changed(whole, built, size.count, kept)
         if not slices:
             raise RequestError(f"the config of a {type(whole).__name__} cannot say that it has fewer {size.unit}")
     if config.remove in ("hidden", "vocabulary"):
         job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), (), measured=measured)
         return job if config.remove == "hidden" else _vocabulary(job, recipe, streamed)
-    with _at(recipe, (*path, "remove")):
+    with located(recipe, (*path, "remove")):
         outside = [s.name for s in slices if not streamed.is_inside(s.name)]
         if outside:
             raise RequestError(
@@ -203,26 +193,26 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
             raise RequestError(f"no layer of a {type(whole).__name__} has such {size.unit}")
         job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), tuple(channels), measured=measured)
     if config.allocation == "error":
-        with _at(recipe, (*path, "allocation")):
+        with located(recipe, (*path, "allocation")):
             # What comes after must bear layers that differ, in steps of `multiple`.
             job = replace(job, config=with_widths(streamed.config, _uneven(job)))
-            _built(job.config, streamed)
+            skeleton_of(job.config, streamed)
     if not isinstance(config.keep, list):
         return job
-    with _at(recipe, (*path, "keep")):
+    with located(recipe, (*path, "keep")):
         job = job.of_widths(config.keep, streamed.config)
-        _built(job.config, streamed)
+        skeleton_of(job.config, streamed)
         return job
 
 
 def _check_width(streamed: StreamedModel) -> None:
     """RequestError where heads get narrower when the hidden state does: matrices of the layers would change along both sides."""
     whole = streamed.model
-    if changed_shapes(whole, _built(with_wider_heads(streamed.config), streamed)):
+    if changed_shapes(whole, skeleton_of(with_wider_heads(streamed.config), streamed)):
         return  # the config says how wide they are
     half = size_of(streamed.config, "hidden").count // 2
     try:
-        slices = changed(whole, _built(resized(streamed.config, "hidden", half), streamed), 2 * half, half)
+        slices = changed(whole, skeleton_of(resized(streamed.config, "hidden", half), streamed), 2 * half, half)
         inside = [s.name for s in slices if streamed.is_inside(s.name)]
     except RequestError:  # so few dimensions are no whole heads
         inside = [""] * 2
@@ -242,160 +232,9 @@ def _vocabulary(job: StructureJob, recipe: Recipe, streamed: StreamedModel) -> S
     return replace(job, tokens=tokens, config=tokens.config(streamed.config, job.config))
 
 
-def parameters(config: PretrainedConfig, streamed: StreamedModel) -> int:
-    """Of the model that a config describes; tied ones once."""
-    return sum(p.numel() for p in _built(config, streamed).parameters())
-
-
-def flops(config: PretrainedConfig, streamed: StreamedModel, context: int) -> float:
-    """Multiplications and additions of one token that follows `context` others."""
-    model = _built(config, streamed)
-    # Looked up, not multiplied with; a tied head is counted by its own name.
-    tables = {
-        f"{name}.weight" for name, m in model.named_modules(remove_duplicate=False) if isinstance(m, nn.Embedding)
-    }
-    weights = 2.0 * sum(
-        math.prod(shape)
-        for name, shape in shapes(model).items()
-        if name.endswith(".weight") and len(shape) == 2 and name not in tables
-    )
-    # Of fused experts `[experts, ...]` a token has those that it is sent to.
-    active, experts = active_experts(config), number_of_experts(config)
-    if active is not None and experts:
-        held = sum(math.prod(shape) for shape in shapes(model).values() if len(shape) == 3 and shape[0] == experts)
-        weights += 2.0 * held * active / experts
-    text: Any = config.get_text_config(decoder=True)
-    heads, hidden = int(text.num_attention_heads), int(text.hidden_size)
-    width = getattr(text, "head_dim", None) or hidden // heads
-    return weights + 4.0 * context * heads * width * sum(len(blocks) for _, blocks in find_stacks(model))
-
-
-def _built(config: PretrainedConfig, streamed: StreamedModel) -> PreTrainedModel:
-    try:
-        type(config).from_dict(config.to_dict())  # what has been set is checked when it is read, which comes too late
-        return build_skeleton(config, torch.float32, stored=streamed.checkpoint.names())
-    except (ArtifactError, StrictDataclassError, ValueError) as error:
-        cause = error.__cause__ if isinstance(error, StrictDataclassError) and error.__cause__ else error
-        raise RequestError(f"a {type(streamed.model).__name__} cannot be built so: {cause}") from None
-
-
-# ---------------------------------------------------------------- how many are kept
-def _kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> tuple[int, dict[str, Any]]:
-    """How many stay, and what was measured to find it."""
-    config: StructureConfig = stage.config
-    path = ("stages", stage.index, stage.kind)
-    least, most, multiple = _between(config, size)
-    if isinstance(config.keep, list):
-        return _least_of(config.keep, recipe, stage, size, streamed), {}
-    if config.keep is not None:
-        if not size.least <= config.keep < size.count:
-            why = "" if size.least == 1 else f" (a token is sent to {active_experts(streamed.config)} of them)"
-            text = f"the model has {size.count} {size.unit}: {size.least} to {size.count - 1} can be kept{why}, not {config.keep}"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        if config.multiple is not None and config.keep % config.multiple:
-            text = f"{config.keep} is no multiple of {config.multiple}, which `multiple` asks for"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        if config.keep % size.groups:
-            text = f"{config.keep} is no multiple of {size.groups}: the model routes in so many groups, and of each as many must stay"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        return config.keep, {}
-    if most < least:
-        text = f"of {size.count} {size.unit} fewer cannot be kept in multiples of {multiple}; set multiple"
-        if size.least > 1:
-            text = f"none of {size.count} {size.unit} can go: {size.least} are needed for a token, in multiples of {multiple}"
-        raise RequestError(recipe.origin.at((*path, "multiple" if config.multiple else "remove"), text))
-    if config.ratio is not None:
-        wanted = (1 - config.ratio) * size.count
-        kept = round(wanted / multiple) * multiple
-        if not least <= kept <= most:
-            amount = "all" if kept > most else "too few" if kept else "none"
-            near = most if kept > most else least
-            text = (
-                f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, which is {amount} in multiples of {multiple}; "
-                f"the nearest that can be kept is {near} ({near / size.count:.1%})"
-            )
-            raise RequestError(recipe.origin.at((*path, "ratio"), text))
-        return kept, {}
-    assert config.budget is not None
-    ((name, share),) = config.budget.given.items()
-    with _at(recipe, (*path, "budget", name)):
-        costs = _costs(name, recipe, streamed, config.remove, range(least, size.count + 1, multiple))
-        whole = costs(size.count)
-    choices = range(least, most + 1, multiple)
-    found = _largest(choices, lambda count: costs(count) <= share * whole)
-    if found is None:
-        text = (
-            f"with {least} of {size.count} {size.unit} the model still takes {costs(least) / whole:.1%} of its {name}"
-        )
-        if isinstance(costs, Latency):
-            times = f"{costs.of} takes {1e3 * costs(least):.3g} ms instead of {1e3 * whole:.3g} ms"
-            text += f": {times}. What was measured is kept in {cache_directory('latency')}; delete that folder to measure again"
-        raise RequestError(recipe.origin.at((*path, "budget", name), text))
-    return found, costs.facts(found) if isinstance(costs, Latency) else {}
-
-
-def _between(config: StructureConfig, size: Size) -> tuple[int, int, int]:
-    """The least and the most units that stay where no number is given, and of what they are multiples."""
-    multiple = math.lcm(config.multiple_of, size.groups)
-    least = -(-max(size.least, min(multiple, size.count)) // multiple) * multiple
-    return least, (size.count - 1) // multiple * multiple, multiple
-
-
 def _uneven(job: StructureJob) -> list[int]:
     """Widths such as may be found: one layer keeps all, the others about what is left, in uneven multiples."""
     choices, depth = job.choices(), len(job.channels)
     left = (job.kept * depth - job.size.count) // max(depth - 1, 1)
     near = [choice for choice in choices if choice <= max(left, choices[0])][-2:]
     return [job.size.count, *(near[layer % len(near)] for layer in range(depth - 1))]
-
-
-def _least_of(keep: list[int], recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> int:
-    """The least of the widths of layers; RequestError where they cannot be so."""
-    config: StructureConfig = stage.config
-    path, depth = ("stages", stage.index, stage.kind, "keep"), size_of(streamed.config, "layers").count
-    if len(keep) != depth:
-        raise RequestError(recipe.origin.at(path, f"the model has {depth} layers, and {len(keep)} numbers are given"))
-    odd = next((width for width in keep if width > size.count), None)
-    if odd is not None:
-        raise RequestError(recipe.origin.at(path, f"a layer has {size.count} {size.unit}, and cannot keep {odd}"))
-    if (
-        config.multiple is not None
-        and (odd := next((width for width in keep if width % config.multiple), None)) is not None
-    ):
-        text = f"{odd} is no multiple of {config.multiple}, which `multiple` asks for"
-        raise RequestError(recipe.origin.at(path, text))
-    if min(keep) == size.count:
-        raise RequestError(recipe.origin.at(path, f"all {size.count} {size.unit} of every layer would be kept"))
-    return min(keep)
-
-
-def _costs(
-    name: str, recipe: Recipe, streamed: StreamedModel, remove: Remove, choices: range
-) -> Callable[[int], float]:
-    """What a model with so many units takes; `choices` are those that are kept, maybe."""
-    if name == "latency":
-        return Latency(streamed, remove, choices)
-    if name == "parameters":
-        return lambda count: parameters(resized(streamed.config, remove, count), streamed)
-    context = recipe.calibration.sequence_length
-    return lambda count: flops(resized(streamed.config, remove, count), streamed, context)
-
-
-def _largest(choices: range, fits: Callable[[int], bool]) -> int | None:
-    """The largest that fits, where what is smaller than one that fits does too."""
-    low, high = 0, len(choices)  # all before `low` fit, none from `high` on
-    while low < high:
-        middle = (low + high) // 2
-        if fits(choices[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return choices[low - 1] if low else None
-
-
-@contextmanager
-def _at(recipe: Recipe, key: tuple[str | int, ...]) -> Iterator[None]:
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(recipe.origin.at(key, str(error))) from None

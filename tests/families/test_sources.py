@@ -154,29 +154,6 @@ def test_what_is_compressed_otherwise_is_refused(tmp_path: Path) -> None:
         applied(made.path, tmp_path / "twice")
 
 
-def test_a_layer_beyond_the_last_is_kept(tmp_path: Path) -> None:
-    """DeepSeek-V3 and others publish a layer for multi-token prediction behind the last; transformers leaves it out, engines use it."""
-    path = source("deepseek_v3", tmp_path / "model")
-    file = path / "model.safetensors"
-    tensors = load_file(file)
-    more = {name.replace(".layers.1.", ".layers.2."): t.clone() for name, t in tensors.items() if ".layers.1." in name}
-    more |= {
-        "model.layers.2.eh_proj.weight": torch.randn(64, 128).bfloat16(),
-        "model.layers.2.enorm.weight": torch.ones(64).bfloat16(),
-    }
-    save_file({**tensors, **more}, file, {"format": "pt"})
-    artifact = applied(path, tmp_path / "out")
-    kept = Checkpoint(artifact.path)
-    for name, value in more.items():
-        assert artifact.manifest["tensors"][name]["action"] == "copied"
-        assert torch.equal(kept.get(name), value)
-    ignored = json.loads((artifact.path / "config.json").read_text())["quantization_config"]["ignore"]
-    assert "model.layers.2.eh_proj" in ignored, (
-        "an engine that knows this layer must not look for compressed weights in it"
-    )
-    assert len(runtime.load(artifact.path).generate([5, 3, 80], max_new_tokens=4)) <= 4
-
-
 def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     """It would be lost without a word: the artifact would be of the model without it."""
     path = source("llama", tmp_path / "model")

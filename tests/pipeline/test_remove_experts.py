@@ -221,7 +221,7 @@ def test_a_run_that_was_stopped_goes_on(
 
 
 def test_operations_are_those_of_the_experts_that_a_token_is_sent_to(checkpoint: Any) -> None:
-    from compress.pipeline.structure_job import flops
+    from compress.pipeline.structure_amount import flops
     from compress.prune.structure.sizes import resized
 
     streamed = StreamedModel(Checkpoint(checkpoint("mixtral")))
@@ -255,6 +255,16 @@ def test_what_cannot_be_is_refused(
     for word in words:
         assert word in str(error.value), str(error.value)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("fields", "key"), [({"keep": 3}, "keep"), ({"ratio": "25%"}, "remove")])
+def test_where_no_expert_can_go_that_is_said(
+    checkpoint: Any, recipe: Any, tmp_path: Path, fields: dict[str, Any], key: str
+) -> None:
+    source = checkpoint("deepseek_v3", n_routed_experts=4, n_group=2, topk_group=1)
+    words = rf"structure\.{key}: none of 4 experts can go: 4 are needed for a token, in multiples of 2"
+    with pytest.raises(RequestError, match=words):
+        compress.apply(recipe(source, stage(**fields)), output=tmp_path / "out", quiet=True)
 
 
 def test_models_without_experts_and_with_others_are_refused(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:

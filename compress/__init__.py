@@ -26,7 +26,7 @@ def apply(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     model: str | Path | None = None,
     output: str | Path | None = None,
-    set: Iterable[str] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),
     resume: bool = False,
     overwrite: bool = False,
     device: str = "auto",
@@ -39,7 +39,7 @@ def apply(
         recipe: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `compress.recipe.Recipe`.
         model: a checkpoint directory or hub id, instead of the recipe's.
         output: directory of the artifact, instead of the recipe's.
-        set: overrides as on the command line, such as `"calibration.samples=64"`.
+        set: overrides as on the command line, such as `"calibration.samples=64"`, or values by key: `{"calibration.samples": 64}`.
         resume: go on with an unfinished run in `output`.
         overwrite: replace what an earlier run wrote to `output`.
         device: where the work is done: `auto`, `cpu`, `cuda`, `cuda:1`.
@@ -65,7 +65,7 @@ def apply(
 def draft(
     artifact: str | Path,
     recipe: str | Path | Mapping[str, Any] | Recipe,
-    set: Iterable[str] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),
     device: str = "auto",
     quiet: bool = False,
 ) -> dict[str, Any] | None:
@@ -93,7 +93,7 @@ def plan(
     recipe: str | Path | Mapping[str, Any] | Recipe,
     model: str | Path | None = None,
     output: str | Path | None = None,
-    set: Iterable[str] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),
     max_memory: int | str | None = None,
 ) -> Plan:
     """What `apply` would do with the same arguments: tensors, sizes, memory, disk, time. Nothing is run or written."""
@@ -109,7 +109,7 @@ def sweep(
     sweep: str | Path | Mapping[str, Any],
     model: str | Path | None = None,
     output: str | Path | None = None,
-    set: Iterable[str] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),
     jobs: int | None = None,
     resume: bool = False,
     retry: bool = False,

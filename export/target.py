@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from export.source import Source
 from runtime.errors import RequestError
+from runtime.extras import how_to_install
 
 _WORTH_SAYING = 100_000  # bytes
 
@@ -183,7 +184,7 @@ def missing_packages(packages: Iterable[str]) -> list[str]:
 
 
 def needs(missing: list[str], extra: str | None) -> str:
-    """`needs onnx, which is not installed: pip install "compress[onnx]"`."""
-    how = f'pip install "compress[{extra}]"' if extra else f"pip install {' '.join(missing)}"
+    """`needs gguf, which is not installed: pip install 'gguf>=0.17'`."""
+    how = how_to_install(extra) if extra else f"pip install {' '.join(missing)}"
     verb = "is" if len(missing) == 1 else "are"
     return f"needs {', '.join(missing)}, which {verb} not installed: {how}"

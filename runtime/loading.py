@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtime.artifact import Artifact
+from runtime.artifact import MANIFEST, Artifact
 from runtime.audio import load_listener
 from runtime.checkpoint import read_json
 from runtime.decoding.drafters.choice import CHOICE
@@ -41,6 +41,13 @@ _TOKENIZER_FILES = (
     "spiece.model",
 )
 _OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "drafter", "trust_remote_code"]
+
+
+def refuse_unfinished(path: str | Path) -> None:
+    """ArtifactError where an interrupted run has left what is in a directory."""
+    directory = Path(path)
+    if (directory / UNFINISHED).is_file() and not (directory / MANIFEST).is_file():
+        raise ArtifactError(f"{directory} is an unfinished run of `compress apply`; finish it with --resume")
 
 
 def load(
@@ -113,9 +120,8 @@ def load(
             kv_cache,
             drafter,
         )
+    refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)
-    if artifact.manifest is None and (artifact.path / UNFINISHED).is_file():
-        raise ArtifactError(f"{artifact.path} is an unfinished run of `compress apply`; finish it with --resume")
     known = artifact.manifest is not None or export is not None
     small = known and artifact.checkpoint.total_bytes <= VERIFY_BYTES
     checked = bool(verify) or (verify is None and small)

@@ -100,8 +100,10 @@ def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | No
     try:
         return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
     except RequestError as error:
+        left = "" if limit is None else f" with what is left of --max-memory {size(limit)} beside the process itself"
         print(
-            f"compress: {path} is complete, but its sample cannot be written on this machine: {error}", file=sys.stderr
+            f"compress: {path} is complete; its sample cannot be written on this machine{left}: {error}",
+            file=sys.stderr,
         )
         return None
 
@@ -148,7 +150,8 @@ def _show(result: dict[str, Any]) -> None:
     if "draft" in result:
         show_draft(result["draft"])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
-    print(f"Time: {times}. Peak memory: {size(result['peak_memory'])}.")
+    done = f"Time: {times}." if times else "It was finished already, and is as it was written."
+    print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path = _quoted(result["path"])
     if "sample" in result:
         print(

@@ -48,7 +48,12 @@ def generate(
     language: str | None = typer.Option(None, "--language", help="Of the sound, for models that hear: en, german, ..."),
     task: str | None = typer.Option(None, "--task", help="For models that hear: transcribe or translate."),
     stream: bool = typer.Option(False, "--stream", help="Show the text while it is made."),
-    verify: bool = typer.Option(False, "--verify", help="Check every file against its SHA-256 first."),
+    verify: bool | None = typer.Option(
+        None,
+        "--verify/--no-verify",
+        help="Check every file against its SHA-256 first; told nothing, up to 1 GiB of them.",
+        show_default=False,
+    ),
     device: str = DEVICE,
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,

@@ -38,6 +38,7 @@ def inspect(
     with stdout_reserved(as_json):
         from runtime.artifact import MANIFEST, Artifact
         from runtime.exported import find_export, verify_files
+        from runtime.loading import refuse_unfinished
 
         # An artifact that fails its check is a failure (exit 1) of something that was asked for rightly, however the damage
         # shows itself: a truncated file cannot even be opened.
@@ -45,6 +46,7 @@ def inspect(
         try:
             export = find_export(artifact) if verify else None
             damaged = damaged or export is not None
+            refuse_unfinished(artifact)
             opened = Artifact(artifact)
             checked = verify_files(opened, export) if verify else None
         except ArtifactError as error:

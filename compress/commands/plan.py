@@ -76,7 +76,7 @@ def _show(result: dict[str, Any]) -> None:
     parts = ", ".join(f"{name} {size(count)}" for name, count in result["memory"].items() if count)
     print(f"  that is process, workspace, hidden states and the largest of the rest: {parts}")
     if result["bounds"]:
-        print(f"  to need less: {result['bounds']}")
+        print(f"  done to need less: {result['bounds']}")
     if result["device_memory"]:
         print(f"GPU: about {size(result['device_memory'])} of {size(result['available_device_memory'])} available")
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")

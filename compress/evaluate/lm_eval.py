@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from compress.nearest import did_you_mean
 from runtime.errors import CompressError, RequestError
+from runtime.extras import how_to_install
 
 if TYPE_CHECKING:
     from runtime.model import Model
@@ -75,7 +76,7 @@ def evaluate_tasks(
 def require_lm_eval() -> None:
     """Raise `RequestError`, with how to install it, unless lm-eval is there."""
     if importlib.util.find_spec("lm_eval") is None:
-        raise RequestError("--tasks needs lm-eval, which is not installed: pip install 'compress[eval]'")
+        raise RequestError(f"--tasks needs lm-eval, which is not installed: {how_to_install('eval')}")
 
 
 def _numbers(values: dict[str, Any]) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from compress.nearest import nearest
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.yaml_source import Path as KeyPath
+from compress.resources import recipes_directory
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
@@ -31,6 +32,13 @@ def locate_checkpoint(name: str, origin: Origin, path: KeyPath) -> Path:
     """
     written = Path(name).expanduser()
     tried = [written] if written.is_absolute() else [base / written for base in origin.search_directories(path)]
+    bundled = recipes_directory() / written
+    if (
+        written.parts[:1] == ("checkpoints",)
+        and bundled.is_dir()
+        and not any(candidate.exists() for candidate in tried)
+    ):
+        return bundled  # a bundled recipe that was copied to another place means the same model
     for candidate in tried:
         if candidate.is_dir():
             return candidate

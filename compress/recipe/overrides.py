@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import copy
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from compress.nearest import did_you_mean, listing
@@ -12,14 +13,23 @@ from compress.recipe.yaml_source import Path, dotted, parse
 from runtime.errors import RequestError
 
 
-def apply_overrides(data: dict[str, Any], overrides: Iterable[str], origin: Origin) -> None:
-    """Apply `KEY=VALUE` texts to recipe data in place, and note in `origin` who gave the value.
+def apply_overrides(data: dict[str, Any], overrides: Iterable[str] | Mapping[str, Any], origin: Origin) -> None:
+    """Apply `KEY=VALUE` texts (or, from Python, values by dotted key) to recipe data in place, and note in `origin` who gave the value.
 
     Keys of mappings that are absent are made (validation then says whether they exist); list entries must be there.
 
     Raises:
         RequestError: no `=`, a path through a value without keys, a list index out of range, a value that is not YAML.
     """
+    if isinstance(overrides, Mapping):
+        for key, value in overrides.items():
+            label = f"set={{{key!r}: ...}}"
+            if not isinstance(key, str) or any(not part for part in key.split(".")):
+                raise RequestError(f"{label}: expected a dotted key, such as calibration.samples")
+            origin.overrides[assign(data, key.split("."), copy.deepcopy(value), label)] = label
+        return
+    if isinstance(overrides, str):
+        overrides = [overrides]
     for text in overrides:
         label = f"--set {text}"
         key, equals, value = text.partition("=")

@@ -25,7 +25,7 @@ def load(
     *,
     model: str | Path | None = None,
     output: str | Path | None = None,
-    set: Iterable[str] = (),
+    set: Iterable[str] | Mapping[str, Any] = (),
 ) -> Recipe:
     """Read and validate a recipe.
 
@@ -33,7 +33,7 @@ def load(
         source: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `Recipe` (copied).
         model: replaces the recipe's `model`.
         output: replaces the recipe's `output`.
-        set: `KEY=VALUE` texts, applied before validation.
+        set: `KEY=VALUE` texts, or values by dotted key, applied before validation.
 
     Raises:
         RequestError: with one line a problem, each naming file, line, key, what was found and what is allowed.
@@ -113,6 +113,8 @@ def find_recipe(source: str | Path) -> Path:
     if path.is_dir():
         raise RequestError(f"{path}: a recipe is a YAML file, but this is a directory")
     beside = sorted(str(other) for other in path.parent.glob("*.y*ml")) if path.parent.is_dir() else []
+    if path.stem in resources.bundled_sweeps():
+        raise RequestError(f"{path}: this is a bundled sweep, no recipe: compress sweep {path.stem}")
     hint = did_you_mean(str(path), [*beside, *bundled]) or (
         f"; did you mean the bundled recipe '{path.stem}'?" if path.stem in bundled else ""
     )

@@ -19,6 +19,7 @@ from compress.sweeps.models import SearchConfig, Sweep
 from compress.sweeps.records import Trial, next_number
 from compress.sweeps.space import MOST, Choices, Values, text_of, tidy
 from runtime.errors import RequestError
+from runtime.extras import how_to_install
 
 _ATTEMPTS = 10  # proposals of a sampler before one that was tried already is given up
 
@@ -31,7 +32,7 @@ class Study:
             import optuna
         except ImportError as error:
             raise RequestError(
-                "search: Optuna is not installed; pip install 'compress[sweep]', or take `search: grid`, which does not need it"
+                f"search: Optuna is not installed; {how_to_install('sweep')}, or take `search: grid`, which does not need it"
             ) from error
         assert sweep.search is not None
         self._optuna: Any = optuna

@@ -11,6 +11,7 @@ import torch
 
 from runtime.errors import ArtifactError, RequestError
 from runtime.exported import Export
+from runtime.extras import how_to_install
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _KINDS = {torch.int64: numpy.int64, torch.float32: numpy.float32, torch.float16: numpy.float16}
@@ -40,7 +41,7 @@ class Session:
             import onnxruntime
         except ImportError as error:
             raise RequestError(
-                'an ONNX export needs onnxruntime, which is not installed: pip install "compress[onnx]"'
+                f"an ONNX export needs onnxruntime, which is not installed: {how_to_install('onnx')}"
             ) from error
         if kernels not in ("auto", "fast", "reference"):
             raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")

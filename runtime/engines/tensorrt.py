@@ -16,6 +16,7 @@ from runtime.engines.tensorrt_parsed import ParsedEngine, ParsedRows
 from runtime.engines.tensorrt_refit import put_weights
 from runtime.engines.tensorrt_session import Gpu, Session, deserialize, make_logger
 from runtime.errors import ArtifactError, RequestError
+from runtime.extras import how_to_install
 from runtime.sizes import byte_count
 
 _SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
@@ -210,7 +211,7 @@ def _api(facts: dict[str, Any]) -> Any:
             broken = broken or f"{name} is installed and cannot be imported: {' '.join(str(error).split())}"
     if broken is not None:
         raise RequestError(f"a TensorRT engine needs tensorrt; {broken}")
-    raise RequestError('a TensorRT engine needs tensorrt, which is not installed: pip install "compress[tensorrt]"')
+    raise RequestError(f"a TensorRT engine needs tensorrt, which is not installed: {how_to_install('tensorrt')}")
 
 
 def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:

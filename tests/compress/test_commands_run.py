@@ -116,6 +116,10 @@ class TestInspect:
         assert shard.name in json.loads(out)["error"]
         assert shard.name in err
         assert run("inspect", artifact)[0] == 0  # headers are fine, and nobody asked for more
+        code, out, err = run("generate", artifact, "import", "-n", "2")
+        assert (code, out) == (2, "")
+        assert "corrupt" in err
+        assert run("generate", artifact, "import", "-n", "2", "--no-verify")[0] == 0
 
     def test_a_truncated_file_is_found(self, run, artifact):
         shard = sorted(artifact.glob("*.safetensors"))[0]

@@ -18,6 +18,7 @@ from compress.cli import main
 from export import folder, targets
 from export.source import Source
 from export.target import Job, Target, missing_packages
+from runtime.extras import how_to_install
 
 Run = Callable[..., tuple[int, str, str]]
 
@@ -152,7 +153,7 @@ PACKAGES = {name: targets.get(name).packages for name in targets.names()}
 
 def _needs(name: str, packages: Sequence[str]) -> str:
     extra = targets.get(name).extra
-    how = f'pip install "compress[{extra}]"' if extra else f"pip install {' '.join(packages)}"
+    how = how_to_install(extra) if extra else f"pip install {' '.join(packages)}"
     which = "which is" if len(packages) == 1 else "which are"
     return f"compress: target {name} needs {', '.join(packages)}, {which} not installed: {how}"
 
@@ -196,7 +197,7 @@ def test_a_missing_extra_is_listed(run: Run, tiny_artifact: Path, monkeypatch: p
     monkeypatch.setattr(type(targets.get("gguf")), "packages", ("a_module_nobody_has",))
     code, out, _ = run("export", tiny_artifact, "--list", "--json")
     assert code == 0
-    assert "compress[gguf]" in json.loads(out)["targets"]["gguf"]["reason"]
+    assert "pip install 'gguf>=" in json.loads(out)["targets"]["gguf"]["reason"]
 
 
 @pytest.mark.parametrize("name", targets.names())

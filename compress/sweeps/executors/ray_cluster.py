@@ -13,6 +13,7 @@ from compress.sweeps.executors.base import Outcome, died, of_launchers
 from compress.sweeps.models import RayConfig
 from compress.sweeps.trial import run_trial
 from runtime.errors import RequestError
+from runtime.extras import how_to_install
 
 
 class RayExecutor:
@@ -25,7 +26,7 @@ class RayExecutor:
             import ray
         except ImportError as error:
             raise RequestError(
-                "ray: Ray is not installed; pip install 'compress[ray]', or leave the section out to run trials in processes here"
+                f"ray: Ray is not installed; {how_to_install('ray')}, or leave the section out to run trials in processes here"
             ) from error
         self._ray: Any = ray
         self._config = config

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import permutations
 from typing import Any
 
 import torch
@@ -233,7 +234,10 @@ def unfuse(model: nn.Module, names: Collection[str] | None = None) -> list[str]:
 
 
 def routers(model: nn.Module) -> set[str]:
-    """Names of the linear layers that choose or weigh experts: beside the experts in their layer, with one output or one for each."""
+    """Names of the linear layers that choose or weigh experts: beside the experts in their layer, with one output or one for each.
+
+    Layers of an expert that all tokens share are none, though they may be as wide as there are experts.
+    """
     found = set()
     for name, module in model.named_modules():
         layout = module.layout if isinstance(module, Experts) else layout_of(module)
@@ -241,10 +245,22 @@ def routers(model: nn.Module) -> set[str]:
             continue
         home = name.rpartition(".")[0]
         for own, child in model.get_submodule(home).named_modules(prefix=home):
-            inside = own == name or own.startswith(f"{name}.")
-            if not inside and isinstance(child, nn.Linear) and child.out_features in (1, layout.count):
+            if own == name or own.startswith(f"{name}.") or not isinstance(child, nn.Linear):
+                continue
+            parent = own.rpartition(".")[0]
+            shared = parent != home and _is_feed_forward(model.get_submodule(parent), layout.hidden)
+            if child.out_features in (1, layout.count) and not shared:
                 found.add(own)
     return found
+
+
+def _is_feed_forward(module: nn.Module, hidden: int) -> bool:
+    """Whether one of its linear layers reads the hidden state, and another makes one of what that gives."""
+    layers = [child for child in module.children() if isinstance(child, nn.Linear)]
+    return any(
+        wide.in_features == narrow.out_features == hidden and wide.out_features == narrow.in_features
+        for wide, narrow in permutations(layers, 2)
+    )
 
 
 def expert_of(model: nn.Module, name: str) -> tuple[str, int] | None:

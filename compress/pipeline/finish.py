@@ -91,6 +91,8 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
         source = session.checkpoint
         extra = [n.removesuffix(".weight") for n in session.streamed.extra if n.endswith(".weight")]
         linear |= {module: module for module in extra if len(source.shape(f"{module}.weight")) == 2}
+        # Routers are no linear layers in transformers, and are in other engines.
+        linear |= {name(module): module for module in _other_matrices(session) if name(module) not in entries}
         config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if session.untie:
         config["tie_word_embeddings"] = False
@@ -105,6 +107,19 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     )
     copy_companions(session.checkpoint.path, directory.path)
     write_json(directory.path / "config.json", config)
+
+
+def _other_matrices(session: Session) -> list[str]:
+    """Modules with a matrix for a weight that are neither linear layers nor embeddings."""
+    known = set(session.linear_names())
+    return [
+        name
+        for name, module in session.streamed.model.named_modules()
+        if name not in known
+        and not isinstance(module, nn.Embedding)
+        and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
+        and weight.dim() == 2
+    ]
 
 
 def _foreign(session: Session) -> set[str]:

@@ -55,6 +55,7 @@ def test_from_checkpoint_to_artifact(
     }
     _nothing_else_changed(path, artifact)
     theirs = _theirs(family, path)
+    _is_ignored_where_not_compressed(artifact.path, theirs)
     assert set(compressed) == _expected(family, theirs)
     model = runtime.load(artifact.path)
     _place(theirs, compressed, family)
@@ -97,6 +98,17 @@ def _nothing_else_changed(path: Path, artifact: Any) -> None:
     assert all(torch.equal(before.get(name), after.get(name)) for name in whole)
     assert names - whole == {n for n in names if ".experts." in n}  # biases of experts, which go where their weights go
     assert len(whole) > 3
+
+
+def _is_ignored_where_not_compressed(path: Path, theirs: torch.nn.Module) -> None:
+    """Other engines make a linear layer of every matrix, routers too, and look for packed weights where nothing says otherwise."""
+    stored = Checkpoint(path)
+    ignored = set(stored.config["quantization_config"]["ignore"])
+    tables = {name.rpartition(".")[2] for name, m in theirs.named_modules() if isinstance(m, torch.nn.Embedding)}
+    matrices = {
+        n.removesuffix(".weight") for n in stored.names() if n.endswith(".weight") and len(stored.shape(n)) == 2
+    }
+    assert {name for name in matrices - ignored if name.rpartition(".")[2] not in tables} == set()
 
 
 def _theirs(family: Family, path: Path) -> Any:

@@ -104,3 +104,28 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
     ]
     artifact = compress.apply(asked, output=tmp_path / "out", quiet=True)
     assert [layer["name"] for layer in artifact.manifest["layers"]] == ["model.decoder.project_in"]
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [
+        (
+            "qwen3_next",
+            {"num_experts": 32, "shared_expert_intermediate_size": 32},
+        ),  # as many experts as the shared one is wide
+        ("deepseek_v3", {"n_routed_experts": 64, "n_group": 1, "topk_group": 1}),  # and as the hidden state is
+    ],
+)
+def test_layers_as_wide_as_there_are_experts_are_no_routers(family: str, sizes: dict[str, int]) -> None:
+    from runtime.experts import routers
+    from runtime.skeleton import build_skeleton
+    from tests.families.models import FAMILIES
+
+    known = next(one for one in FAMILIES if one.name == family)
+    config = known.config()
+    for key, value in sizes.items():
+        setattr(config, key, value)
+    model = build_skeleton(config, torch.float32)
+    shared = {n for n, m in model.named_modules() if "shared_expert" in n and isinstance(m, torch.nn.Linear)}
+    assert len({name.rpartition(".")[2] for name in shared}) >= 3
+    assert routers(model) & shared == {name for name in shared if name.endswith("shared_expert_gate")}

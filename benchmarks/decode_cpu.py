@@ -197,7 +197,7 @@ def machine() -> dict[str, Any]:
         "cpu": cpu_name(), "family": info.get("cpu family"), "model": info.get("model"),
         "flags": sorted(flag for flag in flags if flag.startswith(telling)), "cores": os.cpu_count(),
         "last_level_cache": last_level_cache(), "memory_gb": memory_gb(),
-        "system": f"{platform.system()} {platform.release()} {platform.machine()}", "python": platform.python_version(),
+        "system": f"{platform.system()} {platform.machine()}", "python": platform.python_version(),
     }  # fmt: skip
 
 

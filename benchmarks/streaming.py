@@ -221,7 +221,10 @@ def main() -> None:
         print(json.dumps(measure_load(path, threads, None if arguments.part == "load" else False)))
         return
     result: dict[str, Any] = {
-        "machine": {"cpu": cpu_name(), "cores": os.cpu_count(), "system": platform.release(), "load_before": os.getloadavg()[0]},
+        "machine": {
+            "cpu": cpu_name(), "cores": os.cpu_count(), "system": f"{platform.system()} {platform.machine()}",
+            "load_before": os.getloadavg()[0],
+        },
         "threads": threads,
         "loads": [part(arguments, "--part", kind) for kind in ("load", "load", "load", "load-unverified", "load-unverified")],
         "streaming": part(

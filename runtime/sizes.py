@@ -1,4 +1,4 @@
-"""Sizes as users give them."""
+"""Sizes as users give them, and as they are told."""
 
 from __future__ import annotations
 
@@ -29,3 +29,12 @@ def byte_count(name: str, value: Any) -> int:
     if not 1 <= amount <= _LARGEST:
         raise RequestError(f"{name} must be a number of bytes or a text like '2GB' or '1.5GiB', not {show(value)}")
     return int(amount)
+
+
+def size(count: float) -> str:
+    """Bytes in words: `12.3 MB` (powers of 1000)."""
+    for unit in ("B", "kB", "MB", "GB", "TB"):
+        if abs(count) < 1000 or unit == "TB":
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
+        count /= 1000
+    raise AssertionError("unreachable")

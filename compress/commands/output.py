@@ -11,6 +11,19 @@ from typing import Any
 import typer
 
 from runtime.errors import CompressError
+from runtime.sizes import size
+
+__all__ = [
+    "duration",
+    "end",
+    "own_tokens",
+    "print_json",
+    "print_table",
+    "show_cache",
+    "show_cache_quality",
+    "size",
+    "stdout_reserved",
+]
 
 
 def print_json(value: Any) -> None:
@@ -104,15 +117,6 @@ def own_tokens(metrics: dict[str, Any]) -> str:
         f"tokens of the cache are the artifact's own, of which {metrics['tokens_each']:.3f} are as much text as one of the source's; "
         "weights and cache together are counted a token of the source's"
     )
-
-
-def size(count: float) -> str:
-    """Bytes in words: `12.3 MB` (powers of 1000)."""
-    for unit in ("B", "kB", "MB", "GB", "TB"):
-        if abs(count) < 1000 or unit == "TB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1000
-    raise AssertionError("unreachable")
 
 
 def duration(seconds: float) -> str:

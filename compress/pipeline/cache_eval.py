@@ -11,7 +11,6 @@ from compress.evaluate.through_cache import through_cache
 from compress.pipeline.directory import RunDirectory
 from compress.pipeline.finish import held_to
 from compress.pipeline.plan import MEMORY_SHARE
-from compress.pipeline.plan import size as in_words
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
 from runtime.artifact import Artifact
@@ -19,6 +18,7 @@ from runtime.decoding.memory import available_bytes
 from runtime.engines.choose import lean
 from runtime.engines.torch import Blueprint
 from runtime.model import Model
+from runtime.sizes import size
 
 if TYPE_CHECKING:
     from runtime.kv_cache.policy import Policy
@@ -73,13 +73,13 @@ def evaluate_cache(
     return metrics | found | {"perplexity_increase_overall": overall, "limits": metrics["limits"] + checked}
 
 
-def too_large(session: Session, size: int) -> str:
-    """Why the cache of an artifact of `size` bytes cannot be measured on the run's device; empty: it can, or there is nothing to do."""
+def too_large(session: Session, count: int) -> str:
+    """Why the cache of an artifact of `count` bytes cannot be measured on the run's device; empty: it can, or there is nothing to do."""
     if session.cache_policy is None or session.recipe.evaluate is None:
         return ""
-    if size <= MEMORY_SHARE * available_bytes(session.streamed.device):
+    if count <= MEMORY_SHARE * available_bytes(session.streamed.device):
         return ""
     return (
-        f"the quality of the compressed cache is not measured, which takes the finished model as a whole: {in_words(size)}, "
+        f"the quality of the compressed cache is not measured, which takes the finished model as a whole: {size(count)}, "
         "more than is free; measure it on a larger machine with `compress eval`"
     )

@@ -23,6 +23,7 @@ from compress.recipe.models import Recipe
 from runtime import formats
 from runtime.layer_sizes import differing, is_ours
 from runtime.matrices import get_matrix
+from runtime.sizes import size
 
 #: Percent by which the least limit that works is more than what was counted: another process is not quite as large before it begins.
 LEAST_MARGIN = 2
@@ -248,15 +249,6 @@ def _free_disk(path: Path) -> int:
     while not existing.exists():
         existing = existing.parent
     return psutil.disk_usage(str(existing)).free
-
-
-def size(count: float) -> str:
-    """Bytes for people: 7.9 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if count < 1024 or unit == "TiB":
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    raise AssertionError
 
 
 def duration(seconds: float) -> str:

@@ -11,6 +11,8 @@ import psutil
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from runtime.sizes import size
+
 
 class Reporter:
     """Progress for people (stderr) and for later (log file). `quiet` keeps stderr to warnings."""
@@ -53,7 +55,7 @@ class Reporter:
 
     def step(self, note: str) -> None:
         """One step of the phase is done; `note` says what it gave (layer, error)."""
-        memory = f"{memory_bytes() / 2**20:.0f} MiB"
+        memory = size(memory_bytes())
         if self._task is not None:
             self._progress.update(self._task, advance=1, note=f"{memory}  {note}")
         self._write(f"{note} [memory {memory}]")
@@ -63,7 +65,7 @@ class Reporter:
     def detail(self, note: str) -> None:
         """Shown beside the bar, without counting as a step; kept in the log."""
         if self._task is not None:
-            self._progress.update(self._task, note=f"{memory_bytes() / 2**20:.0f} MiB  {note}")
+            self._progress.update(self._task, note=f"{size(memory_bytes())}  {note}")
         self._write(note)
 
     def info(self, message: str) -> None:

@@ -20,7 +20,7 @@ from compress.pipeline.draft import check_same_draft, make_draft
 from compress.pipeline.files import disk_errors
 from compress.pipeline.pass_records import part_name
 from compress.pipeline.passes import Passes
-from compress.pipeline.plan import plan_session, size
+from compress.pipeline.plan import plan_session
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import choose_device
 from compress.pipeline.source_files import check_source_files
@@ -29,6 +29,7 @@ from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.errors import ResourceError
 from runtime.memory import peak_bytes
+from runtime.sizes import size
 
 
 def apply(

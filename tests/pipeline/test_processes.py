@@ -135,7 +135,7 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     code, said = together(recipe(make_checkpoint(), RTN), "heavy")
     assert code == 0
     assert "one of the processes took 1." in said[0]
-    assert "more than the 1.0 GiB of max_memory; True" in said[0]
+    assert "more than the 1.10 GB of max_memory; True" in said[0]
 
 
 @pytest.mark.parametrize(

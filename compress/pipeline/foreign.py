@@ -17,12 +17,11 @@ from torch import nn
 from runtime import formats
 from runtime.experts import Experts, expert_of
 from runtime.matrices import is_linear, sides
+from runtime.quantization_config import ModuleEntry, needs_dense_loading
 from runtime.skeleton import initialiser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from runtime.quantization_config import ModuleEntry
 
 
 def foreign_layers(model: PreTrainedModel, entries: Mapping[str, ModuleEntry], pieces: Collection[str]) -> set[str]:
@@ -37,7 +36,9 @@ def foreign_layers(model: PreTrainedModel, entries: Mapping[str, ModuleEntry], p
     if _other_modules(model) or _several_unpacked(entries) or not _experts_carried(model, entries, held):
         return set(entries)
     kinds = {n for n, m in model.named_modules() if is_linear(m) and type(m) is not nn.Linear}
-    return (kinds | held | _initialised_by_name(model, entries)) & set(entries)
+    if not needs_dense_loading(entries.values()):  # else transformers leaves every layer its weight
+        kinds |= _initialised_by_name(model, entries)
+    return (kinds | held) & set(entries)
 
 
 def _other_modules(model: nn.Module) -> bool:

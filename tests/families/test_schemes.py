@@ -139,6 +139,7 @@ def test_parts_of_a_model(
     [
         ("gpt_bigcode", "W4A16", OURS),  # initialises a layer by its name, where compressed-tensors leaves no weight
         ("gpt_bigcode", "W8A8-INT8", SHARED),  # and here it leaves one
+        ("gpt_bigcode", "W4A16_ASYM", SHARED),  # as it is where transformers unpacks while it loads
         ("llama4_text", "W4A16", OURS),  # transformers builds other experts for compressed-tensors
         ("phimoe", "W4A16", SHARED),
     ],

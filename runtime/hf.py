@@ -20,7 +20,7 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 from runtime.errors import ArtifactError, RequestError
 from runtime.headers import read_header
 from runtime.installed import entries_of
-from runtime.linear import install, prepare_all
+from runtime.linear import CompressedLinear, install, prepare_all
 from runtime.module import CompressedModule
 from runtime.published import Published
 from runtime.quantization_config import OWN_METHOD
@@ -57,20 +57,25 @@ class CompressHfQuantizer(HfQuantizer):
             name for file in files if str(file).endswith(".safetensors") for name in read_header(Path(file)).tensors
         ]
         install(model, entries_of(model, self.quantization_config.to_dict(), stored))
-        self._layers = Published(model).layer_names()
+        self._published = Published(model)
         for module in model.modules():
+            if isinstance(module, CompressedLinear):
+                module.filling = True
             # Who initialises the layers in it by name (GPT-2) would look for weights that compressed ones do not have.
             own = [*module._parameters.values(), *module._buffers.values()]
             if not own and any(isinstance(child, CompressedModule) for child in module.children()):
                 module._is_hf_initialized = True  # type: ignore[assignment]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:
-        """transformers' own, and after them what experts' layers are called that stay apart."""
+        """transformers' own but for those that put experts together, and after them what experts' layers are called that stay apart."""
         from transformers.core_model_loading import WeightRenaming
 
-        names = getattr(self, "_layers", {})
+        published = getattr(self, "_published", None)
+        if published is None:
+            return weight_conversions
+        names = published.layer_names()
         return [
-            *weight_conversions,
+            *(conversion for conversion in weight_conversions if not published.joins_apart(conversion)),
             *(WeightRenaming(rf"\.(\d+)\.{re.escape(old)}\.", rf".\1.{new}.") for old, new in names.items()),
         ]
 

@@ -27,7 +27,10 @@ class CompressedLinear(CompressedModule):
     Attributes:
         entry: scheme and storage format.
         choice: the kernels chosen by `prepare`, one a shape class; None (the reference computes) before.
+        filling: `weight` is the stored tensor of that name (int8, float8), as who fills a model tensor by tensor looks for it.
     """
+
+    filling = False
 
     def __init__(
         self, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
@@ -41,9 +44,9 @@ class CompressedLinear(CompressedModule):
             self.register_parameter("bias", None)
 
     @property
-    def weight(self) -> None:
+    def weight(self) -> torch.Tensor | None:
         """None: models that look at a layer's weight before they compute (T5 its dtype) find that there is no dense one."""
-        return None
+        return self._buffers.get("weight") if self.filling else None
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As nn.Module's; a stored tensor may be called `weight` all the same."""
@@ -93,6 +96,7 @@ class CompressedLinear(CompressedModule):
         """
         self.unprepare()
         self.check()
+        self.filling = False
         if "input_scale" in self._buffers:  # as compressed-tensors does, activation scales have the model's dtype
             self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
         layer = self.layer

@@ -44,6 +44,18 @@ class Published:
                 found[name] = {projection: self._star(name, layout, projection) for projection in layout.projections}
         return found
 
+    def joins_apart(self, transform: Any) -> bool:
+        """Whether one of transformers' conversions makes a tensor of all experts in a module that has them one by one."""
+        from transformers.core_model_loading import WeightConverter
+
+        return isinstance(transform, WeightConverter) and any(
+            f"{name}.{module.layout.home(projection)}".endswith(target)
+            for name, module in self._model.named_modules()
+            if isinstance(module, Experts)
+            for projection in module.layout.projections
+            for target in transform._original_target_patterns
+        )
+
     def _star(self, module: str, layout: Layout, projection: str) -> str:
         whole = f"{module}.{layout.home(projection)}"
         among = ["gate_proj", "up_proj"] if layout.gate and projection != "down_proj" else [projection]

@@ -79,14 +79,14 @@ def build(
     for index, ((scheme, name), members) in enumerate(groups.items()):
         targets = ["Linear"] if shared and len(groups) == 1 else members
         config["config_groups"][f"group_{index}"] = {"targets": targets, **scheme.to_config(), "format": name}
-    if shared and _needs_dense_loading(modules.values()):
+    if shared and needs_dense_loading(modules.values()):
         config["dequantize"] = True
     if not shared:
         config["value_counts"] = {n: e.count for n, e in modules.items() if e.count is not None}
     return config
 
 
-def _needs_dense_loading(entries: Collection[ModuleEntry]) -> bool:
+def needs_dense_loading(entries: Collection[ModuleEntry]) -> bool:
     """True where from_pretrained must unpack while it loads, because compressed-tensors (0.20) sizes packed zero
     points wrongly.
 

@@ -239,7 +239,7 @@ def materialise_buffers(model: PreTrainedModel) -> None:
                 assert meta is not None
                 module._buffers[buffer] = torch.full_like(meta, fill, device="cpu")
             with torch.no_grad():
-                _owner(model, name)._init_weights(module)
+                initialiser(model, name)._init_weights(module)
             results.append({b: module._buffers[b].clone() for b in missing})  # type: ignore[union-attr]
         for buffer in missing:
             if not torch.equal(results[0][buffer], results[1][buffer]):
@@ -248,8 +248,9 @@ def materialise_buffers(model: PreTrainedModel) -> None:
                 )
 
 
-def _owner(model: PreTrainedModel, name: str) -> Any:
-    """The innermost model that module `name` belongs to: the parts of a vision-language model initialise their own."""
+def initialiser(model: PreTrainedModel, name: str) -> Any:
+    """Whose `_init_weights` transformers calls with module `name`: that of the innermost model it belongs to, since the parts of a
+    vision-language model initialise their own."""
     parts = name.split(".")
     for end in range(len(parts), 0, -1):
         part = model.get_submodule(".".join(parts[:end]))

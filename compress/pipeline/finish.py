@@ -18,6 +18,7 @@ from compress.pipeline.companions import copy_companions
 from compress.pipeline.directory import MANIFEST, UNHASHED, WORK, RunDirectory
 from compress.pipeline.embedding_eval import compare_embeddings
 from compress.pipeline.files import sha256, write_json, write_text
+from compress.pipeline.foreign import foreign_layers
 from compress.pipeline.pass_records import facts
 from compress.pipeline.progress import Reporter
 from compress.pipeline.session import Session
@@ -84,9 +85,11 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
     config = dict(session.checkpoint.config)
     if entries:
         name = session.streamed.checkpoint.published_module
+        model, pieces = session.streamed.model, session.streamed.checkpoint.pieces
+        foreign = {name(module) for module in foreign_layers(model, entries, pieces)}
         entries = {name(module): entry for module, entry in entries.items()}
-        linear = {name(module): module for module in session.linear_names()}
-        foreign = {name(module) for module in _foreign(session)}
+        # Classes of models among them that do more than multiply (routers): as "Linear" compressed-tensors would mean them too.
+        linear = {name(n): n for n, module in model.named_modules() if isinstance(module, nn.Linear)}
         # Matrices that the model has no place for: an engine that has one must not look for compressed weights there.
         source = session.checkpoint
         extra = [n.removesuffix(".weight") for n in session.streamed.extra if n.endswith(".weight")]
@@ -111,24 +114,13 @@ def write_metadata(session: Session, directory: RunDirectory) -> None:
 
 def _other_matrices(session: Session) -> list[str]:
     """Modules with a matrix for a weight that are neither linear layers nor embeddings."""
-    known = set(session.linear_names())
     return [
         name
         for name, module in session.streamed.model.named_modules()
-        if name not in known
-        and not isinstance(module, nn.Embedding)
+        if not isinstance(module, (nn.Linear, nn.Embedding))
         and isinstance(weight := getattr(module, "weight", None), nn.Parameter)
         and weight.dim() == 2
     ]
-
-
-def _foreign(session: Session) -> set[str]:
-    """Linear layers that compressed-tensors does not find in transformers' model, or cannot take the place of."""
-    streamed = session.streamed
-    pieces = {
-        name.rpartition(".")[0] for name in streamed.checkpoint.pieces
-    }  # transformers cannot put such experts together
-    return pieces | {n for n in session.linear_names() if type(streamed.model.get_submodule(n)) is not nn.Linear}
 
 
 def evaluate(

@@ -31,7 +31,6 @@ from runtime.checkpoint import Checkpoint
 from runtime.engines.torch_encoder import position_limit
 from runtime.engines.torch_seq2seq import target_limit
 from runtime.errors import RequestError
-from runtime.matrices import is_linear
 from runtime.skeleton import reads_features
 
 if TYPE_CHECKING:
@@ -261,9 +260,6 @@ class Session:
             for n in self.checkpoint.names()
             if self.checkpoint.dtype(n).is_floating_point
         )
-
-    def linear_names(self) -> list[str]:
-        return [n for n, m in self.streamed.model.named_modules() if is_linear(m)]
 
     def recipe_digest(self, draft: bool) -> str:
         """SHA-256 (hex) of the recipe with every default filled in, with its draft stage or without."""

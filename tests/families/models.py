@@ -142,6 +142,7 @@ FAMILIES = [
     Family("gemma2", _GEMMA),
     Family("gemma3", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}, "gemma3_text"),
     Family("phi3", _USUAL),
+    Family("olmo", _USUAL),  # norms without weights
     Family(
         "opt",
         {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64},
@@ -155,6 +156,7 @@ FAMILIES = [
     Family("starcoder2", {**_USUAL, "sliding_window": 8}),
     Family("glm4", {**_USUAL, "head_dim": 16}),
     Family("mixtral", {**_USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("granitemoe", {**_USUAL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("qwen3_moe", {**_USUAL, **_ROUTED, "head_dim": 16}),
     Family(
         "deepseek_v3",
@@ -216,6 +218,13 @@ FAMILIES = [
         "bert",
         {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
         model="BertModel",
+        kind="encoder",
+        kept=(),
+    ),
+    Family(
+        "big_bird",  # swaps the module around its layers when it reads short rows
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        model="BigBirdModel",
         kind="encoder",
         kept=(),
     ),

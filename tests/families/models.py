@@ -181,6 +181,26 @@ FAMILIES = [
         },
     ),
     Family(
+        "deepseek_v32",  # looks at the dtype of a layer's weight as it runs
+        {
+            **_USUAL,
+            **_ROUTED,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
+        },
+    ),
+    Family(
         "gpt_oss", {**_USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "sliding_window": 8}
     ),
     Family(
@@ -233,6 +253,24 @@ FAMILIES = [
         {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 256},
         model="T5ForConditionalGeneration",
         kind="encoder-decoder",
+    ),
+    Family(
+        "switch_transformers",
+        {
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_experts": 1,  # an expert that no token of the first row is sent to stays as it is
+            "expert_capacity": 64,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "decoder_start_token_id": 256,
+        },
+        model="SwitchTransformersForConditionalGeneration",
+        kind="encoder-decoder",
+        kept=("lm_head",),
     ),
     Family(
         "whisper",

@@ -27,7 +27,8 @@ from runtime.skeleton import find_stacks
 
 TOKENS = 4
 _META = torch.device("meta")
-# What models raise of their own accord. What the meta device cannot do is a RuntimeError, or speaks of meta.
+# What models raise of their own accord. What the meta device cannot do is a RuntimeError, speaks of meta, or comes out of a library of
+# kernels (Triton's is a ValueError).
 _OWN = (ValueError, TypeError, AttributeError, LookupError)
 
 
@@ -49,7 +50,7 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
     except RequestError:
         raise
     except _OWN as error:
-        if "meta" in str(error):
+        if "meta" in str(error) or not _raised_by_model(error, streamed.model):
             return
         raise RequestError(f"this runtime cannot run {name}: {_line(error)}") from error
     except RuntimeError:  # NotImplementedError is one
@@ -222,6 +223,15 @@ def _without_weights(model: nn.Module, names: Collection[str]) -> list[str]:
         parent, _, leaf = name.rpartition(".")
         setattr(model.get_submodule(parent), leaf, _Packed(name, model.get_submodule(name), read))
     return read
+
+
+def _raised_by_model(error: BaseException, model: nn.Module) -> bool:
+    """Whether an error comes out of the model's own code, or transformers'."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    return place.partition(".")[0] in ("transformers", type(model).__module__.partition(".")[0])
 
 
 def _line(error: BaseException) -> str:

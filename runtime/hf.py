@@ -61,9 +61,9 @@ class CompressHfQuantizer(HfQuantizer):
         for module in model.modules():
             if isinstance(module, CompressedLinear):
                 module.filling = True
-            # Who initialises the layers in it by name (GPT-2) would look for weights that compressed ones do not have.
+            # Who initialises the layers in it by name (GPT-2, Switch Transformers) would look for weights that compressed ones do not have.
             own = [*module._parameters.values(), *module._buffers.values()]
-            if not own and any(isinstance(child, CompressedModule) for child in module.children()):
+            if not own and any(isinstance(part, CompressedModule) for part in module.modules()):
                 module._is_hf_initialized = True  # type: ignore[assignment]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:

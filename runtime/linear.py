@@ -21,6 +21,14 @@ from runtime.module import CompressedModule
 from runtime.quantization_config import ModuleEntry
 
 
+@dataclass(frozen=True)
+class NoWeight:
+    """In the place of a weight that is packed: models look at the dtype of one before they compute (T5, DeepSeek-V3.2)."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
 class CompressedLinear(CompressedModule):
     """`y = x W^T + b` with `x` `[..., in]` in `dtype` and `W` `[out, in]` packed.
 
@@ -44,9 +52,10 @@ class CompressedLinear(CompressedModule):
             self.register_parameter("bias", None)
 
     @property
-    def weight(self) -> torch.Tensor | None:
-        """None: models that look at a layer's weight before they compute (T5 its dtype) find that there is no dense one."""
-        return self._buffers.get("weight") if self.filling else None
+    def weight(self) -> torch.Tensor | NoWeight:
+        """No tensor: there is no dense one."""
+        stored = self._buffers.get("weight") if self.filling else None
+        return NoWeight(self.dtype, self.device) if stored is None else stored
 
     def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
         """As nn.Module's; a stored tensor may be called `weight` all the same."""

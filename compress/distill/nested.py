@@ -124,7 +124,7 @@ def _states(model: PreTrainedModel, depths: Sequence[int], ids: torch.Tensor) ->
 
     def keep(depth: int) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: Any, output: Any) -> None:
-            states[depth] = output[0] if isinstance(output, tuple) else output
+            states[depth] = output[0] if isinstance(output, (tuple, list)) else output
 
         return hook
 

@@ -63,7 +63,7 @@ def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) ->
 
     `skip` says which names to leave alone (the blocks', when `part` is the whole model).
     """
-    replaced: list[tuple[nn.Module, str, nn.Module]] = []
+    replaced: dict[str, nn.Module] = {}
     for name, module in list(part.named_modules()):
         if not isinstance(module, CompressedLinear) or (skip is not None and skip(name)):
             continue
@@ -77,15 +77,21 @@ def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) ->
         dense.weight = nn.Parameter(weight, requires_grad=False)
         if module.bias is not None:
             dense.bias = nn.Parameter(module.bias.data, requires_grad=False)
-        parent_name, _, leaf = name.rpartition(".")
-        parent = part.get_submodule(parent_name)
-        setattr(parent, leaf, dense)
-        replaced.append((parent, leaf, module))
+        _put(part, name, dense)
+        replaced[name] = module
     try:
         yield
     finally:
-        for parent, leaf, module in replaced:
-            setattr(parent, leaf, module)
+        for (
+            name,
+            module,
+        ) in replaced.items():  # by name: BigBird swaps the module around a layer when it first reads short rows
+            _put(part, name, module)
+
+
+def _put(part: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(part.get_submodule(parent), leaf, module)
 
 
 @torch.inference_mode()

@@ -41,7 +41,10 @@ class Piece:
     @property
     def published(self) -> str:
         """What an artifact calls it: there is no published name, so it is named as other families name theirs."""
-        home = self.source.name.rpartition(".")[0]
+        home, _, leaf = self.source.name.rpartition(".")
+        if leaf != self.whole.rpartition(".")[2]:
+            # A tensor that is published as a module's weight (Granite's output_linear.weight) says nothing of where experts are.
+            home = self.home
         return f"{home}.{self.number}.{self.projection}.{'bias' if self.bias else 'weight'}"
 
     def read(self, files: Checkpoint) -> torch.Tensor:

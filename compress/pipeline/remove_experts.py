@@ -170,7 +170,7 @@ class _Block(OpenBlock):
         found: list[torch.Tensor] = []
 
         def hook(_module: nn.Module, _arguments: Any, output: Any) -> None:
-            value = output[0] if isinstance(output, tuple) else output
+            value = output[0] if isinstance(output, (tuple, list)) else output
             found.append(value.reshape(-1, value.shape[-1]).float())
 
         handle = self.module(experts.around, block).register_forward_hook(hook)

@@ -22,6 +22,7 @@ from compress.pipeline.draft_job import DraftJob
 from compress.pipeline.kinds import check_fits_model, check_shared
 from compress.pipeline.module_infos import module_infos
 from compress.pipeline.opened import open_checkpoint
+from compress.pipeline.rehearsal import check_runs
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stream import Batch, StreamedModel
 from compress.pipeline.work import LayerWork
@@ -111,6 +112,7 @@ class Session:
                     f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
                 )
         check_shared(streamed, work)
+        check_runs(streamed, work)
         file = checkpoint.path / HELD
         held = load_held(file) if settled >= 0 and file.is_file() else {}
         session = cls(recipe, streamed.checkpoint, streamed, work, source=source, held=held)

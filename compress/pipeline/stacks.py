@@ -28,7 +28,7 @@ class Stack:
 
 @dataclass
 class Handover:
-    """What the blocks of a stack return: `extras` follow the hidden states in a tuple; None: the hidden states alone, no tuple.
+    """What the blocks of a stack return: `extras` follow the hidden states in a tuple (or list); None: the hidden states alone, no tuple.
 
     T5 computes the bias of relative positions in the first block, and each block hands it on to the next.
     """
@@ -37,8 +37,9 @@ class Handover:
 
     @classmethod
     def of(cls, output: Any) -> Handover:
-        """What a block has returned. Only that is sure: annotations of `forward` say tuple where there is none (Gemma 3)."""
-        return cls(tuple(output[1:]) if isinstance(output, tuple) else None)
+        """What a block has returned: a tuple, a list (OpenAI's first GPT), or the hidden states. Only that is sure: annotations of
+        `forward` say tuple where there is none (Gemma 3)."""
+        return cls(tuple(output[1:]) if isinstance(output, (tuple, list)) else None)
 
     @property
     def depends_on_batch(self) -> bool:

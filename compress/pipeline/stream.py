@@ -160,7 +160,9 @@ class StreamedModel(PartialModel):
 
     def _first_block(self, number: int, wanted: bool) -> AbstractContextManager[Any]:
         stack = self.stacks[number]
-        there = all(p.device.type != "meta" for p in stack.blocks[0].parameters())
+        # Buffers count too: the layers of an artifact hold nothing else, and norms may be without weights (OLMo).
+        held = [*stack.blocks[0].parameters(), *stack.blocks[0].buffers()]
+        there = all(tensor.device.type != "meta" for tensor in held)
         return self.loaded_block(stack.first) if wanted and not there else nullcontext()
 
     def run_block(
@@ -189,7 +191,7 @@ class StreamedModel(PartialModel):
             hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
         with products(self.device):
             out = (self.blocks[index] if block is None else block)(hidden, **kwargs)
-        out = out[0] if isinstance(out, tuple) else out
+        out = out[0] if isinstance(out, (tuple, list)) else out
         return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
 
     def own_length(self, index: int, batch: Batch) -> int:

@@ -83,6 +83,7 @@ def encoder_output(states: torch.Tensor) -> Any:
 
     output: Any = BaseModelOutput(last_hidden_state=states)  # type: ignore[arg-type]
     output.attention_mask = None  # some encoders of speech say with their output which positions are (Canary)
+    output.router_logits = None  # mixtures are asked what chose their experts, for training (Switch)
     return output
 
 

@@ -142,6 +142,7 @@ FAMILIES = [
     Family("gemma2", _GEMMA),
     Family("gemma3", {**_GEMMA, "layer_types": ["sliding_attention", "full_attention"]}, "gemma3_text"),
     Family("phi3", _USUAL),
+    Family("olmo", _USUAL),  # norms without weights
     Family(
         "opt",
         {"hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "word_embed_proj_dim": 64},
@@ -155,6 +156,7 @@ FAMILIES = [
     Family("starcoder2", {**_USUAL, "sliding_window": 8}),
     Family("glm4", {**_USUAL, "head_dim": 16}),
     Family("mixtral", {**_USUAL, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": None}),
+    Family("granitemoe", {**_USUAL, "num_local_experts": 4, "num_experts_per_tok": 2}),
     Family("qwen3_moe", {**_USUAL, **_ROUTED, "head_dim": 16}),
     Family(
         "deepseek_v3",
@@ -176,6 +178,26 @@ FAMILIES = [
             "qk_nope_head_dim": 16,
             "qk_rope_head_dim": 8,
             "v_head_dim": 16,
+        },
+    ),
+    Family(
+        "deepseek_v32",  # looks at the dtype of a layer's weight as it runs
+        {
+            **_USUAL,
+            **_ROUTED,
+            "num_key_value_heads": 4,
+            "n_routed_experts": 4,
+            "n_group": 1,
+            "topk_group": 1,
+            "q_lora_rank": 32,
+            "kv_lora_rank": 32,
+            "qk_nope_head_dim": 16,
+            "qk_rope_head_dim": 8,
+            "v_head_dim": 16,
+            "head_dim": 8,
+            "index_n_heads": 2,
+            "index_head_dim": 16,
+            "index_topk": 8,
         },
     ),
     Family(
@@ -220,10 +242,35 @@ FAMILIES = [
         kept=(),
     ),
     Family(
+        "big_bird",  # swaps the module around its layers when it reads short rows
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        model="BigBirdModel",
+        kind="encoder",
+        kept=(),
+    ),
+    Family(
         "t5",
         {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 256},
         model="T5ForConditionalGeneration",
         kind="encoder-decoder",
+    ),
+    Family(
+        "switch_transformers",
+        {
+            "d_model": 64,
+            "d_kv": 16,
+            "d_ff": 96,
+            "num_layers": 2,
+            "num_heads": 4,
+            "num_experts": 1,  # an expert that no token of the first row is sent to stays as it is
+            "expert_capacity": 64,
+            "num_sparse_encoder_layers": 1,
+            "num_sparse_decoder_layers": 1,
+            "decoder_start_token_id": 256,
+        },
+        model="SwitchTransformersForConditionalGeneration",
+        kind="encoder-decoder",
+        kept=("lm_head",),
     ),
     Family(
         "whisper",

@@ -96,7 +96,7 @@ def _nothing_else_changed(path: Path, artifact: Any) -> None:
     whole = {name for name in names if before.has(name)}
     assert all(torch.equal(before.get(name), after.get(name)) for name in whole)
     assert names - whole == {n for n in names if ".experts." in n}  # biases of experts, which go where their weights go
-    assert len(whole) > 3
+    assert len(whole) >= 2  # embedding and head, where norms have no weights
 
 
 def _is_ignored_where_not_compressed(path: Path, theirs: torch.nn.Module) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import compress
 import runtime
 from compress.pipeline.plan import make_plan
 from compress.recipe import load
-from runtime.errors import CompressError
-from tests.families.unknown import OddConfig, OddForCausalLM
+from runtime.errors import CompressError, RequestError
+from tests.families.unknown import Cell, OddConfig, OddForCausalLM
 from tests.pipeline.conftest import byte_tokenizer
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
@@ -62,11 +63,41 @@ def test_an_unknown_architecture_works(tmp_path: Path) -> None:
 def test_the_plan_says_what_is_no_linear_layer(tmp_path: Path) -> None:
     plan = make_plan(load(recipe(tmp_path / "model", tmp_path, W4, bank=64)), tmp_path / "out")
     assert [w for w in plan.warnings if "stays as it is" in w] == [
-        "trunk.cells.*.bank [3, 64, 64] stays as it is (2 tensors, 96.0 KiB, 18% of the weights): its module Cell holds experts in a way "
+        "trunk.cells.*.bank [3, 64, 64] stays as it is (2 tensors, 98.30 kB, 18% of the weights): its module Cell holds experts in a way "
         "that it does not say"
     ]
     plain = make_plan(load(recipe(tmp_path / "plain", tmp_path, W4)), tmp_path / "out")
     assert not [w for w in plain.warnings if "stays as it is" in w]
+
+
+def test_blocks_may_return_lists(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    forward = Cell.forward
+    listed = functools.wraps(forward)(lambda *given, **named: list(forward(*given, **named)))
+    monkeypatch.setattr(Cell, "forward", listed)
+    artifact = compress.apply(recipe(tmp_path / "model", tmp_path, W4), output=tmp_path / "out", quiet=True)
+    assert len(artifact.manifest["layers"]) == 8
+
+
+def test_a_weight_that_others_read_is_refused_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A compressed layer has none to read. A layer that is not called by its block is another matter: it stays as it is."""
+    forward = Cell.forward
+
+    @functools.wraps(forward)
+    def reading(self: Any, *given: Any, **named: Any) -> Any:
+        state, mixing = forward(self, *given, **named)
+        return state + self.tell.weight.mean(), mixing
+
+    monkeypatch.setattr(Cell, "forward", reading)
+    request = recipe(tmp_path / "model", tmp_path, W4)
+    said = r"OddForCausalLM itself reads the weight of trunk.cells.0.tell as it runs, .*; ignore it in the recipe"
+    with pytest.raises(RequestError, match=said):
+        make_plan(load(request), tmp_path / "out")
+    with pytest.raises(RequestError, match=said):
+        compress.apply(request, output=tmp_path / "out", quiet=True)
+    assert not (tmp_path / "out").exists()
+    request["stages"] = [{"quantize": {**W4["quantize"], "ignore": ["re:.*tell"]}}]
+    layers = compress.apply(request, output=tmp_path / "out", quiet=True).manifest["layers"]
+    assert {layer["name"].rpartition(".")[2] for layer in layers} == {"read", "widen", "narrow", "say"}
 
 
 def test_blocks_in_no_list_are_refused_with_what_there_is(tmp_path: Path) -> None:

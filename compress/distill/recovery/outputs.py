@@ -75,7 +75,7 @@ def _watched(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     def keep(place: int) -> Callable[..., None]:
         def hook(_module: nn.Module, _args: Any, output: Any) -> None:
             if looking:
-                found[place] = output[0] if isinstance(output, tuple) else output
+                found[place] = output[0] if isinstance(output, (tuple, list)) else output
 
         return hook
 

@@ -21,6 +21,7 @@ from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.pipeline.unreached import unreached
 from compress.recipe.models import Recipe
 from runtime import formats
+from runtime.companions import left_behind
 from runtime.layer_sizes import differing, is_ours
 from runtime.matrices import get_matrix
 
@@ -163,6 +164,8 @@ def plan_session(
     plan.warnings += [] if session.draft is None else session.draft.warnings
     plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
     plan.warnings += _left_out(session)
+    source = session.original.path
+    plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     for what, needed, available, advice in (

@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 # Copied into every export that is a directory for transformers or for `runtime.load`.
 TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "tokenizer.model", "special_tokens_map.json", "added_tokens.json",
-    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model",
+    "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model",
+    "spm.model", "source.spm", "target.spm", "tekken.json",
 )  # fmt: skip
 
 

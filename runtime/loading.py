@@ -11,7 +11,8 @@ import torch
 
 from runtime.artifact import MANIFEST, Artifact
 from runtime.audio import load_listener
-from runtime.checkpoint import read_json
+from runtime.checkpoint import Checkpoint, read_json
+from runtime.decoding.checks import show
 from runtime.decoding.drafters.choice import CHOICE
 from runtime.decoding.options import reject_unknown
 from runtime.encoder import EncoderModel
@@ -280,7 +281,7 @@ def decoder_start(artifact: Artifact | Export) -> tuple[int, int | None]:
     return start, find("forced_bos_token_id")
 
 
-def end_of_sequence(artifact: Artifact | Export, tokenizer: Any) -> frozenset[int]:
+def end_of_sequence(artifact: Artifact | Export | Checkpoint, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
     file = artifact.path / "generation_config.json"
     generation = read_json(file) if file.is_file() else {}
@@ -291,7 +292,7 @@ def end_of_sequence(artifact: Artifact | Export, tokenizer: Any) -> frozenset[in
             values = value if isinstance(value, list) else [value]
             if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
                 raise ArtifactError(
-                    f"{artifact.path}: eos_token_id must be an integer or a list of them, not {value!r}"
+                    f"{artifact.path}: eos_token_id must be an integer or a list of them, not {show(value)}"
                 )
             return frozenset(values)
     own = getattr(tokenizer, "eos_token_id", None)

@@ -10,9 +10,11 @@ from pathlib import Path
 from runtime.errors import ArtifactError
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
-HUB_PATTERNS = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja", "*.tiktoken", "recipe.yaml", "report.html"]
+HUB_PATTERNS = [
+    "*.safetensors", "*.json", "*.model", "*.spm", "*.txt", "*.jinja", "*.tiktoken", "LICENSE*", "NOTICE*", "recipe.yaml", "report.html",
+]  # fmt: skip
 # What a checkpoint is read from, by the end of its name; and how the hub's cache calls the directories that its blobs are in.
-_OWN = (".safetensors", ".json", ".model", ".txt", ".jinja", ".tiktoken", ".yaml", ".py", ".bin", ".pt")
+_OWN = (".safetensors", ".json", ".model", ".spm", ".txt", ".jinja", ".tiktoken", ".yaml", ".py", ".bin", ".pt")
 _REPOSITORIES = ("models--", "datasets--", "spaces--")
 _SHOWN = 200  # characters of a path that a sentence repeats
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -49,19 +51,21 @@ def _refuse_links_out(directory: Path) -> None:
 
     Links of the hub's cache lead to its blobs, and may.
     """
-    home = directory.resolve()
     for file in directory.iterdir():
-        if not file.is_symlink() or not file.name.endswith(_OWN):
-            continue
-        try:
-            leads = file.resolve()
-        except (OSError, RuntimeError):  # to itself
-            continue
-        blob = leads.parent.name == "blobs" and leads.parent.parent.name.startswith(_REPOSITORIES)
-        if leads.exists() and not leads.is_relative_to(home) and not blob:
+        if file.name.endswith(_OWN) and leads_out(file, directory):
             raise ArtifactError(
-                f"{file} is a link that leads out of the directory, to {leads}; put the file itself there"
+                f"{file} is a link that leads out of the directory, to {file.resolve()}; put the file itself there"
             )
+
+
+def leads_out(file: Path, directory: Path) -> bool:
+    """Whether a file of a checkpoint is a link to something that is neither in its directory nor a blob of the hub's cache."""
+    try:
+        leads = file.resolve()
+    except (OSError, RuntimeError):  # to itself
+        return False
+    blob = leads.parent.name == "blobs" and leads.parent.parent.name.startswith(_REPOSITORIES)
+    return leads.exists() and not leads.is_relative_to(directory.resolve()) and not blob
 
 
 def _suggestion(path: Path) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
+_M_MMAP_THRESHOLD = -3  # of malloc.h
+_KEPT_BYTES = 2**20
 _GROUPS = Path("/sys/fs/cgroup")
 # (where the groups are, limit, what is taken, what of that is cached files, which the kernel gives up first), of version 2 and of 1
 _VERSIONS = {
@@ -73,6 +75,14 @@ def return_memory() -> None:
     trim = _trim()
     if trim is not None:
         trim(0)
+
+
+def keep_nothing_freed() -> None:
+    """From now on the C library asks the system for every buffer of some size and hands it back when it is freed, for good: what is
+    resident is what is used, and a limit can be kept to. By default it serves buffers of up to 32 MiB out of a heap, which stays
+    fragmented. This costs some time, for fresh pages are zeroed. Systems without glibc are left alone."""
+    if _trim() is not None:
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _KEPT_BYTES)
 
 
 @cache

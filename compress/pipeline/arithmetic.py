@@ -6,6 +6,7 @@ sums of exact products, rounded once; computing it in float32 and rounding the r
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -14,6 +15,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from runtime import cpu
+
+#: Kernels of a library that are kept; a block without experts needs fewer.
+KERNELS_KEPT = 32
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
     {
@@ -45,6 +49,16 @@ class WidenedProducts(TorchFunctionMode):
 def products(device: torch.device) -> AbstractContextManager[Any]:
     """The context in which a model runs on `device`: widened products where that is faster, nothing elsewhere."""
     return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
+
+
+def bound_kernel_caches() -> None:
+    """Have oneDNN keep few of the kernels that it makes for products of each shape; whoever sets the variables is not overruled.
+
+    Experts read another number of tokens each, so every product would be of a shape of its own: a thousand kernels are kept by default, of
+    half a megabyte each. It reads the variables at its first product, so this does nothing in a process that has made some.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
 
 
 def has_bfloat16() -> bool:

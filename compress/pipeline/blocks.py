@@ -23,6 +23,7 @@ from compress.pipeline.shards import shard_name, write_part
 from compress.pipeline.share import Share
 from compress.pipeline.stream import Batch, StreamedModel
 from runtime.matrices import is_matrix
+from runtime.memory import return_memory
 
 
 @dataclass
@@ -81,6 +82,7 @@ def run_pass(job: BlockPass) -> None:
         streamed.release_outside()
     for index in range(job.done, count):
         record = _one_block(job, index, states)
+        return_memory()  # what was solved is freed only now
         states.persist(directory.hidden_path(index + 1))
         if record is not None:
             record |= {"processes": job.share.size} if job.share.size > 1 else {}

@@ -89,23 +89,31 @@ class ExpertCalibration:
     def collect(self, groups: list[InputGroup], forwards: Forwards, hessian: bool) -> list[Statistics]:
         """Statistics of groups, with what the recipe wants for experts that read too little."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
-        found = collect(
+        first = collect(
             self.block, groups, forwards, hessian=hessian, stop_early=alone, share=self.share, place=self.place
         )
+        found = dict(enumerate(first))
+        del first
         starved = [
             number
-            for number, (group, statistics) in enumerate(zip(groups, found, strict=True))
-            if statistics.tokens < self.config.at_least and expert_of(self.block, group.members[0]) is not None
+            for number, group in enumerate(groups)
+            if found[number].tokens < self.config.at_least and expert_of(self.block, group.members[0]) is not None
         ]
         fresh = [n for n in starved if self._settle(groups[n], found[n].tokens)]
         if fresh:
-            wanted = [groups[n] for n in fresh]
+            for number in fresh:  # what takes its place is collected in the memory that this frees
+                del found[number]
             again = collect(
-                self.block, wanted, forwards, hessian=hessian, stop_early=False, share=self.share, place=self.place
+                self.block,
+                [groups[n] for n in fresh],
+                forwards,
+                hessian=hessian,
+                stop_early=False,
+                share=self.share,
+                place=self.place,
             )
-            for number, statistics in zip(fresh, again, strict=True):
-                found[number] = statistics
-        return found
+            found |= dict(zip(fresh, again, strict=True))
+        return [found[number] for number in range(len(groups))]
 
     def _settle(self, group: InputGroup, tokens: int) -> bool:
         """Note a starved group; whether it is to be collected again."""

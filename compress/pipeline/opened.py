@@ -17,6 +17,7 @@ import torch
 from runtime.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, RequestError
 from runtime.headers import TensorEntry
+from runtime.loading import end_of_sequence
 
 #: Last names of the scales that a float8 weight is multiplied by.
 SCALES = ("weight_scale_inv", "weight_scale")
@@ -30,9 +31,11 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
 
     Raises:
         RequestError: it is compressed already, otherwise than to 8-bit floats; or an adapter is to go on top of it.
-        ArtifactError: it cannot be read, or a scale does not fit its weight.
+        ArtifactError: it cannot be read, or a scale does not fit its weight; or its generation_config.json is not one that the artifact
+            could generate with.
     """
     checkpoint = path if isinstance(path, Checkpoint) else Checkpoint(path)
+    end_of_sequence(checkpoint, None)  # asked now, and not first when the finished artifact is loaded
     adapter = checkpoint.path / "adapter_config.json"
     if adapter.is_file():
         raise RequestError(

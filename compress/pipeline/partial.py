@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.pipeline.arithmetic import bound_kernel_caches
 from compress.pipeline.source import SourceCheckpoint
 from compress.pipeline.stacks import Stack
 from runtime import weights
@@ -52,6 +53,7 @@ class PartialModel:
         trust_remote_code: bool = False,
         apart: bool = False,
     ) -> None:
+        bound_kernel_caches()
         self.device = torch.device(device)
         self.config = read_config(checkpoint.path, trust_remote_code)
         self.kind = model_kind(self.config)

@@ -21,12 +21,14 @@ from compress.pipeline.totals import MEMORY_SHARE, totals
 from compress.pipeline.unreached import unreached
 from compress.recipe.models import Recipe
 from runtime import formats
+from runtime.companions import left_behind
 from runtime.layer_sizes import differing, is_ours
 from runtime.matrices import get_matrix
 from runtime.sizes import size
 
-#: Percent by which the least limit that works is more than what was counted: another process is not quite as large before it begins.
-LEAST_MARGIN = 2
+#: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
+#: not quite as large before it begins. What is counted errs high by more.
+LEAST_MARGIN = 0.02
 
 
 @dataclass
@@ -163,6 +165,8 @@ def plan_session(
     plan.warnings += [] if session.draft is None else session.draft.warnings
     plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
     plan.warnings += _left_out(session)
+    source = session.original.path
+    plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
     if session.cache_policy is not None:
         plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     for what, needed, available, advice in (
@@ -174,8 +178,8 @@ def plan_session(
                 f"the run needs about {size(needed)} of {what} and may take {size(MEMORY_SHARE * available)} of the {size(available)} that "
                 f"are free: {advice}"
             )
-    if max_memory is not None and takes.least is not None and plan.peak_memory > max_memory:
-        least = -(-takes.least * (100 + LEAST_MARGIN) // (100 * 10**6))
+    if max_memory is not None and takes.least is not None and plan.peak_memory > max_memory * (1 + LEAST_MARGIN):
+        least = -(-takes.least // 10**6)
         plan.problems.append(
             f"max_memory {max_memory / 1e6:.0f}MB is too little: this run needs at least {least}MB, of which the process takes "
             f"{takes.parts['process'] / 1e6:.0f}MB before it begins"

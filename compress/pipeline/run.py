@@ -28,7 +28,7 @@ from compress.recipe.models import Recipe
 from runtime.artifact import Artifact
 from runtime.checkpoint import read_json
 from runtime.errors import ResourceError
-from runtime.memory import peak_bytes
+from runtime.memory import keep_nothing_freed, peak_bytes
 from runtime.sizes import size
 
 
@@ -57,6 +57,8 @@ def apply(
             finished stays, and --resume goes on from there. A limit of `evaluate` that is exceeded is a CompressError too,
             raised after the artifact is complete.
     """
+    if max_memory is not None:
+        keep_nothing_freed()
     with Team.join(device) as team:
         torch.manual_seed(recipe.seed)
         if not team.is_main:

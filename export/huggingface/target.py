@@ -6,7 +6,7 @@ import json
 import shutil
 from typing import Any, ClassVar, Literal
 
-from export.folder import copy_tokenizer, write_json
+from export.folder import write_json
 from export.huggingface import proof
 from export.huggingface.compressed import CompressedTensors, same
 from export.huggingface.gptq import Gptq
@@ -14,19 +14,10 @@ from export.huggingface.plan import Plan, bytes_after, changes, make_plan
 from export.huggingface.shards import Part, write
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
+from runtime.companions import companions, left_behind
 from runtime.formats import TensorSpec
 from runtime.layer_sizes import differing, is_ours
 from runtime.skeleton import model_kind
-
-# Beside the tokenizer's files: what processors need, and what a licence asks to be passed on.
-COMPANIONS = (
-    "preprocessor_config.json",
-    "processor_config.json",
-    "chat_template*",
-    "*.tiktoken",
-    "LICENSE*",
-    "NOTICE*",
-)
 
 
 class HuggingFaceOptions(Options):
@@ -103,11 +94,12 @@ class HuggingFaceTarget(Target):
             config["dtype"] = "float16"
             write_json(job.folder / "quantize_config.json", quantization)
         write_json(job.folder / "config.json", config)
-        copy_tokenizer(source.path, job.folder)
-        patterns = (*COMPANIONS, "*.py") if "auto_map" in config else COMPANIONS
-        for file in (file for pattern in patterns for file in sorted(source.path.glob(pattern))):
-            if file.is_file() and not (job.folder / file.name).exists():
+        code = sorted(source.path.glob("*.py")) if "auto_map" in config else []
+        for file in [*(file for file in companions(source.path) if file.parent == source.path), *code]:
+            if not (job.folder / file.name).exists():
                 shutil.copyfile(file, job.folder / file.name)
+        for name, why in left_behind(source.path).items():
+            job.progress.warn(f"{source.path / name} stays behind: {why}")
         job.facts |= {"layout": layout.name, "compressed_layers": len(plan.entries), "made_dense": list(plan.dense)}
         if isinstance(layout, Gptq):
             job.facts["checkpoint_format"] = options.checkpoint_format

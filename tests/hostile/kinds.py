@@ -101,6 +101,14 @@ def _plan(directory: Path) -> None:
     compress.plan(directory / "recipe.yaml")
 
 
+def _plan_model(directory: Path) -> None:
+    import compress
+
+    compress.plan(
+        {"name": "x", "model": str(directory), "stages": [{"quantize": {"method": "rtn", "bits": 4, "group_size": 16}}]}
+    )
+
+
 def _policy(directory: Path) -> None:
     from runtime.checkpoint import read_json
     from runtime.kv_cache.policy import Policy
@@ -161,6 +169,7 @@ KINDS: dict[str, Kind] = {
     "compress.json, loaded": Kind(("compress.json",), "artifact", _JSON, _load),
     "config.json": Kind(("config.json",), "model", _JSON, _config),
     "config.json, loaded": Kind(("config.json", "generation_config.json"), "artifact", _JSON, _load),
+    "generation_config.json, planned": Kind(("generation_config.json",), "model", _JSON, _plan_model),
     "tokenizer": Kind(("tokenizer.json", "tokenizer_config.json"), "model", _JSON, _tokenizer),
     "recipe": Kind(("recipe.yaml",), "recipe", _yaml, _recipe),
     "recipe, planned": Kind(("recipe.yaml",), "recipe", _yaml, _plan),

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 # Vocabularies in formats of other libraries, which tokenizer.json stands for.
-_DROPPED = ("tokenizer.model", "spiece.model", "*.bpe.model", "*.tiktoken")
+_DROPPED = ("*.model", "*.spm", "*.tiktoken", "tekken.json")
 
 
 @dataclass(frozen=True)

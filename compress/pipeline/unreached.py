@@ -6,6 +6,8 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from torch import nn
+
 from compress.pipeline.partial import PartialModel
 from runtime.matrices import is_matrix
 
@@ -44,8 +46,10 @@ def unreached(model: PartialModel, size: Callable[[float], str]) -> list[str]:
     sentences = []
     for name, like in sorted(found.items(), key=lambda item: -item[1].bytes):
         if like.bytes >= WORTH * total:
-            kind = type(model.model.get_submodule(_a_home(model, name))).__name__
-            why = "holds experts in a way that it does not say" if len(like.shape) == 3 else "is no linear layer"
+            part = model.model.get_submodule(_a_home(model, name))
+            kind = type(part).__name__
+            experts = len(like.shape) == 3 and not isinstance(part, nn.Conv1d)
+            why = "holds experts in a way that it does not say" if experts else "is no linear layer"
             sentences.append(
                 f"{name} {list(like.shape)} stays as it is ({like.count} tensors, {size(like.bytes)}, {like.bytes / total:.0%} of the "
                 f"weights): its module {kind} {why}"

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.nearest import listing
+from compress.pipeline.kinds import check_streams
 from compress.pipeline.needs import Counted, Needs, Rows, Speed
 from compress.pipeline.structure_amount import between, located, skeleton_of, units_kept
 from compress.pipeline.structure_needs import few_tokens, structure_needs
@@ -157,6 +158,7 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         )
         raise RequestError(recipe.origin.at((*path, "remove"), text))
     with located(recipe, (*path, "remove")):
+        check_streams(streamed)
         size = size_of(streamed.config, config.remove)
         whole = streamed.model
         if config.remove == "hidden":

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from torch import nn
 
+from compress.assign import Left
+from compress.nearest import listing
 from compress.pipeline.partial import PartialModel
 from runtime.matrices import is_matrix
 
@@ -61,3 +64,12 @@ def _a_home(model: PartialModel, name: str) -> str:
     """A module whose tensor goes by a name with stars."""
     pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
     return next(own for own in model.checkpoint.names() if pattern.fullmatch(own)).rpartition(".")[0]
+
+
+def left_alone(left: Sequence[Left]) -> list[str]:
+    """The sentence for layers that default targets mean and that stay as they are; none without any."""
+    alike = Counter((_NUMBER.sub("*", one.name), one.why) for one in left)
+    if not alike:
+        return []
+    told = [f"{name} ({why}{f'; {count} layers' if count > 1 else ''})" for (name, why), count in alike.items()]
+    return [f"what cannot be compressed as the other layers are stays as it is: {listing(told)}"]

@@ -122,6 +122,38 @@ def test_nested_widths_of_experts_are_refused(name: str, tmp_path: Path) -> None
         compress.plan(request(path, NESTED))
 
 
+BESIDE = {
+    "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "head_dim": 16, "global_head_dim": 32, "sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2, "hidden_size_per_layer_input": 16, "vocab_size_per_layer_input": 257,
+}  # fmt: skip
+GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
+
+
+def test_layers_that_read_more_than_hidden_states(tmp_path: Path) -> None:
+    """Of the small Gemma 4: what was computed of the first text would be taken for that of all."""
+    path = Family("gemma4_text", BESIDE).write(tmp_path / "model")
+    for stages, more in (([GPTQ], {}), ([RTN], {"evaluate": {"sequence_length": 32, "samples": 8}}), ([layers(2)], {})):
+        with pytest.raises(
+            RequestError, match=r"\(hidden_size_per_layer_input 16, num_kv_shared_layers 2 in config.json"
+        ):
+            compress.plan({**request(path, *stages), **more})
+    made = compress.apply(request(path, RTN), output=tmp_path / "out", quiet=True)
+    (told,) = [w for w in made.warnings if w.startswith("what cannot be compressed as the other layers are")]
+    assert "model.layers.*.per_layer_projection (rows of 16 weights, and groups of 32; 4 layers)" in told
+    assert "model.per_layer_model_projection (it is in no block" in told
+    assert len(made.manifest["layers"]) == 28
+    assert generated(made.path)
+
+
+def test_several_hidden_states_at_once_are_refused(tmp_path: Path) -> None:
+    settings = {**BESIDE, "laurel_rank": 16, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [96] * 4}
+    del settings["global_head_dim"]
+    path = Family("gemma3n_text", settings).write(tmp_path / "model")
+    with pytest.raises(RequestError, match="the layers of a Gemma3nForCausalLM hand on 4 hidden states at once"):
+        compress.plan(request(path, RTN))
+
+
 def test_a_tower_beside_the_language_model_limits_no_rows(tmp_path: Path) -> None:
     """CLIP has a vector for each of its few places; LLaVA's text has none."""
     path = family("llava").write(tmp_path / "model")

@@ -247,6 +247,13 @@ FAMILIES = [
         kept=(),
     ),
     Family(
+        "nomic_bert",
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        model="NomicBertModel",
+        kind="encoder",
+        kept=(),
+    ),
+    Family(
         "t5",
         {"d_model": 64, "d_kv": 16, "d_ff": 96, "num_layers": 2, "num_heads": 4, "decoder_start_token_id": 256},
         model="T5ForConditionalGeneration",

@@ -15,7 +15,11 @@ from runtime import formats
 from runtime.errors import RequestError
 from runtime.scheme import Scheme
 
-__all__ = ["Assignment", "ModuleInfo", "assign"]
+__all__ = ["Assignment", "Left", "ModuleInfo", "assign", "lay_out"]
+
+#: Of the weights that stages mean, the most that layers may hold that stay as they are for being narrower than a group; of more the group
+#: size does not fit the model.
+MOST_NARROW = 0.1
 
 
 @dataclass
@@ -27,6 +31,7 @@ class Assignment:
         scheme: what its compressed weight will be.
         stages: indices of the stages that act on it, in recipe order.
         prune_stage, quantize_stage: index of the one that prunes it, and of the one that quantizes it.
+        by_default: no stage names it; it is one of all linear layers.
     """
 
     prune: PruneConfig | None
@@ -35,6 +40,15 @@ class Assignment:
     stages: list[int]
     prune_stage: int | None = None
     quantize_stage: int | None = None
+    by_default: bool = False
+
+
+@dataclass(frozen=True)
+class Left:
+    """A module that no stage names, and that stays as it is since it cannot be compressed as the others are. `why` goes behind its name."""
+
+    name: str
+    why: str
 
 
 def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignment]:
@@ -48,18 +62,46 @@ def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignmen
         RequestError: a target that matches nothing, pruning after quantization, or a grid or pattern that does not fit
             the shape of a module; the sentence names file, line, key and module.
     """
+    return lay_out(recipe, modules)[0]
+
+
+def lay_out(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, Assignment], list[Left]]:
+    """As `assign`, with what default targets mean and no stage changes: few small layers whose rows are shorter than a group."""
     chosen: dict[str, dict[str, Stage]] = {module.name: {} for module in modules}
     for stage in recipe.stages:
         apply = _LAYERED.get(stage.kind)
         if apply is not None:
             for module in _selected(recipe, stage, modules):
                 apply(recipe, stage, module, chosen[module.name])
+    left = _narrow(recipe, modules, chosen)
+    stay = {one.name for one in left}
     assignments = {}
     for module in modules:
         stages = chosen[module.name]
-        if stages:
+        if stages and module.name not in stay:
             assignments[module.name] = _assignment(recipe, module, stages)
-    return assignments
+    return assignments, left
+
+
+def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dict[str, Stage]]) -> list[Left]:
+    """What stays for being narrower than a group: nothing where that would be much."""
+    left, weights = [], 0
+    for module in modules:
+        stages = chosen[module.name]
+        quantize = stages.get("quantize")
+        if quantize is None or not _by_default(stages):
+            continue
+        with _named(recipe, quantize, "group_size"):
+            grid = resolve_scheme(quantize.config, None).weights
+        if grid is not None and grid.strategy == "group" and (grid.group_size or 0) > module.shape[1]:
+            left.append(Left(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}"))
+            weights += module.shape[0] * module.shape[1]
+    meant = sum(module.shape[0] * module.shape[1] for module in modules if chosen[module.name])
+    return left if weights <= MOST_NARROW * meant else []
+
+
+def _by_default(stages: dict[str, Stage]) -> bool:
+    return all("targets" not in stage.config.model_fields_set for stage in stages.values())
 
 
 def _prune(recipe: Recipe, stage: Stage, module: ModuleInfo, stages: dict[str, Stage]) -> None:
@@ -111,7 +153,10 @@ def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) ->
     assert last is not None
     with _named(recipe, last, "group_size" if quantize else "pattern"):
         scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
-        check_fits(scheme, module.shape, module.name)
+        try:
+            check_fits(scheme, module.shape, module.name)
+        except RequestError as error:
+            raise RequestError(f"{error}, or name it in ignore") from None
         formats.choose(scheme, module.shape)
     return Assignment(
         prune=prune.config if prune else None,
@@ -120,6 +165,7 @@ def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) ->
         stages=sorted(stage.index for stage in stages.values()),
         prune_stage=prune.index if prune else None,
         quantize_stage=quantize.index if quantize else None,
+        by_default=_by_default(stages),
     )
 
 

@@ -97,7 +97,7 @@ class Source:
 
     def build(self, dtype: torch.dtype) -> PreTrainedModel:
         """A fresh skeleton whose floats are `dtype`, parameters on meta."""
-        return build_skeleton(self.config, dtype, self.trust_remote_code)
+        return build_skeleton(self.config, dtype, self.trust_remote_code, self.artifact.checkpoint.names())
 
     @cached_property
     def tied(self) -> dict[str, str]:

@@ -63,7 +63,9 @@ class CompressHfQuantizer(HfQuantizer):
                 module.filling = True
             # Who initialises the layers in it by name (GPT-2, Switch Transformers) would look for weights that compressed ones do not have.
             own = [*module._parameters.values(), *module._buffers.values()]
-            if not own and any(isinstance(part, CompressedModule) for part in module.modules()):
+            # A model as a whole may compute something for its parts (Falcon-H1).
+            parts = module.children() if hasattr(module, "_init_weights") else module.modules()
+            if not own and any(isinstance(part, CompressedModule) for part in parts):
                 module._is_hf_initialized = True  # type: ignore[assignment]
 
     def update_weight_conversions(self, weight_conversions: list[Any], model: Any) -> list[Any]:

@@ -60,7 +60,11 @@ class Published:
         whole = f"{module}.{layout.home(projection)}"
         among = ["gate_proj", "up_proj"] if layout.gate and projection != "down_proj" else [projection]
         for converter in self._converters:
-            sources, targets = converter._original_source_patterns, converter._original_target_patterns
+            # Both are expressions, whose dots may be escaped (Kimi Linear's are) where names have plain ones.
+            sources, targets = (
+                [pattern.replace(r"\.", ".") for pattern in patterns]
+                for patterns in (converter._original_source_patterns, converter._original_target_patterns)
+            )
             if (
                 [t for t in targets if whole.endswith(t)] == targets
                 and len(sources) == len(among)

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from runtime import layer_sizes
+from runtime.computed import compute_unstored, materialise_buffers
 from runtime.errors import ArtifactError, CompressError
 from runtime.matrices import sides
 
@@ -99,7 +100,8 @@ def build_skeleton(
     caller's next step.
 
     Args:
-        stored: names of the checkpoint's tensors, if known: an encoder without a stored pooler is then built without one.
+        stored: names of the checkpoint's tensors, if known: an encoder without a stored pooler is then built without one, and what
+            the model computes where it is not stored is computed.
 
     Raises:
         ArtifactError: transformers cannot build it.
@@ -119,6 +121,8 @@ def build_skeleton(
         with torch.device("meta"):
             model = _construct(config, model_kind(config), dtype, trust_remote_code, stored)
         materialise_buffers(model)
+        if stored is not None:
+            compute_unstored(model, stored)
         return model
 
     try:
@@ -220,48 +224,6 @@ def reads_features(model: PreTrainedModel) -> bool:
 def _classes(mapping: Any) -> set[str]:
     """Class names of one of transformers' tables, whose values are names or tuples of names."""
     return {name for value in mapping.values() for name in ((value,) if isinstance(value, str) else value)}
-
-
-def materialise_buffers(model: PreTrainedModel) -> None:
-    """Compute the buffers that no checkpoint stores (rotary frequencies, ...) the way `from_pretrained` does.
-
-    The initialiser is run over two different fillings; a buffer that keeps a trace of the filling was not initialised, and
-    using it would be silent corruption, so that is an error.
-    """
-    for name, module in model.named_modules():
-        missing = [b for b in module._non_persistent_buffers_set if _on_meta(module, b)]
-        if not missing:
-            continue
-        results: list[dict[str, torch.Tensor]] = []
-        for fill in (0, 1):
-            for buffer in missing:
-                meta = module._buffers[buffer]
-                assert meta is not None
-                module._buffers[buffer] = torch.full_like(meta, fill, device="cpu")
-            with torch.no_grad():
-                initialiser(model, name)._init_weights(module)
-            results.append({b: module._buffers[b].clone() for b in missing})  # type: ignore[union-attr]
-        for buffer in missing:
-            if not torch.equal(results[0][buffer], results[1][buffer]):
-                raise CompressError(
-                    f"buffer {name}.{buffer} is not stored in the checkpoint and transformers cannot recompute it"
-                )
-
-
-def initialiser(model: PreTrainedModel, name: str) -> Any:
-    """Whose `_init_weights` transformers calls with module `name`: that of the innermost model it belongs to, since the parts of a
-    vision-language model initialise their own."""
-    parts = name.split(".")
-    for end in range(len(parts), 0, -1):
-        part = model.get_submodule(".".join(parts[:end]))
-        if hasattr(part, "_init_weights"):
-            return part
-    return model
-
-
-def _on_meta(module: nn.Module, buffer: str) -> bool:
-    value = module._buffers.get(buffer)
-    return value is not None and value.device.type == "meta"
 
 
 def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from runtime.checkpoint import Checkpoint, element_count
+from runtime.computed import cast_unstored
 from runtime.errors import ArtifactError
 from runtime.naming import match_names, without_place
 from runtime.prediction import prediction_tensors
@@ -118,6 +119,7 @@ def fill(
         return _read_by_transformers(model, checkpoint, dtype, device, trust_remote_code)
     filling.place()
     filling.tie()
+    cast_unstored(model, dtype)
     return model
 
 

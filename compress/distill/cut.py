@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from compress.prune.structure.hybrids import attending, attends
 from compress.prune.structure.sizes import with_layers
 from runtime.errors import RequestError
 from runtime.experts import Experts
@@ -18,7 +19,7 @@ from runtime.module import CompressedModule
 from runtime.skeleton import build_skeleton, find_blocks, model_kind, set_tensor
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from transformers import PretrainedConfig, PreTrainedModel
 
 #: What makes a layer's numbers depend on its place, or on other layers, in ways that a cut would change without a word.
 _TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
@@ -65,7 +66,13 @@ def empty_cut(
     """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
     name, blocks = _blocks(target)
     chosen = _indices(layers, len(blocks))
-    draft = build_skeleton(with_layers(target.config, chosen), dtype)
+    smaller = with_layers(target.config, chosen)
+    if attends(target.config) and not attends(smaller):
+        raise RequestError(
+            f"a {type(target).__name__} cannot be cut so: of the layers {chosen} none would have attention, by which its cache counts "
+            "tokens"
+        )
+    draft = build_skeleton(smaller, dtype)
     if type(draft) is not type(target):
         raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
     inner_name, inner = find_blocks(draft)
@@ -121,6 +128,17 @@ def spread(depth: int, count: int) -> list[int]:
     if not 1 <= count <= depth:
         raise RequestError(f"layers of a draft: 1 to {depth}, those of its target, not {count}")
     return [0] if count == 1 else [round(index * (depth - 1) / (count - 1)) for index in range(count)]
+
+
+def chosen_layers(config: PretrainedConfig, depth: int, count: int) -> list[int]:
+    """`spread`, of a model's `depth` layers; where none of those has attention, the last gives place to the nearest that has.
+
+    Raises:
+        RequestError: as `spread`; no layer would have attention in its new place.
+    """
+    even = spread(depth, count)
+    others = sorted(set(range(depth)) - set(even), key=lambda index: abs(index - even[-1]))
+    return attending(config, even, others, even[-1])
 
 
 def _blocks(target: PreTrainedModel) -> tuple[str, nn.ModuleList]:

@@ -13,7 +13,7 @@ import torch
 from compress.distill import vocab_trim
 from compress.distill.acceptance import Texts, measure_acceptance, target_texts
 from compress.distill.config import CutConfig, DraftConfig
-from compress.distill.cut import cut_checkpoint, spread
+from compress.distill.cut import chosen_layers, cut_checkpoint
 from compress.distill.data import MixedRows, OnPolicyRows, Source, TextRows, teacher_rows
 from compress.distill.rows import digest_of
 from compress.distill.stored import read_back
@@ -27,6 +27,7 @@ from compress.distill.worth import worth
 from compress.distill.write import note_facts, write_draft
 from compress.pipeline.kept import intact, seal
 from runtime.errors import RequestError
+from runtime.skeleton import read_config
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -116,10 +117,8 @@ class Making:
         layers: int | Sequence[int] | None = config.layers
         assert layers is not None
         if isinstance(layers, int):
-            from runtime.checkpoint import read_json
-
-            depth = int(read_json(self.artifact / "config.json").get("num_hidden_layers") or 0)
-            layers = spread(depth, layers)
+            target = read_config(self.artifact)
+            layers = chosen_layers(target, target.num_hidden_layers, layers)
         self.facts["layers"] = list(layers)
         return cut_checkpoint(self.artifact, layers)
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from compress.distill.cut import empty_cut, spread
+from compress.distill.cut import chosen_layers, empty_cut
 from runtime.errors import CompressError, RequestError
 from runtime.skeleton import build_skeleton, find_blocks
 
@@ -75,7 +75,10 @@ class Prospect:
         if isinstance(layers, int):
             if not 1 <= layers <= depth:
                 raise RefusedError("layers", f"the model has {depth} layers; the draft cannot have {layers}")
-            return spread(depth, layers)
+            try:
+                return chosen_layers(self.config, depth, layers)
+            except RequestError as error:
+                raise RefusedError("layers", str(error)) from None
         if any(not 0 <= layer < depth for layer in layers):
             raise RefusedError("layers", f"the model has {depth} layers; the draft cannot have {layers}")
         if not layers or layers != sorted(set(layers)):

@@ -1,4 +1,5 @@
-"""Tensors that the files of a checkpoint hold in another form than the model: experts one by one where the model has them in one tensor.
+"""Tensors that the files of a checkpoint hold in another form than the model: experts one by one where the model has them in one tensor,
+queries, keys and values in one where the model has them one by one.
 
 Which are which is transformers' to say (`transformers.conversion_mapping`), as when it loads such a checkpoint itself.
 """
@@ -21,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Converted:
-    """A tensor of a model that is made of others.
+    """A tensor of a model that is made of others, or of a part of one.
 
     Attributes:
         name: the model's.
@@ -68,8 +69,8 @@ def find_converted(
         places: names of the model's tensors.
 
     Returns:
-        {the model's name: the name in the files}, and {the model's name: how it is made} of tensors that are made of several. Tensors that
-        become several are left alone.
+        {the model's name: the name in the files}, and {the model's name: how it is made} of tensors that are made of several, or of a part
+        of one (queries, keys and values). What several become several of is left alone.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
@@ -92,4 +93,11 @@ def find_converted(
         elif len(by_pattern[pattern].target_patterns) == 1:
             whole = made.setdefault(found, Converted(found, {}, by_pattern[pattern], model))
             whole.parts.setdefault(pattern, []).append(name)
+        elif len(by_pattern[pattern].source_patterns) == 1:
+            # The name that was found is the first part's.
+            targets = by_pattern[pattern].target_patterns
+            before, _, after = found.partition(targets[0])
+            for place in (before + target + after for target in targets):
+                if place in there and not checkpoint.has(place):
+                    made[place] = Converted(place, {pattern: [name]}, by_pattern[pattern], model)
     return renamed, made

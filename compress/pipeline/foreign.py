@@ -15,10 +15,10 @@ import torch
 from torch import nn
 
 from runtime import formats
+from runtime.computed import initialiser
 from runtime.experts import Experts, expert_of
 from runtime.matrices import is_linear, sides
 from runtime.quantization_config import ModuleEntry, needs_dense_loading
-from runtime.skeleton import initialiser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -12,6 +12,27 @@ from runtime.engines.torch_encoder import position_limit
 from runtime.errors import RequestError
 from runtime.skeleton import reads_features
 
+# Settings of configs by which layers read what differs from text to text beside the hidden states: a vector of each token for each layer,
+# keys and values of earlier layers (Gemma 4's small ones).
+_BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+
+
+def reads_beside(streamed: StreamedModel) -> str:
+    """By what settings of its config the layers of a model read more of a text than hidden states; empty: none."""
+    config = streamed.config.get_text_config()
+    return ", ".join(f"{name} {value}" for name in _BESIDE if (value := getattr(config, name, None)))
+
+
+def check_streams(streamed: StreamedModel) -> None:
+    """Raise `RequestError` where blocks cannot be run over texts one block at a time: what goes from one to the next is more than hidden
+    states, and what was computed of one text would be taken for that of another."""
+    if beside := reads_beside(streamed):
+        raise RequestError(
+            f"the layers of a {type(streamed.model).__name__} read something beside the hidden states that differs from text to text "
+            f"({beside} in config.json), so it cannot be calibrated, evaluated, cut or trained block by block; use method rtn in every "
+            "stage, without evaluate"
+        )
+
 
 def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
     """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
@@ -23,6 +44,12 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
             text = f"{type(streamed.model).__name__} reads text, in any language; this is for models that hear: leave it out"
             raise RequestError(source.at("language", text))
     if streamed.kind == "decoder":
+        states = getattr(streamed.config.get_text_config(), "altup_num_inputs", None) or 1
+        if states > 1:
+            raise RequestError(
+                f"the layers of a {type(streamed.model).__name__} hand on {states} hidden states at once (altup_num_inputs in "
+                "config.json); only models that hand on one can be compressed block by block"
+            )
         return
     config = streamed.config.get_text_config()
     name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)

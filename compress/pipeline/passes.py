@@ -27,6 +27,7 @@ from compress.pipeline.pass_records import facts, part_name
 from compress.pipeline.progress import Reporter
 from compress.pipeline.recover import Recovery, recover
 from compress.pipeline.recover_job import RecoverJob
+from compress.pipeline.rehearsal import check_runs
 from compress.pipeline.session import Session, choose_device
 from compress.pipeline.stream import StreamedModel
 from compress.pipeline.structure import remove_structure
@@ -71,6 +72,7 @@ class Passes:
         original = open_checkpoint(locate_model(recipe))
         room = tempfile.TemporaryDirectory(prefix="compress-plan-")
         whole = StreamedModel(original, choose_device(device))
+        check_runs(whole)
         checkpoint, jobs, settled = original, list[Job](), -1
         for number, stage in enumerate(stages):
             streamed = StreamedModel(checkpoint, choose_device(device))

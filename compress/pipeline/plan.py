@@ -18,7 +18,7 @@ from compress.pipeline.passes import Passes
 from compress.pipeline.session import Session
 from compress.pipeline.structure_job import StructureJob
 from compress.pipeline.totals import MEMORY_SHARE, totals
-from compress.pipeline.unreached import unreached
+from compress.pipeline.unreached import left_alone, unreached
 from compress.recipe.models import Recipe
 from runtime import formats
 from runtime.companions import left_behind
@@ -161,6 +161,7 @@ def plan_session(
             f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
         )
     plan.warnings += unreached(session.streamed, size)
+    plan.warnings += left_alone(session.left)
     plan.warnings += unused_limits(session)
     plan.warnings += [] if session.draft is None else session.draft.warnings
     plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]

@@ -189,11 +189,11 @@ def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
 
 
 def _positions(streamed: StreamedModel) -> int | None:
-    """Positions that a model has learned a vector for; None: it knows them otherwise."""
+    """Positions that a model has learned a vector for; None: it knows them otherwise. Those of a tower beside it limit no text."""
     found = (
         m.num_embeddings
         for n, m in streamed.model.named_modules()
-        if isinstance(m, nn.Embedding) and _POSITION.search(n)
+        if isinstance(m, nn.Embedding) and _POSITION.search(n) and streamed.is_text(n)
     )
     return min(found, default=None)
 

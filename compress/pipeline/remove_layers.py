@@ -7,17 +7,20 @@ import re
 from typing import Any
 
 import torch
+from torch import nn
 
 from compress.pipeline.cutting import Cutting, best, check_ranks
 from compress.pipeline.files import write_json
 from compress.pipeline.kept import intact, seal
 from compress.pipeline.plain import PlainWriter, config_dict
 from compress.pipeline.stream import StreamedModel
+from compress.prune.structure.hybrids import attending
 from compress.prune.structure.sizes import with_layers
 from compress.prune.structure.view import View
 from runtime.errors import RequestError
+from runtime.experts import Experts, unfuse
 from runtime.layer_sizes import overrides
-from runtime.skeleton import build_skeleton
+from runtime.skeleton import build_skeleton, find_stacks
 
 
 def remove_layers(cutting: Cutting) -> dict[str, Any]:
@@ -97,12 +100,29 @@ def _fitting(streamed: StreamedModel, first: int, rank: torch.Tensor, count: int
         if shapes.count(shape) == 1 and len(rank) > 1:
             rank[index] = torch.inf
     found: list[int] = best(rank, count).tolist()
-    wrong = next((new for new, old in enumerate(found) if shapes[new] != shapes[old]), None)
+    if streamed.kind == "decoder":
+        others = [index for index in rank.argsort(descending=True, stable=True).tolist() if index not in found]
+        found = attending(streamed.config, found, others, min(reversed(found), key=lambda index: float(rank[index])))
+    places = _places(streamed, first, found)
+    wrong = next((new for new, old in enumerate(found) if places[new] != _built(streamed.blocks[first + old])), None)
     if wrong is not None:
         raise RequestError(
             f"layer {found[wrong]} of a {type(streamed.model).__name__} would come to the place of layer {wrong}, which is built otherwise"
         )
     return found
+
+
+def _places(streamed: StreamedModel, first: int, found: list[int]) -> list[dict[str, tuple[int, ...]]]:
+    """How the smaller model's layers are built, in the stack whose first block is `first`."""
+    smaller = build_skeleton(with_layers(streamed.config, found), torch.float32, stored=streamed.checkpoint.names())
+    if any(isinstance(module, Experts) for module in streamed.model.modules()):
+        unfuse(smaller)
+    number = next(number for number, stack in enumerate(streamed.stacks) if stack.first == first)
+    return [_built(block) for block in find_stacks(smaller)[number][1]]
+
+
+def _built(block: nn.Module) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(value.shape) for name, value in block.named_parameters()}
 
 
 def _layout(streamed: StreamedModel, index: int) -> dict[str, tuple[int, ...]]:

@@ -12,14 +12,14 @@ import torch
 from torch import nn
 
 from compress import calibration
-from compress.assign import assign
+from compress.assign import Left, lay_out
 from compress.distill.recovery.held import HELD, Held
 from compress.distill.recovery.held import load as load_held
 from compress.pipeline.bounds import Bounds, cut
 from compress.pipeline.cache import check_cache
 from compress.pipeline.draft import check_draft
 from compress.pipeline.draft_job import DraftJob
-from compress.pipeline.kinds import check_fits_model, check_shared
+from compress.pipeline.kinds import check_fits_model, check_shared, check_streams, reads_beside
 from compress.pipeline.module_infos import module_infos
 from compress.pipeline.opened import open_checkpoint
 from compress.pipeline.rehearsal import check_runs
@@ -67,6 +67,7 @@ class Session:
         jobs: of the stages that come before (`compress.pipeline.passes`).
         held: {layer: what a recovery before has left that is not to be chosen again}.
         bounds: what is done to need less memory; see `bind`.
+        left: layers that default targets mean and that stay as they are.
     """
 
     recipe: Recipe
@@ -78,6 +79,7 @@ class Session:
     jobs: tuple[StructureJob | RecoverJob, ...] = ()
     held: dict[str, Held] = field(default_factory=dict)
     bounds: Bounds = field(default_factory=Bounds)
+    left: tuple[Left, ...] = ()
 
     @classmethod
     def open(
@@ -98,24 +100,43 @@ class Session:
         check_fits_model(recipe, streamed)
         check_cache(recipe, streamed)
         infos = module_infos(streamed)
-        work = {name: LayerWork(assignment, settled=settled) for name, assignment in assign(recipe, infos).items()}
+        assigned, left = lay_out(recipe, infos)
+        work = {name: LayerWork(assignment, settled=settled) for name, assignment in assigned.items()}
         head = streamed.model.get_output_embeddings()
-        for name, layer in work.items():
+        beside = reads_beside(streamed)
+        inside = any(streamed.is_inside(name) for name in work)
+        for name, layer in list(work.items()):
             module = streamed.model.get_submodule(name)
             if isinstance(module, nn.Embedding) and (layer.needs or layer.scheme.activations is not None):
                 methods = ", ".join(m.name for m in layer.methods)
                 raise RequestError(
                     f"{name} is an embedding, which {methods} cannot compress; use method rtn with a weight-only scheme for it"
                 )
-            if layer.needs and not streamed.is_inside(name) and module is not head:
-                raise RequestError(
-                    f"{name} is in no block and is no output head, so calibration does not reach it; use method rtn for it"
+            if streamed.is_inside(name) or module is head or isinstance(module, nn.Embedding):
+                continue
+            where = "in no block and is no output head"
+            if layer.needs and not (inside and layer.assignment.by_default):
+                text = (
+                    f"{name} is {where}, so calibration does not reach it; use method rtn for it, or name it in ignore"
                 )
+                raise RequestError(text)
+            if layer.needs:
+                left.append(Left(name, f"it is {where}, so calibration does not reach it"))
+                del work[name]
+            elif beside and inside and layer.assignment.by_default:
+                # What layers read beside hidden states is computed with it, before it is compressed.
+                left.append(Left(name, f"it is {where}, and what layers read beside hidden states depends on it"))
+                del work[name]
         check_shared(streamed, work)
-        check_runs(streamed, work)
+        if (
+            source is None or source.path == checkpoint.path
+        ):  # else asked of the source: which layers stay may not be known yet
+            check_runs(streamed, work)
         file = checkpoint.path / HELD
         held = load_held(file) if settled >= 0 and file.is_file() else {}
-        session = cls(recipe, streamed.checkpoint, streamed, work, source=source, held=held)
+        session = cls(recipe, streamed.checkpoint, streamed, work, source=source, held=held, left=tuple(left))
+        if session.reads_text or recipe.evaluate is not None:
+            check_streams(streamed)
         session.draft = check_draft(session)
         return session
 
@@ -128,6 +149,7 @@ class Session:
             source = None
         streamed = StreamedModel(checkpoint, choose_device(device))
         check_fits_model(recipe, streamed)
+        check_streams(streamed)
         return cls(recipe, streamed.checkpoint, streamed, {}, source=source)
 
     @property

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from compress.nearest import listing
+from compress.pipeline.kinds import check_streams
 from compress.pipeline.needs import Counted, Needs, Rows, Speed
 from compress.pipeline.structure_amount import between, located, skeleton_of, units_kept
 from compress.pipeline.structure_needs import few_tokens, structure_needs
@@ -15,6 +16,7 @@ from compress.prune.structure import METHODS, StructureConfig, StructureMethod
 from compress.prune.structure.config import FITTED
 from compress.prune.structure.couplings import Channels, Slices, changed, changed_shapes, channels_of
 from compress.prune.structure.experts import Experts, experts_of
+from compress.prune.structure.hybrids import check_attending
 from compress.prune.structure.sizes import (
     Size,
     resized,
@@ -156,6 +158,7 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
         )
         raise RequestError(recipe.origin.at((*path, "remove"), text))
     with located(recipe, (*path, "remove")):
+        check_streams(streamed)
         size = size_of(streamed.config, config.remove)
         whole = streamed.model
         if config.remove == "hidden":
@@ -168,11 +171,15 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     with located(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
         if config.remove == "layers":
+            if streamed.kind == "decoder":
+                check_attending(streamed.config, kept)
             return StructureJob(stage, counted, size, kept, smaller, (), (), measured=measured)
         built = skeleton_of(smaller, streamed)
         slices = changed(whole, built, size.count, kept)
         if not slices:
             raise RequestError(f"the config of a {type(whole).__name__} cannot say that it has fewer {size.unit}")
+        if config.remove == "hidden":
+            _check_multiples(streamed, slices)
     if config.remove in ("hidden", "vocabulary"):
         job = StructureJob(stage, counted, size, kept, smaller, tuple(slices), (), measured=measured)
         return job if config.remove == "hidden" else _vocabulary(job, recipe, streamed)
@@ -220,6 +227,17 @@ def _check_width(streamed: StreamedModel) -> None:
         raise RequestError(
             f"the heads of a {type(whole).__name__} are as wide as their share of the hidden size is, and its config cannot say that "
             "they stay as they are: dimensions of the hidden state cannot be removed alone"
+        )
+
+
+def _check_multiples(streamed: StreamedModel, slices: Sequence[Slices]) -> None:
+    """RequestError where something inside of a layer is a multiple as wide as the hidden state (Mamba's inner channels): it would be cut
+    as if it were the hidden state."""
+    wide = next((s for s in slices if s.each > 1 and streamed.is_inside(s.name)), None)
+    if wide is not None:
+        raise RequestError(
+            f"{wide.name} of a {type(streamed.model).__name__} has {wide.each} values for each dimension of the hidden state, and its "
+            "config cannot say that they stay: dimensions of the hidden state cannot be removed alone"
         )
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from torch import nn
+
+from compress.assign import Left
+from compress.nearest import listing
 from compress.pipeline.partial import PartialModel
 from runtime.matrices import is_matrix
 
@@ -44,8 +49,10 @@ def unreached(model: PartialModel, size: Callable[[float], str]) -> list[str]:
     sentences = []
     for name, like in sorted(found.items(), key=lambda item: -item[1].bytes):
         if like.bytes >= WORTH * total:
-            kind = type(model.model.get_submodule(_a_home(model, name))).__name__
-            why = "holds experts in a way that it does not say" if len(like.shape) == 3 else "is no linear layer"
+            part = model.model.get_submodule(_a_home(model, name))
+            kind = type(part).__name__
+            experts = len(like.shape) == 3 and not isinstance(part, nn.Conv1d)
+            why = "holds experts in a way that it does not say" if experts else "is no linear layer"
             sentences.append(
                 f"{name} {list(like.shape)} stays as it is ({like.count} tensors, {size(like.bytes)}, {like.bytes / total:.0%} of the "
                 f"weights): its module {kind} {why}"
@@ -57,3 +64,12 @@ def _a_home(model: PartialModel, name: str) -> str:
     """A module whose tensor goes by a name with stars."""
     pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
     return next(own for own in model.checkpoint.names() if pattern.fullmatch(own)).rpartition(".")[0]
+
+
+def left_alone(left: Sequence[Left]) -> list[str]:
+    """The sentence for layers that default targets mean and that stay as they are; none without any."""
+    alike = Counter((_NUMBER.sub("*", one.name), one.why) for one in left)
+    if not alike:
+        return []
+    told = [f"{name} ({why}{f'; {count} layers' if count > 1 else ''})" for (name, why), count in alike.items()]
+    return [f"what cannot be compressed as the other layers are stays as it is: {listing(told)}"]

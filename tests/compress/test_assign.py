@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compress.assign import ModuleInfo, assign
+from compress.assign import Left, ModuleInfo, assign, lay_out
 from compress.recipe import load
 from runtime.errors import RequestError
 from runtime.scheme import Scheme, WeightScheme
@@ -162,3 +162,32 @@ def test_an_override_is_named_instead_of_the_line():
 def test_a_ragged_last_group_is_stored():
     found = assign(recipe({"quantize": {"method": "rtn", "bits": 4, "group_size": 48}}), model())
     assert found["model.layers.0.mlp.down_proj"].scheme.weights.group_size == 48
+
+
+GRID = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}
+
+
+def with_narrow(rows=16):
+    return [*model(), ModuleInfo("model.layers.0.mix", "Linear", (rows, 4))]
+
+
+def test_few_layers_narrower_than_a_group_stay_where_nobody_names_them():
+    stages = {"prune": {"method": "magnitude", "sparsity": 0.5}}, GRID
+    found, left = lay_out(recipe(*stages), with_narrow())
+    assert left == [Left("model.layers.0.mix", "rows of 4 weights, and groups of 32")]
+    assert found == assign(recipe(*stages), model())
+    assert lay_out(recipe(GRID), model())[1] == []
+
+
+def test_many_weights_in_narrow_layers_are_an_unfit_group_size():
+    with pytest.raises(RequestError, match=r"model.layers.0.mix: group_size 32 is larger than the row of 4 weights"):
+        lay_out(recipe(GRID), with_narrow(rows=2000))
+
+
+@pytest.mark.parametrize("targets", [["mix"], ["Linear"]])
+def test_a_narrow_layer_that_is_meant_is_refused(targets):
+    said = "model.layers.0.mix: group_size 32 .* give at most 4 or 'channel', or name it in ignore"
+    with pytest.raises(RequestError, match=said):
+        lay_out(recipe({"quantize": {**GRID["quantize"], "targets": targets}}), with_narrow())
+    ignoring = {"quantize": {**GRID["quantize"], "targets": ["Linear"], "ignore": ["lm_head", "mix"]}}
+    assert lay_out(recipe(ignoring), with_narrow())[1] == []

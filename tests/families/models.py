@@ -15,7 +15,7 @@ _ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2}
 _USUAL = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, **_ATTENTION}
 _ROUTED = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 _GEMMA = {**_USUAL, "head_dim": 16, "sliding_window": 8}
-_SPEECH = {
+_TEXT_TO_TEXT = {
     "d_model": 64,
     "encoder_layers": 2,
     "decoder_layers": 2,
@@ -23,10 +23,9 @@ _SPEECH = {
     "decoder_attention_heads": 4,
     "encoder_ffn_dim": 96,
     "decoder_ffn_dim": 96,
-    "max_target_positions": 40,
-    "bos_token_id": 256,
     "decoder_start_token_id": 256,
 }
+_SPEECH = {**_TEXT_TO_TEXT, "max_target_positions": 40, "bos_token_id": 256}
 
 
 @dataclass(frozen=True)
@@ -235,6 +234,34 @@ FAMILIES = [
         kept=("lm_head", "router", "dt_proj"),
     ),
     Family(
+        "kimi_linear",
+        {
+            **_USUAL,
+            **_ROUTED,
+            "num_local_experts": 4,
+            "kv_lora_rank": 32,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 16,
+            "v_head_dim": 16,
+            "num_key_value_heads": 4,
+            "linear_head_dim": 32,
+            "linear_num_heads": 2,
+            "layer_types": ["linear_attention", "full_attention"],
+        },
+    ),
+    Family(
+        "falcon_h1",
+        {
+            **_USUAL,
+            "mamba_d_ssm": 64,
+            "mamba_n_heads": 4,
+            "mamba_d_head": 16,
+            "mamba_d_state": 8,
+            "mamba_chunk_size": 8,
+            "ssm_multipliers": [0.5, 0.75, 1.25, 1.5, 2.0],
+        },
+    ),
+    Family(
         "bert",
         {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
         model="BertModel",
@@ -245,6 +272,13 @@ FAMILIES = [
         "big_bird",  # swaps the module around its layers when it reads short rows
         {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
         model="BigBirdModel",
+        kind="encoder",
+        kept=(),
+    ),
+    Family(
+        "nomic_bert",
+        {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4},
+        model="NomicBertModel",
         kind="encoder",
         kept=(),
     ),
@@ -271,6 +305,12 @@ FAMILIES = [
         model="SwitchTransformersForConditionalGeneration",
         kind="encoder-decoder",
         kept=("lm_head",),
+    ),
+    Family(
+        "marian",
+        {**_TEXT_TO_TEXT, "bos_token_id": 256, "forced_eos_token_id": None},
+        model="MarianMTModel",
+        kind="encoder-decoder",
     ),
     Family(
         "whisper",

@@ -161,3 +161,26 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, path / "adapter_model.safetensors")
     with pytest.raises(RequestError, match=r"holds an adapter \(adapter_config.json\)"):
         applied(path, tmp_path / "out")
+
+
+def test_one_tensor_that_becomes_several(tmp_path: Path) -> None:
+    """Nomic's queries, keys and values: each layer has its rows, and the manifest says of which tensor."""
+    from transformers import NomicBertModel
+
+    path = source("nomic_bert", tmp_path / "model", torch.float32)
+    asked = {"name": "test", "model": str(path), "calibration": {"sequence_length": 64, "samples": 8}}
+    stored = Checkpoint(path)
+    name = "encoder.layers.1.attn.Wqkv.weight"
+    stage = {"quantize": {**W4["quantize"], "targets": ["re:.*0.self_attn"]}}
+    made = compress.apply({**asked, "stages": [stage]}, output=tmp_path / "out", quiet=True)
+    after = Checkpoint(made.path)
+    for leaf, expected in zip("qkv", stored.get(name).chunk(3), strict=True):
+        own = f"layers.1.self_attn.{leaf}_proj.weight"
+        assert torch.equal(after.get(own), expected)
+        assert made.manifest["tensors"][own]["source_name"] == name
+    stage = {"structure": {"method": "magnitude", "remove": "ffn", "keep": 64}}
+    cut = compress.apply({**asked, "stages": [stage]}, output=tmp_path / "cut", quiet=True)
+    ids = torch.tensor([[3, 17, 80, 101, 5, 64]])
+    with torch.inference_mode():
+        theirs = NomicBertModel.from_pretrained(cut.path).eval()(input_ids=ids).last_hidden_state
+    assert torch.allclose(runtime.load(cut.path).hidden_states(ids), theirs, atol=1e-4)

@@ -125,7 +125,10 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
         "calibration": {"data": str(tmp_path / "text.txt"), "samples": 4, "sequence_length": 32},
         "stages": [{"quantize": {**W4["quantize"], "targets": ["re:.*project_in"]}}],
     }
-    sentence = r"project_in is in no block and is no output head, so calibration does not reach it; use method rtn"
+    sentence = (
+        r"project_in is in no block and is no output head, so calibration does not reach it; use method rtn for it, "
+        "or name it in ignore"
+    )
     for act in (make_plan, lambda given: compress.apply(given, output=tmp_path / "out", quiet=True)):
         with pytest.raises(CompressError, match=sentence):
             act(load(asked) if act is make_plan else asked)
@@ -135,6 +138,16 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
     ]
     artifact = compress.apply(asked, output=tmp_path / "out", quiet=True)
     assert [layer["name"] for layer in artifact.manifest["layers"]] == ["model.decoder.project_in"]
+
+    asked["stages"] = [W4]
+    asked["calibration"]["sequence_length"] = 16
+    artifact = compress.apply(asked, output=tmp_path / "default", quiet=True)
+    assert len(artifact.manifest["layers"]) == 12
+    assert [w for w in artifact.warnings if "project_in" in w] == [
+        "what cannot be compressed as the other layers are stays as it is: model.decoder.project_out (it is in no block and is no output "
+        "head, so calibration does not reach it), model.decoder.project_in (it is in no block and is no output head, so calibration does "
+        "not reach it)"
+    ]
 
 
 @pytest.mark.parametrize(

@@ -78,7 +78,7 @@ def feed_forward(streamed: StreamedModel) -> list[Channels]:
     """The channels of the feed-forward networks of all blocks, fused tensors as they most likely stand.
 
     Raises:
-        RequestError: the model's config does not say how wide they are, or a network is none that can be cut.
+        RequestError: the model's config does not say how wide they are, no layer has one, or a network is none that can be cut.
     """
     size = size_of(streamed.config, "ffn")
     fewer = max(1, size.count // 2)
@@ -88,6 +88,11 @@ def feed_forward(streamed: StreamedModel) -> list[Channels]:
     for index in range(len(streamed.blocks)):
         for channels in channels_of(streamed.model, slices, streamed.block_prefix(index), size.count):
             found.append(next(layouts(channels, size.members)))
+    if not found:
+        raise RequestError(
+            f"no layer of a {type(streamed.model).__name__} has a feed-forward network of the {size.count} channels that its config says "
+            "(its layers have experts instead), so there are no widths that could be nested; use another method"
+        )
     return found
 
 

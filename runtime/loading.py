@@ -47,7 +47,11 @@ _OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv
 def refuse_unfinished(path: str | Path) -> None:
     """ArtifactError where an interrupted run has left what is in a directory."""
     directory = Path(path)
-    if (directory / UNFINISHED).is_file() and not (directory / MANIFEST).is_file():
+    try:
+        unfinished = (directory / UNFINISHED).is_file() and not (directory / MANIFEST).is_file()
+    except OSError:  # whoever reads it says what is wrong with that name
+        return
+    if unfinished:
         raise ArtifactError(f"{directory} is an unfinished run of `compress apply`; finish it with --resume")
 
 

@@ -18,6 +18,7 @@ from compress.pipeline.shards import shard_name
 from compress.prune.structure.couplings import shapes
 from runtime.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.headers import DTYPES
+from runtime.layer_sizes import is_ours
 from runtime.sealed import json_is_whole, sealed_json
 from runtime.skeleton import build_skeleton
 
@@ -74,7 +75,9 @@ class PlainWriter:
 
     def _published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As checkpoints of the family are published, which is how other engines read them: renamed, experts one by one. What the model
-        has no place for keeps its name."""
+        has no place for keeps its name. A model whose layers differ is one that no other engine has, and transformers cannot convert it."""
+        if is_ours(self._model):
+            return dict(tensors)
         from transformers.core_model_loading import revert_weight_conversion
 
         own = {name: value for name, value in tensors.items() if name in self._places}

@@ -43,7 +43,7 @@ metric_list: [{metric: exact_match}]
 
 def test_missing_extra_says_how_to_install_it(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match=r"pip install 'compress\[eval\]'"):
+    with pytest.raises(RequestError, match=r"pip install 'lm-eval>="):
         require_lm_eval()
 
 

@@ -88,5 +88,5 @@ def test_steps_are_kept(settings):
 def test_without_optuna_the_extra_is_named(settings, monkeypatch):
     sweep = make(settings)
     monkeypatch.setitem(sys.modules, "optuna", None)
-    with pytest.raises(RequestError, match=r"Optuna is not installed; pip install 'compress\[sweep\]'"):
+    with pytest.raises(RequestError, match=r"Optuna is not installed; pip install 'optuna>="):
         Study(sweep)

@@ -10,11 +10,13 @@ connections: those who wait for it then fail too (where GPUs talk among themselv
 
 from __future__ import annotations
 
+import atexit
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import torch
 
@@ -37,6 +39,19 @@ Value = TypeVar("Value")
 
 class PartDone(Exception):  # noqa: N818
     """What this process had to do is done; the main one goes on."""
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, one of several, with an exit code, and without unloading libraries.
+
+    Threads that gloo still has when it is unloaded abort the process now and then ("terminate called without an active exception"), which
+    a launcher takes for a failure after all is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
 
 
 def launched() -> int:

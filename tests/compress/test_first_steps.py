@@ -16,9 +16,12 @@ from runtime.errors import ArtifactError, RequestError
 from runtime.loading import refuse_unfinished
 
 
-@pytest.mark.parametrize("module", ["compress", "compress.cli"])
-def test_a_module_that_is_run_says_by_its_exit_code_whether_it_worked(module: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("module", "processes"), [("compress", "1"), ("compress", "2"), ("compress.cli", "1")])
+def test_a_module_that_is_run_says_by_its_exit_code_whether_it_worked(
+    module: str, processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """`torchrun -m compress` knows nothing else of it."""
+    monkeypatch.setenv("WORLD_SIZE", processes)  # of several, each ends without unloading libraries
     command = [sys.executable, "-m", module]
     wrong = subprocess.run([*command, "apply", "llama_w5"], capture_output=True, text=True, timeout=100, cwd=tmp_path)
     assert wrong.returncode == 2

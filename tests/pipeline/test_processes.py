@@ -33,6 +33,7 @@ import os, signal, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import compress
+from compress.distill.team import end_process
 from compress.pipeline import blocks, solve, totals
 from runtime.errors import CompressError
 
@@ -73,7 +74,7 @@ if "own" in what:
 output.with_name(f"{output.name}-{rank}.txt").write_text(text)
 if "layer" in what:
     os._exit(0)  # no launcher ends the others
-sys.exit(made is None)
+end_process(int(made is None))  # as `python -m compress`
 """
 
 

@@ -31,10 +31,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from runtime.engines.base import Piece
 from runtime.engines.cuda import CudaEngine, ops, plain, take_over
-from runtime.engines.torch import TorchEngine
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import Scheme, WeightScheme
+from runtime.engines.torch.engine import TorchEngine
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedLinear
 
 AIM = 0.75
 GROUP = 128

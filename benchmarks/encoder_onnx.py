@@ -19,7 +19,7 @@ from where import cpu_name
 import compress
 import export
 import runtime
-from compress.resources import bundled_text, recipes_directory
+from compress.core.resources import bundled_text, recipes_directory
 
 HERE = Path(__file__).parent
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.checkpoint import Checkpoint
 
 SHAPES = {
     "1.1b": {"layers": 22, "hidden": 2048, "intermediate": 5632, "heads": 32, "kv_heads": 4},

@@ -21,8 +21,8 @@ from where import cpu_name
 
 import compress
 import export
+from compress.core.resources import recipes_directory
 from compress.evaluate.speed import SpeedRequest, run_isolated
-from compress.resources import recipes_directory
 
 HERE = Path(__file__).parent
 # name: (what is loaded, keywords of runtime.load)

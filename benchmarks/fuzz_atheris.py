@@ -30,11 +30,11 @@ def child(kind: str, runs: int) -> None:
 
     with atheris.instrument_imports(include=["runtime", "compress"]):
         from compress.recipe import load
-        from runtime.artifact import Artifact
-        from runtime.checkpoint import Checkpoint, read_json
+        from runtime.checkpoint.artifact import Artifact
+        from runtime.checkpoint.checkpoint import Checkpoint, read_json
+        from runtime.checkpoint.headers import read_header
         from runtime.errors import CompressError
-        from runtime.headers import read_header
-        from runtime.kv_cache.policy import Policy
+        from runtime.kv_cache.policy.policy import Policy
     import torch
     from safetensors.torch import save_file
 

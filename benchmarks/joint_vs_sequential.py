@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.resources import recipes_directory
+from compress.core.resources import recipes_directory
 
 RESULT = Path(__file__).resolve().parent / "results" / "joint_vs_sequential.json"
 

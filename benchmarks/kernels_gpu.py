@@ -273,7 +273,7 @@ def aims(linear: list[Results]) -> list[Results]:
 
 def registers() -> Results:
     """Registers, spills and shared memory of every hot kernel for each architecture, without a GPU."""
-    from runtime.kernels.triton import compiled
+    from export.triton_aot import compiled
 
     table: Results = {}
     for name, (call, least) in compiled.hot_launches().items():

@@ -20,12 +20,12 @@ from typing import Any
 import torch
 from where import commit, cpu_name
 
-from compress import calibration
+from compress import data as calibration
+from compress.core.resources import recipes_directory
 from compress.kv_cache.calibrate import NEEDS, calibrate
 from compress.kv_cache.gates import GateOptions
 from compress.recipe.models import CalibrationConfig
-from compress.resources import recipes_directory
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.policy import Policy
 
 RESULT = Path(__file__).resolve().parent / "results" / "kv_calibration.json"
 CHECKPOINTS = ("stdlib-4m", "recall-1m")

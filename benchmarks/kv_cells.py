@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from runtime.kv_cache.cache import CompressedCache
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.storage.plan import StoragePlan
 
 

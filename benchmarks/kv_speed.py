@@ -113,7 +113,7 @@ def attention(arguments: argparse.Namespace, length: int, batch: int) -> dict[st
     """Milliseconds of one layer's attention for one new token, and ratios to torch's."""
     from runtime.kv_cache.kernels import attend_region
     from runtime.kv_cache.pages import PAGE
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
     from runtime.kv_cache.region import Region
 
     heads, kv_heads, size = 32, 8, 128
@@ -264,7 +264,7 @@ def mine(
 ) -> Any:
     """A compressed cache of random states; with `kept`, all but so many of each head's tokens are evicted again."""
     from runtime.kv_cache.cache import CompressedCache
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
     cache = CompressedCache(model, Policy.parse(policy, "policy").plan())
     for layer in cache.layers:

@@ -24,7 +24,7 @@ from where import commit, cpu_name, memory_gb
 import compress
 import export
 import runtime
-from compress.resources import recipes_directory
+from compress.core.resources import recipes_directory
 from export.run import tool_versions
 from export.source import Source
 

@@ -25,9 +25,9 @@ import torch
 from decode_cpu import last_level_cache
 from where import commit, cpu_name
 
-from runtime import native
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.threads import openmp
+from runtime.kernels.cpu.library import openmp
+from runtime.system import native
 
 SHAPES = ((11008, 4096), (2048, 5632), (8192, 2048))
 GROUP = 128

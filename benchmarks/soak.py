@@ -23,8 +23,8 @@ from typing import Any
 import psutil
 
 import runtime
+from runtime.api.model import Model
 from runtime.errors import RequestError
-from runtime.model import Model
 
 TEXT = "import os def main class return self value for in range open path the a of not is None True # : ( ) = + 東京 🙂 é \n"
 WORDS = TEXT.split(" ")

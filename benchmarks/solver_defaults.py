@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import compress
-from compress.resources import bundled_text, recipes_directory
+from compress.core.resources import bundled_text, recipes_directory
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GPTQ: dict[str, list[dict[str, Any]]] = {

@@ -38,8 +38,8 @@ from copying_core import FACTS, teach
 from expand_core import SHAPES, check, expand
 from where import commit, cpu_facts, cpu_name
 
-from compress.evaluate.decoding import add, decode
-from runtime.decoding.stats import GenerationStats
+from compress.evaluate.drafters import add, decode
+from runtime.sampling.stats import GenerationStats
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
@@ -130,7 +130,7 @@ def distilled(small: Path) -> dict[str, Any]:
 
 def prompts_of(tokenizer: Any, count: int) -> dict[str, list[list[int]]]:
     """{kind: prompts}, `count` of each."""
-    from compress.distill.samples import sample_rows
+    from compress.data.samples import sample_rows
 
     ids = tokenizer(HELD_OUT.read_text(encoding="utf-8"), add_special_tokens=False)["input_ids"]
     step = len(ids) // (count + 1)
@@ -163,8 +163,8 @@ DRAFTERS: dict[str, Any] = {
 def ours(paths: dict[str, Path], options: argparse.Namespace, result: dict[str, Any]) -> None:
     """Rows of {drafter, kind, temperature, batch}: tokens a second and the ratio to plain decoding."""
     import runtime
-    from runtime.decoding.drafters.choose import Target, choose_speculation
-    from runtime.model import Model
+    from runtime.api.model import Model
+    from runtime.drafting.config.build import Target, choose_speculation
 
     plain = runtime.load(paths["target"], drafter=False, threads=options.threads, device=options.device)
     prompts = chosen(prompts_of(plain.tokenizer, options.prompts), options)

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from where import commit, cpu_name
 
-from compress.evaluate.decoding import decode
+from compress.evaluate.drafters import decode
 
 HERE = Path(__file__).resolve().parent
 SOURCE = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
@@ -88,8 +88,8 @@ def compare(
 ) -> Any:
     """A row a drafter and batch: how many texts differ."""
     import runtime
-    from runtime.decoding.drafters.choose import Target, choose_speculation
-    from runtime.model import Model
+    from runtime.api.model import Model
+    from runtime.drafting.config.build import Target, choose_speculation
 
     plain = runtime.load(path, drafter=False, threads=options.threads, **load)
     target = Target(plain.artifact, plain.engine)

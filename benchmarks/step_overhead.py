@@ -23,8 +23,8 @@ from make_random_llama import write
 
 import compress
 import runtime
-from runtime.engines.llama import LlamaEngine
-from runtime.model import Model
+from runtime.api.model import Model
+from runtime.engines.native.engine import LlamaEngine
 
 PROMPT, NEW, ROUNDS = 32, 128, 5
 

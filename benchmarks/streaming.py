@@ -50,15 +50,15 @@ def warm() -> Any:
     for name in ("AutoModelForCausalLM", "AutoTokenizer"):
         getattr(import_module("transformers"), name)
     import_module("transformers.models.llama.modeling_llama")
-    import_module("runtime.loading")
+    import_module("runtime.api.load")
     return import_module("runtime")
 
 
 def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]:
     """One load, and one token."""
     runtime = warm()
-    from runtime.artifact import Artifact
-    from runtime.streaming.file import PreparedFile
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.streaming.prepared_file import PreparedFile
 
     parts: dict[str, float] = {}
 
@@ -74,9 +74,9 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
 
         setattr(owner, name, call)
 
-    import runtime.engines.torch as engine
-    import runtime.loading as loading
-    import runtime.streaming.load as cached
+    import runtime.api.load as loading
+    import runtime.engines.streaming.load as cached
+    import runtime.engines.torch.engine as engine
 
     timed(Artifact, "verify", "sha256_of_artifact")
     timed(PreparedFile, "verify", "sha256_of_prepared")
@@ -101,7 +101,7 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
 def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: int) -> dict[str, Any]:
     """Tokens a second under the bound, and the bandwidth, in turns."""
     runtime = warm()
-    from runtime.sizes import byte_count
+    from runtime.system.sizes import byte_count
 
     before = memory()
     model = runtime.load(path, threads=threads, max_memory=bound, verify=False)
@@ -146,7 +146,7 @@ def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: 
 
 def read_alone(slots: Any, order: tuple[int, ...], passes: int = 3) -> float:
     """Bytes a second of reading the same blocks into buffers like theirs, with nothing else to do."""
-    from runtime.streaming.reader import RangeReader, aligned
+    from runtime.engines.streaming.ring import RangeReader, aligned
 
     reader = RangeReader(slots.reader.path)
     memory = aligned(max(slots._blocks[i].size for i in order))

@@ -11,13 +11,15 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from compress.core.version import VERSION
+
 if TYPE_CHECKING:
-    from compress.pipeline.plan import Plan
-    from compress.pipeline.run import AppliedArtifact
     from compress.recipe import Recipe
+    from compress.run.plan import Plan
+    from compress.run.run import AppliedArtifact
     from compress.sweeps.run import SweepResult
 
-__version__ = "0.1.0"
+__version__ = VERSION
 
 __all__ = ["__version__", "apply", "draft", "plan", "sweep"]
 
@@ -53,9 +55,9 @@ def apply(
         runtime.errors.RequestError: the request is wrong; nothing was changed.
         runtime.errors.CompressError: the run failed, or its result exceeds a limit of `evaluate`.
     """
-    from compress.pipeline import run
     from compress.recipe import load
-    from runtime.sizes import byte_count
+    from compress.run import run
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set)
@@ -83,8 +85,8 @@ def draft(
         runtime.errors.RequestError: the request is wrong; nothing was changed.
         runtime.errors.CompressError: it failed; the artifact is as it was, and the same call goes on.
     """
-    from compress.pipeline.redraft import redraft
     from compress.recipe import load
+    from compress.run.redraft import redraft
 
     return redraft(Path(artifact), load(recipe, set=set), device=device, quiet=quiet)
 
@@ -97,9 +99,9 @@ def plan(
     max_memory: int | str | None = None,
 ) -> Plan:
     """What `apply` would do with the same arguments: tensors, sizes, memory, disk, time. Nothing is run or written."""
-    from compress.pipeline.plan import make_plan
     from compress.recipe import load
-    from runtime.sizes import byte_count
+    from compress.run.plan import make_plan
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     return make_plan(load(recipe, model=model, output=output, set=set), max_memory=limit)
@@ -140,7 +142,7 @@ def sweep(
         runtime.errors.CompressError: no trial has finished (`compress.sweeps.run.AllFailedError`, whose `result` has the reasons).
     """
     from compress.sweeps import run
-    from runtime.sizes import byte_count
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("max_memory", max_memory)
     return run.sweep(

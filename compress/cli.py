@@ -17,8 +17,8 @@ from contextlib import suppress
 import typer
 
 from compress import __version__
-from compress.nearest import did_you_mean
-from compress.stopping import Stopped, stoppable
+from compress.core.stopping import Stopped, stoppable
+from compress.core.suggest import did_you_mean
 from runtime.errors import CompressError
 
 INTERRUPTED = 130

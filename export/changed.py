@@ -18,12 +18,12 @@ from export.onnx.grid import Grid, Rules, to_grid
 from export.source import Source
 from export.verify import Probe, compare_logits, load_artifact, probe_model
 from runtime import formats
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
-from runtime.skeleton import model_kind
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
-    from runtime.linear import CompressedLinear
+    from runtime.layers.compressed_linear import CompressedLinear
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,8 @@ def expect_changed(source: Source, change: Change) -> Expected:
 
 def load_changed(source: Source, change: Change) -> Any:
     """The artifact's model in float32 on the CPU, of its kind, with the change made."""
-    from runtime.engines.torch import Blueprint, TorchEngine
-    from runtime.model import Model
+    from runtime.api.model import Model
+    from runtime.engines.torch.engine import Blueprint, TorchEngine
 
     cpu = torch.device("cpu")
     if model_kind(source.config) == "decoder":
@@ -95,7 +95,7 @@ def _replace_layers(module: Any, source: Source, change: Change) -> None:
 
 def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
     """One layer in float32, rounded anew if the writer did so, without the grid of its inputs if the writer had no word for it."""
-    from runtime.linear import CompressedLinear
+    from runtime.layers.compressed_linear import CompressedLinear
 
     scheme = source.entries[name].scheme
     acts = None if name in change.float_inputs else scheme.activations

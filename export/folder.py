@@ -15,12 +15,11 @@ from typing import Any
 import psutil
 
 from export.source import TOKENIZER_FILES
-from runtime import lock
-from runtime.artifact import sha256
+from runtime.checkpoint.artifact import sha256
+from runtime.checkpoint.export_directory import MANIFEST, read_manifest
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.exported import MANIFEST, read_manifest
-from runtime.file_rights import let_others_read
-from runtime.replaced import replace_directory
+from runtime.system import lock
+from runtime.system.directories import let_others_read, replace_directory
 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _ONLY_WRITING = (errno.EFBIG, errno.EROFS)  # reading never fails so

@@ -17,10 +17,10 @@ from export.folder import beside, check_output, check_space, listing, write_json
 from export.progress import Reporter
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification
+from runtime.checkpoint.export_directory import FORMAT, MANIFEST, README, SCHEMA_VERSION
+from runtime.checkpoint.locate import resolve
 from runtime.errors import RequestError
-from runtime.exported import FORMAT, MANIFEST, README, SCHEMA_VERSION
-from runtime.locate import resolve
-from runtime.sealed import sealed_json
+from runtime.system.self_hash import sealed_json
 
 # Packages whose version an export may depend on; only those that are installed are recorded.
 _TOOLS = (
@@ -133,7 +133,7 @@ def left_behind(target: Target, source: Any) -> str | None:
     policy = (manifest or {}).get("kv_cache")
     if policy is None or target.keeps_cache:
         return None
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
     described = Policy.parse(policy).describe()
     return (

@@ -14,16 +14,16 @@ import torch
 from torch import nn
 
 from runtime import formats
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.export_directory import find_export
 from runtime.errors import ArtifactError, RequestError
-from runtime.experts import expert_of
-from runtime.exported import find_export
-from runtime.installed import entries_of
-from runtime.published import Published
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight
-from runtime.skeleton import build_skeleton, linear_shapes, read_config, tied_names
-from runtime.weights import main_dtype
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight
+from runtime.layers.install import entries_of
+from runtime.modeling.experts import expert_of
+from runtime.modeling.skeleton import build_skeleton, linear_shapes, read_config, tied_names
+from runtime.modeling.tensor_names import Published
+from runtime.modeling.weights import main_dtype
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel

@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from export.source import Source
 from runtime.errors import RequestError
-from runtime.extras import how_to_install
+from runtime.system.native import how_to_install
 
 _WORTH_SAYING = 100_000  # bytes
 

@@ -9,12 +9,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from runtime.encoder import EncoderModel
+    from runtime.api.encoder import EncoderModel
+    from runtime.api.load import load
+    from runtime.api.model import Model
+    from runtime.api.seq2seq import Seq2SeqModel
+    from runtime.api.speech import SpeechModel
     from runtime.errors import ArtifactError, CompressError, RequestError
-    from runtime.loading import load
-    from runtime.model import Model
-    from runtime.seq2seq import Seq2SeqModel
-    from runtime.speech import SpeechModel
 
 __all__ = [
     "ArtifactError",
@@ -31,12 +31,12 @@ __all__ = [
 _HOMES = {
     "ArtifactError": "runtime.errors",
     "CompressError": "runtime.errors",
-    "EncoderModel": "runtime.encoder",
+    "EncoderModel": "runtime.api.encoder",
     "RequestError": "runtime.errors",
-    "Seq2SeqModel": "runtime.seq2seq",
-    "SpeechModel": "runtime.speech",
-    "Model": "runtime.model",
-    "load": "runtime.loading",
+    "Seq2SeqModel": "runtime.api.seq2seq",
+    "SpeechModel": "runtime.api.speech",
+    "Model": "runtime.api.model",
+    "load": "runtime.api.load",
 }
 
 
@@ -60,7 +60,7 @@ def __dir__() -> list[str]:
 
 
 def _teach_transformers() -> None:
-    from runtime.hook import install_hook
+    from runtime.layers.hook import install_hook
 
     install_hook()
 

@@ -82,6 +82,6 @@ def tiny_artifact(tiny_llama: Callable[..., Path], tiny_text: Path, tmp_path_fac
 @pytest.fixture(scope="session")
 def bundled() -> Path:
     """The checkpoint that comes along. Read only."""
-    from compress.resources import recipes_directory
+    from compress.core.resources import recipes_directory
 
     return recipes_directory() / "checkpoints" / "stdlib-4m"

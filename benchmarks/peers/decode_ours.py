@@ -15,9 +15,9 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  importe
 
 import runtime
 from runtime import formats
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedLinear
 
 
 def measure(request: dict[str, Any]) -> dict[str, Any]:

@@ -10,8 +10,8 @@ import torch
 from dense_checkpoint import write_dense
 
 import runtime
-from runtime.engines.torch import TorchEngine
-from runtime.module import CompressedModule
+from runtime.engines.torch.engine import TorchEngine
+from runtime.layers.compressed_module import CompressedModule
 
 
 def main() -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoConfig, AutoTokenizer
 
-from compress.calibration import load, load_evaluation
+from compress.data import load, load_evaluation
 from compress.recipe.models import CalibrationConfig, EvaluateConfig
 
 

@@ -9,19 +9,19 @@ from typing import Any
 
 import typer
 
-from compress.commands.made_draft import show_draft
-from compress.commands.made_passes import pass_rows
 from compress.commands.options import DEVICE, MAX_MEMORY, MODEL, OUTPUT, RECIPE, SET
 from compress.commands.output import (
     duration,
     end,
+    pass_rows,
     print_table,
     show_cache,
     show_cache_quality,
+    show_draft,
     size,
     stdout_reserved,
 )
-from compress.last import remember_artifact
+from compress.core.last import remember_artifact
 from runtime.errors import CompressError, RequestError
 
 SAMPLE_TOKENS = 48
@@ -65,16 +65,16 @@ def apply(
       compress apply llama_w4 --model ~/models/7b --output out/7b --max-memory 6GB
       torchrun --nproc-per-node 2 -m compress apply llama_w4     shared by two processes
     """
-    from compress.distill.team import is_first
+    from compress.core.processes import is_first
     from compress.recipe import load
-    from runtime.sizes import byte_count
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     failure: CompressError | None = None
     with stdout_reserved(as_json):
-        from compress.pipeline.run import LimitError
-        from compress.pipeline.run import apply as run
+        from compress.run.run import LimitError
+        from compress.run.run import apply as run
 
         try:
             artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
@@ -94,7 +94,7 @@ def apply(
 def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
     """What the finished artifact writes; None, with a word of why, where this machine cannot run it as it will be."""
     import runtime
-    from compress.pipeline.progress import memory_bytes
+    from compress.core.progress import memory_bytes
 
     bound = None if limit is None else max(1, limit - memory_bytes())
     try:
@@ -143,7 +143,7 @@ def _show(result: dict[str, Any]) -> None:
         rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
     print_table("", ("", "before", "after", ""), rows, right=(1, 2))
     if "kv_cache" in result:
-        from runtime.kv_cache.policy import Policy
+        from runtime.kv_cache.policy.policy import Policy
 
         show_cache(Policy.parse(result["kv_cache"]).describe(), result["kv_cache_bytes"])
         show_cache_quality(metrics)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import typer
 
-from compress.commands.output import print_json, print_table, size, stdout_reserved
-from compress.commands.running import (
+from compress.commands.load_options import (
     DEVICE,
     DRAFTER,
     DTYPE,
@@ -19,6 +19,7 @@ from compress.commands.running import (
     TRUST,
     load_options,
 )
+from compress.commands.output import print_json, print_table, size, stdout_reserved
 from runtime.errors import RequestError
 
 _PROMPT = 128  # tokens
@@ -78,8 +79,6 @@ def bench(
 
     options = load_options(device, kernels, dtype, threads, trust_remote_code, max_memory, kv_cache, drafter)
     if drafters:
-        from compress.commands.drafters import compare_drafters
-
         if reference is not None or drafter is not None:
             raise RequestError("--drafters compares drafters with plain decoding: leave out --reference and --drafter")
         compare_drafters(model, options, text, prompt_tokens, new_tokens, batch_size, repeat, save, as_json)
@@ -134,3 +133,63 @@ def _show(result: dict[str, Any]) -> None:
 
 def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+# `compress bench --drafters`: which drafter makes an artifact fastest here.
+
+
+def compare_drafters(
+    model: str,
+    options: dict[str, Any],
+    text: str | None,
+    prompt_tokens: int | None,
+    new_tokens: int,
+    batch_size: int,
+    repeat: int,
+    save: bool,
+    as_json: bool,
+) -> None:
+    """Measure, show, and keep the best.
+
+    Args:
+        model: artifact or checkpoint.
+        options: keywords of `runtime.load`.
+        text: file that prompts are cut out of.
+        prompt_tokens, new_tokens, batch_size, repeat: of each measurement.
+        save: write the choice into the artifact.
+        as_json: one JSON object on stdout.
+    """
+    from compress.evaluate.drafters import compare
+
+    with stdout_reserved(as_json):
+        file = None if text is None else Path(text)
+        result = compare(model, options, file, new_tokens, batch_size, repeat, prompt_tokens)
+        if save:
+            result["saved"] = str(_save(result, options.get("device", "auto")))
+    if as_json:
+        print_json(result)
+        return
+    kinds = result["kinds"]
+    rows = []
+    for entry in result["drafters"]:
+        speeds = [f"{entry['speedup'][kind]:.2f}x" if entry.get("speedup") else "" for kind in kinds]
+        accepted = "nothing drafted" if entry["mean_accepted"] is None else f"{entry['mean_accepted']:.2f}"
+        rows.append((entry["name"], *speeds, f"{entry['overall']:.2f}x", accepted))
+    print_table("", ("drafter", *kinds, "over all", "accepted of a draft"), rows, right=tuple(range(1, len(kinds) + 3)))
+    print(
+        f"Times faster than plain decoding: {result['prompts']} prompts, {new_tokens} new tokens each, {batch_size} at a time."
+    )
+    for name, reason in result["skipped"].items():
+        print(f"{name} does not fit: {reason}")
+    print(f"Best: {result['best']}" + (f"; kept in {result['saved']}, which runtime.load reads" if save else ""))
+
+
+def _save(result: dict[str, Any], device: Any) -> Path:
+    """Keep the best for the directory and this machine, with what was measured."""
+    from runtime.api.load import read_device
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.drafting.config.measured_choice import write_choice
+
+    artifact = Artifact(result["path"])
+    measured = [{key: entry[key] for key in ("name", "speedup", "overall")} for entry in result["drafters"]]
+    return write_choice(artifact.path, result["drafter"], artifact, read_device(device), measured)

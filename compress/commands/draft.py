@@ -7,9 +7,8 @@ from typing import Any
 
 import typer
 
-from compress.commands.made_draft import show_draft
 from compress.commands.options import DEVICE, RECIPE, SET
-from compress.commands.output import print_json, stdout_reserved
+from compress.commands.output import print_json, show_draft, stdout_reserved
 
 
 def register(app: typer.Typer) -> None:
@@ -42,7 +41,7 @@ def draft(
 
     loaded = load(recipe, set=set_)
     with stdout_reserved(as_json):
-        from compress.pipeline.redraft import redraft
+        from compress.run.redraft import redraft
 
         made = redraft(artifact, loaded, device=device, quiet=quiet)
     if made is None:  # the main process speaks for all

@@ -7,19 +7,20 @@ import re
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from compress.commands.fields import fields_of, summary_of
-from runtime.decoding.drafters.methods import (
+from compress.commands.methods import fields_of, summary_of
+from runtime.config.registry import Method, Table
+from runtime.drafting.config.registry import (
     COMPOSITIONS,
     FREE,
     GIVEN,
     GIVEN_COMPOSED,
     GIVEN_HEADS,
     HEADS,
+    LENGTHS,
     MODELS,
+    RULES,
     SELF,
 )
-from runtime.decoding.methods import LENGTHS, RULES
-from runtime.kv_cache.methods import Method, Table
 
 STAGE = "drafter"
 
@@ -88,7 +89,7 @@ def _describe(kind: _Kind, method: Method) -> dict[str, Any]:
 def _fields(kind: _Kind, method: Method, cls: Any) -> list[dict[str, Any]]:
     found = fields_of(cls, (*kind.hidden, *method.fixed))
     if kind.table is SELF and method.name == "early-exit":
-        from runtime.decoding.drafters.dynamic_exit import DynamicExit
+        from runtime.drafting.drafters.early_exit import DynamicExit
 
         for entry in found:
             if entry["name"] == "layer":

@@ -7,8 +7,8 @@ from typing import Any
 
 import typer
 
+from compress.commands.load_options import DEVICE, DTYPE, KERNELS, KV_CACHE, PATH, THREADS, TRUST, load_options
 from compress.commands.output import print_json, print_table, show_cache_quality, size, stdout_reserved
-from compress.commands.running import DEVICE, DTYPE, KERNELS, KV_CACHE, PATH, THREADS, TRUST, load_options
 from runtime.errors import RequestError
 
 

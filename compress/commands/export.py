@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
+from compress.commands.load_options import TRUST
 from compress.commands.output import duration, print_json, print_table, size, stdout_reserved
-from compress.commands.running import TRUST
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def export(
       compress export --target tensorrt --output engines/llama
       compress export out/llama_w4 --target onnx --ort --set dtype=float16
     """
-    from compress.last import last_artifact
+    from compress.core.last import last_artifact
 
     if artifact is None:
         artifact = last_artifact()

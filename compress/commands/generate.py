@@ -7,8 +7,7 @@ from typing import Any
 
 import typer
 
-from compress.commands.output import print_json, stdout_reserved
-from compress.commands.running import (
+from compress.commands.load_options import (
     DEVICE,
     DRAFTER,
     DTYPE,
@@ -20,6 +19,7 @@ from compress.commands.running import (
     TRUST,
     load_options,
 )
+from compress.commands.output import print_json, stdout_reserved
 from runtime.errors import RequestError
 
 

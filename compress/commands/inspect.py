@@ -8,12 +8,19 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 
-from compress.commands.made_passes import show_passes
-from compress.commands.output import print_json, print_table, show_cache, show_cache_quality, size, stdout_reserved
+from compress.commands.output import (
+    print_json,
+    print_table,
+    show_cache,
+    show_cache_quality,
+    show_passes,
+    size,
+    stdout_reserved,
+)
 from runtime.errors import ArtifactError, CompressError
 
 if TYPE_CHECKING:
-    from runtime.artifact import Artifact
+    from runtime.checkpoint.artifact import Artifact
 
 
 def register(app: typer.Typer) -> None:
@@ -36,9 +43,9 @@ def inspect(
       compress inspect out/llama_w4_sparse --verify --json
     """
     with stdout_reserved(as_json):
-        from runtime.artifact import MANIFEST, Artifact
-        from runtime.exported import find_export, verify_files
-        from runtime.loading import refuse_unfinished
+        from runtime.api.load import refuse_unfinished
+        from runtime.checkpoint.artifact import MANIFEST, Artifact
+        from runtime.checkpoint.export_directory import find_export, verify_files
 
         # An artifact that fails its check is a failure (exit 1) of something that was asked for rightly, however the damage
         # shows itself: a truncated file cannot even be opened.
@@ -56,7 +63,7 @@ def inspect(
     if as_json:
         print_json(result)
     else:
-        from runtime.artifact import shown
+        from runtime.checkpoint.artifact import shown
 
         with shown(opened.path):
             _show(result)
@@ -69,7 +76,7 @@ def describe(artifact: Artifact) -> dict[str, Any]:
     `stored_as`; rows of a plain checkpoint are its own: `name`, `dtype`, `shape`, `bytes`.
     """
     rows = _accounted(artifact) if artifact.manifest is not None else _stored(artifact)
-    from runtime.artifact import shown
+    from runtime.checkpoint.artifact import shown
 
     with shown(artifact.path):
         return artifact.summary() | {"tensors": list(rows), "tensor_count": len(artifact.checkpoint.names())}
@@ -133,7 +140,7 @@ def _show(result: dict[str, Any]) -> None:
         )
     show_passes(result.get("passes") or [])
     if result.get("kv_cache"):
-        from runtime.kv_cache.policy import Policy
+        from runtime.kv_cache.policy.policy import Policy
 
         show_cache(Policy.parse(result["kv_cache"]).describe(), result.get("kv_cache_bytes") or [])
         show_cache_quality(result.get("metrics") or {})

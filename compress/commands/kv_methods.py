@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from compress.commands.fields import fields_of, shown, summary_of
-from runtime.kv_cache.methods import AXES, Method, Table
-from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_fields import calibrated_fields
-from runtime.kv_cache.policy_parts import Choice
-from runtime.kv_cache.presets import PRESETS, Preset
+from compress.commands.methods import fields_of, shown, summary_of
+from runtime.config.fields import calibrated_fields
+from runtime.config.registry import AXES, Method, Table
+from runtime.kv_cache.policy.choices import Choice
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.policy.presets import PRESETS, Preset
 
 STAGE = "kv_cache"
 

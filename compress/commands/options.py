@@ -8,7 +8,7 @@ import typer
 
 
 def _complete_recipe(incomplete: str) -> list[str]:
-    from compress.resources import bundled_recipes
+    from compress.core.resources import bundled_recipes
 
     here = [str(path) for path in Path().glob("*.yaml")]
     return [name for name in [*bundled_recipes(), *here] if name.startswith(incomplete)]

@@ -4,14 +4,56 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import typer
 
 from runtime.errors import CompressError
-from runtime.sizes import size
+from runtime.system.sizes import size
+
+# What the commands say of the passes that made another model before its layers were compressed.
+
+
+def show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
+    """A line for each, from the manifest's `passes`: "Pass: channels by obs 1,024 -> 768; parameters 12,345 -> 9,876 (-20.0%)"."""
+    for made in passes:
+        label, before, after, more = _told(made)
+        values = f" {before} -> {after}" if before else ""
+        print(f"Pass: {label}{values}{'; ' if more else ''}{more}")
+
+
+def pass_rows(passes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
+    """A row of `apply`'s table for each: what it is, before, after, and a word more."""
+    return [_told(made) for made in passes]
+
+
+def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    if "remove" in made:
+        counts = f"{made['before']:,}", units_after(made)
+        return f"{made['unit']} by {made['method']}", *counts, f"parameters {_change(made)}"
+    label = f"recovery by {made['recover']}"
+    if "perplexity_before" in made and "perplexity_after" in made:
+        return (
+            f"{label}, perplexity of rows held out of its text",
+            f"{made['perplexity_before']:.4g}",
+            f"{made['perplexity_after']:.4g}",
+            "",
+        )
+    return label, "", "", f"{made['steps']:,} steps"
+
+
+def units_after(made: Mapping[str, Any]) -> str:
+    """How many units a layer has now: "768", or "480 to 736" where layers differ."""
+    widths = made.get("widths") or [made["after"]]
+    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
+
+
+def _change(made: Mapping[str, Any]) -> str:
+    before, after = made["parameters_before"], made["parameters_after"]
+    return f"{before:,} -> {after:,} ({after / max(before, 1) - 1:+.1%})"
+
 
 __all__ = [
     "duration",
@@ -125,3 +167,27 @@ def duration(seconds: float) -> str:
         return f"{seconds:.1f} s"
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
+
+
+# What the commands say of a draft that was made.
+
+
+def show_draft(made: Mapping[str, Any]) -> None:
+    """A line for each kind of text, from the manifest's `draft`: acceptance before and after, and the speedup that it promises."""
+    rows = []
+    before, after, worth = (made["facts"].get(name) or {} for name in ("before", "after", "worth"))
+    speedups = []
+    for kind in after:
+        old, new = ((each[kind]["continuations"] or each[kind]["text"])["greedy"] for each in (before, after))
+        promised = (worth.get("after") or {}).get(kind, {}).get("greedy", {}).get("speedup")
+        told = ""
+        if promised is not None:
+            speedups.append(promised)
+            told = f"{promised:.2f} times"
+        rows.append((kind.replace("_", "-"), f"{old['acceptance']:.1%}", f"{new['acceptance']:.1%}", told))
+    columns = (f"draft ({made['method']}): accepted when greedy", "before", "after", "faster, by what it reads")
+    print_table("", columns, rows, right=(1, 2, 3))
+    if speedups and max(speedups) <= 1:
+        print(
+            "That promises nothing: it is right too seldom for what it reads. Decoding will not use it where it does not pay."
+        )

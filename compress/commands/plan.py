@@ -37,12 +37,12 @@ def plan(
       compress plan recipes/llama_w4.yaml --model ~/models/my-llama --json
     """
     from compress.recipe import load
-    from runtime.sizes import byte_count
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     loaded = load(recipe, model=model, output=output, set=set_)
     with stdout_reserved(as_json):
-        from compress.pipeline.plan import make_plan
+        from compress.run.plan import make_plan
 
         made = make_plan(loaded, device=device, max_memory=limit)
     result = made.to_dict()

@@ -48,8 +48,8 @@ def show_recipe(
     name: str = typer.Argument(..., help="Name of a bundled recipe or sweep, or a file."), as_json: bool = _JSON
 ) -> None:
     """Print a recipe (or a sweep) as it is written; with --json, validated and with every default filled in."""
+    from compress.core.resources import bundled_sweeps
     from compress.recipe import find_recipe
-    from compress.resources import bundled_sweeps
 
     path = bundled_sweeps().get(name)
     if path is not None:
@@ -66,8 +66,8 @@ def show_recipe(
 
 def _entries() -> list[dict[str, Any]]:
     # Reads the files without validating them: that would import the methods, and with them torch.
+    from compress.core.resources import bundled_recipes
     from compress.recipe.yaml_source import parse
-    from compress.resources import bundled_recipes
 
     entries = []
     for name, path in bundled_recipes().items():
@@ -87,8 +87,8 @@ def _show_sweep(path: Path, as_json: bool) -> None:
 
 
 def _sweeps() -> list[dict[str, Any]]:
+    from compress.core.resources import bundled_sweeps
     from compress.recipe.yaml_source import parse
-    from compress.resources import bundled_sweeps
 
     found = []
     for name, path in bundled_sweeps().items():

@@ -21,7 +21,7 @@ MAX_MEMORY = typer.Option(
 
 
 def _complete_sweep(incomplete: str) -> list[str]:
-    from compress.resources import bundled_sweeps
+    from compress.core.resources import bundled_sweeps
 
     here = [str(path) for path in Path().glob("*.yaml")]
     return [name for name in [*bundled_sweeps(), *here] if name.startswith(incomplete)]
@@ -65,7 +65,7 @@ def sweep(
       compress sweep my_sweep.yaml --model ~/models/my-llama --output out/my-sweep --jobs 4
       compress sweep my_sweep.yaml --resume
     """
-    from runtime.sizes import byte_count
+    from runtime.system.sizes import byte_count
 
     limit = None if max_memory is None else byte_count("--max-memory", max_memory)
     failure: CompressError | None = None

@@ -5,13 +5,46 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping, Sequence
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from compress.evaluate.decoding import add, decode
-from runtime.artifact import Artifact
-from runtime.decoding.stats import GenerationStats
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import RequestError
+from runtime.sampling.stats import GenerationStats
+
+# Decoding measured over several calls of a model.
+
+_COUNTS = ("steps", "new_tokens", "sequences", "drafted_tokens", "accepted_tokens", "draft_rounds", "decode_seconds")
+_BY_DEPTH = ("reached_by_depth", "accepted_by_depth")
+
+
+def add(totals: GenerationStats, stats: Mapping[str, Any]) -> None:
+    """One more call's `Model.stats` to the sums of others."""
+    for name in _COUNTS:
+        setattr(totals, name, getattr(totals, name) + stats[name])
+    for name in _BY_DEPTH:
+        pairs = zip_longest(getattr(totals, name), stats[name], fillvalue=0)
+        setattr(totals, name, [one + other for one, other in pairs])
+
+
+def decode(
+    model: Any, prompts: Sequence[Sequence[int]], new_tokens: int, batch_size: int, temperature: float = 0.0
+) -> tuple[list[list[int]], GenerationStats]:
+    """What a model writes after prompts, `batch_size` at a time, and the sums of what that took.
+
+    Its drafter begins without the texts of earlier calls, which may have been the very same.
+    """
+    if model.speculation is not None:
+        model.speculation.drafter.forget()
+    texts: list[list[int]] = []
+    totals = GenerationStats()
+    for start in range(0, len(prompts), batch_size):
+        part = [list(ids) for ids in prompts[start : start + batch_size]]
+        texts += model.generate(part, max_new_tokens=new_tokens, temperature=temperature, ignore_eos=True)
+        add(totals, model.stats)
+    return texts, totals
+
 
 PROMPT = 64  # tokens
 _GAIN = 1.02  # a drafter must be so much faster than none to be chosen
@@ -47,9 +80,9 @@ def compare(
         RequestError: the model verifies no drafts, or has no tokenizer while no text is tokenized for it.
     """
     import runtime
-    from runtime.decoding.drafters.choose import Target, choose_speculation, why_not
-    from runtime.decoding.drafters.fit import UnfitError
-    from runtime.model import Model
+    from runtime.api.model import Model
+    from runtime.drafting.config.build import Target, choose_speculation, why_not
+    from runtime.drafting.config.target import UnfitError
 
     if text is not None:
         _read(text)  # before the model, which takes longer
@@ -103,8 +136,8 @@ def candidates(manifest: Mapping[str, Any] | None, engine: Any) -> list[tuple[st
     """(name, what `runtime.load` takes) of the drafters to be measured: those that need no model, the target's own first layers where its
     engine can compute them alone, the artifact's own draft, and this after one that needs no model.
     """
-    from runtime.decoding.drafters.methods import FREE
-    from runtime.engines.llama_view import parts_of
+    from runtime.drafting.config.registry import FREE
+    from runtime.engines.native.sublayers import parts_of
 
     found: list[tuple[str, Any]] = [(name, name) for name in FREE.names]
     if not isinstance(parts_of(engine), str):
@@ -121,7 +154,7 @@ def prompts_of(
     tokenizer: Any, text: Path | None, context: int | None, new_tokens: int, prompt_tokens: int | None = None
 ) -> dict[str, list[list[int]]]:
     """{kind: prompts as token ids}, each leaving room for the new tokens."""
-    from compress.distill.samples import sample_rows
+    from compress.data.samples import sample_rows
 
     if tokenizer is None:
         raise RequestError("--drafters needs texts as prompts, and the model has no tokenizer")

@@ -14,7 +14,7 @@ from compress.evaluate.sizes import sizes
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from runtime.model import Model
+    from runtime.api.model import Model
 
 
 def evaluate(
@@ -112,7 +112,7 @@ def _loaded(model: str | Path | Model, options: Mapping[str, Any] | None) -> Mod
 def _windows(model: Model, text: str | Path, sequence_length: int | None, samples: int | None) -> torch.Tensor:
     from pydantic import ValidationError
 
-    from compress.calibration import load_evaluation
+    from compress.data import load_evaluation
     from compress.recipe.models import EvaluateConfig
     from compress.recipe.origin import Origin
 

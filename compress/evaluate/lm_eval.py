@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.nearest import did_you_mean
+from compress.core.suggest import did_you_mean
 from runtime.errors import CompressError, RequestError
-from runtime.extras import how_to_install
+from runtime.system.native import how_to_install
 
 if TYPE_CHECKING:
-    from runtime.model import Model
+    from runtime.api.model import Model
 
 
 def evaluate_tasks(

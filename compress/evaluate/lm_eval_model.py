@@ -14,7 +14,7 @@ from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from runtime.model import Model
+    from runtime.api.model import Model
 
 _DEFAULT_CONTEXT = 2048
 _DEFAULT_NEW_TOKENS = 256

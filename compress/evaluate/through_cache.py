@@ -15,8 +15,8 @@ from runtime.kv_cache.shape import Shape
 
 if TYPE_CHECKING:
     from compress.kv_cache.statistics import Progress
-    from runtime.kv_cache.policy import Policy
-    from runtime.model import Model
+    from runtime.api.model import Model
+    from runtime.kv_cache.policy.policy import Policy
 
 PROMPT_SHARE = 0.75
 """Of a window, what is read into the cache as a prompt. The rest is enough to score, and the cache is large by then."""

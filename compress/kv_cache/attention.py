@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.errors import RequestError
-from runtime.kv_cache.cache import compressed_layers
+from runtime.kv_cache.shape import compressed_layers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

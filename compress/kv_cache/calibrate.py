@@ -18,7 +18,7 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
 #: What can be calibrated, and the method that asks for it.
 NEEDS = {"gates": "duoattention", "channels": "doublesparsity", "prefix_tokens": "prefixquant"}
@@ -45,7 +45,7 @@ def calibrate(
         needs: some of "gates", "channels", "prefix_tokens", or the methods that need them ("duoattention", "doublesparsity",
             "prefixquant"); a policy is asked for what it misses, and what a streaming head of it sees is what gates are trained for.
         rows: calibration text, int64 `[n, length]`, without padding.
-        progress: who is told; a `compress.pipeline.progress.Reporter` will do.
+        progress: who is told; a `compress.core.progress.Reporter` will do.
         seed: of everything random.
         gates: how gates are trained; None: the defaults, with the policy's window.
         channels: heavy channels a head; None: an eighth of its size, at least 4.
@@ -65,7 +65,7 @@ def calibrate(
     wanted = _wanted(needs)
     model, tokenizer = load(artifact, trust_remote_code, device)
     _check(rows, model)
-    from runtime.kv_cache.policy import fingerprint
+    from runtime.kv_cache.policy.policy import fingerprint
 
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}
     heavy, outliers = HeavyChannels(rank), OutlierTokens(ratio)
@@ -101,9 +101,9 @@ def load(
     Raises:
         RequestError: it is no causal language model. ArtifactError: it cannot be used.
     """
-    from runtime.artifact import Artifact
-    from runtime.engines.torch import Blueprint
-    from runtime.loading import load_tokenizer
+    from runtime.api.load import load_tokenizer
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.torch.engine import Blueprint
 
     opened = Artifact(artifact, trust_remote_code)
     target = torch.device(device)

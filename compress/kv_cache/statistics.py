@@ -10,8 +10,8 @@ import torch
 from torch import nn
 
 from compress.kv_cache.attention import AttentionCall, watching
-from runtime.linear import CompressedLinear
-from runtime.skeleton import find_blocks
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.skeleton import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -20,7 +20,7 @@ TOKENS = 2048  # of one forward
 
 
 class Progress(Protocol):
-    """Who is told what goes on; `compress.pipeline.progress.Reporter` is one."""
+    """Who is told what goes on; `compress.core.progress.Reporter` is one."""
 
     def phase(self, title: str, total: int) -> None:
         """`total` steps begin."""

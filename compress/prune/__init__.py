@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.method import Method
+from compress.core.method import Method
 from compress.prune import magnitude, sparsegpt, wanda
 from compress.prune.config import PruneConfig
 

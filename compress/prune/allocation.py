@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from compress.statistics import Statistics
+from compress.core.statistics import Statistics
 from runtime.errors import RequestError
 
 #: How far a layer may lie from the target (the lambda of the OWL paper).

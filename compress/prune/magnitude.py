@@ -7,9 +7,9 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from compress.method import Method
+from compress.core.method import Method
+from compress.core.statistics import Statistics
 from compress.prune.config import PruneConfig
-from compress.statistics import Statistics
 
 
 class MagnitudeConfig(PruneConfig):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from compress.method import Method
+from compress.core.method import Method
 from compress.quantize import awq, gptq, rtn, smoothquant
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.presets import PRESETS, check_fits, resolve_scheme

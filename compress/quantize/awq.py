@@ -7,11 +7,11 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from compress.method import Method
+from compress.core.method import Method
+from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.transform import awq_scales
-from compress.statistics import Statistics
-from runtime.scheme import Scheme
+from runtime.formats.scheme import Scheme
 
 
 class AWQConfig(QuantizeConfig):

@@ -12,8 +12,8 @@ from typing import Literal
 
 import torch
 
-from compress import mapped, native
-from runtime.scheme import WeightScheme
+from compress.core import file_matrix, native
+from runtime.formats.scheme import WeightScheme
 
 FP8_MAX = 448.0
 #: Elements that are searched at a time: small enough to stay in the cache in torch; C takes care of that by itself.
@@ -106,7 +106,7 @@ def make_grid(
         cost = None if importance is None else importance[span]
         if search == "hessian" and hessian is not None:
             cost = hessian[span, span].clone()
-            mapped.let_go(hessian)
+            file_matrix.let_go(hessian)
         for start in range(0, out, rows):
             part = weight[start : start + rows, span]
             if mask is not None:  # A removed weight is zero, which every grid has: it adds no error.

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from compress.quantize.config import QuantizeConfig
 from runtime.errors import RequestError
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 
 _TOKEN_INT8 = ActivationScheme(8, "int", True, True, "token")
 _TOKEN_FP8 = ActivationScheme(8, "float", True, True, "token")
@@ -51,7 +51,7 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
 
     Args:
         config: quantization fields; None keeps float values.
-        sparsity: pattern as `runtime.scheme.Scheme.sparsity` spells it.
+        sparsity: pattern as `runtime.formats.scheme.Scheme.sparsity` spells it.
 
     Raises:
         RequestError: unknown preset or fields that contradict each other.

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from compress.method import Method
+from compress.core.method import Method
 from compress.quantize.config import QuantizeConfig
 
 

@@ -10,11 +10,11 @@ from typing import Literal
 
 import torch
 
+from compress.core.statistics import Statistics
 from compress.quantize.grid import make_grid
-from compress.solver.objective import row_errors
-from compress.statistics import Statistics
+from compress.quantize.objective import row_errors
 from runtime.errors import CompressError
-from runtime.scheme import Scheme
+from runtime.formats.scheme import Scheme
 
 #: Rows (spread evenly over the consumers) on which AWQ candidates are compared; the scale belongs to columns, so a sample is enough.
 SAMPLE_ROWS = 1024

@@ -5,11 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from compress.nearest import nearest
+from compress.core.resources import recipes_directory
+from compress.core.suggest import nearest
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.yaml_source import Path as KeyPath
-from compress.resources import recipes_directory
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")

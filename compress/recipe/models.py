@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, PrivateAttr
 
-from compress.percent import fraction
+from compress.core.percent import fraction
 from compress.recipe.origin import Origin
 from compress.recipe.stages import Stage
 from compress.recipe.yaml_source import Path as KeyPath
@@ -164,12 +164,12 @@ class Recipe(Located):
 
     @property
     def cache_stage(self) -> Stage | None:
-        """The stage that says how keys and values are held; its config is a `runtime.kv_cache.policy.Policy`."""
+        """The stage that says how keys and values are held; its config is a `runtime.kv_cache.policy.policy.Policy`."""
         return next((stage for stage in self.stages if stage.kind == "kv_cache"), None)
 
     @property
     def draft_stage(self) -> Stage | None:
-        """The stage that says how the draft is made; its config is a `compress.distill.DraftConfig`."""
+        """The stage that says how the draft is made; its config is a `compress.distill.draft.DraftConfig`."""
         return next((stage for stage in self.stages if stage.kind == "draft"), None)
 
     @property

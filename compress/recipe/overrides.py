@@ -6,7 +6,7 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.nearest import did_you_mean, listing
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import show
 from compress.recipe.yaml_source import Path, dotted, parse

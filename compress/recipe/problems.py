@@ -11,7 +11,7 @@ import annotated_types
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from compress.nearest import did_you_mean, listing
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.yaml_source import Path
 from runtime.errors import RequestError

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from compress import resources
-from compress.nearest import did_you_mean, listing
+from compress.core import resources
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.overrides import apply_overrides

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from compress.nearest import did_you_mean, listing
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import key_named_in, problems_of, show
+from compress.recipe.targets import check_pattern
 from compress.recipe.yaml_source import Path
-from compress.targets import check_pattern
 from runtime.errors import RequestError
 
 
@@ -75,25 +75,25 @@ def _quantize_methods() -> Mapping[str, Any]:
 
 
 def _recover_methods() -> Mapping[str, Any]:
-    from compress.distill.recovery import METHODS
+    from compress.distill.recover import METHODS
 
     return METHODS
 
 
 def _cache_methods() -> Mapping[str, Any]:
-    from runtime.kv_cache.presets import PRESETS
+    from runtime.kv_cache.policy.presets import PRESETS
 
     return PRESETS
 
 
 def _draft_methods() -> Mapping[str, Any]:
-    from compress.distill import METHODS
+    from compress.distill.draft import METHODS
 
     return METHODS
 
 
 def _cache_policy(value: Any) -> Any:
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
     return Policy.parse(value)
 
@@ -170,7 +170,7 @@ def parse_stage(entry: Any, index: int, origin: Origin) -> tuple[Stage | None, l
 def _whole(
     kind: StageKind, parse: Callable[[Any], Any], fields: Any, index: int, origin: Origin
 ) -> tuple[Stage | None, list[str]]:
-    from runtime.kv_cache.policy_fields import PolicyError
+    from runtime.config.fields import PolicyError
 
     try:
         config = parse(fields)

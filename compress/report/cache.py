@@ -14,7 +14,7 @@ def cache_section(facts: Facts) -> str:
     """How keys and values are held while the model writes."""
     if not facts.manifest.get("kv_cache"):
         return ""
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
     policy = Policy.parse(facts.manifest["kv_cache"])
     rows = []

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from compress.report.facts import Facts, gather
-from runtime.artifact import shown
+from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
 
 

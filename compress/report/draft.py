@@ -7,8 +7,7 @@ from html import escape
 from typing import Any
 
 from compress.commands.output import size
-from compress.report.canvas import color, legend_above, svg
-from compress.report.curves import TRAINED, Entries, by_updates, line, span, values
+from compress.report.charts import TRAINED, Entries, by_updates, color, legend_above, line, span, svg, values
 from compress.report.elements import section, table
 from compress.report.facts import Facts
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError
 
 PARTS = ("embeddings", "attention", "mlp", "norms", "output head", "other", "scales and indices")

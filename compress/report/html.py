@@ -7,18 +7,17 @@ from pathlib import Path
 from typing import Any
 
 from compress.commands.output import size
-from compress.pipeline.files import write_text
+from compress.core.files import write_text
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
-from compress.report.elements import error_cell, folded, section, table
+from compress.report.elements import CSS, error_cell, folded, section, table
 from compress.report.facts import PARTS, Facts, gather, notes_text
 from compress.report.recovery import recovery_sections
 from compress.report.structure import structure_section
-from compress.report.style import CSS
-from runtime.artifact import shown
+from runtime.checkpoint.artifact import shown
 from runtime.errors import RequestError
-from runtime.sealed import sealed_page
+from runtime.system.self_hash import sealed_page
 
 FILE = "report.html"
 _LIMIT_NAMES = {

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.pipeline.files import written_beside
-from compress.report.canvas import color, figure, log_where_wide
+from compress.core.files import written_beside
+from compress.report.charts import color, figure, log_where_wide
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:

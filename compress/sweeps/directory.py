@@ -16,12 +16,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from compress.pipeline.directory import MANIFEST, remove
-from compress.pipeline.files import read_object, write_json, write_text
+from compress.core.files import read_object, write_json, write_text
+from compress.core.run_directory import MANIFEST, remove
 from compress.sweeps.records import Trial
 from compress.sweeps.space import read_values
 from runtime.errors import CompressError, RequestError, ResourceError
-from runtime.sealed import KEY, json_is_whole, sealed_json
+from runtime.system.self_hash import KEY, json_is_whole, sealed_json
 
 WORK = ".sweep"
 TRIALS = "trials"

@@ -7,7 +7,7 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
-from compress.nearest import listing
+from compress.core.suggest import listing
 from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.grid import Grid
@@ -41,7 +41,7 @@ def first_recipe(
     Raises:
         RequestError: a point of a grid that cannot be; of a search, none that can; or there is no such model.
     """
-    from compress.pipeline.passes import Passes
+    from compress.run.passes import Passes
 
     model: str | None = None
     first: Recipe | None = None
@@ -87,8 +87,8 @@ def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dic
     Args:
         recipe: of some point.
     """
-    from compress.pipeline.finish import evaluation_windows
-    from compress.pipeline.passes import Passes
+    from compress.run.manifest import evaluation_windows
+    from compress.run.passes import Passes
 
     session = Passes.open(recipe, device).session
     found = session.identity(evaluation_windows(session))

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from compress import resources
-from compress.nearest import did_you_mean, listing
-from compress.percent import fraction
+from compress.core import resources
+from compress.core.percent import fraction
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import problems_of, raise_all, show
 from compress.recipe.reading import read_text
@@ -22,7 +22,7 @@ from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import Constraint, RayConfig, SearchConfig, SpeedConfig, Sweep, SweepFile
 from compress.sweeps.space import Values, read_values
 from runtime.errors import RequestError
-from runtime.sizes import byte_count
+from runtime.system.sizes import byte_count
 
 _FIXED = {
     "name": "a trial has the name of its recipe", "output": "a trial is written into the sweep's directory",

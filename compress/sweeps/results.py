@@ -8,7 +8,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from compress.pipeline.files import write_text
+from compress.core.files import write_text
+from compress.core.version import VERSION
 from compress.sweeps.directory import RESULTS, TRIALS, SweepDirectory
 from compress.sweeps.labels import Labels
 from compress.sweeps.metrics import METRICS
@@ -25,15 +26,14 @@ def summary(sweep: Sweep, directory: SweepDirectory, source: dict[str, float | N
         source: numbers of the model that is compressed.
         seconds: that this run of the sweep has taken.
     """
-    import compress
-    from compress.pipeline.finish import toolchain
+    from compress.run.manifest import toolchain
 
     trials = directory.in_order
     on_front = front(trials, sweep)
     return {
         "schema_version": SCHEMA_VERSION,
         "name": sweep.file.name,
-        "compress_version": compress.__version__,
+        "compress_version": VERSION,
         "toolchain": toolchain(),
         "sweep": sweep.resolved(),
         "keys": Labels(sweep).names,

@@ -9,24 +9,124 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from rich.console import Console
 
-from compress.pipeline.files import disk_errors, write_text
+from compress.commands.output import duration
+from compress.core.files import disk_errors, write_json, write_text
+from compress.evaluate.speed import SpeedRequest, run_isolated
 from compress.recipe import Recipe, locate_model
-from compress.sweeps import speeds
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.directory import SweepDirectory, read, recorded
 from compress.sweeps.executors import Executor, choose
 from compress.sweeps.grid import Grid
-from compress.sweeps.models import Sweep
+from compress.sweeps.labels import Labels
+from compress.sweeps.metrics import METRICS, of_speed
+from compress.sweeps.models import SpeedConfig, Sweep
 from compress.sweeps.prepare import first_recipe, identity, open_search
 from compress.sweeps.reading import load_sweep
 from compress.sweeps.records import Trial, kept
 from compress.sweeps.results import summary, write_results
 from compress.sweeps.study import Study
-from compress.sweeps.talk import Talk
+from compress.sweeps.trial import finite
 from compress.sweeps.views import write_views
 from runtime.errors import CompressError, RequestError
-from runtime.memory import free_bytes
+from runtime.system.memory import free_bytes
+
+# Speed of finished trials: measured apart, one artifact at a time, while no trial runs.
+
+
+def time_trial(trial: Trial, artifact: Path, config: SpeedConfig, device: str) -> None:
+    """Measure the trial's artifact in a process of its own, and note in the trial what was found, or why nothing was."""
+    try:
+        trial.metrics |= measure(str(artifact), config, device)
+        trial.speed_error = None
+    except CompressError as error:
+        trial.speed_error = str(error)
+
+
+def measure(model: str, config: SpeedConfig, device: str) -> dict[str, float | None]:
+    """Speeds of an artifact or a checkpoint, by the names of `METRICS`."""
+    shape = (config.prompt_tokens, config.new_tokens, config.batch_size, config.repeat)
+    options = {"device": device, "threads": config.threads, "kernels": config.kernels}
+    return finite(of_speed(run_isolated(SpeedRequest(model, "runtime", *shape, options=options))))
+
+
+def of_source(
+    file: Path, model: Callable[[], Path], config: SpeedConfig, device: str, warn: Callable[[str], None]
+) -> dict[str, float | None]:
+    """Speeds of the model that is compressed, measured once; empty where they cannot be measured, which `warn` is told.
+
+    Args:
+        file: keeps what was found, or under `error` why nothing was.
+    """
+    if not file.is_file():
+        try:
+            write_json(file, measure(str(model()), config, device))
+        except CompressError as error:
+            write_json(file, {"error": str(error)})
+            warn(f"the speed of the model itself was not measured: {error}")
+    return {name: value for name, value in read(file).items() if name != "error"}
+
+
+# What a sweep says on stderr while it works: a line a trial.
+
+_OFTEN = 10.0  # seconds between lines on what is checked
+
+
+class Talk:
+    """`quiet` keeps it to trials that fail."""
+
+    def __init__(self, quiet: bool) -> None:
+        self._console = Console(stderr=True, quiet=quiet)
+        self._errors = Console(stderr=True)
+        self._total = self._done = 0
+        self._next = time.monotonic() + _OFTEN
+
+    def checking(self, done: int, total: int) -> None:
+        """How many points are checked; says it now and then, where there are so many that one wonders."""
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + _OFTEN
+            self._print(self._console, f"checked {done} of {total} combinations")
+
+    def begin(self, total: int, done: int, where: str) -> None:
+        """How much there is to do."""
+        self._total, self._done = max(total, done), done
+        before = f", {done} of them done" if done else ""
+        self._print(self._console, f"{self._total} trials{before}: {where}")
+
+    def settled(self, trial: Trial, sweep: Sweep) -> None:
+        """What came of a trial."""
+        self._done += 1
+        head = f"[{self._done}/{self._total}] trial {trial.number}: {Labels(sweep).sentence(trial.values)}"
+        if trial.status != "finished":
+            self._print(self._errors, f"{head}: {trial.status}: {trial.error}", "yellow")
+            return
+        numbers = ", ".join(
+            f"{name} {METRICS[name].show(trial.metrics[name])}"
+            for name in sweep.file.objectives
+            if trial.metrics.get(name) is not None
+        )
+        broken = "".join(f"; {sentence}" for sentence in trial.limits)
+        self._print(self._console, f"{head}: {numbers}{broken} ({duration(trial.seconds)})")
+
+    def warn(self, sentence: str) -> None:
+        """What does not end the sweep, and somebody should know."""
+        self._print(self._errors, f"warning: {sentence}", "yellow")
+
+    def timed(self, trial: Trial) -> None:
+        """What came of measuring a trial's speed."""
+        if trial.speed_error is not None:
+            self._print(
+                self._errors, f"  trial {trial.number}: its speed was not measured: {trial.speed_error}", "yellow"
+            )
+        else:
+            speed = METRICS["decode_speed"].show(trial.metrics.get("decode_speed"))
+            self._print(self._console, f"  trial {trial.number}: {speed} tokens/s")
+
+    @staticmethod
+    def _print(console: Console, line: str, style: str | None = None) -> None:
+        console.print(line, style=style, highlight=False, markup=False, soft_wrap=True)
+
 
 _SOURCE = "source.json"
 MakeExecutor = Callable[[Sweep, SweepDirectory, str], Executor]
@@ -94,7 +194,7 @@ def sweep(
 
 
 def _refuse_launched() -> None:
-    from compress.distill.team import launched
+    from compress.core.processes import launched
 
     if launched() > 1:
         raise RequestError(
@@ -242,7 +342,7 @@ class _Run:
     def _time_those_left(self) -> None:
         for trial in self._untimed():
             assert self.sweep.speed is not None
-            speeds.time_trial(trial, self.directory.artifact(trial.number), self.sweep.speed, self.device)
+            time_trial(trial, self.directory.artifact(trial.number), self.sweep.speed, self.device)
             self.directory.record(trial)
             self.talk.timed(trial)
         self._tidy()
@@ -257,6 +357,4 @@ class _Run:
         file = self.directory.work(_SOURCE)
         if not measured and not file.is_file():
             return found
-        return found | speeds.of_source(
-            file, lambda: locate_model(self.recipe), self.sweep.speed, self.device, self.talk.warn
-        )
+        return found | of_source(file, lambda: locate_model(self.recipe), self.sweep.speed, self.device, self.talk.warn)

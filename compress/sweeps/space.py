@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.nearest import did_you_mean, listing
+from compress.core.suggest import did_you_mean, listing
 from compress.recipe.problems import show
 
 MOST = 10_000

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from runtime.errors import ArtifactError, CompressError, RequestError, ResourceError
-from runtime.memory import peak_bytes
+from runtime.system.memory import peak_bytes
 
 
 def run_trial(job: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,7 +68,7 @@ def _apply(job: Mapping[str, Any]) -> dict[str, Any]:
         ) from None
     import torch
 
-    from compress.pipeline.run import LimitError, apply
+    from compress.run.run import LimitError, apply
     from compress.sweeps.base import BaseRecipe
     from compress.sweeps.metrics import of_artifact, of_source
 
@@ -111,7 +111,7 @@ def main(arguments: list[str]) -> int:
     threading.Thread(target=_end_with_the_sweep, daemon=True).start()
     job_file, result_file = (Path(argument) for argument in arguments)
     found = run_trial(json.loads(job_file.read_text(encoding="utf-8")))
-    from compress.pipeline.files import write_json
+    from compress.core.files import write_json
 
     write_json(result_file, found)
     return 0
@@ -126,7 +126,7 @@ def _end_with_the_sweep() -> None:
 
 
 if __name__ == "__main__":
-    from compress.stopping import stoppable
+    from compress.core.stopping import stoppable
 
     with stoppable():
         sys.exit(main(sys.argv[1:]))

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from export.source import Source
-from runtime.layer_sizes import differing
+from runtime.modeling.layer_sizes import differing
 
 _Q_K = frozenset({"attn_q", "attn_k"})
 _QKV = frozenset({"attn_q", "attn_k", "attn_v"})

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.scheme import CompressedWeight, WeightScheme
+from runtime.formats.scheme import CompressedWeight, WeightScheme
 
 BLOCK = 32
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}  # of one block

@@ -15,7 +15,7 @@ from export.target import Conversion
 from runtime import formats
 from runtime.errors import RequestError
 from runtime.formats.bitpack import unpack_columns
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import Scheme, WeightScheme
 
 DENSE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 DENSE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}

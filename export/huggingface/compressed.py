@@ -20,8 +20,8 @@ from export.source import Source
 from export.target import Conversion, Job
 from runtime import formats
 from runtime.formats import Format, TensorSpec
-from runtime.quantization_config import ModuleEntry, build
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry, build
+from runtime.formats.scheme import Scheme, WeightScheme
 
 
 class CompressedTensors(Layout):

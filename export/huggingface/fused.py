@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping
 
-from runtime.quantization_config import ModuleEntry
+from runtime.formats.quantization_config import ModuleEntry
 
 # {name of the fused layer in vLLM: names of its shards in a checkpoint}
 FUSED = {

@@ -28,8 +28,8 @@ from export.target import Conversion, Job
 from runtime.errors import RequestError
 from runtime.formats import TensorSpec
 from runtime.formats.bitpack import pack_columns, pack_rows
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight, Scheme
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 FORMAT = "gptq"
 READER_GROUPS = (16, 32, 64, 128, 256, 512, 1024)  # of GPTQModel 7.6

@@ -15,7 +15,7 @@ from typing import Any
 
 from export.huggingface.fused import fused_sets
 from export.source import Source
-from runtime.quantization_config import ModuleEntry
+from runtime.formats.quantization_config import ModuleEntry
 
 HEAD = "lm_head"
 _BLOCK = re.compile(r"(.*?\.\d+)\.(.+)")

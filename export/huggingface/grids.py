@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 KERNEL_GROUPS = (
     128,

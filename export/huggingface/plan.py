@@ -16,8 +16,8 @@ from export.huggingface.shards import Part
 from export.source import Source
 from export.target import Conversion
 from runtime.formats import TensorSpec
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import Scheme, WeightScheme
 
 
 class UnfitError(Exception):

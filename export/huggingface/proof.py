@@ -20,9 +20,9 @@ from export.huggingface.gptq_reader import Folder
 from export.huggingface.plan import Plan
 from export.target import Job, Verification
 from export.verify import Probe, compare_logits, compare_tokens, probe
-from runtime.ended import how_it_ended
 from runtime.errors import CompressError
-from runtime.scheme import CompressedWeight
+from runtime.formats.scheme import CompressedWeight
+from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import torch
 
-from runtime.checkpoint import INDEX, SINGLE
+from runtime.checkpoint.checkpoint import INDEX, SINGLE
+from runtime.checkpoint.headers import DTYPES
 from runtime.errors import CompressError
 from runtime.formats import TensorSpec
-from runtime.headers import DTYPES
 
 LIMIT = 5_000_000_000
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}

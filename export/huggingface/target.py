@@ -14,10 +14,10 @@ from export.huggingface.plan import Plan, bytes_after, changes, make_plan
 from export.huggingface.shards import Part, write
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
-from runtime.companions import companions, left_behind
+from runtime.checkpoint.companions import companions, left_behind
 from runtime.formats import TensorSpec
-from runtime.layer_sizes import differing, is_ours
-from runtime.skeleton import model_kind
+from runtime.modeling.layer_sizes import differing, is_ours
+from runtime.modeling.skeleton import model_kind
 
 
 class HuggingFaceOptions(Options):

@@ -10,8 +10,8 @@ import torch
 from export.onnx.builder import Builder
 from export.onnx.rounding import in_dtype
 from export.source import Source
+from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import code_limits
-from runtime.scheme import ActivationScheme
 
 if TYPE_CHECKING:
     import onnx_ir

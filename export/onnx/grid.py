@@ -11,8 +11,8 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.errors import RequestError
-from runtime.float8 import widen
-from runtime.scheme import CompressedWeight, WeightScheme
+from runtime.formats.float8 import widen
+from runtime.formats.scheme import CompressedWeight, WeightScheme
 
 FLOAT8 = torch.float8_e4m3fn
 NEGATIVE = (

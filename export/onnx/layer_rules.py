@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Rules
-from runtime.scheme import Scheme
+from runtime.formats.scheme import Scheme
 
 
 def multiplies_integers(scheme: Scheme) -> bool:

@@ -105,8 +105,7 @@ def attention(
 
 def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, int]]:
     """Put marks in the place of every linear layer and embedding; returns {module: (rows, columns)}."""
-    from runtime.embedding import CompressedEmbedding
-    from runtime.linear import CompressedLinear
+    from runtime.layers.compressed_linear import CompressedEmbedding, CompressedLinear
 
     found: dict[str, tuple[int, int]] = {}
     for name, module in list(model.named_modules()):

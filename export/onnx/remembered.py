@@ -15,8 +15,8 @@ from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from runtime import layer_sizes, skeleton
-from runtime.cache_directory import cache_directory
+from runtime.modeling import layer_sizes, skeleton
+from runtime.system.directories import cache_directory
 
 if TYPE_CHECKING:
     import onnx_ir

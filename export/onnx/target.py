@@ -15,8 +15,8 @@ from export.onnx.grid import ONNX, TENSORRT, conversion, grid_bytes, rounded_ane
 from export.onnx.layer_rules import layer_rules, multiplies_integers
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
-from runtime.scheme import Scheme
-from runtime.skeleton import is_speech, model_kind
+from runtime.formats.scheme import Scheme
+from runtime.modeling.skeleton import is_speech, model_kind
 
 # sentence-transformers' files, which say how an encoder's states become an embedding.
 _POOLING_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")

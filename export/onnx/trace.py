@@ -16,8 +16,8 @@ from export.onnx import remembered
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
 from runtime.errors import CompressError, RequestError
-from runtime.installed import install_compressed
-from runtime.weights import Filling
+from runtime.layers.install import install_compressed
+from runtime.modeling.weights import Filling
 
 if TYPE_CHECKING:
     import onnx_ir

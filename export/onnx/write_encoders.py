@@ -57,7 +57,7 @@ def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
 
 
 def _common(job: Job, dialect: Dialect, kind: str) -> dict[str, Any]:
-    from runtime.engines.torch_encoder import position_limit
+    from runtime.engines.torch.encoder import position_limit
 
     table = job.source.skeleton.get_input_embeddings()
     return {

@@ -19,7 +19,7 @@ from export.tensorrt.profiles import Limits, Range, native_profiles, parsed_prof
 from export.tensorrt.refit import write_constants
 from export.tensorrt.weights import OnnxWeights
 from runtime.errors import CompressError, RequestError
-from runtime.sizes import byte_count
+from runtime.system.sizes import byte_count
 
 PLAN = "engine.plan"
 CONSTANTS = "engine.safetensors"  # of a stripped plan of native layers

@@ -13,7 +13,7 @@ from export.tensorrt.build_file import read_entries
 from export.tensorrt.model import DecoderModel
 from export.tensorrt.options import FIXED_BY_BUNDLE, TensorrtOptions
 from export.tensorrt.profiles import Limits, native_profiles, parsed_profiles
-from runtime.artifact import sha256
+from runtime.checkpoint.artifact import sha256
 from runtime.errors import ArtifactError, RequestError
 
 BUILD = "build.json"

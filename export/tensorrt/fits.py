@@ -11,8 +11,8 @@ from export.onnx.grid import NEGATIVE, TENSORRT, conversion, turns_positive, why
 from export.target import Conversion
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.rules.attention import HEAD
-from runtime.quantization_config import ModuleEntry
-from runtime.skeleton import model_kind
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
     from export.source import Source

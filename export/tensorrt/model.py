@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from runtime.engines import structure
+from runtime.engines import llama_structure
 
 if TYPE_CHECKING:
     from export.source import Source
@@ -64,7 +64,7 @@ def read_model(source: Source) -> DecoderModel:
         "vocabulary": int(model.get_output_embeddings().out_features),
         "context": getattr(config, "max_position_embeddings", None),
     }
-    unknown = structure.why_not(model) or _windowed(model, config)
+    unknown = llama_structure.why_not(model) or _windowed(model, config)
     if unknown is not None:
         return DecoderModel(**sizes, unknown=unknown)
     attention, rotary = model.model.layers[0].self_attn, model.model.rotary_emb
@@ -80,5 +80,5 @@ def read_model(source: Source) -> DecoderModel:
 
 
 def _windowed(model: Any, config: Any) -> str | None:
-    windows = {structure.window(layer, config) for layer in model.model.layers} - {0}
+    windows = {llama_structure.window(layer, config) for layer in model.model.layers} - {0}
     return f"its attention sees a window of {windows.pop()} positions only" if windows else None

@@ -2,7 +2,7 @@
 
 A safetensors file of flat uint8 tensors, one a constant, under the names that the network's weights have; the header's metadata
 says under `constants` the TensorRT type and the number of elements of each (4-bit codes lie two a byte).
-`runtime.engines.tensorrt_refit` reads it.
+`runtime.engines.tensorrt.engine` reads it.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, limits
 from export.tensorrt.prove import LIMITS, compare, precision, prove_bundle
 from export.tensorrt.reference import Expected, expect
-from runtime.engines.tensorrt import finishing
+from runtime.engines.tensorrt.engine import finishing
 from runtime.errors import CompressError, RequestError
 
 _KEPT = (*TOKENIZER_FILES, "generation_config.json", "config.json")
@@ -157,8 +157,8 @@ class TensorrtTarget(Target):
     def _verify_engine(self, job: Job, expected: Expected) -> Verification:
         import torch
 
-        from runtime.engines.tensorrt import load_tensorrt
-        from runtime.model import Model
+        from runtime.api.model import Model
+        from runtime.engines.tensorrt.engine import load_tensorrt
 
         engine = load_tensorrt(_Written(job.folder, job.facts), torch.device("cuda"), {})
         model = Model(engine, None, _Written(job.folder, job.facts), frozenset())  # type: ignore[arg-type]

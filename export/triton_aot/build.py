@@ -16,9 +16,9 @@ from queue import SimpleQueue
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from runtime.ended import how_it_ended
 from runtime.errors import CompressError
 from runtime.kernels.triton.signature import Variant
+from runtime.system.processes import how_it_ended
 
 _MOST = 8  # processes: each takes some 600 MB
 _EACH = 4  # kernels that a process is worth starting for

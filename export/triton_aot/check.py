@@ -91,7 +91,7 @@ def _compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -
 
 
 def _intact(folder: Path) -> None:
-    from runtime.artifact import Artifact
+    from runtime.checkpoint.artifact import Artifact
 
     Artifact(folder).verify()
 
@@ -99,7 +99,7 @@ def _intact(folder: Path) -> None:
 def _files(job: Job, metrics: dict[str, Any]) -> list[str]:
     """Logits of the artifact's files in the export, on a CPU; returns what could not be compared."""
     import runtime
-    from runtime.skeleton import model_kind
+    from runtime.modeling.skeleton import model_kind
 
     if model_kind(job.source.config) != "decoder":
         return ["logits were not compared: the model is no decoder (its files have the artifact's hashes)"]

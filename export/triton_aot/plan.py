@@ -13,7 +13,7 @@ from export.triton_aot.options import TritonOptions
 from runtime.kernels import REFERENCE, Layer, on_gpu
 
 if TYPE_CHECKING:
-    from runtime.kernels.triton.launches import Launches
+    from export.triton_aot.launches import Launches
 
 #: Names of kernels computed by Triton end so; the others are torch's.
 _TRITON = "-triton"
@@ -86,8 +86,8 @@ def has_policy(source: Source) -> bool:
 
 def launches(source: Source, options: TritonOptions, capability: int) -> Launches:
     """Everything that is to be compiled for one GPU."""
-    from runtime.engines.torch import Blueprint
-    from runtime.kernels.triton.launches import find
+    from export.triton_aot.launches import find
+    from runtime.engines.torch.engine import Blueprint
 
     compute = dtype(source, options)
     blueprint = Blueprint(source.artifact, torch.device("meta"), "auto", compute, source.trust_remote_code)
@@ -98,7 +98,7 @@ def launches(source: Source, options: TritonOptions, capability: int) -> Launche
 
 def _engine(source: Source) -> bool:
     """Whether the lean engine, whose own kernels are Triton's, runs the model."""
-    from runtime.engines.structure import why_not as odd
+    from runtime.engines.llama_structure import why_not as odd
 
     return odd(source.skeleton) is None
 

@@ -51,7 +51,7 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _compile(task: dict[str, Any]) -> dict[str, Any]:
-    from runtime.kernels.triton.compiled import build_variant, resources
+    from export.triton_aot.compiled import build_variant, resources
     from runtime.kernels.triton.signature import Argument, Variant
 
     arguments = tuple(Argument.from_dict(argument, "task") for argument in task["arguments"])

@@ -17,7 +17,7 @@ from export.triton_aot import plan
 from export.triton_aot.build import Built, Task, build
 from export.triton_aot.cubin import read
 from export.triton_aot.grids import RULES
-from runtime.artifact import MANIFEST
+from runtime.checkpoint.artifact import MANIFEST
 from runtime.errors import CompressError
 from runtime.kernels.triton.cubins import FOLDER, INDEX, SCHEMA_VERSION
 from runtime.kernels.triton.jit import Entry

@@ -11,12 +11,12 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.output import SequenceOutput
-from runtime.decoding.sampling import generators, next_tokens, seen_tokens
-from runtime.decoding.stats import GenerationStats
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Engine
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.sampling import generators, next_tokens, seen_tokens
+from runtime.sampling.stats import GenerationStats
 
 GROUP_ROWS = 64
 # Padding that a group may always hold, in tokens, and as a share of its own tokens.

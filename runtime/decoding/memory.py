@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
-
 from runtime.engines.base import Engine, PagedEngine
 from runtime.errors import RequestError
-from runtime.memory import free_bytes
+from runtime.system.memory import available_bytes
 
 _DEFAULT = 2 * 10**9
 _SHARE = 0.25  # of the memory that is free, for a call that says nothing
@@ -78,13 +76,6 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
         text = f"a prompt and its new tokens take {_gigabytes(max(needs))} of KV cache, the layer that is being compressed included"
         raise RequestError(f"{text}; {limit}, give a shorter prompt, or ask for fewer max_new_tokens")
     return bound
-
-
-def available_bytes(device: torch.device) -> int:
-    """Memory that is free where the cache will be."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return free_bytes()
 
 
 def _gigabytes(count: int) -> str:

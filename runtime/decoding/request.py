@@ -10,17 +10,17 @@ import torch
 
 from runtime.decoding.loop import decode, groups
 from runtime.decoding.memory import cache_bound, pool_pages
-from runtime.decoding.options import DEFAULT_NEW_TOKENS, GenerationOptions
-from runtime.decoding.output import SequenceOutput
-from runtime.decoding.prompts import Prompts
 from runtime.decoding.scheduler import Scheduler
-from runtime.decoding.speculation import Speculation
 from runtime.decoding.speculative_loop import decode_speculatively
-from runtime.decoding.stats import GenerationStats
-from runtime.decoding.stops import StopStrings
 from runtime.decoding.turns import Caller, Turns
+from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Engine, PagedEngine
 from runtime.errors import RequestError
+from runtime.sampling.options import DEFAULT_NEW_TOKENS, GenerationOptions
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.prompts import Prompts
+from runtime.sampling.stats import GenerationStats
+from runtime.sampling.text import StopStrings
 
 
 class Request:

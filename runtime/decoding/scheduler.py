@@ -16,17 +16,17 @@ from typing import Any, NamedTuple, cast
 
 import torch
 
-from runtime.decoding.drafters.base import Place
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.output import SequenceOutput
 from runtime.decoding.pages import Pages
-from runtime.decoding.sampling import generators, next_tokens, seen_tokens
 from runtime.decoding.sequence import Sequence
-from runtime.decoding.speculation import Speculation, Speculator
-from runtime.decoding.stats import GenerationStats
-from runtime.decoding.tree import Tree
 from runtime.decoding.turns import Caller
+from runtime.drafting.drafters.base import Place
+from runtime.drafting.speculation import Speculation, Speculator
 from runtime.engines.base import PagedEngine, Piece, SpeculativeEngine
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.sampling import generators, next_tokens, seen_tokens
+from runtime.sampling.stats import GenerationStats
+from runtime.sampling.tree import Tree
 
 # Sequences that decode together. Beyond it the weights are read for nothing more, while every sequence takes memory.
 MOST_SEQUENCES = 256

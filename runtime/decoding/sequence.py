@@ -6,10 +6,10 @@ from collections.abc import Sequence as Ids
 
 import torch
 
-from runtime.decoding.output import SequenceOutput
 from runtime.decoding.pages import ROOT, Content, Pages
-from runtime.decoding.tree import Tree
 from runtime.engines.base import Piece
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.tree import Tree
 
 
 class Sequence:

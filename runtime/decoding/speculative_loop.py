@@ -11,16 +11,15 @@ from dataclasses import dataclass
 import torch
 
 from runtime.decoding.loop import pad_left
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.output import SequenceOutput
-from runtime.decoding.sampling import generators, next_tokens, seen_tokens
-from runtime.decoding.speculation import Speculation, Speculator
-from runtime.decoding.stats import GenerationStats
-from runtime.decoding.tree import ROOT, Tree
 from runtime.decoding.turns import Caller, Turns
-from runtime.decoding.verify.base import Verdict
-from runtime.engines.base import Engine, Piece
-from runtime.engines.drafts import DraftingEngine, Step
+from runtime.drafting.speculation import Speculation, Speculator
+from runtime.drafting.verify.base import Verdict
+from runtime.engines.base import DraftingEngine, Engine, Piece, Step
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.sampling import generators, next_tokens, seen_tokens
+from runtime.sampling.stats import GenerationStats
+from runtime.sampling.tree import ROOT, Tree
 
 
 def decode_speculatively(
@@ -56,7 +55,7 @@ def decode_speculatively(
 
 @dataclass(eq=False)
 class _Text:
-    """One sequence: see `runtime.decoding.drafters.base.Text`.
+    """One sequence: see `runtime.drafting.drafters.base.Text`.
 
     Attributes:
         seen: bool `[vocab]`, its tokens, for the repetition penalty; None: nobody asks.

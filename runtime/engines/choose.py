@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from runtime.engines.base import Engine
-from runtime.engines.torch import Blueprint, TorchEngine
+from runtime.engines.streaming.cache import SMALLEST
+from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import RequestError
-from runtime.streaming.cache import SMALLEST
 
 if TYPE_CHECKING:
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
 
 def load_engine(
@@ -29,11 +29,11 @@ def load_engine(
     large = blueprint.artifact.checkpoint.total_bytes >= SMALLEST
     if max_memory is None and not (blueprint.compressed and large and blueprint.device.type == "cpu"):
         return lean(blueprint.build(), blueprint, policy)
-    from runtime.streaming.load import NoCacheError, give_all, prepared_file, say_once
+    from runtime.engines.streaming.load import NoCacheError, give_all, prepared_file, say_once
 
     try:
         if max_memory is not None:
-            from runtime.streaming.engine import refuse_early, streamed
+            from runtime.engines.streaming.engine import refuse_early, streamed
 
             refuse_early(blueprint, max_memory)
         file = prepared_file(blueprint, verify, streams=max_memory is not None)
@@ -65,6 +65,6 @@ def lean(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None
         return take_over_cuda(engine) or engine
     if blueprint.device.type != "cpu":
         return engine
-    from runtime.engines.llama import take_over
+    from runtime.engines.native.engine import take_over
 
     return take_over(engine) or engine

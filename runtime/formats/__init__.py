@@ -18,8 +18,8 @@ from runtime.formats.float_quantized import FloatQuantized
 from runtime.formats.int_quantized import IntQuantized
 from runtime.formats.pack_quantized import PackQuantized
 from runtime.formats.packed import Packed
+from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
-from runtime.scheme import Scheme
 
 __all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names", "value_count"]
 

@@ -22,7 +22,7 @@ from runtime.formats.checks import (
     grid_shape,
     join,
 )
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 
 class Format(ABC):

@@ -11,7 +11,7 @@ from runtime.errors import ArtifactError
 from runtime.formats.base import Format
 from runtime.formats.bitpack import gather_stream, pack_stream, packed_words, unpack_stream
 from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, expand_groups, join, kept, why_not_weights
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 
 class Bitmap(Format):

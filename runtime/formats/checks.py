@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 Shape = tuple[int, int]
 Tensors = dict[str, torch.Tensor]

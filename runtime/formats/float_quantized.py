@@ -6,7 +6,7 @@ import torch
 
 from runtime.formats.base import Format
 from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, ragged, why_not_weights
-from runtime.scheme import CompressedWeight, Scheme
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 
 class FloatQuantized(Format):

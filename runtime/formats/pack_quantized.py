@@ -9,7 +9,7 @@ import torch
 from runtime.formats.base import Format
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.formats.checks import Shape, Tensors, TensorSpec, ragged, why_not_weights
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 
 class PackQuantized(Format):

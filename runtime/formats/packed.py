@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from runtime.formats.checks import Shape, why_not_weights
 from runtime.formats.pack_quantized import PackQuantized
-from runtime.scheme import Scheme
+from runtime.formats.scheme import Scheme
 
 
 class Packed(PackQuantized):

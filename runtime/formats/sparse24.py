@@ -15,7 +15,7 @@ from runtime.errors import ArtifactError, CompressError
 from runtime.formats.base import Format
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
 from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, expand_groups, join, kept, why_not_weights
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 _SLICE = 1 << 18  # weights handled at once
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 import torch
 
 from runtime.formats.checks import FLOAT8
-from runtime.scheme import ActivationScheme
+from runtime.formats.scheme import ActivationScheme
 
 FLOAT8_MAXIMUM = 448.0
 

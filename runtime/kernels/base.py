@@ -10,8 +10,8 @@ import torch
 
 from runtime import formats
 from runtime.formats.checks import Tensors
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight
 
 ShapeClass = Literal["decode", "batch", "prefill"]
 #: Row counts that may have a kernel each: one row, a few, many.

@@ -10,9 +10,9 @@ import torch
 
 from runtime import formats
 from runtime.formats.checks import Tensors
+from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.base import Kernel, Layer
-from runtime.scheme import CompressedWeight
 
 
 class Reference(Kernel):

@@ -9,6 +9,10 @@ another is at least a tenth faster: the first is the one whose results do not de
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
+import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -17,12 +21,71 @@ from contextvars import ContextVar
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 
-from runtime import cpu
-from runtime.kernels import remembered
 from runtime.kernels.base import Kernel, Layer, ShapeClass
+from runtime.system import processes
+from runtime.system.directories import cache_directory
+
+# Files that remember measured choices: `{"version": ..., "choices": {key: choice}}`, read again before each write.
+#
+# A file that is damaged is ignored and replaced, one that cannot be written is done without; either is said once in the log.
+
+VERSION = 1
+_log = logging.getLogger("compress.kernels")
+_complained: set[tuple[Path, str]] = set()
+
+Kind = TypeVar("Kind", str, dict)
+
+
+def file(device: str) -> Path:
+    """What was measured on one device."""
+    return cache_directory("tuning") / f"{device}.json"
+
+
+def read(path: Path, kind: type[Kind]) -> dict[str, Kind]:
+    """What a file remembers, choices of type `kind`; nothing when it is missing, of another version or damaged."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return {}
+    except (OSError, ValueError, RecursionError) as error:
+        _complain(path, "ignoring the tuning file %s, it cannot be read: %s", path, error)
+        return {}
+    version = content.get("version") if isinstance(content, dict) else None
+    if isinstance(version, int) and version != VERSION:
+        return {}
+    choices = content.get("choices") if version == VERSION else None
+    if not isinstance(choices, dict) or not all(isinstance(value, kind) for value in choices.values()):
+        _complain(path, "ignoring the tuning file %s, it does not hold choices", path)
+        return {}
+    return choices
+
+
+def store(path: Path, key: str, choice: Kind) -> None:
+    """Add one choice: read again (another process may have written), then replace the file in one step."""
+    content = {"version": VERSION, "choices": read(path, type(choice)) | {key: choice}}
+    temporary: str | None = None
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", encoding="utf-8", dir=path.parent, suffix=".tmp", delete=False) as file:
+            temporary = file.name
+            json.dump(content, file, indent=1, sort_keys=True)
+        os.replace(temporary, path)
+    except OSError as error:
+        if temporary is not None:
+            Path(temporary).unlink(missing_ok=True)
+        _complain(path, "cannot remember tuning results in %s: %s", path, error)
+
+
+def _complain(path: Path, message: str, *details: object) -> None:
+    """Once a file and kind of trouble: a read-only home is no reason to fail, or to repeat oneself for every layer."""
+    if (path, message) not in _complained:
+        _complained.add((path, message))
+        _log.warning(message, *details)
+
 
 BUDGET = 0.5  # seconds of measuring while one model is loaded
 _ROWS: dict[ShapeClass, int] = {"decode": 1, "batch": 16, "prefill": 256}
@@ -50,10 +113,10 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
         return kernels[0]
     layer = replace(layer, shape=(_OUT, _rounded(layer.shape[1])))
     key = _key(layer, rows, kernels)
-    path = remembered.file(f"cpu-{machine()}")
+    path = file(f"cpu-{machine()}")
     known = {kernel.name: kernel for kernel in kernels}
     with _lock:
-        name = _known.get((path, key)) or remembered.read(path, str).get(key, "")
+        name = _known.get((path, key)) or read(path, str).get(key, "")
         if name in known:
             return known[name]
         budget = _left.get()
@@ -65,7 +128,7 @@ def fastest(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> Kernel
         if chosen is None:
             return kernels[0]
         _known[path, key] = chosen.name
-        remembered.store(path, key, chosen.name)
+        store(path, key, chosen.name)
         return chosen
 
 
@@ -107,4 +170,4 @@ def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
 @cache
 def machine() -> str:
     """What tells this CPU and torch from others that share the home directory."""
-    return hashlib.sha256(f"{cpu.identity()}\n{torch.__version__}".encode()).hexdigest()[:12]
+    return hashlib.sha256(f"{processes.identity()}\n{torch.__version__}".encode()).hexdigest()[:12]

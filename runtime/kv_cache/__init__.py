@@ -8,12 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from runtime.kv_cache.cache import CompressedCache, prepare
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
 __all__ = ["CompressedCache", "Policy", "prepare"]
 
 # Found when asked for: the cache needs transformers, which command lines that only read policies do without.
-_PLACES = {"CompressedCache": "cache", "Policy": "policy", "prepare": "cache"}
+_PLACES = {"CompressedCache": "cache", "Policy": "policy.policy", "prepare": "cache"}
 
 
 def __getattr__(name: str) -> Any:

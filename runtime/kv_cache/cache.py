@@ -7,17 +7,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.cache_utils import Cache, DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
-from runtime.kv_cache import attention
+from runtime.config.fields import PolicyError
+from runtime.kv_cache import attend
 from runtime.kv_cache.eviction import Eviction
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.policy.checks import check_module
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.shape import compressed_layers
 from runtime.kv_cache.storage.plain import Plain
 from runtime.kv_cache.storage.plan import Tier
-from runtime.kv_cache.support import check_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -51,7 +52,7 @@ class CompressedCache(Cache):
         if isinstance(plan, (str, Mapping)):
             plan = Policy.parse(plan)
         config = model.config.get_text_config(decoder=True)
-        if getattr(config, "_attn_implementation", None) != attention.NAME:
+        if getattr(config, "_attn_implementation", None) != attend.NAME:
             raise ValueError(
                 f"{type(model).__name__} computes attention with {config._attn_implementation!r}, which reads no compressed cache; "
                 "call runtime.kv_cache.prepare(model) first"
@@ -111,11 +112,6 @@ class CompressedCache(Cache):
         return sum(layer.nbytes for layer in own) + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def compressed_layers(config: Any) -> list[int]:
-    """Indices of the layers of a text config that are compressed: those with full attention, as transformers tells them apart."""
-    return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]
-
-
 def prepare(model: PreTrainedModel) -> None:
     """Let the model's attention read compressed caches; without one it computes as with sdpa.
 
@@ -126,8 +122,8 @@ def prepare(model: PreTrainedModel) -> None:
         check_module(model)
     except PolicyError as error:
         raise ValueError(error.text) from error
-    attention.register()
-    model.set_attn_implementation(attention.NAME)
+    attend.register()
+    model.set_attn_implementation(attend.NAME)
 
 
 def _checked(policy: Policy, model: PreTrainedModel) -> CachePlan:

@@ -6,8 +6,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from runtime.kv_cache.pages import PAGE
-from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_parts import TierChoice
+from runtime.kv_cache.policy.choices import TierChoice
+from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import LayerShape, Shape
 
 if TYPE_CHECKING:

@@ -2,21 +2,65 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.kv_cache.bounds import COUNT, SHARE, bounded, check_bounds
+from runtime.config.ranges import COUNT, SHARE, bounded, check_bounds
 from runtime.kv_cache.budgets.base import HeadShare, LayerFacts, LayerShare
 from runtime.kv_cache.budgets.uniform import UniformLayers
-from runtime.kv_cache.generated import Generated
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.pages import Part
 from runtime.kv_cache.scores.base import Accumulating, Placed, Score
 
 if TYPE_CHECKING:
     from runtime.kv_cache.layer import CompressedLayer
+
+
+# The part of an observation that scores may choose from where prompts stay whole: what was generated.
+
+
+@dataclass(frozen=True)
+class Generated:
+    """Tokens of an observation without those that came in prompts.
+
+    Attributes:
+        seen: them alone, `[batch, kv_heads, m, ...]` in the order of arrival; `ages` still count all tokens that came after each.
+        places: int64 `[batch, kv_heads, m]`, where each was among all; whatever where `seen.ages` is negative.
+        beside: int64 `[batch, kv_heads]`, how many tokens are left out.
+    """
+
+    seen: Observation
+    places: torch.Tensor
+    beside: torch.Tensor
+
+    @classmethod
+    def of(cls, whole: Observation, given: torch.Tensor) -> Generated:
+        """Leave out the tokens that are `given`, bool `[batch, kv_heads, n]`, and those that are pinned."""
+        first = torch.arange(given.shape[-1], device=given.device) < whole.pinned
+        wanted = whole.held & ~given & ~first
+        counts = wanted.sum(-1, keepdim=True)
+        longest = max(1, int(counts.max()))
+        places = (~wanted).to(torch.uint8).argsort(dim=-1, stable=True)[..., :longest]
+
+        def taken(states: torch.Tensor) -> torch.Tensor:
+            return states.gather(2, places.unsqueeze(-1).expand(-1, -1, -1, states.shape[-1]))
+
+        seen = replace(
+            whole,
+            keys=taken(whole.keys),
+            values=taken(whole.values),
+            ages=whole.ages.gather(-1, places).masked_fill(torch.arange(longest, device=given.device) >= counts, -1),
+            mass=None if whole.mass is None else whole.mass.gather(-1, places),
+            positions=None if whole.positions is None else whole.positions.gather(-1, places),
+            pinned=0,
+        )
+        return cls(seen, places, whole.held.sum(-1) - counts[..., 0])
+
+    def spread(self, part: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
+        """`whole` `[batch, kv_heads, n]` with the numbers `part` `[batch, kv_heads, m]` of these tokens in their places."""
+        return whole.scatter(-1, self.places, torch.where(self.seen.held, part, whole.gather(-1, self.places)))
 
 
 @dataclass(frozen=True)
@@ -235,3 +279,39 @@ class Eviction:
             layer.watched.forget(0)
         else:
             layer.watched.forget(max(0, self.window(layer.seen, True) - interval))
+
+
+# Which tokens of a layer stay when it is cut, by their scores.
+
+
+def best_places(score: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of each head's best tokens, in the order of arrival; of equal scores the newer token is better.
+
+    Args:
+        score: `[batch, kv_heads, n]`, minus infinity where there is no token.
+        counts: int64 `[batch, kv_heads]`, how many stay, no more than there are.
+
+    Returns:
+        int64 `[batch, kv_heads, most]`, ascending, whatever of the places behind a head's last; and bool, which of them count.
+    """
+    end, longest = score.shape[-1], max(1, int(counts.max()))
+    best = end - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    wanted = torch.arange(longest, device=score.device) < counts.unsqueeze(-1)
+    # Unwanted places sort behind all others, so that what is kept stays in the order of arrival.
+    return best.masked_fill(~wanted, end).sort(-1).values.clamp(max=end - 1), wanted
+
+
+def newest_run(places: torch.Tensor, counts: torch.Tensor, score: torch.Tensor) -> int:
+    """How many of the newest tokens every head still has, one after the other.
+
+    Args:
+        places: int64 `[batch, kv_heads, most]`, what is kept, ascending.
+        counts: int64 `[batch, kv_heads]`, how many of them.
+        score: `[batch, kv_heads, n]`, minus infinity where there was no token.
+    """
+    ends = (score > float("-inf")).sum(-1, keepdim=True) - 1
+    from_end = counts.unsqueeze(-1) - 1 - torch.arange(places.shape[-1], device=places.device)
+    # A token is part of the run if as many newer ones are kept as there were; behind a head's last there is nothing.
+    gaps = ((ends - places) != from_end) & (from_end >= 0)
+    first = torch.where(gaps, from_end, counts.unsqueeze(-1)).amin(-1)
+    return int(first.min())

@@ -8,15 +8,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from runtime.kv_cache import attention
-from runtime.kv_cache.kept import best_places, newest_run
-from runtime.kv_cache.notes import Notes
+from runtime.kv_cache import attend as attention
+from runtime.kv_cache.attend import prompt_attention, step_attention
+from runtime.kv_cache.eviction import best_places, newest_run
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.prompt import prompt_attention
-from runtime.kv_cache.query_window import QueryWindow
-from runtime.kv_cache.step import step_attention
 from runtime.kv_cache.storage.plan import StoragePlan
 from runtime.kv_cache.store import Store
+from runtime.kv_cache.window import Notes, QueryWindow
 
 if TYPE_CHECKING:
     from runtime.kv_cache.eviction import Eviction

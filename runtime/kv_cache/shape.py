@@ -6,9 +6,26 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from transformers.cache_utils import DynamicCache, DynamicLayer
 
-from runtime.kv_cache.cache import compressed_layers
-from runtime.kv_cache.layer_configs import layer_configs
+from runtime.modeling.layer_sizes import KEY, overrides, uniform
+
+# A model's config layer by layer: layers may differ in heads and head sizes (Gemma 4).
+
+
+def layer_configs(text: Any) -> list[Any]:
+    """One config for each layer of a text config, the same one where all layers are alike.
+
+    A transformers that does not know `per_layer_config` (before 5.17 or so) holds it as it stands in config.json.
+    """
+    parts = getattr(text, KEY, None)
+    if parts is None:
+        return [text] * int(text.num_hidden_layers)
+    if hasattr(type(text), KEY):
+        return list(parts)
+    layers = overrides(text)
+    return [uniform(text, **layers.get(i, {})) for i in range(int(text.num_hidden_layers))]
+
 
 _WINDOWED = ("sliding_attention", "chunked_attention")
 
@@ -99,3 +116,8 @@ def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
     heads = int(getattr(config, "num_key_value_heads", None) or queries)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
     return LayerShape(heads, (size, size), queries, dtype)
+
+
+def compressed_layers(config: Any) -> list[int]:
+    """Indices of the layers of a text config that are compressed: those with full attention, as transformers tells them apart."""
+    return [index for index, layer in enumerate(DynamicCache(config=config).layers) if type(layer) is DynamicLayer]

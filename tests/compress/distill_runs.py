@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from random_models import random_llama
 
-from compress.distill.cut import cut
-from compress.distill.data import TextRows
-from compress.distill.losses import Objective
-from compress.distill.options import TrainOptions
-from compress.distill.student import Student
-from compress.distill.teacher import Teacher
-from compress.distill.train import Trained, train
+from compress.distill.draft.cut import cut
+from compress.distill.draft.student import Student
+from compress.distill.train.data import TextRows
+from compress.distill.train.losses import Objective
+from compress.distill.train.options import TrainOptions
+from compress.distill.train.teacher import Teacher
+from compress.distill.train.train import Trained, train
 
 VOCABULARY = 61
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from compress.assign import Left, ModuleInfo, assign, lay_out
 from compress.recipe import load
+from compress.weights.assign import Left, ModuleInfo, assign, lay_out
 from runtime.errors import RequestError
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import Scheme, WeightScheme
 
 
 def model(width=64, inner=172, layers=2):

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
 from compress.quantize.transform import awq_scales, smoothquant_scales
-from compress.solver.group import solve_group
-from compress.statistics import Statistics, StatisticsCollector
+from compress.weights.solver.group import solve_group
 
 
 def problem(outliers: float = 20.0) -> tuple[list[torch.Tensor], torch.Tensor, Statistics]:

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
-from compress import calibration
+from compress import data as calibration
 from compress.recipe import load
 from runtime.errors import RequestError
 
@@ -154,7 +154,7 @@ def test_jsonl_and_parquet_say_the_same(tmp_path):
 
 
 def test_bundled_text_and_held_out_text_differ():
-    from compress.resources import bundled_text
+    from compress.core.resources import bundled_text
 
     calibration_text, held_out = bundled_text("calibration").read_text(), bundled_text("heldout").read_text()
     lines = {line for line in held_out.splitlines() if len(line) > 60}
@@ -265,7 +265,7 @@ def test_data_sets_without_the_column(monkeypatch, names):
 
 
 def test_a_stream_is_read_no_further_than_needed(monkeypatch):
-    monkeypatch.setattr("compress.calibration.rows.ENOUGH_TOKENS", 100)
+    monkeypatch.setattr("compress.data.rows.ENOUGH_TOKENS", 100)
     seen = []
 
     class Endless:

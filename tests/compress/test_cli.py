@@ -243,8 +243,8 @@ def test_sweeps_are_listed_and_shown(capsys):
 
 
 def test_methods_are_listed_and_shown(capsys):
-    from compress.distill import METHODS as DRAFT
-    from compress.distill.recovery import METHODS as RECOVER
+    from compress.distill.draft import METHODS as DRAFT
+    from compress.distill.recover import METHODS as RECOVER
     from compress.prune import METHODS as PRUNE
     from compress.prune.structure import METHODS as STRUCTURE
     from compress.quantize import METHODS as QUANTIZE
@@ -278,7 +278,7 @@ def test_methods_are_listed_and_shown(capsys):
 
 
 def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
-    from runtime.kv_cache.presets import PRESETS
+    from runtime.kv_cache.policy.presets import PRESETS
 
     _, out, _ = run(capsys, "methods", "--json")
     entries = [entry for entry in json.loads(out)["methods"] if entry["stage"].startswith("kv_cache")]
@@ -300,8 +300,7 @@ def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
 
 
 def test_drafters_are_listed_with_their_fields(capsys):
-    from runtime.decoding.drafters.methods import COMPOSITIONS, FREE, HEADS, MODELS, SELF
-    from runtime.decoding.methods import LENGTHS, RULES
+    from runtime.drafting.config.registry import COMPOSITIONS, FREE, HEADS, LENGTHS, MODELS, RULES, SELF
 
     _, out, _ = run(capsys, "methods", "--json")
     entries = [entry for entry in json.loads(out)["methods"] if entry["stage"].startswith("drafter")]
@@ -352,7 +351,7 @@ def test_a_method_says_its_fields(capsys):
 @pytest.fixture
 def pipeline(monkeypatch, tmp_path):
     """The pipeline replaced by one that notes how it was called."""
-    from compress.pipeline import run as module
+    from compress.run import run as module
 
     calls = []
 
@@ -447,7 +446,7 @@ def test_python_apply_and_plan_hand_on_too(pipeline, recipe, monkeypatch):
     assert (loaded.model, str(loaded.output_directory), loaded.seed) == ("other", "here", 4)
     assert options["resume"] is True
     monkeypatch.setattr(
-        "compress.pipeline.plan.make_plan",
+        "compress.run.plan.make_plan",
         lambda recipe, max_memory: SimpleNamespace(name=recipe.name, limit=max_memory),
     )
     assert compress.plan(recipe("fine")).name == "fine"

@@ -9,13 +9,13 @@ import pytest
 import torch
 from random_models import random_llama
 
-from compress.distill import accept_head
-from compress.distill.accept_head import _examples, fit_accept_head, losses, save_accept_head, thinned
-from compress.distill.cut import cut
-from compress.distill.data import TextRows
-from compress.distill.student import Student
-from compress.distill.teacher import Teacher
-from runtime.decoding.drafters.confident import FILE, AcceptHead, scores
+from compress.distill.draft import accept_head
+from compress.distill.draft.accept_head import _examples, fit_accept_head, losses, save_accept_head, thinned
+from compress.distill.draft.cut import cut
+from compress.distill.draft.student import Student
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher
+from runtime.drafting.drafters.confident import FILE, AcceptHead, scores
 from runtime.errors import ArtifactError
 
 

@@ -15,13 +15,13 @@ from hypothesis import strategies as st
 from random_models import random_llama
 
 import runtime
-from compress.distill.acceptance import follow, measure_acceptance
-from compress.distill.cut import cut
-from compress.distill.data import TextRows
-from compress.distill.parallel import ParallelStudent
-from compress.distill.speedup import best_length, expected_tokens, speedup, tokens_of
-from compress.distill.student import Student
-from compress.distill.teacher import Teacher
+from compress.distill.draft.acceptance import follow, measure_acceptance
+from compress.distill.draft.cut import cut
+from compress.distill.draft.parallel import ParallelStudent
+from compress.distill.draft.speedup import best_length, expected_tokens, speedup, tokens_of
+from compress.distill.draft.student import Student
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
 
 ROWS = runs.rows(6, 20, seed=4).ids

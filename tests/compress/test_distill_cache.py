@@ -11,10 +11,10 @@ import torch
 from random_models import random_llama
 from safetensors import safe_open
 
-from compress.distill.data import OnPolicyRows, TextRows
-from compress.distill.losses import Objective, SparseTargets
-from compress.distill.teacher import Teacher
-from compress.distill.teacher_cache import TeacherCache, cache_bytes, cache_teacher
+from compress.distill.train.data import OnPolicyRows, TextRows
+from compress.distill.train.losses import Objective, SparseTargets
+from compress.distill.train.teacher import Teacher
+from compress.distill.train.teacher_cache import TeacherCache, cache_bytes, cache_teacher
 from runtime.errors import ArtifactError, CompressError, RequestError
 
 ROWS = TextRows(torch.randint(1, 257, (7, 10), generator=torch.Generator().manual_seed(0)))
@@ -126,7 +126,7 @@ def test_sizes_are_checked_before_anything_is_written(tmp_path: Path, monkeypatc
     counted = Counted()
     with pytest.raises(RequestError, match=r"more than the 0\.0 MB allowed; lower k"):
         cache_teacher(counted.teacher, ROWS, tmp_path / "c", k=8, max_bytes=cache_bytes(7, 10, 8, 257) - 1)
-    monkeypatch.setattr("compress.distill.teacher_cache.SPARE_BYTES", 2**62)
+    monkeypatch.setattr("compress.distill.train.teacher_cache.SPARE_BYTES", 2**62)
     with pytest.raises(CompressError, match="MB are free"):
         cache_teacher(counted.teacher, ROWS, tmp_path / "c", k=8)
     assert not (tmp_path / "c").exists()

@@ -13,7 +13,7 @@ from random_models import random_llama
 from torch import nn
 
 import runtime
-from compress.distill.cut import cut, cut_checkpoint, spread
+from compress.distill.draft.cut import cut, cut_checkpoint, spread
 from runtime.errors import ArtifactError, RequestError
 
 IDS = torch.randint(1, 257, (2, 12), generator=torch.Generator().manual_seed(3))
@@ -128,9 +128,9 @@ def test_an_artifact_gives_its_dequantized_weights(tiny_artifact: Path) -> None:
 def test_compressed_layers_that_are_stored_transposed() -> None:
     """GPT-2's Conv1D is `[in, out]`, the compressed layer in its place `[out, in]`."""
     from runtime import formats
-    from runtime.linear import CompressedLinear
-    from runtime.quantization_config import ModuleEntry
-    from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+    from runtime.formats.quantization_config import ModuleEntry
+    from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+    from runtime.layers.compressed_linear import CompressedLinear
 
     model, twin = family("GPT2"), family("GPT2")
     scheme = Scheme(WeightScheme(8, strategy="channel"))
@@ -156,7 +156,7 @@ def test_compressed_layers_that_are_stored_transposed() -> None:
 def test_only_the_layers_that_are_kept_are_read(
     tiny_llama: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from runtime.checkpoint import Checkpoint
+    from runtime.checkpoint.checkpoint import Checkpoint
 
     read: list[str] = []
     get = Checkpoint.get

@@ -10,10 +10,9 @@ import torch
 from random_models import random_llama
 
 import runtime
-from compress.distill.data import MixedRows, OnPolicyRows, TextRows, teacher_rows
-from compress.distill.rows import mix
-from compress.distill.sampling import continuations
-from compress.distill.teacher import Teacher
+from compress.distill.train.data import MixedRows, OnPolicyRows, TextRows, mix, teacher_rows
+from compress.distill.train.sampling import continuations
+from compress.distill.train.teacher import Teacher
 from runtime.errors import ArtifactError, CompressError, RequestError
 
 IDS = torch.randint(1, 257, (6, 10), generator=torch.Generator().manual_seed(0))

@@ -11,11 +11,10 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-from compress.distill.data import TextRows
-from compress.distill.loop import DivergedError, Goal
-from compress.distill.options import TrainOptions
-from compress.distill.rows import Batch
-from compress.distill.train import Trained, run
+from compress.distill.train.data import Batch, TextRows
+from compress.distill.train.loop import DivergedError, Goal
+from compress.distill.train.options import TrainOptions
+from compress.distill.train.train import Trained, run
 
 
 class Scripted(nn.Module):

@@ -15,25 +15,25 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import runtime
-from compress.distill import fastmtp, medusa
-from compress.distill.acceptance import measure_acceptance
-from compress.distill.data import TextRows, teacher_rows
-from compress.distill.features import Features
-from compress.distill.heads import HeadStudent, MedusaStudent, rank_rates
-from compress.distill.losses import Objective, SparseTargets
-from compress.distill.making import Making
-from compress.distill.mtp import MTPStudent, attended
-from compress.distill.options import TrainOptions
-from compress.distill.teacher import Teacher
-from compress.distill.teacher_cache import cache_teacher
-from compress.distill.train import train
-from compress.distill.write_heads import write_heads
-from runtime.decoding.drafters.medusa import build_medusa
-from runtime.decoding.drafters.mtp import build_mtp
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.speculation import Speculation
+from compress.distill.draft import fastmtp, medusa
+from compress.distill.draft.acceptance import measure_acceptance
+from compress.distill.draft.features import Features
+from compress.distill.draft.heads import HeadStudent, MedusaStudent, rank_rates
+from compress.distill.draft.making import Making
+from compress.distill.draft.making_heads import write_heads
+from compress.distill.draft.mtp import MTPStudent, attended
+from compress.distill.train.data import TextRows, teacher_rows
+from compress.distill.train.losses import Objective, SparseTargets
+from compress.distill.train.options import TrainOptions
+from compress.distill.train.teacher import Teacher
+from compress.distill.train.teacher_cache import cache_teacher
+from compress.distill.train.train import train
+from runtime.api.model import Model
+from runtime.drafting.drafters.medusa import build_medusa
+from runtime.drafting.drafters.mtp import build_mtp
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.speculation import Speculation
 from runtime.errors import RequestError
-from runtime.model import Model
 
 KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
 BUILDERS: dict[str, Any] = {"medusa": build_medusa, "mtp": build_mtp}

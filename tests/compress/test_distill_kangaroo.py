@@ -13,21 +13,21 @@ import torch
 from safetensors.torch import load_file
 
 import runtime
-from compress.distill.cut import cut
-from compress.distill.kangaroo import METHOD, KangarooConfig, KangarooStudent, write_adapter
-from compress.distill.losses import Objective
-from compress.distill.making import Making
-from compress.distill.options import TrainOptions
-from compress.distill.teacher import Teacher
-from compress.pipeline.files import sha256
-from compress.pipeline.progress import Reporter
-from runtime.checkpoint import Checkpoint
-from runtime.decoding.drafters import kangaroo
-from runtime.decoding.drafters.base import Ask, Place
-from runtime.decoding.drafters.choose import Target
+from compress.core.files import sha256
+from compress.core.progress import Reporter
+from compress.distill.draft.cut import cut
+from compress.distill.draft.kangaroo import METHOD, KangarooConfig, KangarooStudent, write_adapter
+from compress.distill.draft.making import Making
+from compress.distill.train.losses import Objective
+from compress.distill.train.options import TrainOptions
+from compress.distill.train.teacher import Teacher
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.drafting.config.build import Target
+from runtime.drafting.drafters import kangaroo
+from runtime.drafting.drafters.base import Ask, Place
 from runtime.engines.base import Piece
-from runtime.engines.llama import take_over
-from runtime.engines.torch import TorchEngine
+from runtime.engines.native.engine import take_over
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 
@@ -184,8 +184,8 @@ def test_made_for_an_artifact(tmp_path: Path) -> None:
     drafter = kangaroo.build(
         Target(model.artifact, model.engine), {"model": str(tmp_path / "draft"), "confidence": 0.0}
     )
-    from runtime.decoding.lengths.fixed import Fixed
-    from runtime.decoding.speculation import Speculation
+    from runtime.drafting.lengths.fixed import Fixed
+    from runtime.drafting.speculation import Speculation
 
     prompts = runs.rows(4, 10, seed=8).ids.tolist()
     expected = model.generate(prompts, max_new_tokens=30)

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from compress.distill.losses import LOG_FLOOR, Objective, SparseTargets
+from compress.distill.train.losses import LOG_FLOOR, Objective, SparseTargets
 from runtime.errors import RequestError
 
 KINDS = ["forward_kl", "reverse_kl", "js", "tvd"]

@@ -12,15 +12,15 @@ import pytest
 import torch
 
 import runtime
-from compress.distill import METHODS
-from compress.distill.acceptance import measure_acceptance
-from compress.distill.data import TextRows
-from compress.distill.features import Features
-from compress.distill.making import Making
-from compress.distill.parallel import ParallelStudent
-from compress.distill.student import Student
-from compress.distill.teacher import Teacher
-from compress.distill.worth import worth
+from compress.distill.draft import METHODS
+from compress.distill.draft.acceptance import measure_acceptance
+from compress.distill.draft.features import Features
+from compress.distill.draft.making import Making
+from compress.distill.draft.parallel import ParallelStudent
+from compress.distill.draft.speedup import worth
+from compress.distill.draft.student import Student
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher
 
 SHORT = {"data": "given", "steps": 4, "batch_size": 4, "evaluate_every": 2, "learning_rate": 1e-2}
 
@@ -96,7 +96,7 @@ def test_heads_and_adapters_are_measured_as_they_are_stored(
 
 
 def test_the_accept_head_reads_the_stored_draft(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress.distill import distillspec
+    from compress.distill.draft import distillspec
 
     seen: list[torch.Tensor] = []
     fit = distillspec.fit_accept_head
@@ -133,8 +133,8 @@ def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkey
 
 def whole_bytes(making: Making) -> float:
     """Bytes that the target reads for a token."""
-    from compress.distill.cut import cut_checkpoint
-    from compress.distill.making import read_bytes
+    from compress.distill.draft.cut import cut_checkpoint
+    from compress.distill.draft.making import read_bytes
 
     return read_bytes(making.artifact, Student(cut_checkpoint(making.artifact, 1)))
 
@@ -153,7 +153,7 @@ def test_a_pass_of_heads_is_paid_whole(make: Any, method: str) -> None:
 
 def test_long_drafts_are_measured_as_far_as_texts_go(make: Any) -> None:
     making = make(kinds={"text": random_rows(2, 64), "code": random_rows(2, 16)})
-    from compress.distill.cut import cut_checkpoint
+    from compress.distill.draft.cut import cut_checkpoint
 
     student = Student(cut_checkpoint(making.artifact, 1))
     found = making.measure(config("distillspec", tokens=40), student, TextRows(random_rows(2, 24)))
@@ -183,7 +183,7 @@ def test_a_target_that_ends_at_once_leaves_nothing_to_measure(make: Any, loaded:
 
     short = Teacher(own.logits, own.vocabulary, write=write, device=own.device)
     making = make(teacher=short, kinds={"text": random_rows(2, 16)})
-    from compress.distill.cut import cut_checkpoint
+    from compress.distill.draft.cut import cut_checkpoint
 
     found = making.measure(
         config("distillspec"), Student(cut_checkpoint(making.artifact, 1)), TextRows(random_rows(2, 24))
@@ -222,7 +222,7 @@ def test_training_is_where_the_target_is(make: Any, monkeypatch: pytest.MonkeyPa
     """Whatever device accelerate would take."""
     from accelerate import Accelerator
 
-    from compress.distill.cut import cut_checkpoint
+    from compress.distill.draft.cut import cut_checkpoint
 
     monkeypatch.setattr(Accelerator, "device", property(lambda self: torch.device("meta")))
     making = make()

@@ -8,12 +8,12 @@ import distill_runs as runs
 import pytest
 import torch
 
-from compress.distill.acceptance import measure_acceptance
-from compress.distill.cut import cut
-from compress.distill.losses import Objective
-from compress.distill.nested import NestedStudent, final_norm
-from compress.distill.options import TrainOptions
-from compress.distill.student import Student
+from compress.distill.draft.acceptance import measure_acceptance
+from compress.distill.draft.cut import cut
+from compress.distill.draft.nested import NestedStudent, final_norm
+from compress.distill.draft.student import Student
+from compress.distill.train.losses import Objective
+from compress.distill.train.options import TrainOptions
 from runtime.errors import RequestError
 
 

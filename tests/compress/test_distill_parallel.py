@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_models import random_llama
 
-from compress.distill.cut import cut
-from compress.distill.losses import Objective, SparseTargets
-from compress.distill.options import TrainOptions
-from compress.distill.parallel import ParallelStudent, dropped, layout
+from compress.distill.draft.cut import cut
+from compress.distill.draft.parallel import ParallelStudent, dropped, layout
+from compress.distill.train.losses import Objective, SparseTargets
+from compress.distill.train.options import TrainOptions
 from runtime.errors import RequestError
 
 MASK = 0

@@ -12,7 +12,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from compress.distill.samples import KINDS, LENGTH, MOST, read, sample_rows, turns
+from compress.data.samples import KINDS, LENGTH, MOST, read, sample_rows, turns
 from compress.evaluate import drafters
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"

@@ -15,15 +15,13 @@ import torch
 from random_models import random_llama
 from without_halves import without
 
-from compress.distill import skip_search
-from compress.distill.skip_measure import evenly, measure_views
-from compress.distill.skip_search import METHOD, SkipConfig, find_skips
-from compress.distill.skip_trials import DraftTrials
-from compress.distill.speedup import speedup, tokens_of
-from compress.distill.subset_search import Process, Search, improvement, search
-from runtime.engines.llama import LlamaEngine, take_over
-from runtime.engines.llama_view import View
-from runtime.engines.torch import TorchEngine
+from compress.distill.draft import skip_search
+from compress.distill.draft.skip_search import METHOD, DraftTrials, SkipConfig, evenly, find_skips, measure_views
+from compress.distill.draft.speedup import speedup, tokens_of
+from compress.distill.draft.subset_search import Process, Search, improvement, search
+from runtime.engines.native.engine import LlamaEngine, take_over
+from runtime.engines.native.sublayers import View
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
 
@@ -215,7 +213,7 @@ def test_halves_are_spread_evenly() -> None:
 
 @needs_compiler
 def test_views_are_measured_on_every_kind(model: Any, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
-    from compress.distill import skip_measure
+    from compress.distill.draft import skip_search as skip_measure
 
     monkeypatch.setattr(skip_measure, "_ROWS", 2)  # rows are read in parts, and counted together
     engine = engine_of(model)
@@ -239,13 +237,13 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     """The whole way: an artifact, its settings found, texts that stay what they are."""
     import compress
     import runtime
-    from compress.distill.making import Making
-    from compress.distill.teacher import Teacher
-    from compress.pipeline.progress import Reporter
-    from runtime.decoding.drafters import skip
-    from runtime.decoding.drafters.choose import Target
-    from runtime.decoding.lengths.fixed import Fixed
-    from runtime.decoding.speculation import Speculation
+    from compress.core.progress import Reporter
+    from compress.distill.draft.making import Making
+    from compress.distill.train.teacher import Teacher
+    from runtime.drafting.config.build import Target
+    from runtime.drafting.drafters import skip
+    from runtime.drafting.lengths.fixed import Fixed
+    from runtime.drafting.speculation import Speculation
 
     model.save_pretrained(tmp_path / "source")
     recipe = tmp_path / "recipe.json"

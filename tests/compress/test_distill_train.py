@@ -16,14 +16,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from compress.distill import checkpoint
-from compress.distill.data import MixedRows, OnPolicyRows
-from compress.distill.losses import Objective
-from compress.distill.options import TrainOptions
-from compress.distill.rows import Batch
-from compress.distill.student import Student, overlaps
-from compress.distill.teacher import Teacher
-from compress.distill.teacher_cache import cache_teacher
+from compress.distill.draft.student import Student, overlaps
+from compress.distill.train import checkpoint
+from compress.distill.train.data import Batch, MixedRows, OnPolicyRows
+from compress.distill.train.losses import Objective
+from compress.distill.train.options import TrainOptions
+from compress.distill.train.teacher import Teacher
+from compress.distill.train.teacher_cache import cache_teacher
 from runtime.errors import CompressError, RequestError
 
 QUICK: dict[str, Any] = {

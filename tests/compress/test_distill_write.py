@@ -15,12 +15,12 @@ from random_models import random_llama
 from safetensors.torch import load_file
 
 import runtime
-from compress.distill import vocab_trim
-from compress.distill.cut import cut
-from compress.distill.data import TextRows, teacher_rows
-from compress.distill.teacher import Teacher
-from compress.distill.write import write_draft
-from compress.pipeline.files import sha256
+from compress.core.files import sha256
+from compress.distill.draft import vocab_trim
+from compress.distill.draft.cut import cut
+from compress.distill.draft.write import write_draft
+from compress.distill.train.data import TextRows, teacher_rows
+from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
 
 
@@ -159,7 +159,7 @@ def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     def failing(*arguments: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("compress.pipeline.files.sync_directory", failing)
+    monkeypatch.setattr("compress.core.files.sync_directory", failing)
     with pytest.raises(KeyboardInterrupt):
         write_draft(tmp_path / "draft", draft, {"run": 3}, **arguments)
     assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}

@@ -10,7 +10,7 @@ import torch
 
 import runtime
 from compress.evaluate import TokenMetrics, evaluate, metrics, parameter_count
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
 

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 
 import runtime
 from compress.cli import main
+from compress.core.resources import bundled_text
 from compress.evaluate import evaluate
 from compress.evaluate.through_cache import through_cache
-from compress.resources import bundled_text
 from runtime.errors import RequestError
 
 LENGTH, PROMPT = 128, 96

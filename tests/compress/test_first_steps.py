@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 import compress
+from compress.core.resources import bundled_recipes, recipes_directory
 from compress.recipe import load, locate_model
-from compress.resources import bundled_recipes, recipes_directory
+from runtime.api.load import refuse_unfinished
 from runtime.errors import ArtifactError, RequestError
-from runtime.loading import refuse_unfinished
 
 
 @pytest.mark.parametrize(("module", "processes"), [("compress", "1"), ("compress", "2"), ("compress.cli", "1")])

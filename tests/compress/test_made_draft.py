@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
-from compress.commands.made_draft import show_draft
-from compress.pipeline.plan import make_plan
+from compress.commands.output import show_draft
 from compress.recipe import load
+from compress.run.plan import make_plan
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 

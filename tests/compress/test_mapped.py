@@ -9,17 +9,17 @@ import psutil
 import pytest
 import torch
 
-from compress import mapped
+from compress.core import file_matrix
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
-from compress.solver import factor
-from compress.solver.factor import factorize
-from compress.solver.group import solve_group
-from compress.statistics import Statistics, StatisticsCollector
+from compress.weights.solver import factor
+from compress.weights.solver.factor import factorize
+from compress.weights.solver.group import solve_group
 from runtime.errors import CompressError
 
-pytestmark = pytest.mark.skipif(not mapped.AVAILABLE, reason="this system cannot let go of mapped pages")
+pytestmark = pytest.mark.skipif(not file_matrix.AVAILABLE, reason="this system cannot let go of mapped pages")
 
 
 def collected(columns: int, directory: Path | None, tokens: int = 300) -> Statistics:
@@ -33,49 +33,49 @@ def collected(columns: int, directory: Path | None, tokens: int = 300) -> Statis
 
 
 def test_a_matrix_in_a_file_keeps_its_values_and_leaves_no_name(tmp_path: Path) -> None:
-    matrix = mapped.zeros(300, 7, directory=tmp_path)
+    matrix = file_matrix.zeros(300, 7, directory=tmp_path)
     values = torch.randn(300, 7)
     matrix.copy_(values)
     view = matrix[100:].T
-    mapped.let_go(view)
+    file_matrix.let_go(view)
     assert torch.equal(matrix, values)
-    assert mapped.is_mapped(view)
-    assert not mapped.is_mapped(values)
+    assert file_matrix.is_mapped(view)
+    assert not file_matrix.is_mapped(values)
     assert list(tmp_path.iterdir()) == []
-    other = mapped.empty_like(matrix)
-    assert mapped.is_mapped(other)
-    assert not mapped.is_mapped(mapped.empty_like(values))
-    held = len(mapped._maps)
+    other = file_matrix.empty_like(matrix)
+    assert file_matrix.is_mapped(other)
+    assert not file_matrix.is_mapped(file_matrix.empty_like(values))
+    held = len(file_matrix._maps)
     del matrix, view
     gc.collect()
-    assert len(mapped._maps) == held - 1
+    assert len(file_matrix._maps) == held - 1
 
 
 def test_what_is_let_go_is_not_resident(tmp_path: Path) -> None:
-    matrix = mapped.zeros(4096, 4096, directory=tmp_path)  # 64 MiB
+    matrix = file_matrix.zeros(4096, 4096, directory=tmp_path)  # 64 MiB
     process = psutil.Process()
     before = process.memory_info().rss
     matrix.fill_(1.0)
     assert process.memory_info().rss > before + 48 * 2**20
-    mapped.let_go(matrix)
+    file_matrix.let_go(matrix)
     assert process.memory_info().rss < before + 16 * 2**20
     assert float(matrix[4095, 4095]) == 1.0
 
 
 def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path) -> None:
     with pytest.raises(OSError):
-        mapped.zeros(1 << 26, 1 << 26, directory=tmp_path)  # 16 PiB
+        file_matrix.zeros(1 << 26, 1 << 26, directory=tmp_path)  # 16 PiB
 
 
 @pytest.mark.parametrize("columns", [1, 48, 700, 1030])
 def test_statistics_in_a_file_have_the_same_bits(columns: int, tmp_path: Path) -> None:
     here, there = collected(columns, None), collected(columns, tmp_path)
     assert there.hessian is not None
-    assert mapped.is_mapped(there.hessian)
+    assert file_matrix.is_mapped(there.hessian)
     assert torch.equal(here.hessian, there.hessian)
     scale = torch.rand(columns) + 0.5
     assert torch.equal(here.scaled(scale).hessian, there.scaled(scale).hessian)
-    assert mapped.is_mapped(there.scaled(scale).hessian)
+    assert file_matrix.is_mapped(there.scaled(scale).hessian)
 
 
 def test_sums_in_files_can_be_pooled(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_sums_in_files_can_be_pooled(tmp_path: Path) -> None:
 @pytest.mark.parametrize("columns", [1, 15, 16, 17, 48, 101])
 def test_the_factor_is_that_of_lapack(columns: int, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(factor, "PANEL", 16)
-    monkeypatch.setattr(mapped, "PANEL", 5)
+    monkeypatch.setattr(file_matrix, "PANEL", 5)
     hessian, order = collected(columns, None).hessian, torch.randperm(columns)
     found = factorize(hessian, order, 0.01)
     damped = hessian[order][:, order] + 0.01 * hessian.diagonal().mean() * torch.eye(columns)
@@ -102,10 +102,10 @@ def test_the_factor_is_that_of_lapack(columns: int, tmp_path: Path, monkeypatch)
     start, end = columns // 3, columns // 3 * 2
     assert torch.equal(found.panel(start, end), whole[start:end, :start])
     assert torch.equal(found.diagonal, whole.diagonal())
-    in_file = mapped.zeros(columns, columns, directory=tmp_path)
+    in_file = file_matrix.zeros(columns, columns, directory=tmp_path)
     in_file.copy_(hessian)
     again = factorize(in_file, order, 0.01)
-    assert mapped.is_mapped(again.reversed_upper)
+    assert file_matrix.is_mapped(again.reversed_upper)
     assert torch.equal(again.corner(0, columns), whole)
     # |S e|^2 of a sketch S estimates |T e|^2.
     error = torch.randn(columns, 64)

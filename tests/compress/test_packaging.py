@@ -40,7 +40,7 @@ def test_everything_is_in_it(wheel):
         for pattern in ("*.py", "*.c", "*.txt")
         for path in (ROOT / package).rglob(pattern)
     }
-    assert "compress/native/columns.c" in here
+    assert "compress/core/native/columns.c" in here
     assert {f"compress/distill/samples/{kind}.txt" for kind in ("text", "code", "chat")} <= here
     assert here <= names
     recipes = {path.name for path in (ROOT / "recipes").glob("*.yaml")}

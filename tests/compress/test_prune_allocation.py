@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from compress.core.statistics import StatisticsCollector
 from compress.prune.allocation import allocate, error_score, outlier_score
-from compress.statistics import StatisticsCollector
 from runtime.errors import RequestError
 
 layers = st.lists(st.tuples(st.integers(0, 1000), st.integers(1, 10**6)), min_size=1, max_size=20)

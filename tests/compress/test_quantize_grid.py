@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from compress.quantize.grid import FP8_MAX, Grid, make_grid, round_fp8, storable
-from runtime.scheme import WeightScheme
+from runtime.formats.scheme import WeightScheme
 
 SCHEMES = [
     WeightScheme(bits, "int", symmetric, strategy, 24 if strategy == "group" else None)

@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from compress.quantize import METHODS, PRESETS, check_fits, resolve_scheme
 from compress.quantize.presets import preset
 from runtime.errors import RequestError
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 
 Config = METHODS["rtn"].config
 

@@ -12,20 +12,18 @@ import torch
 from random_models import random_llama
 from torch import nn
 
-from compress.distill.data import TextRows
-from compress.distill.recovery.constraints import Adapter, between_codes, constrain, settle
-from compress.distill.recovery.finetune import FinetuneConfig
-from compress.distill.recovery.followed import Followed
-from compress.distill.recovery.held import Held, load, save
-from compress.distill.recovery.learner import Recovering
-from compress.distill.recovery.losses import squarehead
-from compress.distill.recovery.teachers import Cached, InMemory, cache_outputs
-from compress.distill.rows import Batch
-from compress.pipeline.stream import StreamedModel
+from compress.distill.recover.constraints import Adapter, between_codes, constrain, settle
+from compress.distill.recover.finetune import FinetuneConfig
+from compress.distill.recover.followed import Followed
+from compress.distill.recover.losses import Recovering, squarehead
+from compress.distill.recover.teachers import Cached, InMemory, cache_outputs
+from compress.distill.train.data import Batch, TextRows
+from compress.model.streamed import StreamedModel
 from compress.quantize.grid import make_grid
-from runtime.checkpoint import Checkpoint
+from compress.weights.fixed import Held, load, save
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import Scheme, WeightScheme
 
 INT3 = Scheme(weights=WeightScheme(3, group_size=8))
 ASYMMETRIC = Scheme(weights=WeightScheme(4, symmetric=False, group_size=8), sparsity="unstructured")
@@ -269,6 +267,6 @@ def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, m
 def test_a_disk_that_is_too_small_is_noticed_before(
     streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.distill.recovery.teachers.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("compress.distill.recover.teachers.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CompressError, match="teacher: memory"):
         cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Followed([1]), tmp_path / "kept", top=4, temperature=1.0)

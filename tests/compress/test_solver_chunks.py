@@ -5,14 +5,15 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
-from compress.solver import chunks, loop, promise
-from compress.solver.factor import factorize
-from compress.solver.group import solve_group
-from compress.statistics import Statistics, StatisticsCollector
-from runtime.scheme import WeightScheme
+from compress.weights.solver import columns as chunks
+from compress.weights.solver import compensate, loop
+from compress.weights.solver.factor import factorize
+from compress.weights.solver.group import solve_group
+from runtime.formats.scheme import WeightScheme
 
 
 def inputs(columns: int, tokens: int, seed: int, correlated: float = 0.6) -> Statistics:
@@ -66,7 +67,7 @@ def test_chunks_give_what_the_whole_gives(pattern: str | None, dtype: torch.dtyp
 def test_wide_rows_are_never_above_nearest(bits: int, correlated: float, sweeps: int) -> None:
     """More columns than the exact comparison is made for: most rows are judged by the sketch. Without correlation nothing is won
     by compensation, so that many rows are close."""
-    columns = 2 * promise.SKETCH + 88
+    columns = 2 * compensate.SKETCH + 88
     statistics = inputs(columns, 5000, 2, correlated)
     w = torch.randn(40, columns, generator=torch.Generator().manual_seed(5))
     w[3] *= 1e-3

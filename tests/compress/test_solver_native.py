@@ -8,15 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from compress import native
+from compress.core import native
 from compress.quantize import grid as grids
-from compress.solver import loop
-from compress.solver.factor import factorize
-from compress.solver.objective import column_errors
-from compress.solver.refine import refine
-from compress.solver.stacked import StackedGrid
-from runtime import native as libraries
-from runtime.scheme import WeightScheme
+from compress.quantize.objective import column_errors
+from compress.weights.solver import loop
+from compress.weights.solver.columns import StackedGrid
+from compress.weights.solver.factor import factorize
+from compress.weights.solver.refine import refine
+from runtime.formats.scheme import WeightScheme
+from runtime.system import native as libraries
 
 needs_c = pytest.mark.skipif(libraries.find_compiler() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 ROWS = [1, 31, 32, 33, 300, 1100]

@@ -7,11 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
-from compress.solver.group import LayerResult, solve_group
-from compress.statistics import Statistics, StatisticsCollector
+from compress.weights.solver.group import LayerResult, solve_group
 from runtime.errors import CompressError, RequestError
 
 

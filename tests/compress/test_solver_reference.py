@@ -7,12 +7,12 @@ import itertools
 import pytest
 import torch
 
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import resolve_scheme
 from compress.quantize.grid import make_grid
-from compress.solver.group import solve_group
-from compress.statistics import Statistics, StatisticsCollector
+from compress.weights.solver.group import solve_group
 
 
 def problem(out: int, columns: int, tokens: int = 512, seed: int = 0) -> tuple[torch.Tensor, Statistics]:

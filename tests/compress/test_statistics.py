@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.statistics import BLOCK, StatisticsCollector
+from compress.core.statistics import BLOCK, StatisticsCollector
 
 
 @pytest.mark.parametrize("columns", [16, BLOCK, 2 * BLOCK + 76])

@@ -13,7 +13,7 @@ import pytest
 import typer
 
 from compress import cli
-from compress.stopping import Stopped, stoppable
+from compress.core.stopping import Stopped, stoppable
 
 SIGNALS = pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from transformers import AutoConfig
 
-from compress.prune.structure.couplings import Slices, changed, channels_of, layouts
-from compress.prune.structure.sizes import resized, size_of
+from compress.model.config_sizes import resized, size_of
+from compress.model.couplings import Slices, changed, channels_of, layouts
 from runtime.errors import RequestError
-from runtime.skeleton import build_skeleton, find_stacks
+from runtime.modeling.skeleton import build_skeleton, find_stacks
 
 COMMON = {"vocab_size": 101, "num_hidden_layers": 2, "hidden_size": 48, "num_attention_heads": 4}
 FAMILIES: dict[str, dict[str, Any]] = {

@@ -9,13 +9,13 @@ import torch
 from torch import nn
 from transformers import AutoConfig
 
+from compress.model.config_sizes import active_experts, resized, size_of
+from compress.model.couplings import Slices, changed
 from compress.prune.structure import METHODS
-from compress.prune.structure.couplings import Slices, changed
-from compress.prune.structure.experts import Call, RoutingCollector, chosen, experts_of
-from compress.prune.structure.sizes import active_experts, resized, size_of
+from compress.prune.structure.expert_layout import Call, RoutingCollector, chosen, experts_of
 from compress.prune.structure.view import Routing, View
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import build_skeleton
+from runtime.modeling.skeleton import build_skeleton
 
 
 class Experts(nn.Module):

@@ -11,8 +11,8 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
-from compress.pipeline.norms import find_norms, gain
-from compress.prune.structure.couplings import Slices
+from compress.model.couplings import Slices
+from compress.prune.structure.hidden_statistics import find_norms, gain
 from compress.prune.structure.least_squares import nearest
 from runtime.errors import RequestError
 

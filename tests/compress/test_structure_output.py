@@ -14,9 +14,9 @@ import pytest
 import yaml
 
 from compress.cli import main
-from compress.commands.made_passes import pass_rows
+from compress.commands.output import pass_rows
 from compress.report.structure import structure_section
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.checkpoint import Checkpoint
 
 CUT = {
     "method": "obs",

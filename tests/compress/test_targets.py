@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from compress.targets import ModuleInfo, check_pattern, matches, select, unmatched_message
+from compress.recipe.targets import ModuleInfo, check_pattern, matches, select, unmatched_message
 from runtime.errors import RequestError
 
 MODULES = [

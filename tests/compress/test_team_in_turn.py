@@ -15,7 +15,7 @@ import os, sys
 from pathlib import Path
 import torch
 torch.set_num_threads(1)
-from compress.distill.team import Team
+from compress.core.processes import Team
 from runtime.errors import CompressError
 
 where, what = Path(sys.argv[1]), sys.argv[2]

@@ -9,7 +9,7 @@ import accelerate
 import pytest
 import torch
 
-from compress.distill.team import Team
+from compress.core.processes import Team
 from runtime.errors import CompressError
 
 

@@ -13,9 +13,9 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
-from compress.prune.vocabulary import Tokens, choose, closed, read_vocabulary
-from compress.prune.vocabulary.bpe import BPE
-from compress.prune.vocabulary.named import named, renumbered
+from compress.prune.structure.vocabulary import Tokens, choose, closed, read_vocabulary
+from compress.prune.structure.vocabulary.models import BPE
+from compress.prune.structure.vocabulary.named import named, renumbered
 from runtime.errors import RequestError
 
 TEXTS = [

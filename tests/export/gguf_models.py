@@ -10,7 +10,7 @@ import torch
 
 import export
 from runtime.formats.checks import expand_groups
-from runtime.scheme import CompressedWeight, Scheme
+from runtime.formats.scheme import CompressedWeight, Scheme
 from tests.runtime.weight_cases import write_checkpoint
 
 

@@ -10,7 +10,7 @@ import torch
 
 if TYPE_CHECKING:
     from export.onnx.dialect import Dialect
-    from runtime.scheme import CompressedWeight
+    from runtime.formats.scheme import CompressedWeight
 
 
 def write_layer(folder: Path, weight: CompressedWeight, spoken: Dialect) -> Path:

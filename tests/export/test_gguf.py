@@ -16,7 +16,7 @@ from gguf_models import exactly, export_gguf, read_gguf, save_compressed, unrota
 from export.source import Source
 from export.target import Conversion
 from runtime.errors import CompressError, RequestError
-from runtime.scheme import WeightScheme
+from runtime.formats.scheme import WeightScheme
 from tests.runtime.weight_cases import int_scheme
 
 gguf = pytest.importorskip("gguf")

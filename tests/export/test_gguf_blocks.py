@@ -12,7 +12,7 @@ from gguf_models import exactly, export_gguf, save_compressed, save_model
 from export.gguf import grids
 from runtime.errors import CompressError, RequestError
 from runtime.formats.checks import expand_groups
-from runtime.scheme import CompressedWeight
+from runtime.formats.scheme import CompressedWeight
 from tests.runtime.weight_cases import int_scheme, random_weight
 
 gguf = pytest.importorskip("gguf")

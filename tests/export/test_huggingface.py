@@ -15,7 +15,7 @@ import export
 import runtime
 from export.huggingface.gptq_reader import Folder
 from runtime.errors import CompressError, RequestError
-from runtime.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import Scheme, WeightScheme
 from tests.runtime.weight_cases import int_scheme, write_checkpoint
 
 Make = Callable[..., Path]
@@ -71,7 +71,7 @@ def test_compressed_tensors_loads_in_transformers_and_here(made: Make, tmp_path:
 
 
 def test_what_needs_no_change_is_copied_tensor_by_tensor(made: Make, tmp_path: Path) -> None:
-    from runtime.checkpoint import Checkpoint
+    from runtime.checkpoint.checkpoint import Checkpoint
 
     result = _export(made("w4_g128"), tmp_path)
     before, after = Checkpoint(made("w4_g128")), Checkpoint(result.path)

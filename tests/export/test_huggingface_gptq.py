@@ -12,9 +12,9 @@ from export.huggingface.gptq import pack
 from export.huggingface.gptq_reader import dequantize, unpack
 from export.huggingface.grids import group_for, holds, reflect_low_zeros, regrid, union
 from export.huggingface.shards import Part, write
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.formats import TensorSpec
-from runtime.scheme import CompressedWeight, WeightScheme
+from runtime.formats.scheme import CompressedWeight, WeightScheme
 from tests.runtime.weight_cases import int_scheme, random_weight
 
 # rows and columns that fill whole words, the smallest among them; groups: a size, or one a row

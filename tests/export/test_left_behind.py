@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from export import export
-from runtime.kv_cache.policy import Policy
-from runtime.sealed import sealed_json
+from runtime.kv_cache.policy.policy import Policy
+from runtime.system.self_hash import sealed_json
 
 
 @pytest.mark.parametrize("written", [None, "kivi"])

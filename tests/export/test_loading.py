@@ -14,8 +14,8 @@ import export
 import runtime
 from compress.cli import main
 from export.target import missing_packages
+from runtime.checkpoint.export_directory import find_export
 from runtime.errors import ArtifactError, RequestError
-from runtime.exported import find_export
 
 Make = Callable[..., Path]
 NEEDS = {"huggingface": (), "onnx": ("onnx", "onnxscript", "onnxruntime"), "triton": ("triton",)}
@@ -102,7 +102,8 @@ def test_missing_files_and_files_that_nobody_listed(exported: Callable[[str], Pa
 
 def test_files_of_the_artifact_are_hashed_once(written: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """An export to triton has two manifests, and its weights stand in both."""
-    from runtime import artifact, exported
+    from runtime.checkpoint import artifact
+    from runtime.checkpoint import export_directory as exported
 
     folder, seen, true = written("triton"), [], artifact.sha256
 

@@ -14,7 +14,7 @@ import torch
 import compress
 import export
 import runtime
-from compress.resources import recipes_directory
+from compress.core.resources import recipes_directory
 from export.source import Source
 from runtime.errors import CompressError, RequestError
 

@@ -15,7 +15,7 @@ from onnx_layer import write_layer
 import export
 import runtime
 from export.onnx.dialect import dialect
-from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from export.onnx.grid import ONNX, TENSORRT, conversion, to_grid, why_not
 from export.onnx.matmul_nbits import packed, packed_zero_points
 from runtime.errors import RequestError
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 
 def weight(

@@ -20,7 +20,7 @@ from export.onnx.dialect import dialect
 from export.onnx.grid import ONNX, conversion, grid_bytes, rounded_anew, to_grid
 from export.onnx.layer_rules import layer_rules, multiplies_integers
 from runtime.errors import CompressError, RequestError
-from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

@@ -82,7 +82,7 @@ def test_a_text_in_pieces_gives_the_logits_of_the_whole(pair: tuple[Path, Path],
 
 
 def test_long_prompts_go_through_in_parts(pair: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.engines import onnx
+    from runtime.engines.onnx import engine as onnx
 
     engine = runtime.load(pair[1]).engine
     ids = torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(2))
@@ -160,7 +160,7 @@ def test_a_graph_that_is_cut_off(pair: tuple[Path, Path], tmp_path: Path) -> Non
 
 
 def test_weights_lie_in_the_file_as_compressed_as_in_the_artifact(pair: tuple[Path, Path]) -> None:
-    from runtime.artifact import Artifact
+    from runtime.checkpoint.artifact import Artifact
 
     stored = Artifact(pair[0]).checkpoint.total_bytes
     assert (pair[1] / "model.onnx.data").stat().st_size < 1.1 * stored

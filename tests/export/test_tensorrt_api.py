@@ -14,7 +14,7 @@ from fake_tensorrt.listing import LISTING
 from export.tensorrt.layers import TORCH
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.weights import TYPES
-from runtime.engines.tensorrt_session import DTYPES
+from runtime.engines.tensorrt.session import DTYPES
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted([*(ROOT / "export" / "tensorrt").glob("*.py"), *(ROOT / "runtime" / "engines").glob("tensorrt*.py")])

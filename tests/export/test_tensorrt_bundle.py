@@ -15,7 +15,7 @@ from fake_tensorrt.install import install
 
 import export
 import runtime
-import runtime.engines.tensorrt as engines
+import runtime.engines.tensorrt.engine as engines
 from compress.cli import main
 from runtime.errors import ArtifactError, RequestError
 

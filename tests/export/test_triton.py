@@ -21,15 +21,15 @@ import export
 import runtime
 from export.run import Exported, parse_options
 from export.source import Source
-from export.triton_aot import check, plan
+from export.triton_aot import check, compiled, plan
 from export.triton_aot.build import Task, build
 from export.triton_aot.cubin import read
 from export.triton_aot.grids import RULES
 from export.triton_aot.options import TritonOptions
 from export.triton_aot.target import TritonTarget
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.kernels.triton import ahead, compiled, jit, signature
+from runtime.kernels.triton import ahead, jit, signature
 from runtime.kernels.triton.cubins import read_cubin, read_index
 
 CPU = torch.device("cpu")
@@ -105,8 +105,8 @@ def test_no_path_of_this_machine_is_in_a_cubin(exported: Exported) -> None:
 
 def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
     """As on a machine with such a GPU: what the table asks before it chooses a kernel, and what the engine launches."""
-    from runtime.engines.torch import Blueprint
-    from runtime.kernels.triton import launches
+    from export.triton_aot import launches
+    from runtime.engines.torch.engine import Blueprint
 
     class Driver:
         device_type = "cpu"
@@ -124,7 +124,8 @@ def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
 
 
 def _walk(model: Any) -> None:
-    from runtime.kernels.triton import gpu, launches
+    from export.triton_aot import launches
+    from runtime.kernels.triton import gpu
 
     with gpu.assuming(90), torch.inference_mode():
         launches._prepare(model)
@@ -299,11 +300,10 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
 ) -> None:
     from export.progress import Reporter
     from export.target import Job
-    from export.triton_aot import write
-    from runtime.kernels.triton import launches, tuning
-    from runtime.kv_cache.choose import choose_policy
-    from runtime.kv_cache.policy import Policy
-    from runtime.sealed import sealed_json
+    from export.triton_aot import launches, write
+    from runtime.kernels.triton import tuning
+    from runtime.kv_cache.policy.policy import Policy, choose_policy
+    from runtime.system.self_hash import sealed_json
 
     path = Path(shutil.copytree(tiny_artifact, tmp_path / "kivi"))
     policy = Policy.parse("kivi")
@@ -371,8 +371,8 @@ def test_what_does_not_fit_is_said(tiny_llama: Any, tiny_artifact: Path, monkeyp
 
 
 def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from runtime.quantization_config import ModuleEntry
-    from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+    from runtime.formats.quantization_config import ModuleEntry
+    from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 
     source = Source(tiny_artifact)
     float8 = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))

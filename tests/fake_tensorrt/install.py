@@ -33,7 +33,7 @@ class HostGpu:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """From now on this machine has TensorRT and a GPU called Stand-in; returns the module."""
-    import runtime.engines.tensorrt as engine
+    import runtime.engines.tensorrt.engine as engine
     from export.tensorrt import machine
 
     trt: Any = fake_tensorrt.module()

@@ -10,14 +10,14 @@ import torch
 
 import compress
 import runtime
-from compress.distill.cut import cut_checkpoint
-from compress.pipeline.collect import InputGroup, collect
-from runtime.artifact import Artifact
-from runtime.checkpoint import Checkpoint
-from runtime.engines.torch import Blueprint
+from compress.distill.draft.cut import cut_checkpoint
+from compress.model.input_statistics import InputGroup, collect
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError
-from runtime.experts import Experts, Layout, find_fused, unfuse
-from runtime.linear import CompressedLinear
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.experts import Experts, Layout, find_fused, unfuse
 from tests.families.models import FAMILIES
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}

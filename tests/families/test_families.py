@@ -10,10 +10,10 @@ import torch
 
 import compress
 import runtime
-from runtime.artifact import Artifact
-from runtime.checkpoint import Checkpoint
-from runtime.engines.torch import Blueprint
-from runtime.linear import CompressedLinear
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.torch.engine import Blueprint
+from runtime.layers.compressed_linear import CompressedLinear
 from tests.families.models import FAMILIES, Family
 from tests.families.sounds import write_sounds
 

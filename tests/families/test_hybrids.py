@@ -12,9 +12,9 @@ import torch
 
 import compress
 import runtime
-from compress.distill.cut import chosen_layers
-from compress.prune.structure.hybrids import attending, attends
-from compress.prune.structure.sizes import with_layers
+from compress.distill.draft.cut import chosen_layers
+from compress.model.config_sizes import with_layers
+from compress.model.hybrid_layers import attending, attends
 from runtime.errors import RequestError
 from tests.families.models import FAMILIES, Family
 

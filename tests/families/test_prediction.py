@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 
 import compress
 import runtime
-from compress.pipeline.plan import make_plan
 from compress.recipe import load
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from tests.families.test_sources import applied, set_config, source
 

@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 import compress
-from compress.pipeline.plan import make_plan
 from compress.recipe import load
+from compress.run.plan import make_plan
 from runtime.errors import RequestError
 from tests.families.models import Family
 

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 import compress
 import runtime
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 from tests.families.models import FAMILIES
 

@@ -14,12 +14,12 @@ from safetensors.torch import load_file, save_file
 
 import compress
 import runtime
-from compress.calibration import speech_rows
-from compress.pipeline.session import Session
+from compress.data import speech_rows
 from compress.recipe import load as load_recipe
-from runtime import audio
+from compress.run.session import Session
+from runtime.api import audio
+from runtime.api.speech import SpeechModel
 from runtime.errors import RequestError
-from runtime.speech import SpeechModel
 from tests.families.models import FAMILIES
 from tests.families.sounds import RATE, write_sounds, write_wav
 
@@ -256,7 +256,7 @@ def test_methods_without_data_need_no_sounds(whisper: Path, tmp_path: Path) -> N
 def test_a_resumed_run_gives_the_same_bytes(whisper: Path, sounds: Path, tmp_path: Path, monkeypatch: Any) -> None:
     given = recipe(whisper, GPTQ, calibration={"data": str(sounds), "batch_size": 3})
     whole = compress.apply(given, output=tmp_path / "whole", quiet=True)
-    from compress.pipeline.stream import StreamedModel
+    from compress.model.streamed import StreamedModel
 
     real, calls = StreamedModel.advance, []
 

@@ -13,8 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline.plan import make_plan
 from compress.recipe import load
+from compress.run.plan import make_plan
 from runtime.errors import CompressError, RequestError
 from tests.families.unknown import Cell, OddConfig, OddForCausalLM
 from tests.pipeline.conftest import byte_tokenizer
@@ -161,8 +161,8 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
     ],
 )
 def test_layers_as_wide_as_there_are_experts_are_no_routers(family: str, sizes: dict[str, int]) -> None:
-    from runtime.experts import routers
-    from runtime.skeleton import build_skeleton
+    from runtime.modeling.experts import routers
+    from runtime.modeling.skeleton import build_skeleton
     from tests.families.models import FAMILIES
 
     known = next(one for one in FAMILIES if one.name == family)

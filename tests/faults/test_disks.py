@@ -144,9 +144,9 @@ def test_an_output_that_cannot_be_made_is_a_wrong_request(ask: Callable[..., Ans
 def test_an_output_that_vanishes_in_mid_run(
     job: Any, ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.pipeline import blocks
+    from compress.weights import block_pass
 
-    real, output = blocks._one_block, tmp_path / "out"
+    real, output = block_pass._one_block, tmp_path / "out"
 
     def vanish(one: Any, index: int, *rest: Any) -> Any:
         if index == 1:
@@ -154,7 +154,7 @@ def test_an_output_that_vanishes_in_mid_run(
         return real(one, index, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(blocks, "_one_block", vanish)
+        patched.setattr(block_pass, "_one_block", vanish)
         code, found, said = ask()
     assert code == 1, found
     assert str(output) in found["error"]
@@ -169,13 +169,13 @@ def test_a_source_that_changes_between_two_runs(
     job: Any, ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Weights, config, tokenizer or text: what was begun is not gone on with."""
-    from compress.pipeline import blocks
+    from compress.weights import block_pass
 
     def stop(one: Any, index: int, *rest: Any) -> Any:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(blocks, "_one_block", stop)
+        patched.setattr(block_pass, "_one_block", stop)
         code, found, _ = ask()
     assert code == 130
     assert "interrupted; what is finished is kept: go on with the same command and --resume" in found["error"]

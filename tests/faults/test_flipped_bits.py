@@ -14,10 +14,10 @@ from runs import make_request
 import compress
 from compress.cli import main
 from export import export
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.export_directory import find_export, verify_files
 from runtime.errors import ArtifactError
-from runtime.exported import find_export, verify_files
-from runtime.sealed import json_is_whole, page_is_whole, sealed_json, sealed_page
+from runtime.system.self_hash import json_is_whole, page_is_whole, sealed_json, sealed_page
 
 FLIPS = 1000 * int(os.environ.get("FAULTS_MORE") or 1)
 # Not of the artifact: times, and what is chosen anew on every machine.

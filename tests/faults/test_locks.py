@@ -17,13 +17,13 @@ from runs import contents, make_request
 
 import compress
 from export.folder import beside as written_beside
-from runtime import lock
 from runtime.errors import RequestError
+from runtime.system import lock
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from runtime.lock import locked
+from runtime.system.lock import locked
 with locked(Path(sys.argv[1]), Path("out")):
     print("held", flush=True)
     time.sleep(60)
@@ -139,7 +139,7 @@ def test_a_run_that_another_has_finished_meanwhile_is_not_run_over_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Between looking at the output and locking it there is the whole plan; another run may come and go."""
-    from compress.pipeline import run
+    from compress.run import run
 
     request, output, real = make_request(tmp_path, "compress"), tmp_path / "out", run.plan_session
     others: list[Any] = []
@@ -159,11 +159,11 @@ def test_a_run_that_another_has_finished_meanwhile_is_not_run_over_it(
 @pytest.mark.parametrize("seconds", [-(10**9), 10**9])
 def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
     """Set back or forward between two runs, in the midst of a run, and in what files say: the same bytes."""
-    from compress.pipeline import blocks
+    from compress.weights import block_pass
 
     request, output = make_request(tmp_path, "compress"), tmp_path / "out"
     straight = contents(compress.apply(request, output=tmp_path / "straight", quiet=True).path)
-    real = blocks._one_block
+    real = block_pass._one_block
 
     def stop(job: Any, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -171,7 +171,7 @@ def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return real(job, index, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(blocks, "_one_block", stop)
+        patched.setattr(block_pass, "_one_block", stop)
         with pytest.raises(KeyboardInterrupt):
             compress.apply(request, output=output, quiet=True)
     now = time.time

@@ -37,7 +37,7 @@ def test_a_moment_is_what_a_crash_there_leaves(tmp_path: Path) -> None:
     """The tool itself: half of a file that is being written, and nothing of what comes after."""
     from moments import Moments
 
-    from compress.pipeline.files import write_text
+    from compress.core.files import write_text
 
     place = tmp_path / "watched"
     place.mkdir()

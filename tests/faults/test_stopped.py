@@ -19,15 +19,15 @@ import compress
 from compress.evaluate import speed
 from compress.evaluate.speed import SpeedRequest, run_isolated
 from export.triton_aot import build
-from runtime import native
-from runtime.ended import how_it_ended
 from runtime.errors import CompressError
+from runtime.system import native
+from runtime.system.processes import how_it_ended
 
 ROOT = Path(__file__).resolve().parents[2]
 # Waits in the second block, so that the signal finds it there.
 APPLY = """
 import sys, time
-from compress.pipeline import blocks
+from compress.run import blocks
 real = blocks._one_block
 def one_block(job, index, *rest):
     if index == 1:

@@ -32,13 +32,13 @@ class Kind:
 
 
 def _header(directory: Path) -> None:
-    from runtime.headers import read_header
+    from runtime.checkpoint.headers import read_header
 
     read_header(directory / "model.safetensors")
 
 
 def _checkpoint(directory: Path) -> None:
-    from runtime.checkpoint import Checkpoint
+    from runtime.checkpoint.checkpoint import Checkpoint
 
     checkpoint = Checkpoint(directory)
     for name in checkpoint.names()[:3]:
@@ -49,7 +49,7 @@ def _checkpoint(directory: Path) -> None:
 def _inspect(directory: Path) -> None:
     from compress.commands.inspect import describe
     from compress.report.html import page
-    from runtime.artifact import Artifact
+    from runtime.checkpoint.artifact import Artifact
 
     artifact = Artifact(directory)
     describe(artifact)
@@ -61,7 +61,7 @@ def _inspect_unsealed(directory: Path) -> None:
     """As if whoever has changed a file had sealed it again."""
     from compress.commands.inspect import describe
     from compress.report.html import page
-    from runtime.artifact import Artifact
+    from runtime.checkpoint.artifact import Artifact
 
     describe(Artifact(directory))
     page(directory)
@@ -77,7 +77,7 @@ def _load(directory: Path) -> None:
 def _config(directory: Path) -> None:
     import torch
 
-    from runtime.skeleton import build_skeleton, read_config
+    from runtime.modeling.skeleton import build_skeleton, read_config
 
     build_skeleton(read_config(directory), torch.float32)
 
@@ -110,8 +110,8 @@ def _plan_model(directory: Path) -> None:
 
 
 def _policy(directory: Path) -> None:
-    from runtime.checkpoint import read_json
-    from runtime.kv_cache.policy import Policy
+    from runtime.checkpoint.checkpoint import read_json
+    from runtime.kv_cache.policy.policy import Policy
 
     Policy.parse(read_json(directory / "policy.json")).describe()
 
@@ -185,7 +185,7 @@ def make_good(room: Path) -> None:
 
     import compress
     from export import export
-    from runtime.kv_cache.policy import Policy
+    from runtime.kv_cache.policy.policy import Policy
 
     request = make_request(room, "draft")
     made = compress.apply(request, output=room / "artifact", quiet=True)

@@ -20,8 +20,8 @@ from safetensors.torch import load_file, save_file
 import compress
 import runtime
 from compress.cli import main
-from runtime.artifact import Artifact
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 
 ROOT = Path(__file__).resolve().parents[2]

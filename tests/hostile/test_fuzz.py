@@ -22,8 +22,8 @@ from kinds import BOMBS, KINDS, allowed, hostile, make_good, mend
 from watching import watch
 
 from compress.recipe import load
+from runtime.checkpoint.headers import read_header
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.headers import read_header
 
 # Those that load a model take some hundred times as long.
 INPUTS = {

@@ -13,7 +13,7 @@ from tokenizers.decoders import ByteLevel as ByteLevelDecoder
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import compress
-from compress.pipeline.plain import PlainWriter
+from compress.model.checkpoint_writer import PlainWriter
 
 SMALL: dict[str, dict[str, Any]] = {
     "llama": {

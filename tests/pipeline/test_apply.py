@@ -12,8 +12,8 @@ from transformers import AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline.run import LimitError
-from runtime.checkpoint import Checkpoint
+from compress.run.run import LimitError
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
 GPTQ = {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}}
@@ -218,7 +218,7 @@ def test_plan_matches_what_apply_does(make_checkpoint, recipe, tmp_path):
 
 
 def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.pipeline import plan
+    from compress.run import plan
 
     model = make_checkpoint()
     monkeypatch.setattr(plan, "_free_disk", lambda path: 1000)
@@ -228,7 +228,7 @@ def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, mon
 
 
 def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.pipeline import shards
+    from compress.weights import shards
 
     model = make_checkpoint()
     real, calls = shards.save_file, []
@@ -305,7 +305,7 @@ def test_overwrite_touches_only_its_own_directory(make_checkpoint, recipe, tmp_p
 
 
 def test_a_refused_overwrite_leaves_the_old_artifact(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.pipeline import plan
+    from compress.run import plan
 
     model, output = make_checkpoint(), tmp_path / "out"
     compress.apply(recipe(model, STAGES["rtn"][0]), output=output, quiet=True)
@@ -373,10 +373,10 @@ def test_a_layout_that_others_cannot_read_is_said(make_checkpoint, recipe):
 
 
 def test_the_advice_fits_what_takes_the_memory(make_checkpoint, recipe, monkeypatch):
-    from compress.pipeline import totals
+    from compress.run import footprint
 
-    monkeypatch.setattr(totals, "free_bytes", lambda: 1 << 20)
-    monkeypatch.setattr(totals, "memory_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(footprint, "free_bytes", lambda: 1 << 20)
+    monkeypatch.setattr(footprint, "memory_bytes", lambda: 1 << 20)
     small = compress.plan(recipe(make_checkpoint(), STAGES["rtn"][0]))
     assert any("largest block" in problem for problem in small.problems)
     asked = recipe(make_checkpoint(), GPTQ)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch.nn import functional
 
-from compress.pipeline import arithmetic
-from compress.pipeline.arithmetic import WidenedProducts, products
+from compress.core import tensors
+from compress.core.tensors import WidenedProducts, products
 
 
 @pytest.fixture
@@ -16,11 +16,11 @@ def seen(monkeypatch):
     found = []
 
     def widen(value):
-        wide = value.float() if arithmetic._narrow(value) else value
+        wide = value.float() if tensors._narrow(value) else value
         found.append(wide.dtype if isinstance(wide, torch.Tensor) else None)
         return wide
 
-    monkeypatch.setattr(arithmetic, "_widen", widen)
+    monkeypatch.setattr(tensors, "_widen", widen)
     return found
 
 
@@ -54,8 +54,8 @@ def test_float32_and_results_with_a_place_of_their_own_pass_through(seen) -> Non
 
 
 def test_the_mode_is_for_cpus_without_bfloat16(monkeypatch) -> None:
-    monkeypatch.setattr(arithmetic, "has_bfloat16", lambda: False)
+    monkeypatch.setattr(tensors, "has_bfloat16", lambda: False)
     assert isinstance(products(torch.device("cpu")), WidenedProducts)
     assert not isinstance(products(torch.device("cuda")), WidenedProducts)
-    monkeypatch.setattr(arithmetic, "has_bfloat16", lambda: True)
+    monkeypatch.setattr(tensors, "has_bfloat16", lambda: True)
     assert not isinstance(products(torch.device("cpu")), WidenedProducts)

@@ -143,7 +143,7 @@ def test_text_that_is_no_recipe(tmp_path, capsys, text, words):
 
 FULL = """
 import sys
-from compress.pipeline import shards
+from compress.run import shards
 real = shards.save_file
 count = 0
 def full(tensors, path, metadata=None):

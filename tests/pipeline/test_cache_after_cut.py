@@ -10,10 +10,10 @@ import pytest
 
 import compress
 from compress.cli import main
-from compress.pipeline import cache_eval
-from compress.pipeline.finish import _same_text
-from compress.pipeline.passes import Passes
 from compress.recipe import load
+from compress.run import cache_evaluation
+from compress.run.manifest import _same_text
+from compress.run.passes import Passes
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
 CUT = {"structure": {"method": "frequency", "remove": "vocabulary", "keep": 3072}}
@@ -34,12 +34,12 @@ def test_weights_and_cache_together_are_counted_a_token_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = 0.25  # nats a token of the artifact's
-    real = cache_eval.through_cache
+    real = cache_evaluation.through_cache
 
     def measured(*arguments: Any) -> dict[str, Any]:
         return real(*arguments) | {"perplexity_increase_with_cache": math.exp(lost) - 1}
 
-    monkeypatch.setattr(cache_eval, "through_cache", measured)
+    monkeypatch.setattr(cache_evaluation, "through_cache", measured)
     made = compress.apply(request(CUT, CACHE), output=tmp_path / "out", quiet=True)
     metrics = made.metrics
     passes = Passes.open(load(request(CUT)))

@@ -12,11 +12,11 @@ import torch
 import compress
 import runtime
 from compress.cli import main
-from compress.pipeline.run import LimitError
 from compress.recipe import load
-from runtime.artifact import Artifact
+from compress.run.run import LimitError
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import RequestError
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.policy import Policy
 
 KV4 = {"kv_cache": {"keys": "int4", "values": "int4", "recent": 32}}
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
@@ -84,8 +84,8 @@ def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
     make_checkpoint, recipe, tmp_path, monkeypatch
 ):
     from compress.kv_cache import calibrate as module
-    from runtime.kv_cache.calibrated import fingerprint
-    from runtime.skeleton import read_config
+    from runtime.kv_cache.policy.calibrated import fingerprint
+    from runtime.modeling.skeleton import read_config
 
     windows = []
 
@@ -176,9 +176,9 @@ def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tm
 
 
 def test_what_does_not_fit_is_not_measured_and_keeps_no_limit(make_checkpoint, recipe, text, tmp_path, monkeypatch):
-    from compress.pipeline import cache_eval
+    from compress.run import cache_evaluation
 
-    monkeypatch.setattr(cache_eval, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr(cache_evaluation, "available_bytes", lambda device: 1000)
     evaluation = {"data": str(text), "sequence_length": 32, "samples": 2}
     model = make_checkpoint()
     written = compress.apply(recipe(model, RTN, KV4, evaluate=evaluation), output=tmp_path / "out", quiet=True)
@@ -194,8 +194,8 @@ def test_what_does_not_fit_is_not_measured_and_keeps_no_limit(make_checkpoint, r
 
 
 def test_prefix_tokens_shorten_the_windows(make_checkpoint, recipe, text, tmp_path):
-    from runtime.kv_cache.calibrated import fingerprint
-    from runtime.skeleton import read_config
+    from runtime.kv_cache.policy.calibrated import fingerprint
+    from runtime.modeling.skeleton import read_config
 
     model = make_checkpoint()
     known = {"fingerprint": fingerprint(read_config(model)), "prefix_tokens": [7, 8]}
@@ -247,7 +247,7 @@ def test_models_without_such_a_cache_are_refused_with_the_place(make_checkpoint,
 
 
 def test_plans_and_inspections_say_what_the_cache_takes(make_checkpoint, recipe, tmp_path, capsys):
-    from compress.pipeline.plan import make_plan
+    from compress.run.plan import make_plan
 
     model = make_checkpoint("qwen3", head_dim=32, max_position_embeddings=2048)
     plan = make_plan(load(recipe(model, RTN, KV4)), device="cpu").to_dict()["kv_cache"]

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 import compress
-from compress.prune.vocabulary import tokens
+from compress.prune.structure.vocabulary import tokens
 from export import export
-from runtime import companions
+from runtime.checkpoint import companions
 from runtime.errors import ArtifactError
 
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}

@@ -10,10 +10,10 @@ from draft_stages import RTN, draft
 
 import compress
 import runtime
-from compress.pipeline.draft import check_draft
-from compress.pipeline.session import Session
+from compress.distill.draft.stage import check_draft
 from compress.recipe import load
-from runtime.checkpoint import Checkpoint
+from compress.run.session import Session
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 NARROW = {"name": "small", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}

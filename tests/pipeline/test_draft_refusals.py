@@ -7,9 +7,9 @@ from draft_stages import RTN, draft
 from transformers import AutoConfig
 
 import compress
-from compress.distill.prospect import plain_head
+from compress.distill.draft.prospect import plain_head
 from runtime.errors import RequestError
-from runtime.skeleton import build_skeleton
+from runtime.modeling.skeleton import build_skeleton
 
 
 @pytest.mark.parametrize(

@@ -11,9 +11,11 @@ from draft_stages import RTN, draft, files
 
 import compress
 import runtime
-from compress.distill import loop, making
-from compress.pipeline import blocks, finish
-from runtime.artifact import Artifact
+from compress.distill.draft import making
+from compress.distill.train import loop
+from compress.run import manifest as finish
+from compress.weights import block_pass
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
 
@@ -33,13 +35,13 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
                 compress.apply(recipe(make_checkpoint(), RTN, stage), output=tmp_path / "out", quiet=True)
         assert said.value.exit_code == 1
         assert not (tmp_path / "out/compress.json").exists()
-        own = blocks._one_block
+        own = block_pass._one_block
 
         def of_the_draft(job: Any, *rest: Any) -> Any:
             assert job.session.recipe.name == "draft", "a block was compressed again"
             return own(job, *rest)
 
-        monkeypatch.setattr(blocks, "_one_block", of_the_draft)
+        monkeypatch.setattr(block_pass, "_one_block", of_the_draft)
         return tmp_path / "out"
 
     return make

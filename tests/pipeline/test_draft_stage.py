@@ -12,11 +12,11 @@ import pytest
 import compress
 import runtime
 from compress.cli import main
-from compress.distill import METHODS
+from compress.distill.draft import METHODS
 from compress.recipe import load
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import RequestError
-from runtime.sealed import sealed_json
+from runtime.system.self_hash import sealed_json
 
 RTN = {"quantize": {"method": "rtn", "bits": 4, "group_size": 32}}
 SHORT = {
@@ -90,7 +90,7 @@ def test_the_same_recipe_gives_the_same_bytes(plain, make_checkpoint, recipe, tm
 
 @pytest.mark.parametrize("step", [1, 4])
 def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, step):
-    from compress.distill import loop
+    from compress.distill.train import loop
 
     stages = recipe(tmp_path / "model", RTN, draft())
     own, done = loop.Run._step, []

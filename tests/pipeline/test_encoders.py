@@ -16,15 +16,15 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.pipeline import blocks
-from compress.pipeline.plan import make_plan
-from compress.pipeline.run import LimitError
-from compress.pipeline.stream import StreamedModel, run_blocks
+from compress.model.streamed import StreamedModel, run_blocks
 from compress.recipe import load as load_recipe
-from runtime.artifact import Artifact
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from compress.run.run import LimitError
+from compress.weights import block_pass
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
-from runtime.linear import CompressedLinear
+from runtime.layers.compressed_linear import CompressedLinear
 
 W8A8 = {"quantize": {"method": "rtn", "scheme": "W8A8-INT8"}}
 STAGES = {
@@ -232,7 +232,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
     compress.apply(wanted, output=tmp_path / "whole", quiet=True)
     for stop in (1, 2, 4):
         output = tmp_path / f"stopped-{stop}"
-        one_block = blocks._one_block
+        one_block = block_pass._one_block
 
         def stopping(job, index, states, stop=stop, one_block=one_block):
             if index == stop:
@@ -240,7 +240,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
             return one_block(job, index, states)
 
         with monkeypatch.context() as patch:
-            patch.setattr(blocks, "_one_block", stopping)
+            patch.setattr(block_pass, "_one_block", stopping)
             with pytest.raises(CompressError, match="stopped"):
                 compress.apply(wanted, output=output, quiet=True)
         compress.apply(wanted, output=output, resume=True, quiet=True)

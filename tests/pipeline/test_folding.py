@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-from compress.pipeline.collect import find_groups
-from compress.pipeline.folding import Fold, find_folds, fold
+from compress.model.input_statistics import find_groups
+from compress.weights.scale_folding import Fold, find_folds, fold
 
 
 def block_of(path, dtype=torch.float32):

@@ -14,10 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "runtime"))
 
 from encoder_models import bert, save
 
-from compress.pipeline.gradients import ROWS, sensitivities
-from compress.pipeline.progress import Reporter
-from compress.pipeline.stream import Batch, StreamedModel
-from runtime.checkpoint import Checkpoint
+from compress.core.progress import Reporter
+from compress.model.streamed import Batch, StreamedModel
+from compress.prune.structure.gradients import ROWS, sensitivities
+from runtime.checkpoint.checkpoint import Checkpoint
 
 STEP = 1e-2  # norms compute in float32, whose rounding a smaller one would magnify
 

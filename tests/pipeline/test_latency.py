@@ -20,14 +20,14 @@ from encoder_models import bert, save, t5
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
-from compress.evaluate import token_time
-from compress.pipeline import latency
-from compress.pipeline.latency import Latency, depths, rising
-from compress.pipeline.plan import make_plan
-from compress.pipeline.stream import StreamedModel
-from compress.prune.structure.sizes import resized
+from compress.evaluate import speed as token_time
+from compress.model.config_sizes import resized
+from compress.model.streamed import StreamedModel
+from compress.prune.structure import latency
+from compress.prune.structure.latency import Latency, depths, rising
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
 

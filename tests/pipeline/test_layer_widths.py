@@ -19,13 +19,13 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.commands.made_passes import units_after
+from compress.commands.output import units_after
 from export import export
 from export.gguf import families
 from export.huggingface.target import HuggingFaceOptions, HuggingFaceTarget
 from export.source import Source
 from runtime.errors import RequestError
-from runtime.skeleton import build_skeleton, read_config
+from runtime.modeling.skeleton import build_skeleton, read_config
 
 WIDTHS = [96, 40, 64]
 
@@ -175,7 +175,7 @@ def test_widths_are_measured_once(
     request = recipe(make_checkpoint(), cut(ratio=0.4, allocation="error", multiple=8))
     expected = compress.apply(request, output=tmp_path / "other", quiet=True)
     output = interrupted(request, 2)
-    monkeypatch.setattr("compress.pipeline.channel_widths._choose", None)
+    monkeypatch.setattr("compress.prune.structure.channel_widths._choose", None)
     made = compress.apply(request, output=output, quiet=True, resume=True)
     assert made.manifest["passes"] == expected.manifest["passes"]
     for name, value in tensors(expected.path).items():

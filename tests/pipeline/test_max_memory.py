@@ -16,10 +16,11 @@ from conftest import VOCABULARY, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
-from compress import mapped
 from compress.cli import main
-from compress.pipeline import blocks, totals
-from compress.pipeline.bounds import Bounds, choose, cut, ways
+from compress.core import file_matrix
+from compress.core.memory_bounds import Bounds, choose, cut, ways
+from compress.run import footprint
+from compress.weights import block_pass
 from runtime.errors import CompressError, RequestError
 
 GPTQ = {"quantize": {"method": "gptq", "bits": 4, "group_size": 32, "ignore": []}}
@@ -30,8 +31,8 @@ AWQ = {"quantize": {"method": "awq", "bits": 4, "group_size": 32}}
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Limits count what is taken beside the process, which tests share."""
-    monkeypatch.setattr(totals, "memory_bytes", lambda: 0)
-    monkeypatch.setattr(totals, "WORKSPACE", 0)
+    monkeypatch.setattr(footprint, "memory_bytes", lambda: 0)
+    monkeypatch.setattr(footprint, "WORKSPACE", 0)
 
 
 def shards(path: Path) -> dict[str, bytes]:
@@ -47,7 +48,7 @@ def test_each_way_does_more_and_files_come_before_fewer_rows() -> None:
     found = list(ways([96, 64, 96], 5, None, fewer=True))
     assert found[:2] == [Bounds(), Bounds(spill=True)]
     filed = [b for b in found if b.in_files is not None and b.rows is None]
-    assert [b.in_files for b in filed] == ([96, 64] if mapped.AVAILABLE else [])
+    assert [b.in_files for b in filed] == ([96, 64] if file_matrix.AVAILABLE else [])
     assert [b.rows for b in found if b.rows is not None] == [3, 2, 1]
     assert all(b.rows is None for b in ways([64], 5, None, fewer=False))
     assert {b.rows for b in ways([64], 5, 2, fewer=True)} == {2}, "what a run began with stays"
@@ -71,20 +72,20 @@ def test_batches_are_cut() -> None:
 
 
 # ---------------------------------------------------------------- the same bytes
-@pytest.mark.skipif(not mapped.AVAILABLE, reason="this system cannot let go of mapped pages")
+@pytest.mark.skipif(not file_matrix.AVAILABLE, reason="this system cannot let go of mapped pages")
 @pytest.mark.parametrize("stages", [[GPTQ], [SPARSE, GPTQ], [AWQ]], ids=["gptq", "sparse", "awq"])
 def test_files_change_no_byte(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: Any, stages: Any) -> None:
     request = recipe(make_checkpoint(intermediate_size=192), *stages)
     whole = made(request, tmp_path / "whole")
     filed: list[int] = []
-    real = mapped.zeros
+    real = file_matrix.zeros
 
     def zeros(rows: int, columns: int, device: Any = "cpu", directory: Path | None = None) -> torch.Tensor:
         filed.extend([columns] if directory is not None else [])
         return real(rows, columns, device, directory)
 
-    monkeypatch.setattr(mapped, "zeros", zeros)
-    monkeypatch.setattr(totals, "choose", lambda found, needed, limit: (Bounds(spill=True, in_files=100), 0))
+    monkeypatch.setattr(file_matrix, "zeros", zeros)
+    monkeypatch.setattr(footprint, "choose", lambda found, needed, limit: (Bounds(spill=True, in_files=100), 0))
     assert made(request, tmp_path / "filed") == whole
     assert set(filed) == {192}
     assert not list((tmp_path / "filed").glob(".compress"))
@@ -114,7 +115,7 @@ def test_a_limit_that_is_tight_is_kept_by_all_means(make_checkpoint: Any, recipe
     assert len(sizes) > 2
     assert "hidden states in files" in plan.bounds
     assert "rows in a batch" in plan.bounds
-    assert not mapped.AVAILABLE or "inputs or more in files" in plan.bounds
+    assert not file_matrix.AVAILABLE or "inputs or more in files" in plan.bounds
     assert sizes[-1] <= least
 
 
@@ -205,10 +206,10 @@ def test_fewer_rows_stay_with_the_run(make_checkpoint: Any, recipe: Any, tmp_pat
         every = list(found)
         return (every[-1] if limit == tight else every[0]), 0
 
-    monkeypatch.setattr(totals, "choose", least)
+    monkeypatch.setattr(footprint, "choose", least)
     whole = made(request, tmp_path / "whole", max_memory=tight)
     assert json.loads((tmp_path / "whole" / "compress.json").read_text())["identity"]["batch_rows"] == 1
-    one_block = blocks._one_block
+    one_block = block_pass._one_block
 
     def stopping(job: Any, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -216,7 +217,7 @@ def test_fewer_rows_stay_with_the_run(make_checkpoint: Any, recipe: Any, tmp_pat
         return one_block(job, index, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(blocks, "_one_block", stopping)
+        patch.setattr(block_pass, "_one_block", stopping)
         with pytest.raises(CompressError, match="stopped"):
             compress.apply(request, output=tmp_path / "on", quiet=True, max_memory=tight)
     assert made(request, tmp_path / "on", resume=True, max_memory=ample) == whole

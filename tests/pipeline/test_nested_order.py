@@ -10,9 +10,9 @@ import pytest
 import torch
 from transformers import Phi3Config, Phi3ForCausalLM
 
-from compress.distill.recovery.nested import feed_forward, order
-from compress.pipeline.stream import StreamedModel
-from runtime.checkpoint import Checkpoint
+from compress.distill.recover.nested import feed_forward, order
+from compress.model.streamed import StreamedModel
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 

@@ -15,13 +15,15 @@ from conftest import VOCABULARY, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
-from compress.distill import checkpoint
-from compress.distill.recovery.teachers import cached_bytes
-from compress.pipeline import hidden, passes, session, totals, working_set
-from compress.pipeline.needs import Speed
-from compress.pipeline.plain import PlainWriter
-from compress.pipeline.plan import Plan, make_plan
+from compress.distill.recover.teachers import cached_bytes
+from compress.distill.train import checkpoint
+from compress.model import hidden_states
+from compress.model.checkpoint_writer import PlainWriter
+from compress.model.footprint import Speed
 from compress.recipe import load
+from compress.run import footprint, passes, session
+from compress.run import footprint as working_set
+from compress.run.plan import Plan, make_plan
 from runtime.errors import RequestError
 
 GB = 10**9
@@ -56,10 +58,10 @@ def planned(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pyte
         key = json.dumps(config)
         if key not in source:
             source[key] = make_checkpoint(name=f"model{len(source)}", dtype=torch.float32, **config)
-        monkeypatch.setattr(totals, "memory_bytes", lambda: 0)
+        monkeypatch.setattr(footprint, "memory_bytes", lambda: 0)
         monkeypatch.setattr(working_set, "WHOLE_BYTES", 0)  # of models so small, loading them whole takes most
         monkeypatch.setattr(Speed, "measured", lambda _: Speed(1e9, 1e9, 1e9))
-        monkeypatch.setattr(totals, "free_bytes", lambda: available)
+        monkeypatch.setattr(footprint, "free_bytes", lambda: available)
         request = recipe(source[key], *stages)
         request["calibration"] |= calibration or {}
         (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(request))
@@ -96,19 +98,19 @@ def test_passes_hold_the_hidden_states_of_all_rows(planned: Callable[..., Plan],
 def test_states_of_a_pass_spill(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(totals, "SPILL_SHARE", 0.0)
+    monkeypatch.setattr(footprint, "SPILL_SHARE", 0.0)
     places = []
-    real = hidden.HiddenStates.__init__
+    real = hidden_states.HiddenStates.__init__
 
     def made(self: Any, count: int, spill: Path | None = None, *rest: Any) -> None:
         places.append(spill)
         real(self, count, spill, *rest)
 
-    monkeypatch.setattr(hidden.HiddenStates, "__init__", made)
+    monkeypatch.setattr(hidden_states.HiddenStates, "__init__", made)
     request = recipe(make_checkpoint(), structure())
     spilled = compress.apply(request, output=tmp_path / "spilled", quiet=True)
     assert any(place is not None and place.name == "hidden-next" and "pass-00000" in str(place) for place in places)
-    monkeypatch.setattr(totals, "SPILL_SHARE", 0.2)
+    monkeypatch.setattr(footprint, "SPILL_SHARE", 0.2)
     held = compress.apply(request, output=tmp_path / "held", quiet=True)
     for file in held.path.glob("*.safetensors"):
         assert file.read_bytes() == (spilled.path / file.name).read_bytes()
@@ -175,7 +177,7 @@ def test_the_disk_is_enough_for_the_passes(
     ):
         request = recipe(source, *stages)
         seen[0] = 0
-        needed = make_plan(load(request), out).disk_needed - totals.DISK_MARGIN
+        needed = make_plan(load(request), out).disk_needed - footprint.DISK_MARGIN
         compress.apply(request, output=out, quiet=True, overwrite=True)
         # Companions of checkpoints, facts and the log are not counted.
         assert 0.6 * needed < seen[0] < 1.1 * needed + 2**18, (stages, seen[0], needed)
@@ -192,9 +194,9 @@ def test_checkpoints_of_passes_count(planned: Callable[..., Plan]) -> None:
     stage = structure("magnitude", reconstruct=False, keep=96 - 1, multiple=1)
     alone = planned({"prune": {"method": "magnitude", "sparsity": 0.5}})
     one, two = planned(stage), planned(stage, structure("magnitude", reconstruct=False, keep=94, multiple=1))
-    assert one.disk_needed > 1.9 * one.bytes_after + totals.DISK_MARGIN
-    assert two.disk_needed > 1.9 * two.bytes_after + totals.DISK_MARGIN
-    assert alone.disk_needed < 1.1 * alone.bytes_before + totals.DISK_MARGIN
+    assert one.disk_needed > 1.9 * one.bytes_after + footprint.DISK_MARGIN
+    assert two.disk_needed > 1.9 * two.bytes_after + footprint.DISK_MARGIN
+    assert alone.disk_needed < 1.1 * alone.bytes_before + footprint.DISK_MARGIN
 
 
 # ---------------------------------------------------------------- time
@@ -216,7 +218,7 @@ def test_passes_take_time(planned: Callable[..., Plan]) -> None:
 def test_the_time_of_a_pass_is_that_of_its_kind(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layered: bool
 ) -> None:
-    from compress.pipeline import run
+    from compress.run import run
 
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
@@ -274,15 +276,15 @@ def test_training_is_held_against_the_memory_of_the_device_that_trains(
     free = [GB]
     for module in (session, passes):
         monkeypatch.setattr(module, "choose_device", lambda _: torch.device("cuda"))
-    monkeypatch.setattr(totals, "available_bytes", lambda _: free[0])
+    monkeypatch.setattr(footprint, "available_bytes", lambda _: free[0])
     plan = planned(recover())
     assert plan.problems == []
     assert plan.available_device_memory == GB
     # Weights, gradients and moments are the GPU's; copies for checkpoints the machine's. The teacher is stored in float32 too.
     parameters = plan.bytes_before // 4
-    assert 20 * parameters < plan.device_memory - totals.WORKSPACE < on_cpu.peak_memory - totals.WORKSPACE
-    assert plan.peak_memory - totals.WORKSPACE == 16 * parameters
-    free[0] = totals.WORKSPACE
+    assert 20 * parameters < plan.device_memory - footprint.WORKSPACE < on_cpu.peak_memory - footprint.WORKSPACE
+    assert plan.peak_memory - footprint.WORKSPACE == 16 * parameters
+    free[0] = footprint.WORKSPACE
     (found,) = planned(recover()).problems
     assert "of memory of cuda and may take" in found
     assert "stages.0.recover: " in found
@@ -298,7 +300,7 @@ def test_training_is_held_against_the_memory_of_the_device_that_trains(
 
 
 def test_needs_one_after_the_other_count_once() -> None:
-    from compress.pipeline.needs import Needs
+    from compress.model.footprint import Needs
 
     one, other = Needs(5, 1, 2, 10, 1, 3.0, "one"), Needs(3, 7, 1, 20, 2, 4.0, "other")
     assert one.after(other) == Needs(5, 7, 2, 30, 3, 7.0, "other")

@@ -15,9 +15,9 @@ import torch
 import yaml
 
 import compress
-from compress.pipeline.plan import make_plan
-from compress.pipeline.share import Share
+from compress.core.processes import Share
 from compress.recipe import load
+from compress.run.plan import make_plan
 from runtime.errors import RequestError
 
 GPTQ = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
@@ -33,8 +33,8 @@ import os, signal, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import compress
-from compress.distill.team import end_process
-from compress.pipeline import blocks, solve, totals
+from compress.core.processes import end_process
+from compress.run import blocks, solve, totals
 from runtime.errors import CompressError
 
 request, output, what = sys.argv[1], Path(sys.argv[2]), sys.argv[3]

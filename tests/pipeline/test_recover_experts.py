@@ -13,14 +13,14 @@ from transformers import AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline import recover as recovery
-from compress.pipeline import recover_job
-from compress.pipeline.session import Session
-from compress.pipeline.stream import StreamedModel
+from compress.distill.recover import job
+from compress.distill.recover import stage as recovery
+from compress.model.streamed import StreamedModel
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.session import Session
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError
-from runtime.linear import CompressedLinear
+from runtime.layers.compressed_linear import CompressedLinear
 
 GRID = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 SPARSE = {"prune": {"method": "sparsegpt", "pattern": "2:4"}}
@@ -75,7 +75,7 @@ def test_what_experts_learn_is_written(make_checkpoint: Any, recipe: Any, tmp_pa
         assert not bool(weight[one[name] == 0].any()), name
     # What was measured in training is what the artifact gives on the same rows: an expert that was not written would show.
     loaded = load_recipe(request)
-    _, ids = recover_job.split(recover_job.rows(Session.plain(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
+    _, ids = job.split(job.rows(Session.plain(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
     for path, when in ((before.path, "before"), (made.path, "after")):
         logits = runtime.load(path, kernels="reference").logits(ids).float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 import compress
-from compress.distill import loop
+from compress.distill.train import loop
 from compress.report import write_report
 
 RECOVER = {
@@ -79,8 +79,8 @@ import os, sys, torch
 from pathlib import Path
 torch.set_num_threads(1)
 import compress
-from compress.distill import checkpoint
-from compress.pipeline import recover
+from compress.distill.draft import checkpoint
+from compress.run import recover
 from runtime.errors import CompressError
 
 request, where, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]

@@ -24,14 +24,15 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.distill import loop
-from compress.pipeline import blocks, recover_job
-from compress.pipeline.plan import make_plan
-from compress.pipeline.session import Session
+from compress.distill.recover import job as recover_job
+from compress.distill.train import loop
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from compress.run.session import Session
+from compress.weights import block_pass
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
-from runtime.linear import CompressedLinear
+from runtime.layers.compressed_linear import CompressedLinear
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
 SPARSE = {"prune": {"method": "sparsegpt", "sparsity": 0.6}}
@@ -236,7 +237,7 @@ def test_passes_that_are_done_are_not_done_again(
     )
     request = recipe(make_checkpoint(), *stages)
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, blocks_done = blocks._one_block, []
+    real, blocks_done = block_pass._one_block, []
 
     def one_block(job: Any, *rest: Any) -> Any:
         blocks_done.append(job.session.held != {})
@@ -244,7 +245,7 @@ def test_passes_that_are_done_are_not_done_again(
             raise KeyboardInterrupt
         return real(job, *rest)
 
-    monkeypatch.setattr(blocks, "_one_block", one_block)
+    monkeypatch.setattr(block_pass, "_one_block", one_block)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     monkeypatch.undo()
@@ -260,12 +261,12 @@ def test_passes_that_are_done_are_not_done_again(
 
 @pytest.mark.parametrize("steps", [0, 1])
 def test_nested_widths_with_activations_computed_again(steps: int) -> None:
-    from compress.distill.recovery.matformer import MatFormerConfig
-    from compress.distill.recovery.nested import Nested
-    from compress.distill.recovery.outputs import Outputs
-    from compress.distill.rows import Batch
-    from compress.pipeline.recover import _checkpoint_activations, whole
-    from compress.pipeline.stream import StreamedModel
+    from compress.distill.recover.matformer import MatFormerConfig
+    from compress.distill.recover.nested import Nested
+    from compress.distill.recover.outputs import Outputs
+    from compress.distill.recover.stage import _checkpoint_activations, whole
+    from compress.distill.train.data import Batch
+    from compress.model.streamed import StreamedModel
 
     streamed = StreamedModel(Checkpoint(BUNDLED))
     config = MatFormerConfig(kl=0.0, squarehead=0.0, cross_entropy=1.0, widths=[0.25, 1.0])
@@ -292,7 +293,7 @@ def test_nested_widths_with_activations_computed_again(steps: int) -> None:
 def test_the_text_alone_needs_no_teacher(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from compress.distill.recovery.teachers import InMemory
+    from compress.distill.recover.teachers import InMemory
 
     monkeypatch.setattr(InMemory, "__init__", lambda *_: pytest.fail("a teacher was loaded"))
     stages = ({"prune": {"method": "wanda", "pattern": "2:4"}}, recover(kl=0.0, squarehead=0.0, cross_entropy=1.0))
@@ -511,9 +512,9 @@ def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
 
 
 def test_channels_in_order_of_rank_compute_the_same(tmp_path: Path) -> None:
-    from compress.distill.recovery.nested import feed_forward, order
-    from compress.pipeline.recover import whole
-    from compress.pipeline.stream import StreamedModel
+    from compress.distill.recover.nested import feed_forward, order
+    from compress.distill.recover.stage import whole
+    from compress.model.streamed import StreamedModel
 
     streamed = StreamedModel(Checkpoint(BUNDLED))
     model, _ = whole(BUNDLED, torch.device("cpu"))

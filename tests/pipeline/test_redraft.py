@@ -16,9 +16,9 @@ from draft_stages import RTN, draft, files
 import compress
 import runtime
 from compress.cli import main
-from compress.distill import loop
-from compress.pipeline import redraft
-from runtime.artifact import Artifact
+from compress.distill.train import loop
+from compress.run import redraft
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
 
 TEXTS = [[5, 6, 7, 8], [9, 10] * 8]

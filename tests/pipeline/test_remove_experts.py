@@ -15,10 +15,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.pipeline.plan import make_plan
-from compress.pipeline.stream import StreamedModel
+from compress.model.streamed import StreamedModel
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 COMMON = {
@@ -134,7 +134,7 @@ def test_routing_is_what_the_router_gives(checkpoint: Any, recipe: Any, tmp_path
     request = load_recipe(recipe(source, stage("routing", keep=4)))
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (layer,) = made.manifest["passes"][0]["layers"]
-    from compress.pipeline.session import Session
+    from compress.run.session import Session
 
     batches = Session.plain(request, Checkpoint(source), "cpu").batches
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -221,8 +221,8 @@ def test_a_run_that_was_stopped_goes_on(
 
 
 def test_operations_are_those_of_the_experts_that_a_token_is_sent_to(checkpoint: Any) -> None:
-    from compress.pipeline.structure_amount import flops
-    from compress.prune.structure.sizes import resized
+    from compress.model.config_sizes import resized
+    from compress.prune.structure.amount import flops
 
     streamed = StreamedModel(Checkpoint(checkpoint("mixtral")))
 

@@ -21,14 +21,15 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import compress
 import runtime
-from compress.pipeline import cut_model, remove_hidden, same_without, totals
-from compress.pipeline.norms import find_norms
-from compress.pipeline.source import SourceCheckpoint
-from compress.prune.structure.couplings import changed
-from compress.prune.structure.sizes import resized
-from runtime.checkpoint import Checkpoint
+from compress.model.config_sizes import resized
+from compress.model.couplings import changed
+from compress.model.source import SourceCheckpoint
+from compress.prune.structure import cut_model, null_check, remove_hidden
+from compress.prune.structure.hidden_statistics import find_norms
+from compress.run import footprint
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import build_skeleton, read_config
+from runtime.modeling.skeleton import build_skeleton, read_config
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"
 KEPT = 48  # of 64
@@ -208,8 +209,8 @@ def test_dimensions_are_ranked_by_what_layers_read(
         "data": recipe(source)["calibration"]["data"], "samples": 8, "sequence_length": 40, "packing": False,
     })  # fmt: skip
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
-    from compress.pipeline.session import Session
     from compress.recipe import load as load_recipe
+    from compress.run.session import Session
 
     batches = Session.open(load_recipe(request)).calibration.batches
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
@@ -266,7 +267,7 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     source = checkpoint("llama")
     request = recipe(source, stage(keep=40), {"structure": {"method": "random", "remove": "layers", "keep": 2}})
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    monkeypatch.setattr(totals, "SPILL_SHARE", -1.0)  # hidden states in files give the same
+    monkeypatch.setattr(footprint, "SPILL_SHARE", -1.0)  # hidden states in files give the same
     made = compress.apply(request, output=interrupted(request, stop), resume=True, quiet=True)
     for file in straight.path.glob("*.safetensors"):
         assert file.read_bytes() == (made.path / file.name).read_bytes()
@@ -304,7 +305,7 @@ def test_what_does_not_compute_the_same_is_refused(
         cut = real(self, name, tensor)
         return cut.flip(0) if name.endswith("layers.1.mlp.up_proj.weight") else cut
 
-    monkeypatch.setattr(same_without.Cut, "__call__", wrong)
+    monkeypatch.setattr(null_check.Cut, "__call__", wrong)
     request = recipe(checkpoint("llama"), stage(keep=48))
     with pytest.raises(RequestError, match=r"model\.layers\.1 of a LlamaForCausalLM is something else"):
         compress.apply(request, output=tmp_path / "out", quiet=True)

@@ -22,13 +22,13 @@ from encoder_models import bert, t5
 
 import compress
 import runtime
-from compress.pipeline import remove_vocabulary
-from compress.pipeline.passes import Passes
-from compress.pipeline.plan import make_plan
+from compress.prune.structure import remove_vocabulary
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.passes import Passes
+from compress.run.plan import make_plan
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
-from runtime.skeleton import read_config
+from runtime.modeling.skeleton import read_config
 
 PADDED = 512
 SPECIAL = ["<s>", "</s>", "<pad>"]
@@ -304,7 +304,7 @@ def test_the_same_text_whatever_its_tokens(
     request = recipe(checkpoint("llama"), stage(keep=least(recipe(checkpoint("llama")), tmp_path)))
     request["evaluate"] = {"data": str(file), "sequence_length": 32, "samples": 20}
     passes = Passes.open(load_recipe(request))
-    from compress.pipeline.finish import _same_text
+    from compress.run.manifest import _same_text
 
     theirs, ours = _same_text(passes.session)
     assert len(theirs.ids) == 20

@@ -15,7 +15,7 @@ import yaml
 
 import compress
 from runtime.errors import RequestError
-from runtime.sealed import sealed_json
+from runtime.system.self_hash import sealed_json
 
 KILLS = int(
     os.environ.get("KILLS") or 2
@@ -24,7 +24,7 @@ PROGRAM = """
 import sys, json, torch
 torch.set_num_threads(1)
 from compress.recipe import load
-from compress.pipeline.run import apply
+from compress.run.run import apply
 print("ready", flush=True)
 apply(load(sys.argv[1]), output=sys.argv[2], resume=True, quiet=True)
 """
@@ -88,9 +88,10 @@ def test_kill_at_random_moments(job, tmp_path):
 
 
 def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
-    from compress.pipeline import blocks, run
+    from compress.run import run
+    from compress.weights import block_pass
 
-    real, seen = blocks._one_block, []
+    real, seen = block_pass._one_block, []
 
     def stop_at(limit):
         def one_block(job, index, states):
@@ -104,19 +105,20 @@ def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
     from compress.recipe import load
 
     for limit in (2, 4):
-        monkeypatch.setattr(blocks, "_one_block", stop_at(limit))
+        monkeypatch.setattr(block_pass, "_one_block", stop_at(limit))
         with pytest.raises(KeyboardInterrupt):
             run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
-    monkeypatch.setattr(blocks, "_one_block", stop_at(-1))
+    monkeypatch.setattr(block_pass, "_one_block", stop_at(-1))
     run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
     assert seen == [0, 1, 2, 3, 4, 5]
 
 
 def test_resume_refuses_another_request(job, tmp_path, monkeypatch):
-    from compress.pipeline import blocks, run
     from compress.recipe import load
+    from compress.run import run
+    from compress.weights import block_pass
 
-    monkeypatch.setattr(blocks, "_one_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(block_pass, "_one_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.apply(load(job), output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

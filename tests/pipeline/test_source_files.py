@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.pipeline.source_files import NAME, check_source_files
-from runtime.checkpoint import Checkpoint
+from compress.model.source_guard import NAME, check_source_files
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 
@@ -55,11 +55,11 @@ def test_times_alone_decide_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from compress.pipeline import source_files
+    from compress.model import source_guard
 
     read: list[Path] = []
-    real = source_files.sha256
-    monkeypatch.setattr(source_files, "sha256", lambda file: read.append(file) or real(file))
+    real = source_guard.sha256
+    monkeypatch.setattr(source_guard, "sha256", lambda file: read.append(file) or real(file))
     check_source_files(tmp_path, Checkpoint(model))
     check_source_files(tmp_path, Checkpoint(model))
     assert sorted(file.name for file in read) == ["config.json", "model.safetensors"]

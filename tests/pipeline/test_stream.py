@@ -6,9 +6,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from compress.pipeline.hidden import HiddenStates
-from compress.pipeline.stream import StreamedModel, run_blocks
-from runtime.checkpoint import Checkpoint
+from compress.model.hidden_states import HiddenStates
+from compress.model.streamed import StreamedModel, run_blocks
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 
 

@@ -20,10 +20,10 @@ from encoder_models import bert, save, t5
 
 import compress
 import runtime
-from compress.pipeline.plan import make_plan
-from compress.pipeline.session import Session
 from compress.recipe import load as load_recipe
-from runtime.checkpoint import Checkpoint
+from compress.run.plan import make_plan
+from compress.run.session import Session
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
 BUNDLED = Path(__file__).resolve().parents[2] / "recipes" / "checkpoints" / "stdlib-4m"

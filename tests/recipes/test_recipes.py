@@ -11,9 +11,9 @@ import pytest
 import torch
 
 import runtime
+from compress.core.resources import bundled_recipes
 from compress.recipe import load, locate_model
-from compress.resources import bundled_recipes
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 
 # Recipes for models that do not come along.
 NEEDS_MODEL = {"bert_w8a8"}

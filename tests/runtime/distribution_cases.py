@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.sampling import process
-from runtime.decoding.tree import ROOT, Tree
-from runtime.decoding.verify.base import Rule
-from runtime.decoding.verify.target import Target
+from runtime.drafting.verify.base import Rule
+from runtime.drafting.verify.target import Target
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.sampling import process
+from runtime.sampling.tree import ROOT, Tree
 
 
 def table_logits(vocabulary: int, seed: int, sharp: float = 2.0) -> torch.Tensor:

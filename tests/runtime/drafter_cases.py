@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from runtime.decoding.drafters.adaptive_ngram import AdaptiveNgram
-from runtime.decoding.drafters.base import Ask, Drafter, Verified
-from runtime.decoding.drafters.hierarchy import Hierarchy
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.recycling import Recycling
-from runtime.decoding.drafters.suffix import Suffix
-from runtime.decoding.drafters.trie import Trie
-from runtime.decoding.tree import ROOT, Tree
+from runtime.drafting.drafters.adaptive_ngram import AdaptiveNgram
+from runtime.drafting.drafters.base import Ask, Drafter, Verified
+from runtime.drafting.drafters.hierarchy import Hierarchy
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.drafters.recycling import Recycling
+from runtime.drafting.drafters.suffix import Suffix
+from runtime.drafting.drafters.trie import Trie
+from runtime.sampling.tree import ROOT, Tree
 
 VOCABULARY = 40
 FREE: dict[str, Callable[..., Drafter]] = {

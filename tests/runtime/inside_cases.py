@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import save_file
 from test_llama_engine import engines, model_of
 
-from runtime.decoding.drafters import early_exit, kangaroo, skip
-from runtime.decoding.drafters.base import Drafter
-from runtime.decoding.drafters.choose import Target
-from runtime.decoding.speculation import Speculation
-from runtime.engines.llama import LlamaEngine
-from runtime.model import Model
+from runtime.api.model import Model
+from runtime.drafting.config.build import Target
+from runtime.drafting.drafters import early_exit, kangaroo, skip
+from runtime.drafting.drafters.base import Drafter
+from runtime.drafting.speculation import Speculation
+from runtime.engines.native.engine import LlamaEngine
 
 FINGERPRINT = "0123"
 BUILDERS: dict[str, Any] = {"skip": skip.build, "early-exit": early_exit.build, "kangaroo": kangaroo.build}

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from tiny_models import tokenizer
 
+from runtime.api.model import Model
 from runtime.engines.base import Piece
-from runtime.model import Model
 
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 NOTHING = -1

@@ -11,15 +11,15 @@ from typing import Any
 import torch
 from test_llama_engine import engines, model_of
 
-from runtime.decoding.drafters.base import Ask, Drafter, Verified
-from runtime.decoding.drafters.confident import AcceptHead
-from runtime.decoding.lengths.base import Lengths
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.speculation import Speculation
-from runtime.decoding.tree import ROOT, Tree
-from runtime.decoding.verify.base import Rule
-from runtime.decoding.verify.exact import Exact
-from runtime.model import Model
+from runtime.api.model import Model
+from runtime.drafting.drafters.base import Ask, Drafter, Verified
+from runtime.drafting.drafters.confident import AcceptHead
+from runtime.drafting.lengths.base import Lengths
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.speculation import Speculation
+from runtime.drafting.verify.base import Rule
+from runtime.drafting.verify.exact import Exact
+from runtime.sampling.tree import ROOT, Tree
 
 VOCABULARY = 400
 

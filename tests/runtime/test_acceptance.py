@@ -8,16 +8,16 @@ import pytest
 import torch
 from distribution_cases import drawn_tree, expected, misfit, table_logits, written
 
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import ROOT, Tree
-from runtime.decoding.verify import read_rule
-from runtime.decoding.verify.base import Rule
-from runtime.decoding.verify.exact import Exact, rejected
-from runtime.decoding.verify.lenient import Lenient
-from runtime.decoding.verify.rollback import Rollback
-from runtime.decoding.verify.target import Target
-from runtime.decoding.verify.typical import Typical
+from runtime.drafting.verify import read_rule
+from runtime.drafting.verify.base import Rule
+from runtime.drafting.verify.exact import Exact, rejected
+from runtime.drafting.verify.lenient import Lenient
+from runtime.drafting.verify.rollback import Rollback
+from runtime.drafting.verify.target import Target
+from runtime.drafting.verify.typical import Typical
 from runtime.errors import RequestError
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import ROOT, Tree
 
 VOCABULARY = 7
 SETTINGS = [

@@ -12,9 +12,9 @@ import torch
 from tiny_models import llama, save
 
 import runtime
-from runtime.artifact import SCHEMA_VERSION, Artifact
+from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
 from runtime.errors import ArtifactError
-from runtime.sealed import sealed_json
+from runtime.system.self_hash import sealed_json
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import torch
 from safetensors.torch import load_file, save_file
 from tiny_models import save_tensors
 
-from runtime.checkpoint import Checkpoint
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.checkpoint.headers import read_header
 from runtime.errors import ArtifactError
-from runtime.headers import read_header
 
 TENSORS = {
     "a.weight": torch.arange(12, dtype=torch.float32).reshape(3, 4),

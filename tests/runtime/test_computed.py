@@ -11,8 +11,8 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import runtime
-from runtime.computed import compute_unstored
 from runtime.errors import ArtifactError
+from runtime.modeling.unstored_buffers import compute_unstored
 from tests.families.models import FAMILIES
 
 POSITIONS = "model.encoder.embed_positions.weight"

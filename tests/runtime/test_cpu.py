@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from runtime import cpu
+from runtime.system import processes
 
 
 @pytest.mark.parametrize(
@@ -22,21 +22,21 @@ from runtime import cpu
     ],
 )
 def test_products_in_16_bits(flags, bfloat16, float16, monkeypatch):
-    monkeypatch.setattr(cpu, "flags", lambda: frozenset(flags))
+    monkeypatch.setattr(processes, "flags", lambda: frozenset(flags))
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: True)
-    assert cpu.multiplies(torch.bfloat16) == bfloat16
-    assert cpu.multiplies(torch.float16) == float16
-    assert cpu.multiplies(torch.float32)
+    assert processes.multiplies(torch.bfloat16) == bfloat16
+    assert processes.multiplies(torch.float16) == float16
+    assert processes.multiplies(torch.float32)
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
-    assert not cpu.multiplies(torch.bfloat16)
-    assert cpu.multiplies(torch.float32)
+    assert not processes.multiplies(torch.bfloat16)
+    assert processes.multiplies(torch.float32)
 
 
 def test_facts_are_distinct_lines_in_order(monkeypatch):
     text = "model name\t: A\nflags\t\t: avx2 fma\nmodel name\t: A\nflags\t\t: avx2 fma\nbogomips: 1\n"
     monkeypatch.setattr(Path, "read_text", lambda self, **_: text)
-    assert cpu.facts("flags", "model name") == ["model name\t: A", "flags\t\t: avx2 fma"]
-    assert cpu.flags.__wrapped__() == {"avx2", "fma"}
+    assert processes.facts("flags", "model name") == ["model name\t: A", "flags\t\t: avx2 fma"]
+    assert processes.flags.__wrapped__() == {"avx2", "fma"}
 
 
 def test_nothing_is_known_without_cpuinfo(monkeypatch):
@@ -44,5 +44,5 @@ def test_nothing_is_known_without_cpuinfo(monkeypatch):
         raise FileNotFoundError(self)
 
     monkeypatch.setattr(Path, "read_text", missing)
-    assert cpu.flags.__wrapped__() == frozenset()
-    assert cpu.identity.__wrapped__()
+    assert processes.flags.__wrapped__() == frozenset()
+    assert processes.identity.__wrapped__()

@@ -12,13 +12,13 @@ from test_llama_engine import engines
 from tiny_models import llama, save
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.decoding.drafters import choice
-from runtime.decoding.drafters.choice import CHOICE, read_choice, write_choice
-from runtime.decoding.drafters.choose import Target, choose_speculation
-from runtime.decoding.drafters.first_of import FirstOf
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.model import ModelDrafter
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.config import measured_choice
+from runtime.drafting.config.build import Target, choose_speculation
+from runtime.drafting.config.measured_choice import CHOICE, read_choice, write_choice
+from runtime.drafting.drafters.first_of import FirstOf
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.drafters.model import ModelDrafter
 from runtime.errors import ArtifactError, RequestError
 
 CPU = torch.device("cpu")
@@ -72,11 +72,13 @@ def other_draft(target: Target, monkeypatch: Any) -> None:
 
 
 def other_machine(target: Target, monkeypatch: Any) -> None:
-    monkeypatch.setattr(choice, "machine", lambda device: "another CPU")
+    monkeypatch.setattr(measured_choice, "machine", lambda device: "another CPU")
 
 
 def older_file(target: Target, monkeypatch: Any) -> None:
-    (target.artifact.path / CHOICE).write_text(json.dumps({"drafter": "lookup", "machine": choice.machine(CPU)}))
+    (target.artifact.path / CHOICE).write_text(
+        json.dumps({"drafter": "lookup", "machine": measured_choice.machine(CPU)})
+    )
 
 
 @pytest.mark.parametrize(
@@ -129,5 +131,5 @@ def test_what_a_choice_must_not_name(target: Target, tmp_path: Path) -> None:
 
 
 def test_machines_have_names() -> None:
-    assert choice.machine(CPU)
-    assert choice.machine(CPU) == choice.machine(torch.device("cpu"))
+    assert measured_choice.machine(CPU)
+    assert measured_choice.machine(CPU) == measured_choice.machine(torch.device("cpu"))

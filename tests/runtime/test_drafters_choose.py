@@ -15,22 +15,21 @@ from test_llama_engine import engines
 from tiny_models import llama, save
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.decoding.drafters.base import Ask, Drafter
-from runtime.decoding.drafters.choose import Target, choose_speculation
-from runtime.decoding.drafters.first_of import FirstOf, Merged
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.methods import FREE
-from runtime.decoding.drafters.model import ModelDrafter
-from runtime.decoding.drafters.model_tree import DynamicTree
-from runtime.decoding.drafters.parallel import Parallel
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.tree import Tree
-from runtime.decoding.verify.typical import Typical
+from runtime.api.model import Model
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.config.build import Target, choose_speculation
+from runtime.drafting.config.registry import FREE
+from runtime.drafting.drafters.base import Ask, Drafter
+from runtime.drafting.drafters.first_of import FirstOf, Merged
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.drafters.model import ModelDrafter, Parallel
+from runtime.drafting.drafters.model_tree import DynamicTree
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.verify.typical import Typical
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
-from runtime.model import Model
+from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 
@@ -153,7 +152,7 @@ def test_what_is_wrong_is_said_in_one_sentence(target: Target, value: Any, said:
 
 
 def test_a_tree_larger_than_memory_is_refused(target: Target, monkeypatch: Any) -> None:
-    monkeypatch.setattr("runtime.decoding.memory.available_bytes", lambda device: 100_000)
+    monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 100_000)
     with pytest.raises(RequestError, match=r"drafter.nodes: a tree of 400 tokens takes .* GB, and .* are free"):
         choose_speculation({"method": "lookup", "nodes": 400}, target)
 

@@ -10,11 +10,11 @@ import pytest
 import torch
 from drafter_cases import FREE, Words, Writing, check_tree, random_text
 
-from runtime.decoding.drafters.base import Ask, Drafter, Draw, Text, Verified
-from runtime.decoding.drafters.first_of import FirstOf, Merged, both, expected
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import ROOT, Tree
+from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text, Verified
+from runtime.drafting.drafters.first_of import FirstOf, Merged, both, expected
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import ROOT, Tree
 
 
 class Says(Drafter):

@@ -15,25 +15,24 @@ from safetensors.torch import save_file
 from test_llama_engine import engines
 from tiny_models import gpt2, llama, save
 
-from runtime.artifact import Artifact
-from runtime.decoding.drafters import draft_model
-from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.cascade import Cascade
-from runtime.decoding.drafters.choose import Target, choose_speculation
-from runtime.decoding.drafters.confident import Confident
-from runtime.decoding.drafters.hierarchy import Hierarchy
-from runtime.decoding.drafters.limits import Limited
-from runtime.decoding.drafters.model import ModelDrafter
-from runtime.decoding.drafters.plain_lanes import PlainLanes
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.speculation import Speculation
-from runtime.decoding.verify.typical import Typical
-from runtime.engines.torch import TorchEngine
+from runtime.api.model import Model
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.caches.lanes import PlainLanes
+from runtime.drafting.config.build import Target, choose_speculation
+from runtime.drafting.drafters import draft_model
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.cascade import Cascade
+from runtime.drafting.drafters.confident import Confident
+from runtime.drafting.drafters.hierarchy import Hierarchy
+from runtime.drafting.drafters.model import Candidates, ModelDrafter
+from runtime.drafting.guard import Limited
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.speculation import Speculation
+from runtime.drafting.verify.typical import Typical
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
-from runtime.model import Model
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 CPU = torch.device("cpu")
@@ -190,7 +189,7 @@ def test_a_tree_larger_than_memory_is_refused_however_it_is_asked_for(path: Path
             match=r"drafter(.lengths)?.nodes: a tree of 400 tokens takes .* GB, and max_memory leaves 0.0001 GB",
         ):
             choose_speculation(value, target)
-    monkeypatch.setattr("runtime.decoding.memory.available_bytes", lambda device: 10_000)
+    monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 10_000)
     for value in ("lookup", ["lookup", "suffix"], Hierarchy(), Speculation(Hierarchy())):
         with pytest.raises(
             RequestError,

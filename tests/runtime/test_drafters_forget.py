@@ -8,10 +8,10 @@ import pytest
 from drafter_cases import FREE
 from speculation_cases import model, prompts, speculation
 
-from compress.evaluate.decoding import add, decode
-from runtime.decoding.drafters.first_of import FirstOf
-from runtime.decoding.stats import GenerationStats
+from compress.evaluate.drafters import add, decode
+from runtime.drafting.drafters.first_of import FirstOf
 from runtime.kernels.cpu import library
+from runtime.sampling.stats import GenerationStats
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 

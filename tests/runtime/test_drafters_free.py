@@ -13,12 +13,12 @@ from drafter_cases import FREE, VOCABULARY, Words, Writing, check_tree, random_t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.drafters.base import Ask, Drafter, Verified
-from runtime.decoding.drafters.first_of import FirstOf, Merged
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.trie import Trie
-from runtime.decoding.tree import Tree
-from runtime.kv_cache.bounds import check_bounds
+from runtime.config.ranges import check_bounds
+from runtime.drafting.drafters.base import Ask, Drafter, Verified
+from runtime.drafting.drafters.first_of import FirstOf, Merged
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.drafters.trie import Trie
+from runtime.sampling.tree import Tree
 
 ALL = {
     **FREE,

@@ -18,29 +18,29 @@ from safetensors.torch import load_file, save_file
 from speculation_cases import VOCABULARY, answers, model, prompts, speculation
 from test_llama_engine import engines, model_of
 
-from compress.distill.data import TextRows
-from compress.distill.features import Features
-from compress.distill.heads import HeadStudent, MedusaStudent, rank_rates
-from compress.distill.losses import Objective
-from compress.distill.mtp import MTPStudent
-from compress.distill.write_heads import write_heads
-from runtime.decoding.drafters.base import Ask, Draw, Verified
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.medusa import Medusa, build_medusa
-from runtime.decoding.drafters.mtp import MTP, build_mtp
-from runtime.decoding.drafters.parts.entries import Entries
-from runtime.decoding.drafters.parts.lean import lean_linear, make_lean
-from runtime.decoding.drafters.parts.mtp_block import BlockSizes, MTPBlock, rotated
-from runtime.decoding.drafters.parts.target import TargetParts
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.shapes import Rates, Shape, fitted, widened
-from runtime.decoding.tree import ROOT, Tree
-from runtime.engines.torch import TorchEngine
+from compress.distill.draft.features import Features
+from compress.distill.draft.heads import HeadStudent, MedusaStudent, rank_rates
+from compress.distill.draft.making_heads import write_heads
+from compress.distill.draft.mtp import MTPStudent
+from compress.distill.train.data import TextRows
+from compress.distill.train.losses import Objective
+from runtime.api.model import Model
+from runtime.drafting.drafters.base import Ask, Draw, Verified
+from runtime.drafting.drafters.medusa import Medusa, build_medusa
+from runtime.drafting.drafters.model import Candidates
+from runtime.drafting.drafters.mtp import MTP, build_mtp
+from runtime.drafting.drafters.parts.entries import Entries
+from runtime.drafting.drafters.parts.lean import lean_linear, make_lean
+from runtime.drafting.drafters.parts.mtp_block import BlockSizes, MTPBlock, rotated
+from runtime.drafting.drafters.parts.target import TargetParts
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.shapes import Rates, Shape, fitted, widened
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
-from runtime.model import Model
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import ROOT, Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 CPU = torch.device("cpu")

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 from drafter_cases import Words, Writing, random_text
 
-from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.hierarchy import Hierarchy
-from runtime.decoding.drafters.tables.occurrences import Match
-from runtime.decoding.tree import ROOT, Tree
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.hierarchy import Hierarchy
+from runtime.drafting.drafters.tables.occurrences import Match
+from runtime.sampling.tree import ROOT, Tree
 
 CORPUS = [1, 2, 30, 31, 32]
 OUTPUT = [1, 2, 20, 21, 22]

@@ -15,20 +15,20 @@ from inside_cases import SETTINGS, adapter, gentle, lean, loaded, with_drafter
 from speculation_cases import answers, prompts
 from test_llama_engine import engines
 
-from runtime.decoding.drafters import early_exit, kangaroo, skip
-from runtime.decoding.drafters.base import Ask, Place, Verified
-from runtime.decoding.drafters.choose import Target
-from runtime.decoding.drafters.dynamic_exit import DynamicExit, Rates, choose, spread
-from runtime.decoding.drafters.first_of import FirstOf
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.skip import Skip
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.speculation import Speculation
-from runtime.decoding.tree import Tree
+from runtime.drafting.config.build import Target
+from runtime.drafting.drafters import early_exit, kangaroo, skip
+from runtime.drafting.drafters.base import Ask, Place, Verified
+from runtime.drafting.drafters.early_exit import DynamicExit, Rates, choose, spread
+from runtime.drafting.drafters.first_of import FirstOf
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.drafters.skip import Skip
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Piece
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
+from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 KINDS = list(SETTINGS)

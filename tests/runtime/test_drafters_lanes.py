@@ -11,11 +11,11 @@ from speculation_cases import accept_head, prompts
 from test_drafters_model import draft_model
 from test_llama_engine import engines
 
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.confident import Confident, StateLanes
-from runtime.decoding.drafters.paged_lanes import PagedTreeLanes
-from runtime.decoding.tree import ROOT
+from runtime.drafting.caches.lanes import PagedTreeLanes
+from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.model import Candidates
 from runtime.kernels.cpu import library
+from runtime.sampling.tree import ROOT
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 

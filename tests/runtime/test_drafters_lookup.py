@@ -9,9 +9,9 @@ from drafter_cases import Words, Writing, check_tree, occurrences, random_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.lookup import Lookup, copied
-from runtime.decoding.drafters.tables.odds import likely
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.lookup import Lookup, copied
+from runtime.drafting.drafters.tables.odds import likely
 
 
 def naive_copy(tokens: list[int], longest: int, shortest: int, candidates: int, count: int) -> tuple[list[int], int]:

@@ -11,22 +11,19 @@ from distribution_cases import accepted_in_drawn_texts
 from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, speculation
 from test_llama_engine import engines, model_of
 
-from runtime.decoding.drafters.base import Ask, Draw, Verified
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.cascade import Cascade
-from runtime.decoding.drafters.confident import Confident, StateLanes
-from runtime.decoding.drafters.first_of import FirstOf, Merged
-from runtime.decoding.drafters.lanes import lanes_of
-from runtime.decoding.drafters.model import ModelDrafter
-from runtime.decoding.drafters.model_tree import DynamicTree, LargeTree
-from runtime.decoding.drafters.nested import nested
-from runtime.decoding.drafters.parallel import Parallel
-from runtime.decoding.drafters.staged import Staged
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import Tree
+from runtime.drafting.caches.lanes import lanes_of
+from runtime.drafting.drafters.base import Ask, Draw, Verified
+from runtime.drafting.drafters.cascade import Cascade, nested
+from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.first_of import FirstOf, Merged
+from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
+from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree
+from runtime.drafting.drafters.staged import Staged
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
 from runtime.kernels.cpu import library
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 KINDS: dict[str, Any] = {

@@ -12,9 +12,9 @@ from drafter_cases import Words, Writing, check_tree
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.drafters.base import Ask, Verified
-from runtime.decoding.drafters.recycling import Recycling, likeliest
-from runtime.decoding.tree import ROOT, Tree
+from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.recycling import Recycling, likeliest
+from runtime.sampling.tree import ROOT, Tree
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ from drafter_cases import Words, Writing, occurrences, random_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.suffix import Suffix
-from runtime.decoding.drafters.tables.odds import likely
-from runtime.decoding.tree import Tree
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.suffix import Suffix
+from runtime.drafting.drafters.tables.odds import likely
+from runtime.sampling.tree import Tree
 
 ALL = {"occurrences": 4096, "factor": 64, "offset": 4096}
 

@@ -13,18 +13,18 @@ from drafter_cases import occurrences, random_text
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding.drafters.tables import occurrences as occurrences_module
-from runtime.decoding.drafters.tables.blend import blended
-from runtime.decoding.drafters.tables.continuations import following, indexed
-from runtime.decoding.drafters.tables.corpus import token_ids
-from runtime.decoding.drafters.tables.growth import grow
-from runtime.decoding.drafters.tables.history import BORDER, History
-from runtime.decoding.drafters.tables.joining import join
-from runtime.decoding.drafters.tables.occurrences import Occurrences
-from runtime.decoding.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket, likely
-from runtime.decoding.drafters.tables.token_trie import Reader, TokenTrie
-from runtime.decoding.tree import ROOT, Tree
+from runtime.drafting.drafters.tables import occurrences as occurrences_module
+from runtime.drafting.drafters.tables.blend import blended
+from runtime.drafting.drafters.tables.continuations import following, indexed
+from runtime.drafting.drafters.tables.corpus import token_ids
+from runtime.drafting.drafters.tables.growth import grow
+from runtime.drafting.drafters.tables.history import BORDER, History
+from runtime.drafting.drafters.tables.joining import join
+from runtime.drafting.drafters.tables.occurrences import Occurrences
+from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket, likely
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
 from runtime.errors import RequestError
+from runtime.sampling.tree import ROOT, Tree
 
 TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=80)
 

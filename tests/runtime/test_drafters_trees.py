@@ -11,15 +11,15 @@ import pytest
 import torch
 from distribution_cases import expected, misfit, table_logits, written
 
-from runtime.decoding.drafters.base import Ask, Draw
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.lanes import Lane
-from runtime.decoding.drafters.model_tree import DynamicTree, LargeTree
-from runtime.decoding.drafters.parts import growing
-from runtime.decoding.drafters.parts.tried import Tried
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import ROOT, Tree
-from runtime.decoding.verify.exact import Exact
+from runtime.drafting.caches.lanes import Lane
+from runtime.drafting.drafters.base import Ask, Draw
+from runtime.drafting.drafters.model import Candidates
+from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree
+from runtime.drafting.drafters.parts import growing
+from runtime.drafting.drafters.parts.tried import Tried
+from runtime.drafting.verify.exact import Exact
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import ROOT, Tree
 
 Path = tuple[int, ...]
 
@@ -304,5 +304,5 @@ def test_drawn_trees_are_exact(options: GenerationOptions, level: int, kept: int
 
 
 def test_the_test_sees_a_choice_by_what_was_drawn(monkeypatch: Any) -> None:
-    monkeypatch.setattr("runtime.decoding.drafters.model_tree.Growing", ByToken)
+    monkeypatch.setattr("runtime.drafting.drafters.model_tree.Growing", ByToken)
     assert misfit_of(GenerationOptions(temperature=1.0), 2500, 8) > 8

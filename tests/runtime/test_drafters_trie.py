@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_drafters_tables import witten_bell
 
-from runtime.decoding.drafters.adaptive_ngram import AdaptiveNgram
-from runtime.decoding.drafters.base import Ask, Verified
-from runtime.decoding.drafters.trie import Trie
-from runtime.decoding.tree import Tree
+from runtime.drafting.drafters.adaptive_ngram import AdaptiveNgram
+from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.trie import Trie
+from runtime.sampling.tree import Tree
 
 Counts = dict[int, float]
 

@@ -12,12 +12,12 @@ from test_llama_engine import engines
 from tiny_models import llama, save
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.decoding.drafters.choice import write_choice
-from runtime.decoding.drafters.choose import Target, check_written, choose_speculation
-from runtime.decoding.drafters.lookup import Lookup
-from runtime.decoding.drafters.methods import COMPOSITIONS, FREE, HEADS, MODELS, SELF, names
-from runtime.decoding.speculation import Speculation
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.config.build import Target, check_written, choose_speculation
+from runtime.drafting.config.measured_choice import write_choice
+from runtime.drafting.config.registry import COMPOSITIONS, FREE, HEADS, MODELS, SELF, names
+from runtime.drafting.drafters.lookup import Lookup
+from runtime.drafting.speculation import Speculation
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModel, BertConfig, LlamaConfig, T5Config
 
 import runtime
-from runtime.encoder import EncoderModel
+from runtime.api.encoder import EncoderModel
+from runtime.api.pooling import read_pooling
 from runtime.errors import ArtifactError, RequestError
-from runtime.pooling import read_pooling
-from runtime.skeleton import build_skeleton, find_stacks, model_kind
+from runtime.modeling.skeleton import build_skeleton, find_stacks, model_kind
 
 TEXTS = ["a small cat", "the moon", "x", "a text that is quite a bit longer than the other ones here"]
 

@@ -8,18 +8,18 @@ from importlib import metadata
 
 import pytest
 
-from runtime import extras
+from runtime.system import native
 
 
 def test_an_extra_is_spelled_out() -> None:
     assert (
-        extras.requirements("gguf") == [text for text in extras.requirements("gguf") if text.startswith("gguf>=")] != []
+        native.requirements("gguf") == [text for text in native.requirements("gguf") if text.startswith("gguf>=")] != []
     )
-    assert extras.how_to_install("sweep").startswith("pip install 'optuna>=")
-    assert set(extras.requirements("onnx")) < set(extras.requirements("tensorrt")), "an extra that is in another one"
+    assert native.how_to_install("sweep").startswith("pip install 'optuna>=")
+    assert set(native.requirements("onnx")) < set(native.requirements("tensorrt")), "an extra that is in another one"
     for extra in ("onnx", "tensorrt", "gguf", "eval", "sweep", "ray", "gpu"):
-        assert "compress" not in extras.how_to_install(extra)
-        assert ";" not in extras.how_to_install(extra), "no markers, which a shell would end the command at"
+        assert "compress" not in native.how_to_install(extra)
+        assert ";" not in native.how_to_install(extra), "no markers, which a shell would end the command at"
 
 
 def test_pip_understands_it() -> None:
@@ -32,7 +32,7 @@ def test_pip_understands_it() -> None:
         "--dry-run",
         "--quiet",
         "--no-index",
-        *extras.requirements("sweep"),
+        *native.requirements("sweep"),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False)
     assert done.returncode == 0, done.stderr
@@ -43,6 +43,6 @@ def test_where_the_package_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> 
         raise metadata.PackageNotFoundError(name)
 
     monkeypatch.setattr(metadata, "requires", gone)
-    assert extras.how_to_install("sweep") == "pip install -e '.[sweep]' in a checkout of compress"
+    assert native.how_to_install("sweep") == "pip install -e '.[sweep]' in a checkout of compress"
     monkeypatch.setattr(metadata, "requires", lambda name: ["boltons", "pytest; extra == 'dev'"])  # somebody else's
-    assert extras.requirements("sweep") == []
+    assert native.requirements("sweep") == []

@@ -10,7 +10,7 @@ from weight_cases import int_scheme, random_mask, random_weight
 
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
 
 SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64)]
 GRIDS = [

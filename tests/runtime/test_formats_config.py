@@ -9,8 +9,8 @@ from compressed_tensors.quantization import QuantizationConfig
 from weight_cases import int_scheme
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.quantization_config import ModuleEntry, build, entry_from_dict, entry_to_dict, parse
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry, build, entry_from_dict, entry_to_dict, parse
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 
 LINEAR = ["model.layers.0.q_proj", "model.layers.0.down_proj", "model.layers.1.q_proj", "lm_head"]
 W4 = ModuleEntry(int_scheme(4, group=128), "pack-quantized")

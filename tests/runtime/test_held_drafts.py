@@ -10,14 +10,14 @@ import torch
 from random_models import random_llama
 from speculation_cases import Reading, Scripted, ScriptedChain, answers, model_over, prompts, speculation
 
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.engines.torch import TorchEngine
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 from runtime.kv_cache import drafts
 from runtime.kv_cache.cache import CompressedCache, prepare
-from runtime.kv_cache.calibrated import Calibrated, fingerprint
 from runtime.kv_cache.layer import STEP_TOKENS
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.calibrated import Calibrated, fingerprint
+from runtime.kv_cache.policy.policy import Policy
 
 CPU = torch.device("cpu")
 SNAPKV = {"score": "snapkv", "observe": 8, "ratio": 0.5}

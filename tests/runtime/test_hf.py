@@ -13,10 +13,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from weight_cases import int_scheme, write_checkpoint
 
 import runtime
-from runtime.linear import CompressedLinear, install
-from runtime.module import CompressedModule
-from runtime.quantization_config import parse
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.quantization_config import parse
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedLinear, install
+from runtime.layers.compressed_module import CompressedModule
 
 ROOT = Path(runtime.__file__).parents[1]
 IDS = torch.tensor([[1, 5, 98, 3, 0, 7, 7], [4, 4, 2, 60, 9, 1, 30]])
@@ -190,7 +190,9 @@ def test_import_runtime_imports_nothing_heavy():
         "import runtime; print(runtime.CompressError.exit_code, bool(runtime.__version__), 'load' in dir(runtime))"
     )
     assert done.stdout.strip() == "1 True True", done.stderr
-    done = python("import sys, torch, runtime.formats, runtime.linear; print('transformers' in sys.modules)")
+    done = python(
+        "import sys, torch, runtime.formats, runtime.layers.compressed_linear; print('transformers' in sys.modules)"
+    )
     assert done.stdout.strip() == "False", done.stderr
 
 

@@ -11,13 +11,13 @@ from weight_cases import int_scheme, random_weight
 
 from runtime import formats, kernels
 from runtime.errors import RequestError
-from runtime.float8 import widen
+from runtime.formats.float8 import widen
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.cpu import int4, w8a8
 from runtime.kernels.cuda.fp8 import Float8Cuda
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedLinear
 
 SHAPES = [(7, 172), (80, 128), (33, 257), (64, 384)]
 ROWS = [0, 1, 3, 17, 70]  # the last on the other side of every threshold

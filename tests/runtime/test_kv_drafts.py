@@ -12,7 +12,7 @@ from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.scores.tova import Tova
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity

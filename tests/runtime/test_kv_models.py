@@ -12,12 +12,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 import runtime.kv_cache
-from runtime.engines.held_cache import HeldCache
+from runtime.config.fields import PolicyError
+from runtime.engines.torch.compressed_cache import HeldCache
 from runtime.kv_cache import CompressedCache, Policy, prepare
-from runtime.kv_cache.calibrated import fingerprint
 from runtime.kv_cache.estimate import held_bytes, needed_bytes
 from runtime.kv_cache.layer import CompressedLayer
-from runtime.kv_cache.policy_fields import PolicyError
+from runtime.kv_cache.policy.calibrated import fingerprint
 from runtime.kv_cache.shape import Shape
 
 _SMALL = {
@@ -289,7 +289,7 @@ def test_random_configs_of_one_shape_have_one_fingerprint_whatever_their_weights
 
 
 def test_a_config_of_a_transformers_that_knows_no_layers_apart() -> None:
-    from runtime.kv_cache.layer_configs import layer_configs
+    from runtime.kv_cache.shape import layer_configs
 
     config = SimpleNamespace(num_hidden_layers=3, head_dim=16)
     assert layer_configs(config) == [config] * 3

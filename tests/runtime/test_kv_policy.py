@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from random_models import random_config, random_llama
 
 import runtime
+from runtime.config.fields import PolicyError
+from runtime.config.registry import AXES, CODECS, SCORES, SELECTIONS
 from runtime.errors import CompressError, RequestError
-from runtime.kv_cache.calibrated import Calibrated, fingerprint
 from runtime.kv_cache.estimate import full_bytes, held_bytes, needed_bytes
-from runtime.kv_cache.methods import AXES, CODECS, SCORES, SELECTIONS
-from runtime.kv_cache.policy import Policy
-from runtime.kv_cache.policy_fields import PolicyError
-from runtime.kv_cache.presets import PRESETS
+from runtime.kv_cache.policy.calibrated import Calibrated, fingerprint
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.policy.presets import PRESETS
 from runtime.kv_cache.shape import Shape
-from runtime.sealed import sealed_json
+from runtime.system.self_hash import sealed_json
 
 KEPT = {"keys": "int4", "values": "int4"}
 
@@ -488,8 +488,8 @@ _NEAR = {**KEPT, "recent": 32}
 def test_what_a_call_will_take_is_never_less_than_it_takes_and_not_much_more(
     written: Any, layers: int, dtype: torch.dtype, softcap: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from runtime.kv_cache import attend as prompts
     from runtime.kv_cache import observation, prepare, reference
-    from runtime.kv_cache import prompt as prompts
 
     # What is bounded, however long a prompt is, must not hide what is not.
     for place, name in ((observation, "CHUNK_BYTES"), (prompts, "_SLICE_BYTES"), (reference, "BLOCK_BYTES")):

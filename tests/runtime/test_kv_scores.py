@@ -11,8 +11,8 @@ import torch
 from random_models import padded_rows, random_llama
 from test_kv_cache import observation, weights
 
+from runtime.config.ranges import Range, range_of
 from runtime.errors import RequestError
-from runtime.kv_cache.bounds import Range, range_of
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
 from runtime.kv_cache.budgets.base import LayerFacts
 from runtime.kv_cache.budgets.cake import Cake
@@ -20,13 +20,11 @@ from runtime.kv_cache.budgets.defensive import DefensiveLayers
 from runtime.kv_cache.budgets.pyramid import Pyramid
 from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
-from runtime.kv_cache.eviction import Eviction, EvictionPlan
-from runtime.kv_cache.generated import Generated
-from runtime.kv_cache.kept import best_places
+from runtime.kv_cache.eviction import Eviction, EvictionPlan, Generated, best_places
 from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.plan import CachePlan
-from runtime.kv_cache.policy import Policy
+from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.scores.defensive import Defensive
 from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.scores.h2o import H2O
@@ -425,7 +423,7 @@ def test_a_method_out_of_its_bounds_is_refused_in_one_sentence(make: Any, senten
 @pytest.mark.parametrize("key", ["evict.score", "evict.layers", "evict.heads", "keys, values"])
 def test_every_method_holds_its_own_fields_to_its_bounds(key: str) -> None:
     """A new method is one file: it checks itself, and nothing else has to know its fields."""
-    from runtime.kv_cache.methods import AXES
+    from runtime.config.registry import AXES
 
     for method in AXES[key]:
         cls = method.load()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.kv_cache.kept import best_places, newest_run
-from runtime.kv_cache.query_window import QueryWindow
+from runtime.kv_cache.eviction import best_places, newest_run
+from runtime.kv_cache.window import QueryWindow
 
 
 @pytest.mark.parametrize("seed", range(4))

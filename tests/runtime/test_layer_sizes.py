@@ -11,12 +11,12 @@ import torch
 from transformers import BertConfig, GPT2Config, LlamaConfig, LlamaForCausalLM, T5Config
 
 import runtime
-from runtime.engines.llama import take_over
-from runtime.engines.torch import TorchEngine
+from runtime.engines.native.engine import take_over
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError
-from runtime.kv_cache.layer_configs import layer_configs
-from runtime.layer_sizes import differing, overrides, uniform, with_overrides
-from runtime.skeleton import build_skeleton, find_stacks, read_config
+from runtime.kv_cache.shape import layer_configs
+from runtime.modeling.layer_sizes import differing, overrides, uniform, with_overrides
+from runtime.modeling.skeleton import build_skeleton, find_stacks, read_config
 
 SMALL = {"vocab_size": 90, "hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4}
 WIDTHS = [96, 48, 160, 80]
@@ -123,7 +123,7 @@ def test_a_transformers_that_does_not_know_the_key(monkeypatch: pytest.MonkeyPat
     config = of_widths(llama(), "intermediate_size", WIDTHS)
     assert overrides(config) == {i: {"intermediate_size": w} for i, w in enumerate(WIDTHS) if w != 160}
     plain = llama()
-    monkeypatch.setattr("runtime.layer_sizes.KEY", "sizes_of_layers")
+    monkeypatch.setattr("runtime.modeling.layer_sizes.KEY", "sizes_of_layers")
     plain.sizes_of_layers = {"1": {"intermediate_size": 32}}
     ((_, blocks),) = find_stacks(build_skeleton(plain, torch.float32))
     assert [block.mlp.up_proj.out_features for block in blocks] == [160, 32, 160, 160]
@@ -131,7 +131,7 @@ def test_a_transformers_that_does_not_know_the_key(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_cache_of_a_transformers_that_does_not_know_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("runtime.layer_sizes", "runtime.kv_cache.layer_configs"):
+    for module in ("runtime.modeling.layer_sizes", "runtime.kv_cache.shape"):
         monkeypatch.setattr(f"{module}.KEY", "sizes_of_layers")
     plain = llama()
     plain.sizes_of_layers = {"1": {"num_key_value_heads": 1}}

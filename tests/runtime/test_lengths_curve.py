@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from runtime.decoding.lengths.curve import Curve
+from runtime.drafting.lengths.base import Curve
 
 
 def test_nothing_is_known_at_first_and_then_the_slope() -> None:

@@ -6,8 +6,8 @@ import random
 
 import pytest
 
-from runtime.decoding.lengths.base import Costs
-from runtime.decoding.lengths.gains import Gains
+from runtime.drafting.lengths.base import Costs
+from runtime.drafting.lengths.goodput import Gains
 
 
 @pytest.mark.parametrize(("fixed", "row", "worth"), [(0.001, 0.0016, 8 * 0.0016 / 0.0138), (0.012, 0.0001, 1.0)])

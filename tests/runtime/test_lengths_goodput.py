@@ -6,11 +6,10 @@ import random
 
 import pytest
 
-from runtime.decoding.lengths.base import Costs, Progress
-from runtime.decoding.lengths.belief import Belief
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.lengths.trust import Trust
-from runtime.decoding.tree import Tree
+from runtime.drafting.lengths.base import Costs, Progress, Trust
+from runtime.drafting.lengths.belief import Belief
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.sampling.tree import Tree
 
 
 def measured(fixed: float, row: float, draft: float, rows: int = 12) -> Costs:

@@ -10,11 +10,10 @@ from torch import nn
 from weight_cases import int_scheme, random_weight
 
 from runtime import formats, kernels
-from runtime.embedding import CompressedEmbedding
 from runtime.errors import ArtifactError, RequestError
-from runtime.linear import CompressedLinear, install, prepare_all
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedEmbedding, CompressedLinear, install, prepare_all
 
 STATIC = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor"))
 SCHEMES = [

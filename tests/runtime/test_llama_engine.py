@@ -24,11 +24,11 @@ from transformers import (
 
 import runtime
 from runtime.engines.base import PagedEngine, Piece
-from runtime.engines.llama import LlamaEngine, take_over
-from runtime.engines.llama_parts import read_parts
-from runtime.engines.torch import TorchEngine
+from runtime.engines.native.engine import LlamaEngine, take_over
+from runtime.engines.native.parts import read_parts
+from runtime.engines.torch.engine import TorchEngine
 from runtime.kernels.cpu import library
-from runtime.linear import CompressedLinear
+from runtime.layers.compressed_linear import CompressedLinear
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 CPU = torch.device("cpu")

@@ -10,7 +10,7 @@ import torch
 from test_llama_engine import SHAPES, engines, model_of
 
 from runtime.engines.base import Piece, SpeculativeEngine
-from runtime.engines.llama import LlamaEngine
+from runtime.engines.native.engine import LlamaEngine
 from runtime.kernels.cpu import library
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")

@@ -14,9 +14,8 @@ from test_llama_engine import SHAPES, engines
 from without_halves import without
 
 from runtime.engines.base import Piece
-from runtime.engines.llama import Recorder
-from runtime.engines.llama_adapter import Adapter
-from runtime.engines.llama_view import View
+from runtime.engines.native.engine import Recorder
+from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu import library
 

@@ -15,9 +15,9 @@ from tiny_models import gpt2, llama, save
 import runtime
 from runtime import formats
 from runtime.errors import ArtifactError, RequestError
-from runtime.quantization_config import ModuleEntry, build
-from runtime.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
-from runtime.skeleton import linear_shapes
+from runtime.formats.quantization_config import ModuleEntry, build
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.modeling.skeleton import linear_shapes
 
 BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1))
 

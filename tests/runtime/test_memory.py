@@ -7,7 +7,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from runtime import memory
+from runtime.system import memory
 
 MB = 2**20
 

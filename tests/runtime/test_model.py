@@ -13,8 +13,8 @@ import torch
 from tiny_models import gpt2, llama, save, tokenizer
 
 import runtime
+from runtime.api.model import Model
 from runtime.errors import CompressError, RequestError
-from runtime.model import Model
 
 PROMPTS = ["Once upon a time", "cat", "def add(a, b):\n    return", "Grüße aus 東京 🙂 and the cat sat on the mat"]
 
@@ -245,7 +245,7 @@ def test_score_is_the_cross_entropy(pair: tuple[Model, Any]) -> None:
 def test_long_texts_are_scored_in_chunks(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
     tokens = torch.randint(2, 400, (100,), generator=torch.Generator().manual_seed(0)).tolist()
     whole = model.score(tokens)
-    monkeypatch.setattr("runtime.model._SCORE_CHUNK", 7)
+    monkeypatch.setattr("runtime.api.model._SCORE_CHUNK", 7)
     assert math.isclose(model.score(tokens).log_likelihood, whole.log_likelihood, rel_tol=1e-5)
 
 

@@ -25,10 +25,10 @@ from paged_reference import PagedReference, hashed, model_of
 from tiny_models import llama, save, tokenizer
 
 import runtime
-from runtime.decoding.stops import StopMatcher
+from runtime.api.model import Model
 from runtime.decoding.turns import Caller, Turns
 from runtime.errors import CompressError, RequestError
-from runtime.model import Model
+from runtime.sampling.text import StopMatcher
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runtime.replaced import replace_directory
+from runtime.system.directories import replace_directory
 
 
 def made(path: Path, content: str) -> Path:

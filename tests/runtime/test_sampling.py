@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers.generation import logits_process as reference
 
-from runtime.decoding import sampling
-from runtime.decoding.options import GenerationOptions
 from runtime.errors import CompressError, RequestError
+from runtime.sampling import sampling
+from runtime.sampling.options import GenerationOptions
 
 SEEDS = range(5)
 

@@ -8,9 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.decoding import sampling, sampling_cpu
-from runtime.decoding.options import GenerationOptions
 from runtime.errors import CompressError
+from runtime.sampling import sampling
+from runtime.sampling import sampling as sampling_cpu
+from runtime.sampling.options import GenerationOptions
 
 OPTIONS = [
     {"top_k": 7},

@@ -11,8 +11,8 @@ from encoder_models import byte_tokenizer, save, t5
 from transformers import BartConfig, BartForConditionalGeneration, T5ForConditionalGeneration
 
 import runtime
+from runtime.api.seq2seq import Seq2SeqModel
 from runtime.errors import ArtifactError, RequestError
-from runtime.seq2seq import Seq2SeqModel
 
 SOURCES = [[5, 6, 7, 8], [9, 10, 11, 12, 13, 14, 15], [3], [200, 201]]
 

@@ -11,12 +11,12 @@ from speculation_cases import Scripted, answers, model, model_over, prompts, spe
 from test_llama_engine import engines
 from tiny_models import llama, tokenizer
 
-from runtime.decoding.drafters.base import Drafter
-from runtime.decoding.drafters.watch import Watch
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.tree import Tree
+from runtime.drafting.drafters.base import Drafter
+from runtime.drafting.guard import Watch
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
 from runtime.kernels.cpu import library
+from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 

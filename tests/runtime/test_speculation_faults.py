@@ -8,14 +8,14 @@ import pytest
 import torch
 from speculation_cases import Scripted, answers, model, prompts, speculation
 
-from runtime.decoding.drafters.recycling import Recycling
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.options import GenerationOptions
-from runtime.decoding.tree import Tree
-from runtime.decoding.verify.target import Target
+from runtime.drafting.drafters.recycling import Recycling
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.verify.target import Target
 from runtime.errors import CompressError
 from runtime.kernels.cpu import library
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.tree import Tree
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 

@@ -109,7 +109,7 @@ def test_a_text_that_differs_is_counted(monkeypatch: Any, tmp_path: Path) -> Non
     import speculative_identity
 
     import runtime
-    from runtime.model import Model
+    from runtime.api.model import Model
 
     options: Any = SimpleNamespace(threads=None, batches=[1, 4], new_tokens=6)
     rows = prompts(8, 20)

@@ -20,13 +20,12 @@ from speculation_cases import (
 )
 from tiny_models import llama, tokenizer
 
-from runtime.decoding.drafters.base import Ask, Drafter
-from runtime.decoding.lengths.fixed import Fixed
-from runtime.decoding.lengths.goodput import Goodput
-from runtime.decoding.tree import ROOT, Tree
-from runtime.engines.base import SpeculativeEngine
-from runtime.engines.drafts import DraftingEngine
-from runtime.engines.torch import TorchEngine
+from runtime.drafting.drafters.base import Ask, Drafter
+from runtime.drafting.lengths.fixed import Fixed
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.engines.base import DraftingEngine, SpeculativeEngine
+from runtime.engines.torch.engine import TorchEngine
+from runtime.sampling.tree import ROOT, Tree
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {

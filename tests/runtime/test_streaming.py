@@ -7,8 +7,8 @@ import random
 import pytest
 from tiny_models import tokenizer
 
-from runtime.decoding.output import SequenceOutput
-from runtime.decoding.text import REPLACEMENT, Detokenizer, StopMatcher
+from runtime.sampling.output import SequenceOutput
+from runtime.sampling.text import REPLACEMENT, Detokenizer, StopMatcher
 
 TEXTS = [
     "plain ascii text, with spaces  and\nnewlines\n\n",

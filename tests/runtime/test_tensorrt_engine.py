@@ -12,8 +12,8 @@ import torch
 from fake_tensorrt.install import HostGpu, install
 
 import runtime
-import runtime.engines.tensorrt as engines
-from runtime.engines.tensorrt import load_tensorrt
+import runtime.engines.tensorrt.engine as engines
+from runtime.engines.tensorrt.engine import load_tensorrt
 from runtime.errors import ArtifactError, CompressError, RequestError
 
 pytest.importorskip("onnx")

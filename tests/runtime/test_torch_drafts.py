@@ -11,10 +11,11 @@ import torch
 from speculation_cases import VOCABULARY, Scripted, answers, model_over, prompts, speculation
 from test_speculative_loop import CPU, drafting, module_of
 
-from runtime.engines import torch_drafts, torch_probe
 from runtime.engines.base import Piece
-from runtime.engines.torch import TorchEngine
-from runtime.engines.torch_drafts import TorchDrafts
+from runtime.engines.torch import drafts as torch_drafts
+from runtime.engines.torch import probe
+from runtime.engines.torch.drafts import TorchDrafts
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 
 
@@ -147,14 +148,14 @@ def test_models_that_verify_no_drafts_say_why(family: str, options: Any, reason:
 
 def test_a_model_that_ignores_masks_is_found_out(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TorchEngine(module, CPU)
-    assert torch_probe.why_not(engine) is None
+    assert probe.why_not(engine) is None
     forward = TorchEngine.forward
 
     def causal(self: Any, ids: Any, cache: Any, mask: Any, positions: Any, last_only: bool = False) -> Any:
         return forward(self, ids, cache, None if mask is not None and mask.dim() == 4 else mask, positions, last_only)
 
     monkeypatch.setattr(TorchEngine, "forward", causal)
-    assert "does not compute the branches of a draft as if they were alone" in str(torch_probe.why_not(engine))
+    assert "does not compute the branches of a draft as if they were alone" in str(probe.why_not(engine))
 
     def refuses(self: Any, ids: Any, cache: Any, mask: Any, positions: Any, last_only: bool = False) -> Any:
         if mask is not None and mask.dim() == 4:
@@ -163,7 +164,7 @@ def test_a_model_that_ignores_masks_is_found_out(module: Any, monkeypatch: pytes
 
     monkeypatch.setattr(TorchEngine, "forward", refuses)
     expected = "LlamaForCausalLM does not take the mask of a token tree: masks have two dimensions"
-    assert torch_probe.why_not(engine) == expected
+    assert probe.why_not(engine) == expected
 
 
 def test_other_attention_functions_are_refused(module: Any) -> None:

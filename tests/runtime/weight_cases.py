@@ -9,8 +9,8 @@ import torch
 
 from runtime import formats
 from runtime.formats.checks import expand_groups
-from runtime.quantization_config import ModuleEntry, build
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.quantization_config import ModuleEntry, build
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 
 FLOAT8 = torch.float8_e4m3fn
 

@@ -77,7 +77,7 @@ def test_all_trials_that_fail_end_with_1(file, capsys, tmp_path, monkeypatch):
     def apply(recipe, **options):
         raise CompressError("no luck")
 
-    monkeypatch.setattr("compress.pipeline.run.apply", apply)
+    monkeypatch.setattr("compress.run.run.apply", apply)
     code, out, err = call(capsys, file, "--output", tmp_path / "out", "--json")
     assert code == 1
     result = json.loads(out)

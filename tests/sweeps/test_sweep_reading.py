@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import yaml
 
+from compress.core.resources import bundled_sweeps
 from compress.recipe import load
-from compress.resources import bundled_sweeps
 from compress.sweeps import load_sweep
 from runtime.errors import RequestError
 

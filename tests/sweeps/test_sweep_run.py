@@ -12,12 +12,13 @@ import pytest
 import yaml
 from sweep_runs import BITS, GROUP, Here
 
-from compress.sweeps import pareto_front, speeds
+from compress.sweeps import pareto_front
+from compress.sweeps import run as speeds
 from compress.sweeps.directory import SweepDirectory
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.run import AllFailedError
 from runtime.errors import CompressError, RequestError
-from runtime.lock import inside, locked
+from runtime.system.lock import inside, locked
 
 
 def records(path):
@@ -98,7 +99,7 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
 
 
 def test_points_with_a_record_are_not_checked_again(run, settings, monkeypatch):
-    from compress.pipeline.passes import Passes
+    from compress.run.passes import Passes
 
     checked = []
     real = Passes.open
@@ -138,7 +139,7 @@ def test_limits_and_constraints_keep_a_trial_off_the_front(run, settings, recipe
 
 # ------------------------------------------------------------------ what fails
 def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, capsys):
-    from compress.pipeline import run as pipeline
+    from compress.run import run as pipeline
 
     real = pipeline.apply
 
@@ -167,7 +168,7 @@ def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, c
 
 
 def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeypatch, tmp_path):
-    from compress.pipeline import plan
+    from compress.run import plan
 
     chosen = settings(vary={BITS: [8]})
     with monkeypatch.context() as full:
@@ -187,7 +188,7 @@ def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeyp
 
 
 def test_all_have_failed(run, settings, monkeypatch, views):
-    from compress.pipeline import run as pipeline
+    from compress.run import run as pipeline
 
     def apply(recipe, **options):
         raise MemoryError

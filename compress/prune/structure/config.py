@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
-from compress.percent import fraction
+from compress.core.percent import fraction
 from compress.prune.structure.view import View
 
 Remove = Literal["ffn", "heads", "layers", "experts", "hidden", "vocabulary"]
@@ -133,7 +133,7 @@ class StructureMethod:
     """One method of `compress.prune.structure.METHODS`.
 
     Attributes:
-        name, config, summary, paper: as of `compress.method.Method`.
+        name, config, summary, paper: as of `compress.core.method.Method`.
         removes: what it can rank.
         rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
         needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each

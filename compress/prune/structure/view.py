@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from compress.statistics import Statistics
+from compress.core.statistics import Statistics
 
 
 @dataclass

@@ -14,10 +14,10 @@ from typing import Any
 
 import psutil
 
-from compress.pipeline.files import write_json
+from compress.core.files import write_json
 from compress.sweeps.directory import SweepDirectory, read
 from compress.sweeps.executors.base import Outcome, died, of_launchers
-from runtime.ended import how_it_ended
+from runtime.system.processes import how_it_ended
 
 _THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS")
 _PATIENCE = 10.0  # seconds a trial has to clean up when the sweep is stopped
@@ -139,7 +139,7 @@ def devices(device: str, jobs: int) -> list[str]:
 
 
 def _peak_of(process: int) -> int:
-    """As `runtime.memory.peak_bytes`, of another process; 0: it is gone, or the system does not tell."""
+    """As `runtime.system.memory.peak_bytes`, of another process; 0: it is gone, or the system does not tell."""
     try:
         text = (Path("/proc") / str(process) / "status").read_text(encoding="utf-8", errors="replace")
     except OSError:

@@ -31,7 +31,7 @@ from runtime.engines.cuda.steps import Steps
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from runtime.engines.torch import TorchEngine
+    from runtime.engines.torch.engine import TorchEngine
 
 PAGE = 64
 MOST_ROWS = 2048

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
-from runtime.engines import structure
-from runtime.engines.fuse import Joined
+from runtime.engines import llama_structure
+from runtime.engines.llama_structure import Joined
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -60,7 +60,7 @@ class Parts:
 
 def why_not(model: PreTrainedModel) -> str | None:
     """The reason why the engine cannot run this model; None when it can. Changes nothing."""
-    reason = structure.why_not(model)
+    reason = llama_structure.why_not(model)
     if reason is not None:
         return reason
     dtype = cast(Any, model.model).norm.weight.dtype
@@ -71,7 +71,7 @@ def read_parts(model: PreTrainedModel, fuse: bool = True) -> Parts | str:
     """The parts, or the reason why this model is not for the engine.
 
     Args:
-        fuse: join q/k/v and gate/up (`runtime.engines.fuse`); the model's modules then share or hand over their weights.
+        fuse: join q/k/v and gate/up (`runtime.engines.llama_structure`); the model's modules then share or hand over their weights.
     """
     reason = why_not(model)
     if reason is not None:
@@ -100,7 +100,7 @@ def _block(layer: Any, config: Any, fuse: bool) -> Block:
     return Block(
         join(attention, _QKV, "qkv_proj"), attention.o_proj, join(mlp, _GATE_UP, "gate_up_proj"), mlp.down_proj,
         _vector(layer.input_layernorm, dtype), _vector(layer.post_attention_layernorm, dtype), norms,
-        structure.window(layer, config),
+        llama_structure.window(layer, config),
     )  # fmt: skip
 
 
@@ -109,7 +109,7 @@ def _vector(norm: Any, dtype: torch.dtype) -> torch.Tensor:
 
 
 def _rotation(rotary: Any) -> Callable[[int], torch.Tensor]:
-    halves = structure.rotation(rotary)
+    halves = llama_structure.rotation(rotary)
 
     def table(positions: int) -> torch.Tensor:
         return torch.cat(halves(positions), dim=-1)

@@ -2,12 +2,79 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import logging
+from collections.abc import Callable, Sequence
+from functools import cache
+from itertools import accumulate
+from typing import Any
 
 import torch
 from torch.nn import functional
 
-from runtime.engines.cuda import varlen
+# All pieces of a step in one call: torch's variable-length flash attention, where this torch has it and it computes what it should.
+
+_log = logging.getLogger("compress.engine")
+_WANTED = {"scale", "window_size", "enable_gqa"}  # of its arguments; younger than the function
+
+
+@cache
+def function() -> Callable[..., Any] | None:
+    """`torch.nn.attention.varlen.varlen_attn`, or None where it is missing or too old."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn
+    except ImportError:
+        return None
+    return varlen_attn if set(inspect.signature(varlen_attn).parameters) >= _WANTED else None
+
+
+class Ends:
+    """Where the pieces' queries and keys end, on the device, and the longest of each."""
+
+    def __init__(self, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
+        keys = [start + count for start, count in zip(starts, counts, strict=True)]
+        ends = [[0, *accumulate(counts)], [0, *accumulate(keys)]]
+        self.queries, self.keys = torch.tensor(ends, dtype=torch.int32).to(device)
+        self.most_queries, self.most_keys = max(counts), max(keys)
+
+
+def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Ends, scale: float, window: int) -> torch.Tensor:
+    """`[rows, heads, head_dim]`; keys and values of the pieces one after another, `[sum of lengths, kv_heads, head_dim]`."""
+    compute = function()
+    assert compute is not None
+    return compute(
+        q, k, v, ends.queries, ends.keys, ends.most_queries, ends.most_keys,
+        scale=scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
+    )  # fmt: skip
+
+
+@cache
+def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
+    """Whether `attend` gives the right numbers here: tried once, on pieces with and without a cached beginning."""
+
+    if function() is None or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    starts, counts, window = [0, 21, 3], [9, 5, 17], 6 if windowed else 0
+    generator = torch.Generator().manual_seed(0)
+
+    def random(rows: int, columns: int) -> torch.Tensor:
+        return torch.randn(rows, columns, size, generator=generator).to(device, dtype)
+
+    lengths = [start + count for start, count in zip(starts, counts, strict=True)]
+    q, k, v = random(sum(counts), heads), random(sum(lengths), kv_heads), random(sum(lengths), kv_heads)
+    pieces = zip(q.split(counts), k.split(lengths), v.split(lengths), starts, strict=True)
+    wanted = torch.cat([piece_attention(*piece, size**-0.5, window) for piece in pieces]).float()
+    try:
+        found = attend(q, k, v, Ends(starts, counts, device), size**-0.5, window).float()
+        error = float((found - wanted).abs().max())
+    except (RuntimeError, TypeError, ValueError, NotImplementedError) as problem:
+        _log.info("variable-length attention does not run here: %s", problem)
+        return False
+    if not error < 0.05:
+        _log.warning("variable-length attention is off by %.3g here and is not used", error)
+        return False
+    return True
+
 
 MOST_SCORES = 1 << 25  # of a mask: longer pieces are cut
 
@@ -59,14 +126,14 @@ class PieceAttention:
     def __init__(self, starts: Sequence[int], counts: Sequence[int], slots: torch.Tensor, scale: float) -> None:
         self._starts, self._counts, self._slots, self._scale = list(starts), list(counts), slots, scale
         self._lengths = [start + count for start, count in zip(starts, counts, strict=True)]
-        self._ends: varlen.Ends | None = None
+        self._ends: Ends | None = None
 
     def __call__(self, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, window: int) -> torch.Tensor:
         """`[rows, heads, head_dim]`, given one layer of the cache `[pages, page_size, kv_heads, head_dim]`."""
         k, v = (tensor.flatten(0, 1)[self._slots] for tensor in (keys, values))
-        if q.device.type == "cuda" and varlen.works(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
+        if q.device.type == "cuda" and works(q.device, q.dtype, *q.shape[1:2], *k.shape[1:], window > 0):
             if self._ends is None:
-                self._ends = varlen.Ends(self._starts, self._counts, q.device)
-            return varlen.attend(q, k, v, self._ends, self._scale, window)
+                self._ends = Ends(self._starts, self._counts, q.device)
+            return attend(q, k, v, self._ends, self._scale, window)
         pieces = zip(q.split(self._counts), k.split(self._lengths), v.split(self._lengths), self._starts, strict=True)
         return torch.cat([piece_attention(*piece, self._scale, window) for piece in pieces])

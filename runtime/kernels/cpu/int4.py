@@ -15,9 +15,9 @@ import torch
 from runtime import formats
 from runtime.formats.bitmap import unpack_mask
 from runtime.formats.checks import Tensors
+from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
-from runtime.kernels.cpu import pairs
-from runtime.scheme import CompressedWeight
+from runtime.kernels.cpu import panels
 
 # Measured on x86 with AVX-512 (one thread, 2048 x 2048, group 128): torch's kernel takes 0.2 ms at 1 row and 0.1 more a
 # row. Dequantizing and multiplying takes 4 ms where nothing else uses the caches, 10 to 15 on a busy machine, so the two
@@ -101,7 +101,7 @@ class Int4Cpu(Kernel):
         if "weight_bitmap" in tensors:
             mask = unpack_mask(tensors["weight_bitmap"], columns)
         elif "weight_metadata" in tensors:
-            mask = pairs.mask(tensors["weight_metadata"], columns)
+            mask = panels.mask_of(tensors["weight_metadata"], columns)
         return CompressedWeight(
             values.contiguous(), scale, tensors.get("zero_point"), mask, layer.entry.scheme, layer.dtype
         )

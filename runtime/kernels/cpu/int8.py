@@ -6,8 +6,8 @@ import torch
 
 from runtime import formats
 from runtime.formats.checks import Tensors
+from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
-from runtime.scheme import CompressedWeight
 
 # Measured on x86 with AVX-512 (CPU time of one thread on a busy machine, 2048 x 2048): torch's kernel takes 0.3 ms at
 # 1 row, 0.9 at 8, 1.5 at 16 (groups of 128: 0.5 and 1.5 at 1 and 8); dequantizing and multiplying 3 to 5 up to 64.

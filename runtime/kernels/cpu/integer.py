@@ -17,11 +17,11 @@ import ctypes
 import torch
 
 from runtime.formats.checks import Tensors
+from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.cpu import library
+from runtime.kernels.cpu.library import bytes_at
 from runtime.kernels.cpu.panels import S24, W4, W8, Panels
-from runtime.kernels.cpu.scratch import bytes_at
-from runtime.scheme import CompressedWeight
 
 _WORTH_A_THREAD = 1 << 17  # multiplications; fewer are done before another thread has begun
 

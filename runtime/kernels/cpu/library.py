@@ -3,14 +3,65 @@
 from __future__ import annotations
 
 import ctypes
+import logging
+import os
 import platform
+import threading
 from functools import cache
 from pathlib import Path
 
 import torch
 
-from runtime import cpu, native
-from runtime.kernels.cpu.threads import openmp
+from runtime.system import native, processes
+
+# Working memory of the C kernels: one buffer a thread, kept between calls, so that concurrent calls never share one.
+
+_KEPT = 1 << 26  # bytes; a larger buffer is given back after use
+_local = threading.local()
+
+
+def tensor_of(count: int) -> torch.Tensor:
+    """At least `count` bytes, uint8, of this thread; what the last call left there is overwritten."""
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < count:
+        buffer = torch.empty(max(count, 1 << 16), dtype=torch.uint8)
+        _local.buffer = buffer
+    elif buffer.numel() > max(_KEPT, 4 * count):
+        buffer = _local.buffer = torch.empty(max(count, 1 << 16), dtype=torch.uint8)
+    return buffer
+
+
+def bytes_at(count: int) -> int:
+    """Address of `tensor_of(count)`; valid until this thread's next call."""
+    return tensor_of(count).data_ptr()
+
+
+# The threads that C kernels run on: torch's own.
+
+_log = logging.getLogger("compress.native")
+
+
+@cache
+def openmp() -> tuple[ctypes.c_void_p, ...] | None:
+    """Addresses of GOMP_parallel, GOMP_barrier, omp_get_thread_num and omp_get_num_threads in the library torch runs on.
+
+    They are what `set_pool` of a library with `c/pool.h` takes. The same library means the same threads: a second pool beside it
+    would fight it for the cores. None: it was not found, kernels run on one thread, and the log says so once.
+    """
+    torch_folder = Path(torch.__file__).parent
+    places = [torch_folder / "lib", torch_folder.parent / "torch.libs"]
+    for place in places:
+        for pattern in ("libgomp*", "libiomp5*", "libomp*"):
+            for file in sorted(place.glob(pattern)):
+                try:
+                    library = ctypes.CDLL(str(file), mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+                    names = ("GOMP_parallel", "GOMP_barrier", "omp_get_thread_num", "omp_get_num_threads")
+                    return tuple(ctypes.cast(getattr(library, name), ctypes.c_void_p) for name in names)
+                except (OSError, AttributeError):
+                    continue
+    _log.warning("torch's OpenMP library was not found: CPU kernels run on one thread")
+    return None
+
 
 SOURCE = Path(__file__).parent / "c" / "kernels.c"
 KINDS = {"dense": 0, "w4": 1, "w8": 2, "s24": 3}
@@ -46,7 +97,7 @@ class Linear(ctypes.Structure):
 
 def instruction_sets() -> list[str]:
     """Those this machine can run, best first; "portable" is always the last."""
-    flags = cpu.flags()
+    flags = processes.flags()
     return [name for name, (needs, _) in _X86.items() if needs <= flags] + ["portable"]
 
 

@@ -16,19 +16,143 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from functools import cache
 from typing import ClassVar
 
 import torch
 
 from runtime import formats
 from runtime.formats.bitmap import unpack_mask
-from runtime.formats.bitpack import pack_rows
+from runtime.formats.bitpack import pack_rows, unpack_columns, unpack_rows
 from runtime.formats.checks import Tensors
+from runtime.formats.scheme import CompressedWeight
 from runtime.kernels.base import Layer
-from runtime.kernels.cpu import grids, library, pairs
-from runtime.kernels.cpu import words as words4
-from runtime.kernels.cpu.grids import PANEL
-from runtime.scheme import CompressedWeight
+from runtime.kernels.cpu import library
+
+# Scales and zero points in panels of 16 rows, `[panels, groups, 16]`, there and back.
+
+PANEL = 16
+
+
+def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
+    """Scales and zero points of stored tensors as panels."""
+    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.weights, layer.shape[0]
+    assert weights is not None
+    out = {"scale": _panels(scale, rows)}
+    if scale.dtype not in library.TYPES:
+        out |= {"scale": out["scale"].float(), "stored_scale": scale}
+    if not weights.symmetric:
+        zero = tensors["weight_zero_point"]
+        if formats.get(layer.entry.format).zero_point_packed(weights):
+            zero = unpack_columns(zero, weights.bits, scale.shape[0])
+        out["zero_point"] = _panels(zero, rows)
+    return out
+
+
+def _panels(grid: torch.Tensor, rows: int) -> torch.Tensor:
+    """`[out, groups]` (or `[1]`: one for all) -> `[panels, groups, 16]`."""
+    grid = grid.view(1, 1).expand(rows, 1) if grid.dim() == 1 else grid
+    panels = -(-rows // PANEL)
+    high = torch.zeros(panels * PANEL, grid.shape[1], dtype=grid.dtype)
+    high[:rows] = grid
+    return high.view(panels, PANEL, -1).transpose(1, 2).contiguous()
+
+
+def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors, layer: Layer) -> CompressedWeight:
+    """The weight whose codes were unpacked, with its grids."""
+    scheme, rows = layer.entry.scheme, layer.shape[0]
+
+    def grid(name: str) -> torch.Tensor | None:
+        panels = tensors.get(name)
+        if panels is None:
+            return None
+        flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
+        tensor_wide = scheme.weights is not None and scheme.weights.strategy == "tensor"
+        return flat[:1, 0].clone() if tensor_wide else flat.contiguous()
+
+    scale = tensors.get("stored_scale")
+    return CompressedWeight(
+        values, grid("scale") if scale is None else scale, grid("zero_point"), mask, scheme, layer.dtype
+    )
+
+
+# 2:4 positions: the nibbles `i0 | i1 << 2` of format `sparse24` as numbers of pairs (0 to 5), which is what kernels look up.
+#
+# Two quads a byte, the earlier one in the low nibble, both here and there.
+
+_PAIRS = ((0, 1), (0, 2), (0, 3), (1, 2), (1, 3), (2, 3))  # PAIR of sparse.h
+
+
+def from_metadata(metadata: torch.Tensor) -> torch.Tensor:
+    """uint8 position nibbles -> uint8 numbers of pairs; a nibble that fills up a row becomes pair 0."""
+    return _tables()[0][metadata.int()]
+
+
+def to_metadata(numbers: torch.Tensor) -> torch.Tensor:
+    """Inverse of `from_metadata` for nibbles that are pairs."""
+    return _tables()[1][numbers.int()]
+
+
+def mask_of(metadata: torch.Tensor, columns: int) -> torch.Tensor:
+    """bool `[rows, columns]`: the kept places."""
+    return _tables()[2][metadata.int()].flatten(1)[:, :columns].contiguous()
+
+
+@cache
+def _tables() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """For every byte: pair numbers of its nibbles, positions of its pair numbers, kept places of its nibbles `[256, 8]`."""
+    nibbles = [first | second << 2 for first, second in _PAIRS]
+    number = [nibbles.index(n) if n in nibbles else 0 for n in range(16)]
+    position = [nibbles[n] if n < len(nibbles) else 0 for n in range(16)]
+    kept = [[place in ((n & 3), (n >> 2)) for place in range(4)] for n in range(16)]
+    every = range(256)
+    return (
+        torch.tensor([number[b & 15] | number[b >> 4] << 4 for b in every], dtype=torch.uint8),
+        torch.tensor([position[b & 15] | position[b >> 4] << 4 for b in every], dtype=torch.uint8),
+        torch.tensor([kept[b & 15] + kept[b >> 4] for b in every]),
+    )
+
+
+# Words of eight 4-bit codes, in the order the C kernels take them apart: codes 0 to 3 are the low nibbles of bytes 0 to 3, codes
+# 4 to 7 the high ones. Codes are stored as code + 8.
+
+_LOW = 0x0F0F0F0F
+
+
+def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
+    """int8 codes -8..7 `[rows, columns]`, columns a multiple of 8 -> int32 `[rows, columns / 8]`."""
+    fours = (codes + 8).view(torch.int32)
+    return fours[:, 0::2] | fours[:, 1::2] << 4
+
+
+def unpack_nibbles(words: torch.Tensor) -> torch.Tensor:
+    """Inverse of `pack_nibbles`."""
+    fours = torch.empty(words.shape[0], words.shape[1], 2, dtype=torch.int32)
+    torch.bitwise_and(words, _LOW, out=fours[..., 0])
+    torch.bitwise_and(words >> 4, _LOW, out=fours[..., 1])
+    return fours.view(words.shape[0], -1).view(torch.int8).sub_(8)
+
+
+def from_stream(packed: torch.Tensor, bits: int, columns: int) -> torch.Tensor:
+    """Rows of `bitpack.pack_rows` (2 to 4 bits) -> int32 `[rows, ceil(columns / 8)]`; what fills up the last word is any code."""
+    if bits != 4:
+        codes = torch.zeros(packed.shape[0], -(-columns // 8) * 8, dtype=torch.int8)
+        codes[:, :columns] = unpack_rows(packed, bits, columns)
+        return pack_nibbles(codes)
+    # Eight nibbles in order: swap the middle bytes, then the middle nibbles of each half.
+    words = packed.clone(memory_format=torch.contiguous_format)
+    for distance, where in ((8, 0x0000FF00), (4, 0x00F000F0)):
+        swapped = (words >> distance).bitwise_xor_(words).bitwise_and_(where)
+        words.bitwise_xor_(swapped).bitwise_xor_(swapped << distance)
+    return words
+
+
+def group_sums(words: torch.Tensor, groups: int) -> torch.Tensor:
+    """int32 `[rows, words]` -> int16 `[rows, groups]`: the sum of the codes of each group of words."""
+    both = (words & _LOW).add_((words >> 4).bitwise_and_(_LOW)).view(torch.uint8)
+    parts = both.view(words.shape[0], groups, -1)
+    return (parts.sum(-1, dtype=torch.int32) - 16 * parts.shape[-1]).to(torch.int16)
+
 
 _LARGEST = 256  # columns of an activation group: what the integer sums have room for
 _PREFERRED = 128
@@ -158,15 +282,15 @@ class Dense(Panels):
         if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
             storage.validate(tensors, scheme, layer.shape, layer.dtype)
             packed = tensors["weight_packed"]
-            return lambda rows: words4.from_stream(packed[rows], bits, columns), grids.to_panels(tensors, layer)
+            return lambda rows: from_stream(packed[rows], bits, columns), to_panels(tensors, layer)
         values = storage.unpack(tensors, scheme, layer.shape, layer.dtype).values
 
         def row_words(rows: slice) -> torch.Tensor:
             codes = torch.zeros(rows.stop - rows.start, -(-columns // 8) * 8, dtype=torch.int8)
             codes[:, :columns] = values[rows]
-            return words4.pack_nibbles(codes) if self.kind == "w4" else (codes ^ -128).view(torch.int32)
+            return pack_nibbles(codes) if self.kind == "w4" else (codes ^ -128).view(torch.int32)
 
-        return row_words, grids.to_panels(tensors, layer)
+        return row_words, to_panels(tensors, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
@@ -177,15 +301,15 @@ class Dense(Panels):
         for start, end in _slices(panels, wide):
             row_words = words[start:end].transpose(1, 2).clone(memory_format=torch.contiguous_format)
             row_words = row_words.view((end - start) * PANEL, -1)
-            codes = words4.unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
+            codes = unpack_nibbles(row_words) if self.kind == "w4" else row_words.view(torch.int8) ^ -128
             part = values[start * PANEL : end * PANEL]
             part.copy_(codes[: part.shape[0], :columns])
         mask = None
         if "weight_bitmap" in tensors:
             mask = unpack_mask(tensors["weight_bitmap"], columns)
         elif "weight_metadata" in tensors:
-            mask = pairs.mask(tensors["weight_metadata"], columns)
-        return grids.weight_of(values, mask, tensors, layer)
+            mask = mask_of(tensors["weight_metadata"], columns)
+        return weight_of(values, mask, tensors, layer)
 
 
 class Pairs(Panels):
@@ -213,16 +337,16 @@ class Pairs(Panels):
         for start, end in _slices(panels, wide):
             height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
             codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
-            read = words4.from_stream(tensors["weight_packed"][part], scheme.weights.bits, columns // 2)
+            read = from_stream(tensors["weight_packed"][part], scheme.weights.bits, columns // 2)
             codes[: read.shape[0], : read.shape[1]] = read
             pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
-            places = pairs.from_metadata(tensors["weight_metadata"][part])
+            places = from_metadata(tensors["weight_metadata"][part])
             pair[: places.shape[0], : places.shape[1]] = places
             words[start:end, :, :2] = codes.view(end - start, PANEL, wide // 32, 2).permute(0, 2, 3, 1)
             words[start:end, :, 2] = pair.view(torch.int32).view(end - start, PANEL, wide // 32).transpose(1, 2)
-            sums[start:end] = words4.sums(codes, groups).view(end - start, PANEL, groups).transpose(1, 2)
+            sums[start:end] = group_sums(codes, groups).view(end - start, PANEL, groups).transpose(1, 2)
         out = {"weight": words.view(torch.uint8).view(panels, groups, -1), "sums": sums}
-        return out | grids.to_panels(tensors, layer)
+        return out | to_panels(tensors, layer)
 
     def unpack(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         rows, columns = layer.shape
@@ -232,16 +356,16 @@ class Pairs(Panels):
         # Copies: a single column of panels may count as contiguous and still refuse to be seen as bytes.
         whole = torch.contiguous_format
         kept = words[:, :, :2].permute(0, 3, 1, 2).clone(memory_format=whole).view(panels * PANEL, -1)
-        halves = words4.unpack_nibbles(kept)[:rows, : columns // 2]
+        halves = unpack_nibbles(kept)[:rows, : columns // 2]
         pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
-        metadata = pairs.to_metadata(pair[:rows, : -(-columns // 8)])
+        metadata = to_metadata(pair[:rows, : -(-columns // 8)])
         assert scheme.weights is not None
         stored = {
             "weight_packed": pack_rows(halves, scheme.weights.bits),
             "weight_metadata": metadata,
         }
         values, mask = formats.get("sparse24").unpack_weight(stored, scheme, layer.shape, None)
-        return grids.weight_of(values, mask, tensors, layer)
+        return weight_of(values, mask, tensors, layer)
 
 
 W4 = Dense("w4", (2, 4), frozenset({"pack-quantized", "packed", "sparse24", "bitmap"}))

@@ -10,14 +10,13 @@ import ctypes
 
 import torch
 
-from runtime import cpu
 from runtime.formats.checks import Tensors
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
-from runtime.kernels.cpu.grids import PANEL
 from runtime.kernels.cpu.integer import PanelKernel, threads_for
-from runtime.kernels.cpu.panels import S24, W4, W8
-from runtime.kernels.cpu.scratch import tensor_of
+from runtime.kernels.cpu.library import tensor_of
+from runtime.kernels.cpu.panels import PANEL, S24, W4, W8
+from runtime.system import processes
 
 _TILE = 1 << 18  # weights dequantized at once: a megabyte of float32, which the second cache holds
 
@@ -34,7 +33,7 @@ class DenseTiles(PanelKernel):
         assert native is not None
         rows, (out, columns) = x.shape[0], layer.shape
         # Without arithmetic of that dtype in float32: the same up to the order of the sums, and several times faster.
-        dtype = x.dtype if cpu.multiplies(x.dtype) else torch.float32
+        dtype = x.dtype if processes.multiplies(x.dtype) else torch.float32
         wide = x.to(dtype).contiguous()
         y = torch.empty(rows, out, dtype=dtype)
         if rows == 0 or out == 0:

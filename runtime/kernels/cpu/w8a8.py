@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import torch
 
-from runtime import cpu
 from runtime.formats.checks import Tensors
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Kernel, Layer
+from runtime.system import processes
 
 _FLOAT_EXACT = (1 << 24) >> 14  # columns whose int8 products, at most 2^14 each, add up exactly in float32
 _EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
@@ -67,7 +67,7 @@ class W8A8Cpu(Kernel):
         return y.to(x.dtype)
 
     def path(self, rows: int) -> str:
-        how = "int8" if cpu.multiplies(torch.int8) else "float32, exactly"
+        how = "int8" if processes.multiplies(torch.int8) else "float32, exactly"
         return f"quantize input + torch matmul in {how}"
 
 
@@ -75,7 +75,7 @@ def integer_product(codes: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """`codes weight^T` in exact integers: int8 `[n, in]` and `[out, in]` to int32 `[n, out]`."""
     if codes.shape[1] == 1:  # torch._int_mm (2.13) leaves all but the first column of such a product unwritten
         return codes.int() * weight.int().t()
-    if cpu.multiplies(torch.int8):
+    if processes.multiplies(torch.int8):
         return torch._int_mm(codes, weight.t())
     total = torch.zeros(codes.shape[0], weight.shape[0], dtype=torch.int32)
     for start in range(0, codes.shape[1], _FLOAT_EXACT):

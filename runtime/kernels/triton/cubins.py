@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint import read_json
+from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import ArtifactError
 from runtime.kernels.triton.signature import Argument, Variant
 

@@ -9,11 +9,11 @@ from runtime.formats.base import scale_dtype
 from runtime.formats.bitmap import unpack_mask
 from runtime.formats.bitpack import unpack_rows
 from runtime.formats.checks import Tensors, expand_groups
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, WeightScheme
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
 from runtime.kernels.triton.base import TritonKernel, installed
-from runtime.scheme import ActivationScheme, CompressedWeight, WeightScheme
 
 _EXACT = 1 << 15  # columns up to which a sum of int8 products, zero points included, stays inside int32
 

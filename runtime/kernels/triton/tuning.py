@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from runtime.kernels import remembered
+from runtime.kernels import tuning
 from runtime.kernels.triton import ahead, jit
 
 Config = dict[str, Any]
@@ -74,12 +74,12 @@ def choose(
     if quick in _chosen:
         return _chosen[quick]
     able = compiled_ahead(candidates, launch, x.device)
-    path = remembered.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
+    path = tuning.file(re.sub(r"[^A-Za-z0-9]+", "-", torch.cuda.get_device_name(x.device)).strip("-"))
     key = f"{kernel} {'x'.join(str(v) for v in shape)} {str(x.dtype).removeprefix('torch.')}"
     with _lock:
         known = _known.get(path)
         if known is None:
-            known = _known[path] = remembered.read(path, dict)
+            known = _known[path] = tuning.read(path, dict)
         found = known.get(key)
         if found is not None and found in able:  # a candidate of an older version may no longer be one
             _chosen[quick] = found
@@ -89,7 +89,7 @@ def choose(
         best = _chosen[quick] = able[0] if len(able) == 1 else fastest(able, launch)
         if len(able) == len(candidates):
             known[key] = best
-            remembered.store(path, key, best)
+            tuning.store(path, key, best)
         return best
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.bounds import ABOVE_ZERO, COUNT, bounded, check_bounds
+from runtime.config.ranges import ABOVE_ZERO, COUNT, bounded, check_bounds
 from runtime.kv_cache.budgets.base import LayerFacts
 from runtime.kv_cache.observation import Observation
 

@@ -1,6 +1,6 @@
 """Attention over a region on a CPU, in C: keys and values are decoded in registers, a block of codes once for all queries.
 
-The sources are in `c/`; the threads are torch's own (see runtime/kernels/cpu/threads.py). Sums are float32.
+The sources are in `c/`; the threads are torch's own (see runtime/kernels/cpu/library.py). Sums are float32.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from typing import cast
 
 import torch
 
-from runtime import native
 from runtime.kernels.cpu import library as linear
-from runtime.kernels.cpu import scratch
-from runtime.kernels.cpu.threads import openmp
+from runtime.kernels.cpu import library as scratch
+from runtime.kernels.cpu.library import openmp
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.storage.base import BLOCK, Codec
@@ -25,6 +24,7 @@ from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
+from runtime.system import native
 
 NAME = "kv-cpu"
 SOURCE = Path(__file__).parent / "c" / "attention.c"

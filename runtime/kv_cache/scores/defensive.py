@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 from torch.nn import functional
 
-from runtime.kv_cache.bounds import Range, bounded
+from runtime.config.ranges import Range, bounded
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.scores.windowed import Windowed
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.bounds import check_bounds
+from runtime.config.ranges import check_bounds
 from runtime.kv_cache.observation import Observation
 
 

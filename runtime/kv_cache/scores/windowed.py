@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from runtime.kv_cache.bounds import COUNT, Range, bounded, check_bounds
+from runtime.config.ranges import COUNT, Range, bounded, check_bounds
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.bounds import Range, bounded, check_bounds
+from runtime.config.ranges import Range, bounded, check_bounds
 from runtime.kv_cache.storage.base import Packed, Part
 
 

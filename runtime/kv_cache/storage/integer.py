@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.kv_cache.bounds import check_bounds
+from runtime.config.ranges import check_bounds
 from runtime.kv_cache.storage.base import Axis, Packed, Part, StateError, pack_codes, unpack_codes
 
 #: Ranges that are tried, as shares of the whole one; narrower ones clip outliers and round the rest finer.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.kv_cache.bounds import SHARE, bounded, check_bounds
+from runtime.config.ranges import SHARE, bounded, check_bounds
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.storage.base import Codec
 

@@ -12,10 +12,9 @@ from torch import nn
 
 from compress.kv_cache import calibrate as module
 from compress.kv_cache.calibrate import calibrate
-from compress.kv_cache.gates import GateOptions
-from compress.kv_cache.gradients import differentiable
+from compress.kv_cache.gates import GateOptions, differentiable
 from runtime.errors import RequestError
-from runtime.kv_cache.policy import Calibrated, Policy
+from runtime.kv_cache.policy.policy import Calibrated, Policy
 
 GATES = GateOptions(sinks=2, recent=6, length=64, steps=4, window=2)
 
@@ -77,7 +76,7 @@ def test_calibration_in_bfloat16_finds_about_the_same(
     tiny_artifact: Path, rows: torch.Tensor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What a GPU computes in, here without one."""
-    from runtime.engines import torch as engine
+    from runtime.engines.torch import engine
 
     needs = {"gates", "channels", "prefix_tokens"}
     exact = calibrate(tiny_artifact, needs, rows, gates=GATES)
@@ -107,7 +106,7 @@ def test_calibration_on_a_gpu_finds_about_the_same(tiny_artifact: Path, rows: to
 
 
 def test_gradients_through_packed_weights_are_those_of_dense_ones(tiny_artifact: Path) -> None:
-    from runtime.linear import CompressedLinear
+    from runtime.layers.compressed_linear import CompressedLinear
 
     model, tokenizer = module.load(tiny_artifact)
     assert tokenizer is not None

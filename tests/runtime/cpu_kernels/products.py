@@ -11,11 +11,11 @@ from weight_cases import random_weight
 
 from runtime import formats
 from runtime.formats.checks import expand_groups
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight, Scheme
 from runtime.kernels import Layer
 from runtime.kernels.cpu import library, panels
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight, Scheme
+from runtime.layers.compressed_linear import CompressedLinear
 
 HERE = Path(__file__).parent
 EMULATED = HERE / "emulated_avx512.h"

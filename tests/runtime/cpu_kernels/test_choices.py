@@ -14,10 +14,11 @@ from products import linear
 from weight_cases import int_scheme
 
 from runtime import kernels
-from runtime.kernels import remembered, tuning
+from runtime.kernels import tuning
+from runtime.kernels import tuning as remembered
 from runtime.kernels.base import Choice, Kernel
 from runtime.kernels.cpu import library
-from runtime.linear import prepare_all
+from runtime.layers.compressed_linear import prepare_all
 
 needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 SHAPE = (1024, 512)  # large enough to be worth measuring

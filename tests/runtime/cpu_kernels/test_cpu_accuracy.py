@@ -12,8 +12,8 @@ import torch
 from products import case, error_bound, exact_weight, run
 from weight_cases import int_scheme, random_weight
 
+from runtime.formats.scheme import Scheme
 from runtime.kernels.cpu import library
-from runtime.scheme import Scheme
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 SIZES = (1, 7, 16, 17, 31, 257)

@@ -13,7 +13,7 @@ from products import case, linear
 from weight_cases import int_scheme, random_weight
 
 from runtime import formats
-from runtime.kernels.cpu import library, words
+from runtime.kernels.cpu import library, panels
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 STORAGES = [
@@ -65,10 +65,10 @@ def test_float64_scales_come_back():
 
 def test_words():
     codes = torch.randint(-8, 8, (5, 40), dtype=torch.int8)
-    packed = words.pack_nibbles(codes)
-    assert torch.equal(words.unpack_nibbles(packed), codes)
-    assert torch.equal(words.from_stream(formats.bitpack.pack_rows(codes, 4), 4, 40), packed)
-    assert torch.equal(words.sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
+    packed = panels.pack_nibbles(codes)
+    assert torch.equal(panels.unpack_nibbles(packed), codes)
+    assert torch.equal(panels.from_stream(formats.bitpack.pack_rows(codes, 4), 4, 40), packed)
+    assert torch.equal(panels.group_sums(packed, 5), codes.view(5, 5, 8).sum(-1).to(torch.int16))
 
 
 @pytest.mark.parametrize(("kernel", "scheme", "most"), [

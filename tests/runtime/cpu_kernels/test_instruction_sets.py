@@ -13,8 +13,8 @@ import pytest
 import torch
 from weight_cases import int_scheme
 
-from runtime import native
 from runtime.kernels.cpu import library
+from runtime.system import native
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler")
 X86 = platform.machine().lower() in ("x86_64", "amd64")

@@ -12,10 +12,10 @@ from weight_cases import int_scheme
 
 from runtime import formats, kernels
 from runtime.errors import RequestError
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
-from runtime.linear import prepare_all
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.layers.compressed_linear import prepare_all
 
 
 def test_table():

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from runtime.engines.cuda import CudaEngine, take_over
-from runtime.engines.torch import TorchEngine
+from runtime.engines.torch.engine import TorchEngine
 
 SHAPE = {
     "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "head_dim": 16,

@@ -12,18 +12,16 @@ from cuda_models import build, engine
 from speculation_cases import VOCABULARY, accept_head, answers, model_over, prompts, speculation
 from test_cuda_graphs import Fake
 
-from runtime.decoding.drafters.base import Ask
-from runtime.decoding.drafters.candidates import Candidates
-from runtime.decoding.drafters.cascade import Cascade
-from runtime.decoding.drafters.confident import Confident, StateLanes
-from runtime.decoding.drafters.lanes import TreeLanes, lanes_of
-from runtime.decoding.drafters.model import ModelDrafter
-from runtime.decoding.drafters.parallel import Parallel
-from runtime.decoding.drafters.staged import Staged
-from runtime.decoding.lengths.fixed import Fixed
+from runtime.drafting.caches.lanes import TreeLanes, lanes_of
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.cascade import Cascade
+from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
+from runtime.drafting.drafters.staged import Staged
+from runtime.drafting.lengths.fixed import Fixed
 from runtime.engines.base import Piece
 from runtime.engines.cuda import take_over
-from runtime.engines.torch import TorchEngine
+from runtime.engines.torch.engine import TorchEngine
 
 KINDS: dict[str, Any] = {"chain": ModelDrafter, "staged": Staged, "parallel": Parallel, "confident": Confident}
 SHAPE = {"vocab_size": VOCABULARY, "max_position_embeddings": 512}

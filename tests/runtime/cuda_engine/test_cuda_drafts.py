@@ -21,7 +21,7 @@ from speculation_cases import (
 )
 from test_cuda_graphs import Fake
 
-from runtime.decoding.lengths.goodput import Goodput
+from runtime.drafting.lengths.goodput import Goodput
 from runtime.engines.base import Piece, SpeculativeEngine
 
 Truth = Callable[..., torch.Tensor]
@@ -197,7 +197,7 @@ def test_hidden_states_belong_to_their_tokens(plain: Any) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_chains_on_a_gpu(truth: Truth) -> None:
     from runtime.engines.cuda import take_over
-    from runtime.engines.torch import TorchEngine
+    from runtime.engines.torch.engine import TorchEngine
 
     cuda = torch.device("cuda:0")
     ids = tokens(40)

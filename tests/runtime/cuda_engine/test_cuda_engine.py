@@ -13,7 +13,7 @@ from cuda_models import FAMILIES, build, engine
 
 from runtime.engines.base import PagedEngine, Piece
 from runtime.engines.cuda import CudaEngine, take_over
-from runtime.engines.torch import TorchEngine
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
 
 Truth = Callable[..., torch.Tensor]

@@ -159,7 +159,7 @@ def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Calla
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_cuda_graphs_compute_what_plain_calls_do() -> None:
     from runtime.engines.cuda import take_over
-    from runtime.engines.torch import TorchEngine
+    from runtime.engines.torch.engine import TorchEngine
 
     cuda = torch.device("cuda:0")
     model = build("Mistral, window").to(cuda, torch.bfloat16)

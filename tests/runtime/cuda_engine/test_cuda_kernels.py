@@ -65,7 +65,7 @@ def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], 
     ids=["llama", "mistral", "qwen", "float32", "rotary", "rotary with norms"],
 )
 def test_compiles_without_spills(call: Callable[[], Any], registers: int, capability: int) -> None:
-    from runtime.kernels.triton.compiled import build, record, resources
+    from export.triton_aot.compiled import build, record, resources
 
     for launch in record(call):
         found = resources(build(launch, capability), capability)

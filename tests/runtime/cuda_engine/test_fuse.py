@@ -12,14 +12,14 @@ from torch import nn
 from runtime import formats
 from runtime import kernels as table
 from runtime.engines.base import Piece
-from runtime.engines.fuse import Joined, Part
-from runtime.engines.torch import weight_bytes
+from runtime.engines.llama_structure import Joined, Part
+from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.triton import layout
-from runtime.linear import CompressedLinear
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.layers.compressed_linear import CompressedLinear
 
 NAMES = ("q_proj", "k_proj", "v_proj")
 

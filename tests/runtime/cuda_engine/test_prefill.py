@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from runtime.engines.cuda import varlen
+from runtime.engines.cuda import prefill
 from runtime.engines.cuda.prefill import PieceAttention, piece_attention
 
 
@@ -38,9 +38,9 @@ def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, mon
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    varlen.works.cache_clear()
+    prefill.works.cache_clear()
     yield
-    varlen.works.cache_clear()
+    prefill.works.cache_clear()
 
 
 def stand_in(off: int = 0) -> Any:
@@ -64,15 +64,15 @@ def stand_in(off: int = 0) -> Any:
 @pytest.mark.usefixtures("fresh")
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(varlen, "function", stand_in)
-    assert varlen.works(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert varlen.works(cpu, torch.bfloat16, 4, 2, 16, True)
-    assert not varlen.works(cpu, torch.float32, 4, 2, 16, False)
-    varlen.works.cache_clear()
-    monkeypatch.setattr(varlen, "function", lambda: stand_in(off=1))
-    assert varlen.works(cpu, torch.bfloat16, 4, 2, 16, False)
-    assert not varlen.works(cpu, torch.bfloat16, 4, 2, 16, True)
-    varlen.works.cache_clear()
+    monkeypatch.setattr(prefill, "function", stand_in)
+    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
+    assert not prefill.works(cpu, torch.float32, 4, 2, 16, False)
+    prefill.works.cache_clear()
+    monkeypatch.setattr(prefill, "function", lambda: stand_in(off=1))
+    assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
+    assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
+    prefill.works.cache_clear()
 
     def fails() -> Any:
         def compute(*arguments: Any, **options: Any) -> torch.Tensor:
@@ -80,8 +80,8 @@ def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
 
         return compute
 
-    monkeypatch.setattr(varlen, "function", fails)
-    assert not varlen.works(cpu, torch.bfloat16, 4, 2, 16, False)
+    monkeypatch.setattr(prefill, "function", fails)
+    assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
 
 
 def test_all_pieces_at_once_and_one_by_one() -> None:
@@ -96,7 +96,7 @@ def test_all_pieces_at_once_and_one_by_one() -> None:
         found = PieceAttention(starts, counts, slots, 0.25)(q, keys, values, window)
         k, v = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
         together = stand_in()
-        ends = varlen.Ends(starts, counts, torch.device("cpu"))
+        ends = prefill.Ends(starts, counts, torch.device("cpu"))
         same = together(
             q, k, v, ends.queries, ends.keys, ends.most_queries, ends.most_keys, scale=0.25,
             window_size=(window - 1, 0), enable_gqa=True,

@@ -7,7 +7,6 @@ import itertools
 import pytest
 import torch
 
-from runtime import native
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import attend_region, cpu
 from runtime.kv_cache.pages import PAGE
@@ -17,6 +16,7 @@ from runtime.kv_cache.storage.bitmap import Bitmap
 from runtime.kv_cache.storage.fp8 import Float8
 from runtime.kv_cache.storage.integer import Integer
 from runtime.kv_cache.storage.plain import Plain
+from runtime.system import native
 
 STORAGES: dict[str, Codec] = {
     "plain": Plain(),

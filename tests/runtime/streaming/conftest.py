@@ -11,11 +11,11 @@ from test_load_compressed import SCHEMES, compress, inside_blocks
 from tiny_models import gpt2, llama
 
 import runtime
-from runtime.cache_directory import cache_directory
 from runtime.engines import choose
-from runtime.streaming import engine as streaming
-from runtime.streaming import load as loading
-from runtime.streaming.plan import plan
+from runtime.engines.streaming import engine as streaming
+from runtime.engines.streaming import load as loading
+from runtime.engines.streaming.plan import plan
+from runtime.system.directories import cache_directory
 
 BLOCKS = 5
 

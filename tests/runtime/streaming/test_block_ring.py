@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from runtime.engines.streaming.ring import RangeReader, Ring, aligned
 from runtime.errors import ArtifactError
-from runtime.streaming.reader import RangeReader, aligned
-from runtime.streaming.ring import Ring
 
 
 class Fake:
@@ -194,7 +193,7 @@ def test_ranges(tmp_path: Path, folder: str) -> None:
 def test_reads_that_stop_early_are_finished(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most: int) -> None:
     file, content, read = tmp_path / "file", os.urandom(1 << 16), os.preadv
     file.write_bytes(content)
-    monkeypatch.setattr("runtime.streaming.reader.os.preadv", lambda *arguments: min(most, read(*arguments)))
+    monkeypatch.setattr("runtime.engines.streaming.ring.os.preadv", lambda *arguments: min(most, read(*arguments)))
     reader, memory = RangeReader(file), aligned(1 << 15)
     for begin in (8192, 0):
         reader.read(memory, begin, 1 << 15)

@@ -12,10 +12,10 @@ import torch
 from test_load_compressed import BATCH
 
 import runtime
-from runtime import cpu
-from runtime.artifact import Artifact
+from runtime.checkpoint.artifact import Artifact
 from runtime.engines import choose
-from runtime.streaming import cache
+from runtime.engines.streaming import cache
+from runtime.system import processes
 
 WEIGHTS = "model.safetensors"
 
@@ -98,4 +98,4 @@ def test_flags_of_x86_and_arm(line: str, monkeypatch: pytest.MonkeyPatch) -> Non
         return f"processor\t: 0\n{line}\nprocessor\t: 1\n"
 
     monkeypatch.setattr(Path, "read_text", text)
-    assert cpu.flags.__wrapped__() == {"fpu", "avx2"}
+    assert processes.flags.__wrapped__() == {"fpu", "avx2"}

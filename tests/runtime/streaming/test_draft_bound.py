@@ -14,12 +14,12 @@ from safetensors.torch import save_file
 from tiny_models import llama, save
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.decoding.drafters.limits import GROWTH, Limited
-from runtime.decoding.drafters.under_bound import read_drafts
+from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.guard import GROWTH, Limited
+from runtime.drafting.under_memory_bound import read_drafts
+from runtime.engines.streaming.plan import CACHE
 from runtime.errors import RequestError
 from runtime.kernels.cpu import library
-from runtime.streaming.plan import CACHE
 
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 MIB = 1 << 20

@@ -15,11 +15,11 @@ import torch
 from test_load_compressed import BATCH
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.engines.torch import Blueprint
-from runtime.linear import choose
-from runtime.streaming.expected import expected, total_bytes
-from runtime.streaming.file import PAGE, PreparedFile
+from runtime.checkpoint.artifact import Artifact
+from runtime.engines.streaming.expected import expected, total_bytes
+from runtime.engines.streaming.prepared_file import PAGE, PreparedFile
+from runtime.engines.torch.engine import Blueprint
+from runtime.layers.compressed_linear import choose
 
 
 def rewritten(file: Path, change: Any) -> None:

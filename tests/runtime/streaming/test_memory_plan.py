@@ -12,11 +12,11 @@ import torch
 
 import runtime
 from runtime.decoding.memory import pool_pages
+from runtime.engines.streaming import contents
+from runtime.engines.streaming.plan import CACHE, RESERVE, cache_budget, cache_floor, plan, reserve_for, text
+from runtime.engines.streaming.prepared_file import PreparedFile
 from runtime.errors import RequestError
-from runtime.sizes import byte_count
-from runtime.streaming import contents
-from runtime.streaming.file import PreparedFile
-from runtime.streaming.plan import CACHE, RESERVE, cache_budget, cache_floor, plan, reserve_for, text
+from runtime.system.sizes import byte_count
 
 
 @pytest.mark.parametrize(
@@ -101,7 +101,7 @@ def test_keys_and_values_get_what_a_bound_leaves() -> None:
 
 @pytest.mark.parametrize("bound", ["400MB", "2GB"])
 def test_calls_stay_within_the_bound(artifacts: dict[str, Path], bound: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runtime.decoding.memory.available_bytes", lambda device: 1 << 40)
+    monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 1 << 40)
     engine = runtime.load(artifacts["llama"], max_memory=bound).engine
     size = byte_count("max_memory", bound)
     file = contents()[0].path

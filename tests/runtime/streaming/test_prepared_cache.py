@@ -19,14 +19,14 @@ from test_load_compressed import BATCH, SCHEMES, compress, inside_blocks
 from tiny_models import llama
 
 import runtime
-from runtime.artifact import Artifact
-from runtime.cache_directory import cache_directory, temporary
+from runtime.checkpoint.artifact import Artifact
 from runtime.engines import choose
-from runtime.engines.torch import Blueprint
+from runtime.engines.streaming import cache, clear, contents
+from runtime.engines.streaming import load as loading
+from runtime.engines.streaming.prepared_file import PAGE, PreparedFile, UnusableFileError
+from runtime.engines.torch.engine import Blueprint
 from runtime.errors import ArtifactError, RequestError
-from runtime.streaming import cache, clear, contents
-from runtime.streaming import load as loading
-from runtime.streaming.file import PAGE, PreparedFile, UnusableFileError
+from runtime.system.directories import cache_directory, temporary
 
 REPOSITORY = Path(__file__).parents[3]
 
@@ -174,7 +174,7 @@ def test_a_full_disk(artifacts: dict[str, Path], home: Path, monkeypatch: pytest
     def full(*_: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("runtime.streaming.build.os.replace", full)
+    monkeypatch.setattr("runtime.engines.streaming.load.os.replace", full)
     assert torch.equal(runtime.load(artifacts["llama"]).logits(BATCH), expected)
     assert not [p for p in home.glob("*/*") if p.suffix in (".tmp", ".safetensors")]
 

@@ -16,11 +16,10 @@ from test_load_compressed import BATCH
 from tiny_models import llama, save
 
 import runtime
-from runtime.engines.llama import LlamaEngine
-from runtime.engines.torch import TorchEngine
+from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.streaming.engine import StreamedLlama, StreamedTorch
+from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
-from runtime.streaming.hooks import StreamedTorch
-from runtime.streaming.llama import StreamedLlama
 
 Load = Callable[..., Any]
 PROMPTS = [[5, 6, 7], [9], [11, 12, 13, 14, 15, 16, 17, 18]]
@@ -109,7 +108,7 @@ def test_disk_errors(
             raise OSError(5, "Input/output error")
         return read(*arguments)
 
-    monkeypatch.setattr("runtime.streaming.reader.os.preadv", failing)
+    monkeypatch.setattr("runtime.engines.streaming.ring.os.preadv", failing)
     with pytest.raises(ArtifactError, match=r"weights\.safetensors cannot be read: Input/output error"):
         model.generate(PROMPTS[0], max_new_tokens=8)
     left[0] = 10**6

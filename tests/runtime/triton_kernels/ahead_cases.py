@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from runtime import formats
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import Scheme, WeightScheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import jit
 from runtime.kernels.triton.base import ROWS
 from runtime.kernels.triton.linear import W4A16Triton
 from runtime.kernels.triton.signature import Variant, of
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import Scheme, WeightScheme
 
 CPU = torch.device("cpu")
 
@@ -78,7 +78,7 @@ def w4_layer(rows: int = 48, columns: int = 256, group: int = 32) -> Layer:
 
 def w4_tensors(layer: Layer) -> tuple[W4A16Triton, dict[str, torch.Tensor]]:
     """The kernel for CPU tensors, and a random weight as it reads it."""
-    from runtime.scheme import CompressedWeight
+    from runtime.formats.scheme import CompressedWeight
 
     torch.manual_seed(0)
     groups = layer.entry.scheme.weights.groups(layer.shape[1])  # type: ignore[union-attr]

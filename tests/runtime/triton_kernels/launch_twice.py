@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from export.triton_aot import cubin
-from runtime.kernels.triton import compiled, signature
+from export.triton_aot import compiled, cubin
+from runtime.kernels.triton import signature
 from runtime.kernels.triton.ahead import pack
 from runtime.kernels.triton.cubins import Cubin
 from runtime.kernels.triton.driver import CudaDriver

@@ -20,16 +20,17 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+from export.triton_aot import compiled
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 from runtime.kernels.base import Layer
-from runtime.kernels.triton import ahead, compiled, cubins, gpu, jit, signature, tuning
+from runtime.kernels.triton import ahead, cubins, gpu, jit, signature, tuning
 from runtime.kernels.triton.base import TritonKernel
 from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
 from runtime.kernels.triton.signature import Argument, Variant
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -315,9 +316,9 @@ def test_tensors_on_meta_are_like_those_that_prepare_makes(kernel: TritonKernel,
 
 
 def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
-    from runtime.artifact import Artifact
-    from runtime.engines.torch import Blueprint
-    from runtime.kernels.triton import launches
+    from export.triton_aot import launches
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.torch.engine import Blueprint
 
     def find(capability: int, every: bool) -> Any:
         return launches.find(
@@ -367,14 +368,14 @@ class Witness:
 @pytest.mark.parametrize("fuse", [True, False], ids=["joined", "apart"])
 def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With the addresses and strides that its tensors really have; what is compiled was found on meta."""
+    from export.triton_aot import launches
     from runtime import kernels as table
-    from runtime.artifact import Artifact
+    from runtime.api.model import Model
+    from runtime.checkpoint.artifact import Artifact
     from runtime.engines.cuda import ops, take_over
-    from runtime.engines.torch import Blueprint, load_torch
+    from runtime.engines.torch.engine import Blueprint, load_torch
     from runtime.kernels import Choice
-    from runtime.kernels.triton import launches
-    from runtime.linear import CompressedLinear
-    from runtime.model import Model
+    from runtime.layers.compressed_linear import CompressedLinear
 
     kernel = W4A16Triton("cpu")
     choice = Choice(kernel, kernel, kernel)

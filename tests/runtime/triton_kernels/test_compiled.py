@@ -17,7 +17,7 @@ KERNELS = [
 @pytest.mark.parametrize("capability", [80, 90, 100])
 @pytest.mark.parametrize("name", KERNELS)
 def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
-    from runtime.kernels.triton import compiled
+    from export.triton_aot import compiled
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     call, least = compiled.hot_launches()[name]
@@ -33,7 +33,7 @@ def test_compiles_without_spills(name, capability, tmp_path, monkeypatch):
 
 def test_matvec_reads_sixteen_bytes_a_thread_without_barriers(tmp_path, monkeypatch):
     """What its speed rests on: wide loads of the weight, and nothing in the loop that threads wait for each other in."""
-    from runtime.kernels.triton import compiled
+    from export.triton_aot import compiled
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
     launch = compiled.record(compiled.hot_launches()["w4a16 1"][0])[0]

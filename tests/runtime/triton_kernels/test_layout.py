@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from runtime.kernels import remembered
+from runtime.kernels import tuning as remembered
 from runtime.kernels.triton import layout, tuning
 
 

@@ -7,11 +7,11 @@ import torch
 from weight_cases import random_weight
 
 from runtime import formats
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
 from runtime.kernels.base import Layer
 from runtime.kernels.reference import Reference
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
-from runtime.quantization_config import ModuleEntry
-from runtime.scheme import ActivationScheme, Scheme, WeightScheme
 
 GRIDS = [("group", 16), ("group", 64), ("channel", None), ("tensor", None)]
 

@@ -2,9 +2,9 @@ import pytest
 import torch
 from cases import assert_close, rows
 
+from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.triton import w8a8
-from runtime.scheme import ActivationScheme
 
 SPLIT = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 32, "SPLIT_K": 3, "num_warps": 4, "STAGES": 2}
 

@@ -1,0 +1,1 @@
+"""Foundations of every room: files, processes, units, statistics."""

@@ -1,0 +1,178 @@
+"""Files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from runtime.errors import ArtifactError, CompressError
+from runtime.system.directories import let_others_read, replace_directory
+from runtime.system.self_hash import json_is_whole, sealed_json
+
+
+@contextmanager
+def written_beside(target: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `target`; on success it is flushed to disk and renamed over `target`, on failure removed."""
+    temporary = target.with_name(f".{target.name}.tmp")
+    try:
+        yield temporary
+        let_others_read(temporary)
+        _sync(temporary)
+        os.replace(temporary, target)
+        sync_directory(target.parent)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+@contextmanager
+def directory_beside(target: Path) -> Iterator[Path]:
+    """Yield a new directory beside `target`; on success it is flushed to disk and takes the place of `target`, on failure removed."""
+    temporary, old = (target.with_name(f".{target.name}.{end}") for end in ("tmp", "old"))
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir(parents=True)
+    try:
+        yield temporary
+        sync_directory(temporary, files=True)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    replace_directory(temporary, target, old)
+    sync_directory(target.parent)
+
+
+def write_text(target: Path, text: str) -> None:
+    with written_beside(target) as temporary:
+        temporary.write_text(text, encoding="utf-8")
+
+
+def write_json(target: Path, value: Any) -> None:
+    write_text(target, json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+
+
+def read_object(path: Path, advice: str) -> dict[str, Any]:
+    """The JSON object of a file.
+
+    Raises:
+        ArtifactError: it holds none, or cannot be read; `advice` says what to do.
+    """
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ArtifactError(f"{path} cannot be read: {error}; {advice}") from error
+    if not isinstance(value, dict):
+        raise ArtifactError(f"{path} holds no JSON object; {advice}")
+    return value
+
+
+def sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return (
+            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(path)
+        )
+
+
+def _sha256_slow(path: Path) -> str:  # Python 3.10 has no hashlib.file_digest
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path, files: bool = False) -> None:
+    """Make the entries of a directory (and, if asked, its files) survive a power cut."""
+    if files:
+        for child in path.iterdir():
+            if child.is_file():
+                _sync(child)
+    with suppress(OSError):  # some filesystems cannot sync a directory; the rename is still atomic
+        _sync(path)
+
+
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
+_ONLY_WRITING = (errno.EROFS, errno.EFBIG)  # reading never fails so
+_OS_ERROR = re.compile(r"\(os error (\d+)\)")
+
+
+@contextmanager
+def disk_errors(what: str) -> Iterator[None]:
+    """Turn a full or broken disk into one sentence; everything finished before stays usable for --resume."""
+    try:
+        yield
+    except CompressError:
+        raise
+    except Exception as error:
+        number = error.errno if isinstance(error, OSError) else None
+        # safetensors wraps the operating system's error in its own type and keeps only the text
+        wrapped = _OS_ERROR.search(str(error))
+        number = int(wrapped[1]) if number is None and wrapped is not None else number
+        full = number in DISK_FULL or "No space left on device" in str(error) or "Disk quota exceeded" in str(error)
+        if full:
+            raise CompressError(
+                f"the disk is full while {what}; free some space and run the same command with --resume"
+            ) from error
+        if number in _ONLY_WRITING or wrapped is not None:
+            reason = os.strerror(number) if number is not None else str(error)
+            raise CompressError(
+                f"{reason} while {what}; what is finished is kept: go on with the same command and --resume"
+            ) from error
+        raise
+
+
+# What an interrupted run goes on from, with SHA-256: what a crash or a disk has damaged is noticed, and made again.
+
+_SUMS = "sha256.json"
+
+
+def seal(path: Path) -> None:
+    """Write down the SHA-256 of a file (beside it) or of all files of a directory (in it), which are all there."""
+    write_text(_seal(path), sealed_json({"files": {file.name: sha256(file) for file in _files(path)}}))
+
+
+def intact(path: Path) -> bool:
+    """Whether a file or directory is there as it was when it was sealed."""
+    with suppress(OSError, ValueError, KeyError):
+        raw = _seal(path).read_bytes()
+        if json_is_whole(raw):
+            return bool(json.loads(raw)["files"] == {file.name: sha256(file) for file in _files(path)})
+    return False
+
+
+def last_intact(done: int, needed: Callable[[int], Iterable[Path]], warn: Callable[[str], None]) -> int:
+    """The last step, at most `done`, that can be gone on from; 0, the beginning, needs nothing.
+
+    Args:
+        needed: what must be intact for a step.
+    """
+    while done and not all(map(intact, needed(done))):
+        warn(f"what block {done} would go on from is damaged or gone: going back to what is before block {done - 1}")
+        done -= 1
+    return done
+
+
+def _files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    return sorted(file for file in path.iterdir() if file.is_file() and file.name != _SUMS)
+
+
+def _seal(path: Path) -> Path:
+    return path / _SUMS if path.is_dir() else path.with_name(f"{path.name}.sha256")

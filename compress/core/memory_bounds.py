@@ -1,0 +1,93 @@
+"""How a pass over the blocks keeps to a bound of memory, and which way of doing so is chosen.
+
+Hidden states in files and second moments in files (`compress.core.file_matrix`) give the same bytes as those in
+memory. Fewer rows in a batch do not:
+products of another height are summed in another order. So they are the last resort, and what they were is kept with the run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from compress.core import file_matrix
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a run does to need less memory.
+
+    Attributes:
+        spill: hidden states live in files.
+        in_files: inputs from which on the second moments of a layer, and their factor, are in files; None: in memory.
+        rows: most rows of a batch of calibration text; None: as the recipe says.
+    """
+
+    spill: bool = False
+    in_files: int | None = None
+    rows: int | None = None
+
+    def filed(self, columns: int) -> bool:
+        """Whether the second moments of a layer with so many inputs are in a file."""
+        return self.in_files is not None and columns >= self.in_files
+
+    def place(self, directory: Path | None, columns: int) -> Path | None:
+        """Directory of the file that holds them; None: they are in memory."""
+        return directory if self.filed(columns) else None
+
+    def describe(self) -> str:
+        """In words; empty where nothing is done."""
+        done = []
+        if self.spill:
+            done.append("hidden states in files")
+        if self.in_files is not None:
+            done.append(f"second moments of layers with {self.in_files} inputs or more in files")
+        if self.rows is not None:
+            done.append(f"at most {self.rows} rows in a batch")
+        return ", ".join(done)
+
+
+def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool, filed: bool = True) -> Iterator[Bounds]:
+    """Ways to need less memory, each less than the one before.
+
+    Args:
+        widths: inputs of the layers whose second moments are collected. rows: of the largest batch; 0: there is none.
+        given: rows of a batch that are settled, None: as the recipe says. fewer: batches may have fewer rows. filed: second
+            moments may be in files, as those that a GPU adds up cannot.
+    """
+    bounds = Bounds(rows=given)
+    yield bounds
+    if rows:
+        bounds = replace(bounds, spill=True)
+        yield bounds
+    if filed and file_matrix.AVAILABLE:
+        for width in sorted(set(widths), reverse=True):
+            bounds = replace(bounds, in_files=width)
+            yield bounds
+    while fewer and given is None and rows > 1:
+        rows = -(-rows // 2)
+        bounds = replace(bounds, rows=rows)
+        yield bounds
+
+
+def choose(found: Iterator[Bounds], needed: Callable[[Bounds], int], limit: float) -> tuple[Bounds, int]:
+    """The first way that keeps to `limit` bytes, else the one that needs least; and what it needs."""
+    best: tuple[Bounds, int] | None = None
+    for bounds in found:
+        size = needed(bounds)
+        if best is None or size < best[1]:
+            best = bounds, size
+        if size <= limit:
+            return bounds, size
+    assert best is not None
+    return best
+
+
+def cut(batch: tuple[torch.Tensor, torch.Tensor], rows: int | None) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """A batch (ids and mask, `[n, s]` each) as batches of at most `rows` rows."""
+    if rows is None:
+        return [batch]
+    return list(zip(*(part.split(rows) for part in batch), strict=True))  # type: ignore[arg-type]

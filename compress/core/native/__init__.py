@@ -1,0 +1,153 @@
+"""The inner loops in C (`columns.c`), for float32 matrices in CPU memory; `None` or False where there is no compiled library.
+
+The rows of a call are divided among threads; they do not depend on each other, so the result does not depend on the division.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from concurrent.futures import ThreadPoolExecutor, wait
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from runtime.system.native import library
+
+#: Columns of the widest block the routines take (`MOST` in the source).
+MOST = 512
+_LANES = 32
+#: Rows below which a second thread costs more than it brings.
+_FEWEST_ROWS = 256
+
+
+def usable(*tensors: torch.Tensor | None) -> bool:
+    """Whether the routines are there and can read these matrices in place."""
+    fits = all(
+        t is None or (t.device.type == "cpu" and (t.stride(-1) == 1 or t.shape[-1] == 1 or t.numel() == 0))
+        for t in tensors
+    )
+    return fits and _library() is not None
+
+
+def round_block(
+    work: torch.Tensor, error: torch.Tensor, codes: torch.Tensor, mask: torch.Tensor | None, first: int, last: int,
+    upper: torch.Tensor, inverse: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: torch.Tensor,
+    limits: tuple[float, float],
+) -> None:  # fmt: skip
+    """The column loop over the columns `first:last` of a block.
+
+    Args:
+        work: float32 `[block, rows]`, contiguous; these columns become their values, later ones take their share of the error.
+        error: float32 like `work`; these columns are set to what they owe, divided by `U_jj`.
+        codes: int8 like `work`.
+        mask: bool like `work`, or None.
+        upper: float32 `[block, block]`, the corner of U; `inverse [block]` is `1 / U_jj`.
+        scale, zero: float32 `[groups, rows]`; `group [block]` int64 says which is whose.
+    """
+    upper, (width, rows) = upper.contiguous(), work.shape
+    _expect(torch.float32, work, error, upper, inverse, scale, zero)
+    _expect(torch.int8, codes)
+    _expect(torch.bool, mask)
+    _expect(torch.int64, group)
+    routine = _library().round_block  # type: ignore[union-attr]
+    _in_parts(
+        rows, routine, _p(work), _p(error), _p(codes), _p(mask), _n(rows), _n(first), _n(last), _n(width), _p(upper), _p(inverse),
+        _p(scale), _p(zero), _p(group), _n(scale.stride(0)), _f(limits[0]), _f(limits[1]),
+    )  # fmt: skip
+
+
+def descend_block(
+    gradient: torch.Tensor, old: torch.Tensor, codes: torch.Tensor, moved: torch.Tensor, mask: torch.Tensor | None,
+    hessian: torch.Tensor, inverse: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, limits: tuple[float, float],
+) -> None:  # fmt: skip
+    """Coordinate descent over the columns of a block that share one scale `[rows]`; all matrices float32 `[block, rows]`, contiguous.
+
+    `gradient` is kept true for the block, `codes` become the new ones, `moved` is set to the old values less the new ones.
+    """
+    hessian, (width, rows) = hessian.contiguous(), gradient.shape
+    inverse, scale = inverse.contiguous(), scale.contiguous()
+    group = torch.zeros(width, dtype=torch.int64)
+    _expect(torch.float32, gradient, old, codes, moved, hessian, inverse, scale, zero)
+    _expect(torch.bool, mask)
+    routine = _library().descend_block  # type: ignore[union-attr]
+    _in_parts(
+        rows, routine, _p(gradient), _p(old), _p(codes), _p(moved), _p(mask), _n(rows), _n(width), _p(hessian), _p(inverse),
+        _p(scale), _p(zero), _p(group), _n(rows), _f(limits[0]), _f(limits[1]),
+    )  # fmt: skip
+
+
+def search_grid(
+    columns: torch.Tensor, cost: torch.Tensor | None, scale: torch.Tensor, zero: torch.Tensor | None,
+    limits: tuple[float, float],
+) -> torch.Tensor:  # fmt: skip
+    """Index `[rows]` of the candidate grid with the smallest squared error over `columns [n, rows]`; the first of equals.
+
+    `cost [n]` weighs the columns; `scale`, `zero` are `[candidates, rows]`, at most 64 candidates.
+    """
+    best = torch.empty(columns.shape[1], dtype=torch.int64)
+    cost = None if cost is None else cost.contiguous()
+    if columns.stride(-1) != 1 and columns.shape[1] > 1:
+        columns = columns.contiguous()
+    _expect(torch.float32, cost, scale, zero, columns[:0].contiguous())
+    routine = _library().search_grid  # type: ignore[union-attr]
+    _in_parts(
+        columns.shape[1], routine, _p(columns), _n(columns.stride(0)), _n(columns.shape[0]), _p(cost), _p(scale), _p(zero),
+        _n(scale.shape[0]), _n(scale.stride(0)), _f(limits[0]), _f(limits[1]), _p(best),
+    )  # fmt: skip
+    return best
+
+
+@cache
+def _library() -> ctypes.CDLL | None:
+    return library(Path(__file__).with_name("columns.c"))
+
+
+@cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, thread_name_prefix="columns")
+
+
+if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a child
+    os.register_at_fork(after_in_child=_pool.cache_clear)
+
+
+def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: object) -> None:
+    """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses."""
+    threads = max(1, min(torch.get_num_threads(), rows // _FEWEST_ROWS))
+    size = -(-rows // (threads * _LANES)) * _LANES
+    spans = [(start, min(start + size, rows)) for start in range(0, rows, size)] if rows else []
+    if len(spans) <= 1:
+        for start, end in spans:
+            routine(*arguments, _n(start), _n(end))
+        return
+    # ctypes lets go of the interpreter while C runs.
+    others = [_pool(threads - 1).submit(routine, *arguments, _n(start), _n(end)) for start, end in spans[1:]]
+    try:
+        routine(*arguments, _n(spans[0][0]), _n(spans[0][1]))
+    finally:
+        wait(others)  # an interrupt must not free what they are still writing to
+    for other in others:
+        other.result()
+
+
+def _expect(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
+    """C trusts what it is given."""
+    for tensor in tensors:
+        if tensor is not None and (tensor.dtype != dtype or tensor.device.type != "cpu" or not tensor.is_contiguous()):
+            raise TypeError(
+                f"expected a contiguous {dtype} matrix in CPU memory, not {tensor.dtype} on {tensor.device}"
+            )
+
+
+def _p(tensor: torch.Tensor | None) -> ctypes.c_void_p:
+    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
+
+
+def _n(value: int) -> ctypes.c_int64:
+    return ctypes.c_int64(value)
+
+
+def _f(value: float) -> ctypes.c_float:
+    return ctypes.c_float(value)

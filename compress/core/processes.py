@@ -1,0 +1,343 @@
+"""The processes that make one artifact or draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
+
+Of `apply`, the main process runs the recipe and asks the others for their share of what can be shared (`compress.run.helper_process`). Of
+`draft`, only training is shared: until then every process prepares the same student, the main one first where something is kept on the
+disk; what comes after training (measuring, writing) is the main process's alone.
+
+They wait for each other without an end in sight, so a process that fails tells the others, where they listen, and else closes its
+connections: those who wait for it then fail too (where GPUs talk among themselves, the launcher ends them).
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import torch
+
+from compress.core.statistics import StatisticsCollector
+from runtime.errors import CompressError, RequestError
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    from accelerate import Accelerator
+
+
+_PATIENCE = timedelta(days=30)  # others wait while the main process lets the teacher write, which may take hours
+_LOST = (
+    "gloo",
+    "connection closed by peer",
+    "connection reset by peer",
+    "remote process exited",
+)  # in errors of exchanges
+Value = TypeVar("Value")
+
+
+class PartDone(Exception):  # noqa: N818
+    """What this process had to do is done; the main one goes on."""
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, one of several, with an exit code, and without unloading libraries.
+
+    Threads that gloo still has when it is unloaded abort the process now and then ("terminate called without an active exception"), which
+    a launcher takes for a failure after all is done.
+    """
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError, AttributeError):
+            stream.flush()
+    os._exit(code)
+
+
+def launched() -> int:
+    """Processes that a launcher has started, this one among them."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    return int(text) if text.isdigit() else 1
+
+
+def on_this_machine() -> int:
+    """How many of them share this machine's memory."""
+    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
+    return max(1, int(text)) if text.isdigit() else 1
+
+
+def is_first() -> bool:
+    """Whether this is the main one of the processes that a launcher has started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+class Team:
+    """The processes, as one of them sees them; a context manager, which they leave by parting.
+
+    Attributes:
+        accelerator: joins them; None: there is only this one.
+    """
+
+    def __init__(self, accelerator: Accelerator | None = None) -> None:
+        self.accelerator = accelerator
+        self._sharing = False  # from a first exchange until `leave` all take part in the same work
+        self._apart = False  # nothing is exchanged any more
+
+    @classmethod
+    def join(cls, device: str = "auto") -> Team:
+        """All that the launcher has started; returns when all are there.
+
+        Args:
+            device: "auto" or "cpu"; each process has the GPU that its launcher gives it.
+        """
+        if launched() == 1:
+            return cls()
+        if device not in ("auto", "cpu"):
+            raise RequestError(
+                f"device {device!r}: each of {launched()} processes computes on the GPU that its launcher gives it; use auto or cpu"
+            )
+        if "MASTER_ADDR" not in os.environ:
+            raise RequestError(
+                f"WORLD_SIZE says that {launched()} processes were started, but nothing says how they find each other (MASTER_ADDR): start "
+                "them with torchrun or accelerate launch, or unset WORLD_SIZE"
+            )
+        from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+
+        # A loss on hidden states alone reaches no head, and one width of several not all channels.
+        kinds = [InitProcessGroupKwargs(timeout=_PATIENCE), DistributedDataParallelKwargs(find_unused_parameters=True)]
+        # Told nothing, accelerate joins no processes where there is no GPU.
+        on_cpu = device == "cpu" or not torch.cuda.is_available()
+        accelerator = Accelerator(cpu=on_cpu, kwargs_handlers=kinds)
+        if accelerator.num_processes != launched():
+            raise CompressError(
+                f"accelerate joins {accelerator.num_processes} of the {launched()} processes that were launched (WORLD_SIZE), so they "
+                "would do the same work side by side: start them with torchrun or accelerate launch, without further ACCELERATE_* settings"
+            )
+        return cls(accelerator)
+
+    def __enter__(self) -> Team:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """They part; CompressError in the place of an error that says no more than that another process is gone."""
+        self.close()
+        if error is not None and _is_lost(error):
+            raise CompressError(self._gone) from error
+
+    @property
+    def size(self) -> int:
+        return 1 if self.accelerator is None else int(self.accelerator.num_processes)
+
+    @property
+    def rank(self) -> int:
+        """Number of this process, from 0, the main one's."""
+        return 0 if self.accelerator is None else int(self.accelerator.process_index)
+
+    @property
+    def is_main(self) -> bool:
+        return self.accelerator is None or bool(self.accelerator.is_main_process)
+
+    def device(self, alone: torch.device) -> torch.device:
+        """Where this process computes; `alone`: where a single one does."""
+        return alone if self.accelerator is None or self.size == 1 else torch.device(self.accelerator.device)
+
+    @contextmanager
+    def in_turn(self) -> Iterator[None]:
+        """The main process first, then the others, which find on the disk what it has left there.
+
+        Raises:
+            CompressError: in the others, where the main one failed.
+        """
+        if self.accelerator is None:
+            yield
+            return
+        self._sharing = True
+        if self.is_main:
+            try:
+                yield
+            except BaseException as error:
+                self._tell(error)
+                raise
+            self.agreed(None)
+            return
+        nothing: str | None = None
+        failure = self.agreed(nothing)
+        if failure is not None:
+            self.meet()
+            self._apart = True
+            raise CompressError(f"the run failed in the main process: {failure}")
+        yield
+
+    @contextmanager
+    def working(self) -> Iterator[None]:
+        """What the main process does when it asks the others to take part now and then.
+
+        Where it fails while they do, they may wait in any exchange, or go on for long: there is no telling them. Connections are closed,
+        and what is exchanged after that goes nowhere. Where they wait to be asked, they can be told, and are left alone.
+        """
+        try:
+            yield
+        except BaseException as error:
+            lost = _is_lost(error)
+            if self._sharing or lost:
+                self.close()
+            if lost:
+                raise CompressError(self._gone) from error
+            raise
+
+    def agreed(self, value: Value) -> Value:
+        """The main process's value, in all of them: kernels may round differently from process to process."""
+        return self.told(value, 0)
+
+    def told(self, value: Value, rank: int) -> Value:
+        """The value of the process `rank`, in all of them."""
+        if self.accelerator is None or self.size == 1 or self._apart:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        self._sharing = True
+        held: list[Any] = [value]
+        broadcast_object_list(held, from_process=rank)
+        return held[0]  # type: ignore[no-any-return]
+
+    def meet(self) -> None:
+        """Wait until all are here."""
+        if self.accelerator is not None and not self._apart:
+            self.accelerator.wait_for_everyone()
+
+    def close(self) -> None:
+        """The processes part. One that ended with the others' connections open could be aborted by their threads."""
+        self._apart = True
+        if self.accelerator is not None and torch.distributed.is_initialized():
+            torch.distributed.destroy_process_group()
+
+    def done(self) -> None:
+        """What they did together is done: from here on the others wait to be asked again."""
+        self._sharing = False
+
+    def leave(self) -> None:
+        """End here (`PartDone`) in all but the main process."""
+        self._sharing = False
+        if not self.is_main:
+            raise PartDone
+
+    @property
+    def _gone(self) -> str:
+        return (
+            f"another of the {self.size} processes has ended, which says why; where it says nothing, it was killed, most likely for "
+            "memory. What was finished stays"
+        )
+
+    def _tell(self, error: BaseException) -> None:
+        """The main process: the others, which wait for their turn, hear why it does not come."""
+        text = str(error).strip() or type(error).__name__
+        with suppress(RuntimeError):  # they may be gone already
+            self.agreed(text)
+            self.meet()  # a process that is gone before the others have heard it would abort them
+        self._apart = True
+
+
+def _is_lost(error: BaseException) -> bool:
+    """Whether an error says that another process does not answer any more."""
+    text = str(error).lower()
+    return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
+
+
+__all__ = ["PartDone", "Team", "launched", "on_this_machine"]
+
+
+# One process's share of a pass over the blocks, where several make one artifact.
+#
+# Calibration batches are dealt out, so each process keeps the hidden states of its own and sums what its own show; the sums are added up
+# before they become means. Layers that are to be solved are dealt out too, and what was solved goes to all, so that every process has the
+# same block before it goes on. Only the main process writes the artifact; hidden states are written by whom they belong to, into the output
+# directory, which all processes see.
+
+
+@dataclass(frozen=True)
+class Share:
+    """What this process does of a pass; by default all of it.
+
+    Attributes:
+        team: the processes.
+    """
+
+    team: Team = field(default_factory=Team)
+
+    @property
+    def size(self) -> int:
+        return self.team.size
+
+    @property
+    def rank(self) -> int:
+        return self.team.rank
+
+    @property
+    def is_main(self) -> bool:
+        return self.team.is_main
+
+    def mine(self, count: int) -> list[int]:
+        """Numbers of the calibration batches, of `count`, that this process reads."""
+        return list(range(self.rank, count, self.size))
+
+    def owner(self, number: int) -> int:
+        """Rank of the process that reads a calibration batch."""
+        return number % self.size
+
+    def same(self, value: Value) -> Value:
+        """The main process's value, in all."""
+        return self.team.agreed(value)
+
+    def meet(self) -> None:
+        """Wait until all are here."""
+        if self.size > 1:
+            self.team.meet()
+
+    # ------------------------------------------------------------ statistics
+    def add_up(self, collector: StatisticsCollector) -> None:
+        """Make the sums of a collector those of what all processes have seen; all call it for the same collectors in the same order."""
+        if self.size > 1:
+            collector.pool(_all_reduce)
+
+    # ------------------------------------------------------------ layers
+    def deal(self, costs: Sequence[float]) -> list[int]:
+        """The rank that does each of some independent pieces of work: the largest first, each to who has least to do."""
+        load = [0.0] * self.size
+        owners = [0] * len(costs)
+        for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
+            owner = min(range(self.size), key=lambda rank: (load[rank], rank))
+            owners[number] = owner
+            load[owner] += costs[number]
+        return owners
+
+    def exchange(self, value: Value | None, owner: int) -> Value:
+        """What process `owner` gives (the others give None), in all."""
+        found = self.team.told(value, owner)
+        if found is None:
+            raise CompressError(
+                f"process {owner} has not done its share of a block; this is a bug, nothing was written"
+            )
+        return found
+
+    def check_same(self, what: str, found: Any) -> None:
+        """CompressError, in all, where the processes have come to different results of what each computes for itself."""
+        every = [self.team.told(found if self.rank == rank else None, rank) for rank in range(self.size)]
+        if any(other != every[0] for other in every):
+            raise CompressError(
+                f"the {self.size} processes do not agree on {what}; run them on machines of one kind with one version of everything, or "
+                "run a single process"
+            )
+
+
+def _all_reduce(values: torch.Tensor, operation: str) -> None:
+    kinds = {
+        "sum": torch.distributed.ReduceOp.SUM,
+        "min": torch.distributed.ReduceOp.MIN,
+        "max": torch.distributed.ReduceOp.MAX,
+    }
+    torch.distributed.all_reduce(values, kinds[operation])

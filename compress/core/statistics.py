@@ -1,0 +1,172 @@
+"""What calibration knows about the input of a linear layer; collected once, used by pruning and quantization alike."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from compress.core import file_matrix
+
+#: Columns of the second moments that are accumulated together.
+BLOCK = 512
+#: Elements of the inputs that are held in float32.
+ELEMENTS = 1 << 24
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Second moments and ranges of the inputs `x [tokens, in]` of a linear layer.
+
+    Attributes:
+        hessian: `[in, in]` float32, mean over tokens of `x x^T` (symmetric, positive semidefinite), in memory or in a file
+            (`compress.core.file_matrix`); None if not collected.
+        abs_mean: `[in]` float32, mean of `|x|`.
+        minimum: `[in]` float32, smallest value of every channel.
+        maximum: `[in]` float32, largest value of every channel.
+        square_mean: `[in]` float32, mean of `x^2` (the diagonal of the Hessian, available without it).
+        tokens: how many tokens were seen.
+        finite: False when a NaN or Inf was among the inputs.
+    """
+
+    hessian: torch.Tensor | None
+    abs_mean: torch.Tensor
+    minimum: torch.Tensor
+    maximum: torch.Tensor
+    square_mean: torch.Tensor
+    tokens: int
+    finite: bool = True
+
+    @property
+    def columns(self) -> int:
+        """Width of the input."""
+        return self.abs_mean.shape[0]
+
+    def scaled(self, s: torch.Tensor) -> Statistics:
+        """Statistics of `x / s` for positive `s [in]`: what the layer sees after scales moved into its weights."""
+        s = s.to(self.abs_mean)
+        hessian = None
+        if self.hessian is not None:
+            hessian = file_matrix.empty_like(self.hessian)
+            for rows in file_matrix.panels(self.columns, BLOCK):
+                torch.div(self.hessian[rows], s[rows, None], out=hessian[rows]).div_(s[None, :])
+                file_matrix.let_go(self.hessian)
+                file_matrix.let_go(hessian)
+        return replace(
+            self,
+            hessian=hessian,
+            abs_mean=self.abs_mean / s,
+            minimum=self.minimum / s,
+            maximum=self.maximum / s,
+            square_mean=self.square_mean / s.square(),
+        )
+
+    def to(self, device: torch.device | str) -> Statistics:
+        """The same on a device."""
+        return replace(
+            self,
+            hessian=None if self.hessian is None else self.hessian.to(device),
+            abs_mean=self.abs_mean.to(device),
+            minimum=self.minimum.to(device),
+            maximum=self.maximum.to(device),
+            square_mean=self.square_mean.to(device),
+        )
+
+
+class StatisticsCollector:
+    """Accumulates `Statistics` batch by batch in float32; memory is one `[in, in]` matrix, whatever the number of tokens.
+
+    Args:
+        hessian: False skips the second moments (methods that only need ranges).
+        directory: they are in a file there (CPU only); None: in memory.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        hessian: bool = True,
+        device: torch.device | str = "cpu",
+        directory: Path | None = None,
+    ) -> None:
+        self.in_features = in_features
+        self._hessian = file_matrix.zeros(in_features, in_features, device, directory) if hessian else None
+        self._abs = torch.zeros(in_features, device=device)
+        self._square = torch.zeros(in_features, device=device)
+        self._minimum = torch.full((in_features,), torch.inf, device=device)
+        self._maximum = torch.full((in_features,), -torch.inf, device=device)
+        self._tokens = 0
+        self._finite = True
+
+    @torch.no_grad()
+    def add(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> None:
+        """Add inputs `x [..., in]` of any float type; `mask [...]` (bool) tells which tokens are real, not padding."""
+        x = x.reshape(-1, self.in_features)
+        if mask is not None:
+            x = x[mask.reshape(-1).to(x.device)]
+        for part in x.split(max(1, ELEMENTS // self.in_features)):
+            if part.shape[0] > 0:
+                self._add(part.to(self._abs))
+
+    def _add(self, x: torch.Tensor) -> None:
+        """Inputs `[tokens, in]` in float32, where the sums are."""
+        if self._hessian is not None:
+            # Symmetric: what lies above the diagonal is enough, and `finish` fills in the rest.
+            for rows in file_matrix.panels(self.in_features, BLOCK):
+                self._hessian[rows, rows.start :].addmm_(x[:, rows].T, x[:, rows.start :])
+                file_matrix.let_go(self._hessian)
+        self._square += x.square().sum(0)
+        low, high = torch.aminmax(x, dim=0)
+        torch.minimum(self._minimum, low, out=self._minimum)
+        torch.maximum(self._maximum, high, out=self._maximum)
+        self._abs += x.abs().sum(0)
+        self._tokens += x.shape[0]
+        # NaN and Inf both survive in the extremes, so two small reductions are enough.
+        self._finite = self._finite and bool(torch.isfinite(low).all() and torch.isfinite(high).all())
+
+    def pool(self, reduce: Callable[[torch.Tensor, str], None]) -> None:
+        """Add up what several collectors have seen, each in a process of its own.
+
+        Args:
+            reduce: makes a tensor, in place, the "sum", "min" or "max" of those that the processes call it with; all call it with
+                tensors of the same shapes in the same order.
+        """
+        if self._hessian is not None:
+            for start in range(0, self.in_features, BLOCK):
+                end = min(start + BLOCK, self.in_features)
+                panel = self._hessian[start:end, start:].contiguous()
+                reduce(panel, "sum")
+                self._hessian[start:end, start:] = panel
+                file_matrix.let_go(self._hessian)
+        sums = torch.stack([self._abs, self._square])
+        reduce(sums, "sum")
+        self._abs, self._square = sums[0], sums[1]
+        reduce(self._minimum, "min")
+        reduce(self._maximum, "max")
+        counts = torch.tensor([self._tokens, int(not self._finite)], device=self._abs.device)
+        reduce(counts, "sum")
+        self._tokens, self._finite = int(counts[0]), not bool(counts[1])
+
+    def finish(self) -> Statistics:
+        """The means so far. The collector hands its buffers over and cannot be used afterwards."""
+        tokens = max(self._tokens, 1)
+        if self._hessian is not None:
+            for rows in file_matrix.panels(self.in_features, BLOCK):
+                self._hessian[rows, rows.start :] /= tokens
+                corner = self._hessian[rows, rows]
+                corner.copy_(corner.triu() + corner.triu(1).T)
+                for below in file_matrix.panels(self.in_features - rows.stop, BLOCK):
+                    others = slice(rows.stop + below.start, rows.stop + below.stop)
+                    self._hessian[others, rows] = self._hessian[rows, others].T
+                    file_matrix.let_go(self._hessian)
+        none = self._tokens == 0
+        return Statistics(
+            hessian=self._hessian,
+            abs_mean=self._abs / tokens,
+            minimum=torch.zeros_like(self._abs) if none else self._minimum,
+            maximum=torch.zeros_like(self._abs) if none else self._maximum,
+            square_mean=self._square / tokens,
+            tokens=self._tokens,
+            finite=self._finite,
+        )

@@ -1,0 +1,91 @@
+"""bfloat16 products on CPUs without bfloat16 arithmetic.
+
+Such a CPU (AVX2 only, say) multiplies bfloat16 matrices several times slower than float32 ones. A bfloat16 product is float32
+sums of exact products, rounded once; computing it in float32 and rounding the result is the same up to the order of the sums.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from runtime.system import processes
+
+#: Kernels of a library that are kept; a block without experts needs fewer.
+KERNELS_KEPT = 32
+
+_PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
+    {
+        torch.nn.functional.linear,
+        torch.matmul,
+        torch.mm,
+        torch.bmm,
+        torch.baddbmm,
+        torch.Tensor.matmul,
+        torch.Tensor.mm,
+        torch.Tensor.bmm,
+        torch.Tensor.__matmul__,
+    }
+)
+
+
+class WidenedProducts(TorchFunctionMode):
+    """While active, products of bfloat16 CPU tensors are computed in float32 and rounded to bfloat16."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        first = args[0] if args else kwargs.get("input")
+        if func not in _PRODUCTS or not _narrow(first) or kwargs.get("out") is not None:
+            return func(*args, **kwargs)
+        wide = func(*map(_widen, args), **{k: _widen(v) for k, v in kwargs.items()})
+        return wide.to(torch.bfloat16)
+
+
+def products(device: torch.device) -> AbstractContextManager[Any]:
+    """The context in which a model runs on `device`: widened products where that is faster, nothing elsewhere."""
+    return WidenedProducts() if device.type == "cpu" and not has_bfloat16() else nullcontext()
+
+
+def bound_kernel_caches() -> None:
+    """Have oneDNN keep few of the kernels that it makes for products of each shape; whoever sets the variables is not overruled.
+
+    Experts read another number of tokens each, so every product would be of a shape of its own: a thousand kernels are kept by default, of
+    half a megabyte each. It reads the variables at its first product, so this does nothing in a process that has made some.
+    """
+    for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
+        os.environ.setdefault(name, str(KERNELS_KEPT))
+
+
+def has_bfloat16() -> bool:
+    """Whether this CPU multiplies bfloat16 matrices at full speed."""
+    return processes.multiplies(torch.bfloat16)
+
+
+def _narrow(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.dtype == torch.bfloat16 and value.device.type == "cpu"
+
+
+def _widen(value: Any) -> Any:
+    return value.float() if _narrow(value) else value
+
+
+# How far two tensors are apart.
+
+
+def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
+    """Norm of the difference as a share of the reference's norm; infinite where one is finite and the other is not.
+
+    Numbers that are finite in neither are passed over: a recipe that skips layers with NaN has an artifact that computes NaN where its
+    source does.
+    """
+    value, reference = value.detach().float().cpu(), reference.detach().float().cpu()
+    finite = torch.isfinite(reference)
+    if not torch.equal(finite, torch.isfinite(value)):
+        return float("inf")
+    value, reference = value[finite], reference[finite]
+    return float((value - reference).norm() / reference.norm().clamp_min(1e-12))

@@ -1,0 +1,188 @@
+"""Documents of a text source, lazily: bundled texts, .txt, .jsonl and .parquet files, and data sets of the hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from compress.core import resources
+from compress.core.suggest import did_you_mean, listing, nearest
+from compress.recipe.models import TextSource
+from runtime.errors import RequestError
+
+MAX_TEXT_BYTES = 64 * 2**20
+"""A .txt file is read up to here; more text than this calibrates nothing better."""
+
+_DATASET_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
+
+
+def documents(
+    source: TextSource, bundled: str, end_of_text: str | None, split_paragraphs: bool
+) -> tuple[Iterator[str], str]:
+    """The documents of `source` and a description of where they come from.
+
+    Args:
+        source: the `calibration` or `evaluate` section.
+        bundled: which bundled text `data: bundled` means (`calibration` or `heldout`).
+        end_of_text: the tokenizer's end-of-text token; where it is written out in a .txt file, a document ends.
+        split_paragraphs: without such marks, a blank line ends a document (else the whole .txt file is one).
+
+    Raises:
+        RequestError: no such file or data set, a missing column, text that cannot be decoded; on iteration too.
+    """
+    if source.data == "bundled":
+        path = resources.bundled_text(bundled)
+        return _text(source, path, end_of_text, split_paragraphs), f"the bundled {bundled} text"
+    file = _find(source)
+    if file is not None:
+        reader = READERS.get(file.suffix.lower())
+        if reader is None:
+            raise RequestError(
+                source.at("data", f"'{file}' is no kind of text that is read here; allowed: {listing(READERS)}")
+            )
+        return reader(source, file, end_of_text, split_paragraphs), f"the file {file.name}"
+    return _dataset(source), f"the data set {source.data}"
+
+
+def _find(source: TextSource) -> Path | None:
+    """The file that `data` names; None when it can only be a data set."""
+    written = Path(source.data).expanduser()
+    tried = [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
+    for path in tried:
+        if path.is_file():
+            return path
+    looks_like_file = written.suffix.lower() in READERS or _DATASET_ID.match(source.data) is None
+    if not looks_like_file and not any(path.is_dir() for path in tried):
+        return None
+    if any(path.is_dir() for path in tried):
+        raise RequestError(source.at("data", f"'{source.data}' is a directory; give one file ({listing(READERS)})"))
+    for path in tried:
+        if path.parent.is_dir():
+            found = nearest(
+                path.name, (entry.name for entry in path.parent.iterdir() if entry.suffix.lower() in READERS)
+            )
+            if found:
+                raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{path.parent / found}'?"))
+    where = " and ".join(dict.fromkeys(str(path) for path in tried))
+    raise RequestError(
+        source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text that comes along")
+    )
+
+
+def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    try:
+        with path.open("rb") as file:
+            raw = file.read(MAX_TEXT_BYTES)
+            truncated = bool(file.read(1))
+    except OSError as error:
+        raise RequestError(source.at("data", f"'{path}' cannot be read: {error.strerror}")) from None
+    try:
+        text = raw.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        # A cut in the middle of a character at the reading limit is our doing, not the file's.
+        if not (truncated and error.start > len(raw) - 4):
+            raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (byte {error.start})")) from None
+        text = raw[: error.start].decode("utf-8-sig")
+    if end_of_text and end_of_text in text:
+        yield from (part.strip("\n") for part in text.split(end_of_text))
+    elif split_paragraphs:
+        yield from re.split(r"\n\s*\n", text)
+    else:
+        yield text
+
+
+def _jsonl(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    number = 0
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            for number, line in enumerate(file, 1):
+                if line.strip():
+                    yield _json_text(source, path, number, line)
+    except UnicodeDecodeError:
+        raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (after line {number})")) from None
+    except OSError as error:
+        raise RequestError(source.at("data", f"'{path}' cannot be read: {error.strerror}")) from None
+
+
+def _json_text(source: TextSource, path: Path, number: int, line: str) -> str:
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        reason = error.msg if isinstance(error, json.JSONDecodeError) else "nested too deeply"
+        raise RequestError(source.at("data", f"'{path}' line {number} is not JSON: {reason}")) from None
+    if isinstance(entry, str):
+        return entry
+    if not isinstance(entry, dict):
+        raise RequestError(source.at("data", f"'{path}' line {number} is neither an object nor a text"))
+    if source.text_column not in entry:
+        raise RequestError(_missing_column(source, f"'{path}' line {number}", list(entry)))
+    return _as_text(source, entry[source.text_column], f"'{path}' line {number}")
+
+
+def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        file = pyarrow.parquet.ParquetFile(path)
+        names = file.schema_arrow.names
+        if source.text_column not in names:
+            raise RequestError(_missing_column(source, f"'{path}'", names))
+        row = 0
+        for batch in file.iter_batches(batch_size=256, columns=[source.text_column]):
+            for value in batch.column(0).to_pylist():
+                row += 1
+                yield _as_text(source, value, f"'{path}' row {row}")
+    except (pyarrow.ArrowException, OSError) as error:
+        raise RequestError(
+            source.at("data", f"'{path}' is not a readable Parquet file: {_first_line(error)}")
+        ) from None
+
+
+def _dataset(source: TextSource) -> Iterator[str]:
+    import datasets
+
+    try:
+        rows = datasets.load_dataset(source.data, source.subset, split=source.split, streaming=True)
+        names = rows.column_names
+        if names is not None and source.text_column not in names:
+            raise RequestError(_missing_column(source, f"the data set '{source.data}'", names))
+        for number, row in enumerate(rows, 1):
+            if source.text_column not in row:
+                raise RequestError(_missing_column(source, f"the data set '{source.data}'", list(row)))
+            yield _as_text(source, row[source.text_column], f"row {number} of '{source.data}'")
+    except RequestError:
+        raise
+    except Exception as error:
+        # `datasets` lets errors of a dozen libraries through (network, archive, schema); all mean: it cannot be read.
+        text = f"'{source.data}' is neither a file here nor a data set that can be read: {_first_line(error)}"
+        raise RequestError(source.at("data", text)) from None
+
+
+def _as_text(source: TextSource, value: Any, where: str) -> str:
+    if not isinstance(value, str):
+        text = f"{where} has {type(value).__name__} under '{source.text_column}' where a text is expected"
+        raise RequestError(source.at("text_column", text))
+    return value
+
+
+def _missing_column(source: TextSource, where: str, names: list[str]) -> str:
+    hint = did_you_mean(source.text_column, names) or "."
+    return source.at(
+        "text_column", f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__
+
+
+READERS: dict[str, Callable[[TextSource, Path, str | None, bool], Iterator[str]]] = {
+    ".txt": _text,
+    ".jsonl": _jsonl,
+    ".parquet": _parquet,
+}

@@ -1,0 +1,173 @@
+"""Rows of token ids for calibration and for evaluation, the same for the same recipe on every machine."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compress.data.documents import documents
+from compress.data.tokens import check_vocabulary, encode, end_of_text
+from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
+from runtime.errors import RequestError
+
+ENOUGH = 16
+"""Reading stops after this many times the tokens that are asked for; the draw is from what was read."""
+
+ENOUGH_TOKENS = 2_000_000
+"""... but not before this many tokens, so that small requests still see the whole of a small file."""
+
+
+@dataclass
+class CalibrationData:
+    """What the model is calibrated on.
+
+    Attributes:
+        batches: `(input_ids [b, s] int64, attention_mask [b, s] bool)` pairs; True = a token, False = padding (right).
+        tokens: tokens that are not padding.
+        rows: rows drawn.
+        description: one line, for the log and the report.
+        sha256: of shapes, ids and masks.
+        warning: a sentence the user should see (fewer rows than asked for), or empty.
+    """
+
+    batches: list[tuple[torch.Tensor, torch.Tensor]]
+    tokens: int
+    rows: int
+    description: str
+    sha256: str
+    warning: str = ""
+
+
+def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> CalibrationData:
+    """Read, tokenize and draw the calibration rows.
+
+    With packing, documents are laid end to end, cut into rows of `sequence_length`, and `samples` of these are drawn by
+    `seed` without overlap. With padding, each document is a row of its own (longer ones are cut).
+
+    Args:
+        config: the `calibration` section.
+        tokenizer: the model's Hugging Face tokenizer.
+        vocab_size: entries of the model's vocabulary.
+
+    Raises:
+        RequestError: no text, less text than one row, ids outside the vocabulary, unreadable data.
+    """
+    texts, where = documents(config, "calibration", end_of_text(tokenizer), split_paragraphs=not config.packing)
+    encoded = encode(texts, tokenizer, separate=config.packing)
+    wanted = config.samples * config.sequence_length
+    documents_read = list(_take(encoded, max(ENOUGH * wanted, ENOUGH_TOKENS)))
+    if not documents_read:
+        raise RequestError(
+            config.at("data", f"{where} holds no text; calibration needs at least {config.sequence_length} tokens")
+        )
+    if config.packing:
+        rows, mask = _packed(config, documents_read, where)
+    else:
+        rows, mask = _padded(config, documents_read, tokenizer)
+    check_vocabulary(rows[mask], vocab_size, config, where)
+    warning = ""
+    if len(rows) < config.samples:
+        unit = f"rows of {config.sequence_length} tokens" if config.packing else "documents"
+        warning = config.at("samples", f"{where} has only {len(rows)} {unit}; {config.samples} were asked for")
+    tokens = int(mask.sum())
+    kind = "packed" if config.packing else "padded"
+    shape = f"{len(rows)} {kind} rows of {rows.shape[1]} tokens"
+    return CalibrationData(
+        batches=list(zip(rows.split(config.batch_size), mask.split(config.batch_size), strict=True)),
+        tokens=tokens,
+        rows=len(rows),
+        description=f"{shape} from {where}, seed {config.seed} ({tokens:,} tokens)",
+        sha256=digest([(rows, mask)]),
+        warning=warning,
+    )
+
+
+def load_evaluation(config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None) -> torch.Tensor:
+    """The evaluation rows `[n, sequence_length]` int64: windows without overlap from the start of the text, in order.
+
+    Args:
+        config: the `evaluate` section; `samples` limits the rows.
+        tokenizer: the model's Hugging Face tokenizer.
+        vocab_size: entries of the model's vocabulary; None leaves ids unchecked.
+
+    Raises:
+        RequestError: as `load`.
+    """
+    texts, where = documents(config, "heldout", end_of_text(tokenizer), split_paragraphs=False)
+    encoded = encode(texts, tokenizer, separate=True)
+    limit = None if config.samples is None else config.samples * config.sequence_length
+    ids = _joined(encoded if limit is None else _take(encoded, limit))
+    if not len(ids):
+        raise RequestError(
+            config.at("data", f"{where} holds no text; evaluation needs at least {config.sequence_length} tokens")
+        )
+    windows = _windows(ids, config, where)[: config.samples]
+    if vocab_size is not None:
+        check_vocabulary(windows, vocab_size, config, where)
+    return windows
+
+
+def _take(encoded: Iterator[list[int]], tokens: int) -> Iterator[list[int]]:
+    """Documents until they hold `tokens` tokens."""
+    total = 0
+    for ids in encoded:
+        yield ids
+        total += len(ids)
+        if total >= tokens:
+            return
+
+
+def _joined(encoded: Iterator[list[int]] | list[list[int]]) -> torch.Tensor:
+    return torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int64)
+
+
+def _windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
+    length = config.sequence_length
+    count = len(ids) // length
+    if count == 0:
+        text = f"{where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
+        raise RequestError(config.at("data", text))
+    return ids[: count * length].reshape(count, length)
+
+
+def _packed(config: CalibrationConfig, read: list[list[int]], where: str) -> tuple[torch.Tensor, torch.Tensor]:
+    windows = _windows(_joined(read), config, where)
+    rows = draw(windows, config)
+    return rows, torch.ones_like(rows, dtype=torch.bool)
+
+
+def _padded(config: CalibrationConfig, read: list[list[int]], tokenizer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    length = min(config.sequence_length, max(map(len, read)))
+    fill = tokenizer.pad_token_id
+    fill = (tokenizer.eos_token_id or 0) if fill is None else fill
+    rows = torch.full((len(read), length), fill, dtype=torch.int64)
+    mask = torch.zeros(len(read), length, dtype=torch.bool)
+    for index, ids in enumerate(read):
+        size = min(len(ids), length)
+        rows[index, :size] = torch.tensor(ids[:size])
+        mask[index, :size] = True
+    chosen = draw(torch.arange(len(read)), config)
+    return rows[chosen], mask[chosen]
+
+
+def draw(rows: torch.Tensor, config: CalibrationConfig) -> torch.Tensor:
+    """`samples` of the rows, by seed; all of them, in order, when there are no more than that."""
+    if len(rows) <= config.samples:
+        return rows
+    generator = torch.Generator().manual_seed(config.seed)
+    return rows[torch.randperm(len(rows), generator=generator)[: config.samples]]
+
+
+def digest(batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> str:
+    """SHA-256 (hex) of shapes, ids and masks."""
+    sha256 = hashlib.sha256()
+    for rows, mask in batches:
+        sha256.update(repr(tuple(rows.shape)).encode())
+        sha256.update(rows.numpy().tobytes())
+        sha256.update(mask.numpy().tobytes())
+    return sha256.hexdigest()

@@ -1,0 +1,74 @@
+"""Evaluation rows with what each token says of the text, so that models with different tokenizers can be compared on the same text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from compress.data.documents import documents
+from compress.data.tokens import check_vocabulary, encode, end_of_text
+from compress.recipe.models import EvaluateConfig
+from runtime.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Windows of running text.
+
+    Attributes:
+        ids: int64 `[n, s]`.
+        characters: int64 `[n, s]`: of the text, that a token is the first to reach the end of: 0 for marks, and where bytes of a character
+            are tokens for all but the first.
+    """
+
+    ids: torch.Tensor
+    characters: torch.Tensor
+
+
+def evaluation_spans(config: EvaluateConfig, tokenizer: Any, vocab_size: int, characters: int | None = None) -> Spans:
+    """The rows that `load_evaluation` gives.
+
+    Args:
+        tokenizer: a fast one, which knows where its tokens are.
+        characters: of the text that are wanted, in the place of the section's `samples`: as many rows as end within them, at least one.
+
+    Raises:
+        RequestError: as `load_evaluation`.
+    """
+    length = config.sequence_length
+    wanted = None if config.samples is None or characters is not None else config.samples * length
+    texts, where = documents(config, "heldout", end_of_text(tokenizer), split_paragraphs=False)
+    ids: list[int] = []
+    ends: list[int] = []
+    total = 0
+    for text in texts:
+        for encoded in encode([text], tokenizer, separate=True):
+            ids += encoded
+            ends += _characters(text, tokenizer, len(encoded))
+            total += len(text)
+        if (wanted is not None and len(ids) >= wanted) or (characters is not None and total >= characters):
+            break
+    count = len(ids) // length
+    if count == 0:
+        text = f"{where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
+        raise RequestError(config.at("data", text))
+    rows = torch.tensor(ids[: count * length]).view(count, length)
+    spans = torch.tensor(ends[: count * length]).view(count, length)
+    if characters is not None:
+        count = max(1, int((spans.sum(1).cumsum(0) <= characters).sum()))
+    elif config.samples is not None:
+        count = min(count, config.samples)
+    check_vocabulary(rows[:count], vocab_size, config, where)
+    return Spans(rows[:count], spans[:count])
+
+
+def _characters(text: str, tokenizer: Any, count: int) -> Iterator[int]:
+    """Characters that end with each of the `count` tokens of a text, the last of which may be a mark that was put behind it."""
+    offsets = tokenizer(text, verbose=False, return_offsets_mapping=True)["offset_mapping"]
+    seen = 0
+    for _, end in [*offsets, *([(0, 0)] * (count - len(offsets)))]:
+        yield max(0, end - seen)
+        seen = max(seen, end)

@@ -1,0 +1,240 @@
+"""A draft cut out of a target: some of its layers under the same embeddings, final norm and head, dense and ready to be trained."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from compress.model.config_sizes import with_layers
+from compress.model.hybrid_layers import attending, attends
+from runtime.errors import RequestError
+from runtime.layers.compressed_module import CompressedModule
+from runtime.modeling.experts import Experts
+from runtime.modeling.skeleton import build_skeleton, find_blocks, model_kind, set_tensor
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+#: What makes a layer's numbers depend on its place, or on other layers, in ways that a cut would change without a word.
+_TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
+
+
+def cut(
+    target: PreTrainedModel,
+    layers: int | Sequence[int],
+    dtype: torch.dtype = torch.float32,
+    share: bool = False,
+) -> PreTrainedModel:
+    """A smaller model of the target's class. Weights that are compressed in the target are dense in the draft, as the target computes.
+
+    Args:
+        target: a causal language model of transformers, its layers as they are or compressed
+        (`runtime.layers.compressed_linear`). It is not changed.
+        layers: the first so many, or their indices, ascending.
+        dtype: of the draft's weights; float32 is what can be trained.
+        share: embeddings, final norm and head are the target's own tensors, and frozen, where the target holds them dense in `dtype` (a
+            tensor that it does not is copied and frozen): the draft then costs only its layers' memory, and no optimizer state for the
+            others.
+
+    Returns:
+        The draft in eval mode, on the target's device; its parameters ask for gradients unless they are frozen. Tied weights stay tied.
+
+    Raises:
+        RequestError: layers that the target does not have, or a target that is built in a way that cannot be cut.
+    """
+    name, blocks = _blocks(target)
+    chosen = _indices(layers, len(blocks))
+    draft = empty_cut(target, chosen, dtype)
+    places = {f"{name}.{new}.": f"{name}.{old}." for new, old in enumerate(chosen)}
+    for path, module in list(draft.named_modules()):
+        prefix = next((new for new in places if f"{path}.".startswith(new)), None)
+        source = path if prefix is None else places[prefix] + f"{path}."[len(prefix) :]
+        _fill(draft, path, module, target, source.removesuffix("."), dtype, share and prefix is None)
+    draft.tie_weights()
+    _finish(draft, target)
+    return draft
+
+
+def empty_cut(
+    target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype = torch.float32
+) -> PreTrainedModel:
+    """As `cut`, without weights (on meta): whether it can be made is known before the target's weights are."""
+    name, blocks = _blocks(target)
+    chosen = _indices(layers, len(blocks))
+    smaller = with_layers(target.config, chosen)
+    if attends(target.config) and not attends(smaller):
+        raise RequestError(
+            f"a {type(target).__name__} cannot be cut so: of the layers {chosen} none would have attention, by which its cache counts "
+            "tokens"
+        )
+    draft = build_skeleton(smaller, dtype)
+    if type(draft) is not type(target):
+        raise RequestError(f"a {type(target).__name__} cannot be cut: its config builds a {type(draft).__name__}")
+    inner_name, inner = find_blocks(draft)
+    if inner_name != name or len(inner) != len(chosen):
+        raise RequestError(
+            f"a {type(target).__name__} cannot be cut: its config does not decide how many layers it has"
+        )
+    return draft
+
+
+def cut_checkpoint(
+    path: str | Path,
+    layers: int | Sequence[int] | None,
+    dtype: torch.dtype = torch.float32,
+    *,
+    device: str | torch.device = "cpu",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """As `cut`, of an artifact or a checkpoint directory, of which only the layers that are kept are read; None: all of them.
+
+    Raises:
+        RequestError: as `cut`; it is no causal language model. ArtifactError: it cannot be used.
+    """
+    from runtime.checkpoint.artifact import Artifact
+    from runtime.engines.torch.engine import Blueprint
+    from runtime.modeling.weights import Filling
+
+    where = torch.device(device)
+    blueprint = Blueprint(Artifact(path, trust_remote_code), where, "reference", None, trust_remote_code)
+    if blueprint.kind != "decoder":
+        raise RequestError(f"{path} is an {blueprint.kind}; a draft is cut out of a causal language model")
+    model = blueprint.module
+    name, blocks = _blocks(model)
+    layers = len(blocks) if layers is None else layers
+    left_out = {f"{name}.{index}." for index in set(range(len(blocks))) - set(_indices(layers, len(blocks)))}
+    filling = Filling(model, blueprint.artifact.checkpoint, blueprint.dtype, where, blueprint.compressed)
+    if filling.foreign:  # only transformers knows how to read it, and it reads all of it
+        return cut(blueprint.build_module(), layers, dtype)
+    filling.place(lambda tensor: not any(tensor.startswith(prefix) for prefix in left_out))
+    filling.tie()
+    return cut(model, layers, dtype)
+
+
+def spread(depth: int, count: int) -> list[int]:
+    """Indices of `count` of `depth` layers, evenly spread, the first and (from two on) the last among them.
+
+    The last layer writes what the head reads: a cut that has it agrees more with its target, before and after training, than one of the
+    first layers alone.
+
+    Raises:
+        RequestError: not 1 to `depth` layers.
+    """
+    if not 1 <= count <= depth:
+        raise RequestError(f"layers of a draft: 1 to {depth}, those of its target, not {count}")
+    return [0] if count == 1 else [round(index * (depth - 1) / (count - 1)) for index in range(count)]
+
+
+def chosen_layers(config: PretrainedConfig, depth: int, count: int) -> list[int]:
+    """`spread`, of a model's `depth` layers; where none of those has attention, the last gives place to the nearest that has.
+
+    Raises:
+        RequestError: as `spread`; no layer would have attention in its new place.
+    """
+    even = spread(depth, count)
+    others = sorted(set(range(depth)) - set(even), key=lambda index: abs(index - even[-1]))
+    return attending(config, even, others, even[-1])
+
+
+def _blocks(target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The target's layers, if it is built in a way that can be cut."""
+    what, config = type(target).__name__, target.config
+    if model_kind(config) != "decoder":
+        raise RequestError(f"a {what} is an {model_kind(config)}; a draft is cut out of a causal language model")
+    if config.get_text_config(decoder=True) is not config:
+        raise RequestError(
+            f"a {what} has a text model inside another; a draft is cut out of plain language models only"
+        )
+    name, blocks = find_blocks(target)
+    if len(blocks) != getattr(config, "num_hidden_layers", None):
+        raise RequestError(
+            f"a {what} cannot be cut: it has {len(blocks)} blocks in {name}, num_hidden_layers of its config is "
+            f"{getattr(config, 'num_hidden_layers', 'missing')}"
+        )
+    odd = next((key for key in _TIED_TO_PLACE if getattr(config, key, None)), None)
+    if odd is not None:
+        raise RequestError(f"a {what} with {odd} cannot be cut: what a layer computes depends on the others")
+    return name, blocks
+
+
+def _indices(layers: int | Sequence[int], depth: int) -> list[int]:
+    if isinstance(layers, int) and not isinstance(layers, bool):
+        if not 1 <= layers <= depth:
+            raise RequestError(f"layers of a draft: 1 to {depth}, those of its target, not {layers}")
+        return list(range(layers))
+    chosen = list(layers) if not isinstance(layers, (bool, str)) else []
+    whole = all(isinstance(index, int) and not isinstance(index, bool) and 0 <= index < depth for index in chosen)
+    if not chosen or not whole or chosen != sorted(set(chosen)):
+        raise RequestError(f"layers of a draft: ascending indices of 0 to {depth - 1}, not {layers!r}")
+    return chosen
+
+
+def _fill(
+    draft: nn.Module, path: str, module: nn.Module, target: nn.Module, source: str, dtype: torch.dtype, share: bool
+) -> None:
+    """Give one module's own parameters and stored buffers the target's numbers."""
+    wanted = {key: value for key, value in module._parameters.items() if value is not None}
+    stored = {
+        key: value
+        for key, value in module._buffers.items()
+        if value is not None and key not in module._non_persistent_buffers_set
+    }
+    if not wanted and not stored:
+        return
+    try:
+        origin = target.get_submodule(source)
+    except AttributeError:
+        raise RequestError(f"a {type(target).__name__} cannot be cut: it has no module {source}") from None
+    for key, place in {**wanted, **stored}.items():
+        value = _value(origin, key, dtype)
+        if (
+            value is not None
+            and isinstance(origin, CompressedModule)
+            and type(module).__name__ == "Conv1D"
+            and value.dim() == 2
+        ):
+            value = value.T  # Conv1D holds the transposed of what compressed layers do
+        if value is None or value.shape != place.shape or value.device.type == "meta":
+            raise RequestError(
+                f"a {type(target).__name__} cannot be cut: its {source} has no {key} of {list(place.shape)}"
+            )
+        wide = dtype if place.is_floating_point() else place.dtype
+        own = getattr(origin, key, None)
+        if share and isinstance(own, torch.Tensor) and own.dtype == wide:
+            set_tensor(draft, f"{path}.{key}".lstrip("."), own.detach())
+        else:
+            set_tensor(draft, f"{path}.{key}".lstrip("."), value.detach().to(wide).clone().contiguous())
+        if key in wanted:
+            parameter = module._parameters[key]
+            assert parameter is not None
+            parameter.requires_grad_(not share)
+
+
+def _value(origin: nn.Module, key: str, dtype: torch.dtype) -> torch.Tensor | None:
+    if isinstance(origin, CompressedModule) and key == "weight":
+        # In the draft's dtype: rounded to the target's, codes times scales would no longer be what its kernels compute with.
+        return replace(origin.compressed_weight(), dtype=dtype).dequantize()
+    if isinstance(origin, Experts):
+        whole = origin.whole(key, lambda layer, leaf: _value(layer, leaf, dtype))
+        if whole is not None:
+            return whole
+    value = getattr(origin, key, None)
+    return value if isinstance(value, torch.Tensor) else None
+
+
+def _finish(draft: PreTrainedModel, target: PreTrainedModel) -> None:
+    device = next(parameter for parameter in draft.parameters()).device
+    for module in draft.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+    if getattr(target, "generation_config", None) is not None:
+        draft.generation_config = copy.deepcopy(target.generation_config)
+    if hasattr(draft.config, "quantization_config"):
+        del draft.config.quantization_config

@@ -1,0 +1,60 @@
+"""DistillSpec: a draft cut out of the artifact learns to say what the artifact says."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from compress.distill.draft.accept_head import fit_accept_head, save_accept_head
+from compress.distill.draft.checks import check_cut, check_trained
+from compress.distill.draft.config import ChainConfig, DraftMethod
+from compress.distill.draft.making import Making
+from compress.distill.draft.prospect import Prospect
+from compress.distill.draft.student import Student
+from compress.distill.train.data import TextRows
+
+
+class DistillSpecConfig(ChainConfig):
+    """Some layers of the artifact under its own embeddings and head, trained towards its distribution, on text that either of them writes.
+
+    The teacher is the artifact as it is stored, quantized and pruned, since that is what the draft will have to please. The weights of
+    the best held-out acceptance are kept.
+    """
+
+    method: Literal["distillspec"] = Field("distillspec", description="Name of the method.")
+
+
+def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
+    """See `DraftMethod.make`."""
+    given, held_out = making.split()
+    student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary, given))
+    before = making.measure(config, student, held_out)
+    source = making.source(config, student, given)
+    making.train(config, student, source, held_out)
+    making.write(config, student)
+    making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
+    more = {}
+    if config.accept_head:
+        rows = source if isinstance(source, TextRows) else TextRows(given)
+        head, making.facts["accept_head"] = fit_accept_head(student, making.teacher, rows, held_out, config.seed)
+        save_accept_head(making.output, head)
+        more = {"accept_head": True}
+    making.settle(student, **more)
+    return {"model": making.output.name}
+
+
+def check(config: ChainConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_cut(config, target)
+
+
+METHOD = DraftMethod(
+    name="distillspec",
+    config=DistillSpecConfig,
+    summary="a few layers of the artifact, distilled towards it, draft token by token",
+    paper="Zhou et al., DistillSpec, 2023, arXiv 2310.08461; vocabulary: VocabTrim, 2025, arXiv 2506.22694",
+    make=make,
+    check=check,
+)

@@ -1,0 +1,144 @@
+"""A recursive head as it is trained: the same block for every token ahead, on states that are the target's at first and then its own.
+
+FastMTP (arXiv 2509.18362): one head shared by all positions, its loss falling exponentially with the token ahead, the target frozen. Each
+anchor's recursion sees what it will see when it drafts: the entries of the target's states up to the anchor and those of its own, and not
+what other anchors' recursions made (as EAGLE-3 trains, arXiv 2503.01840).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.distill.draft.features import Features
+from compress.distill.draft.heads import HeadStudent
+from compress.distill.train.losses import Objective
+from runtime.drafting.drafters.parts.mtp_block import BlockSizes, MTPBlock
+from runtime.errors import RequestError
+from runtime.modeling.layer_sizes import uniform
+
+_THETA = 10000.0  # of rotations, where the target has none
+
+
+class MTPStudent(HeadStudent):
+    """A block that foretells token after token.
+
+    Args:
+        features: of the target.
+        steps: tokens ahead that are trained; it can be asked for more.
+        intermediate: width of the block's MLP; None: the target's.
+        objective, kept: as of `HeadStudent`.
+        decay: the paper's beta.
+        window: entries that the block sees.
+        seed: of the first weights.
+    """
+
+    def __init__(
+        self,
+        features: Features,
+        steps: int = 3,
+        intermediate: int | None = None,
+        objective: Objective | None = None,
+        kept: torch.Tensor | None = None,
+        decay: float = 0.6,
+        window: int = 2048,
+        seed: int = 0,
+    ) -> None:
+        if window < 1:
+            raise RequestError(f"the window of a recursive head must be at least 1, not {window}")
+        block = MTPBlock(block_sizes(features, intermediate))
+        begin(block, features, seed)
+        super().__init__(features, block, steps, objective, kept, decay)
+        self.window = window
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        module: Any = self.draft.module
+        return {**module.sizes.as_dict(), "steps": self.levels}
+
+    def describe(self) -> dict[str, Any]:
+        return {**super().describe(), "window": self.window}
+
+    def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+        block: Any = self.draft.module
+        embeddings = self._embedded(ids)
+        states = self.features.hidden(ids)[:, :-1]
+        count = states.shape[1]
+        places = torch.arange(count, device=ids.device)
+        keys: list[torch.Tensor] = []
+        values: list[torch.Tensor] = []
+        for ahead in range(length):
+            own = count - ahead  # entries whose next tokens are all there
+            x = block.mixed(states[:, :own], embeddings[:, 1 + ahead :])
+            turns = block.turns(places[:own] + ahead)
+            key, value = block.keys_values(x, turns)
+            keys.append(key)
+            values.append(value)
+            queries = block.queries(x, turns)
+            states = block.finish(x, attended(queries, keys, values, self.window))
+            yield states
+
+    @torch.no_grad()
+    def _embedded(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.features.parts.embed(ids).to(ids.device, torch.float32)
+
+
+def attended(queries: torch.Tensor, keys: list[torch.Tensor], values: list[torch.Tensor], window: int) -> torch.Tensor:
+    """What the queries of each anchor's latest entry find: among the first entries of anchors up to it, and its own later ones.
+
+    Args:
+        queries: `[b, n, kv_heads, heads of each, head_dim]`, scaled.
+        keys, values: of entry 0, 1, ... of each anchor, `[b, at least n, kv_heads, head_dim]`; the first are all anchors'.
+        window: entries that are seen, the latest ones.
+    """
+    count, ahead = queries.shape[1], len(keys) - 1
+    place = torch.arange(keys[0].shape[1], device=queries.device)
+    row = place[:count, None]
+    seen = (place <= row) & (place > row + ahead - window)
+    scores = [torch.einsum("bnhgd,bmhd->bhgnm", queries, keys[0]).masked_fill(~seen, -torch.inf)]
+    for step, key in enumerate(keys[1:], 1):
+        if step > ahead - window:
+            scores.append(torch.einsum("bnhgd,bnhd->bhgn", queries, key[:, :count])[..., None])
+    weights = torch.cat(scores, -1).softmax(-1)
+    found = torch.einsum("bhgnm,bmhd->bnhgd", weights[..., : len(place)], values[0])
+    for column, value in enumerate(values[1 + len(keys) - len(scores) :], len(place)):
+        found = found + torch.einsum("bhgn,bnhd->bnhgd", weights[..., column], value[:, :count])
+    return found
+
+
+def block_sizes(features: Features, intermediate: int | None = None) -> BlockSizes:
+    """A block with the attention of the target's."""
+    config: Any = uniform(features.config)
+    hidden, heads = features.parts.hidden, int(config.num_attention_heads)
+    dim = int(getattr(config, "head_dim", None) or hidden // heads)
+    wide = intermediate or int(getattr(config, "intermediate_size", None) or 4 * hidden)
+    frequencies = _frequencies(features, dim)
+    return BlockSizes(
+        hidden, wide, heads, int(getattr(config, "num_key_value_heads", None) or heads), dim, 2 * len(frequencies)
+    )
+
+
+@torch.no_grad()
+def begin(block: MTPBlock, features: Features, seed: int = 0) -> None:
+    """Weights to train from: random ones of the usual size, and the target's rotations. The residual branches begin small."""
+    generator = torch.Generator().manual_seed(seed)
+    for module in block.modules():
+        if isinstance(module, nn.Linear):
+            nn.init.normal_(module.weight, 0.0, module.in_features**-0.5, generator)
+    for layer in (block.output, block.down):
+        layer.weight.mul_(0.1)
+    hidden = block.sizes.hidden
+    block.mix.weight[:, :hidden] += torch.eye(hidden)
+    block.frequencies = _frequencies(features, block.sizes.head_dim)
+
+
+def _frequencies(features: Features, dim: int) -> torch.Tensor:
+    """Radians a position, float32 `[rotary / 2]`, of the target's own rotary module."""
+    rotary = getattr(features.module.get_decoder(), "rotary_emb", None)
+    found = getattr(rotary, "inv_freq", None)
+    if isinstance(found, torch.Tensor) and found.dim() == 1 and 2 * len(found) <= dim:
+        return found.detach().float().cpu().clone()
+    return _THETA ** (-torch.arange(0, dim, 2).float() / dim)

@@ -1,0 +1,93 @@
+"""VocabTrim (arXiv 2506.22694): a draft's head keeps only the tokens that its target emits most often.
+
+A draft spends much of its time on a head for tokens that are hardly ever proposed. Nothing is lost but acceptance of the tokens that are
+left out: the target still writes them, they are only never guessed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compress.distill.draft.student import check_kept
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+def counts(rows: TextRows, vocabulary: int) -> torch.Tensor:
+    """How often each token follows a trained position: int64 `[vocabulary]`. Of `teacher_rows`, how often the target emitted it, which is
+    what the paper finds best.
+
+    Raises:
+        RequestError: an id outside the vocabulary.
+    """
+    if rows.largest >= vocabulary:
+        raise RequestError(f"rows have token id {rows.largest}, outside the vocabulary of {vocabulary}")
+    following = rows.ids.roll(-1, 1)[rows.trained]
+    return torch.bincount(following, minlength=vocabulary)
+
+
+def expected_counts(teacher: Teacher, rows: TextRows, batch: int = 8) -> torch.Tensor:
+    """How often the target would emit each token at trained positions of text, sums of its probabilities: float64 `[vocabulary]`."""
+    total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
+    for ids, trained in zip(rows.ids.split(batch), rows.trained.split(batch), strict=True):
+        logits = teacher.logits(ids.to(teacher.device))[trained.to(teacher.device)]
+        total += torch.softmax(logits, -1).double().sum(0).cpu()
+    return total
+
+
+def choose(frequencies: torch.Tensor, size: int, always: Collection[int] = ()) -> torch.Tensor:
+    """The tokens that are kept.
+
+    Args:
+        frequencies: `[vocabulary]`, of `counts` or `expected_counts`.
+        size: tokens to keep, at most the vocabulary. Of equally frequent ones those with the lowest ids.
+        always: ids that are kept however rare (the end of a text), among the `size`.
+
+    Returns:
+        int32 `[size]`, ascending.
+
+    Raises:
+        RequestError: a size out of range, or ids that are none.
+    """
+    vocabulary = len(frequencies)
+    if not max(1, len(set(always))) <= size <= vocabulary:
+        raise RequestError(f"tokens to keep: {max(1, len(set(always)))} to {vocabulary}, the vocabulary, not {size}")
+    wrong = next((token for token in always if not 0 <= token < vocabulary), None)
+    if wrong is not None:
+        raise RequestError(f"token {wrong} cannot be kept: ids are below {vocabulary}")
+    ranked = frequencies.double().clone()
+    ranked[list(always)] = torch.inf
+    return ranked.sort(descending=True, stable=True).indices[:size].sort().values.to(torch.int32)
+
+
+def coverage(frequencies: torch.Tensor, kept: torch.Tensor) -> float:
+    """Share of what was counted that the kept tokens are; no draft that proposes only them is accepted more often."""
+    total = float(frequencies.double().sum())
+    return float(frequencies.double()[kept.long()].sum()) / total if total else 0.0
+
+
+def trimmed_head(model: PreTrainedModel, kept: torch.Tensor) -> nn.Linear:
+    """A head of the kept tokens' rows, in their order: hidden `[..., hidden]` to `[..., len(kept)]`; index i means token `kept[i]`.
+
+    The rows are copies, so that the model's own head (which may be its embeddings) can be used or dropped.
+
+    Raises:
+        RequestError: ids that are none, or a head that is no plain linear layer.
+    """
+    head: Any = model.get_output_embeddings()
+    if not isinstance(head, nn.Linear):
+        raise RequestError(f"a head to be trimmed must be a linear layer, not {type(head).__name__}")
+    ids = check_kept(kept, head.out_features).to(head.weight.device)
+    trimmed = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
+    trimmed.weight = nn.Parameter(head.weight.detach()[ids].clone(), requires_grad=False)
+    if head.bias is not None:
+        trimmed.bias = nn.Parameter(head.bias.detach()[ids].clone(), requires_grad=False)
+    return trimmed

@@ -1,0 +1,316 @@
+"""A stage `recover` before anything is computed: its text read, and held against the model and what comes before."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from compress import data as calibration
+from compress.core.processes import launched
+from compress.core.suggest import listing
+from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
+from compress.distill.recover.nested import feed_forward
+from compress.distill.recover.teachers import cached_bytes
+from compress.distill.train.losses import Objective
+from compress.model.footprint import Counted, Needs, Rows, Speed
+from compress.recipe import Recipe, Stage
+from runtime.engines.torch.encoder import position_limit
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
+
+    from compress.model.streamed import StreamedModel
+    from compress.run.session import Session
+
+
+# What a stage `recover` takes before it is carried out: memory, disk and time, without compressing layers before it.
+
+# Bytes of a number that is trained: itself, its gradient and AdamW's moments; and beside them the best so far, with copies of it and its
+# moments while a checkpoint is taken. A checkpoint has it, its moments and the best.
+_TRAINED, _COPIES, _SAVED = 16, 16, 16
+_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
+_SHARE = 10  # what is less than a tenth of the memory is not worth a word
+
+
+def recovery_needs(job: RecoverJob, model: Counted, teacher: Counted, speed: Speed, device: torch.device) -> Needs:
+    """What training takes.
+
+    Args:
+        model: that is trained. teacher: the model before all stages.
+        device: where both are.
+    """
+    settings = job.settings
+    whole = settings.adapter is None
+    numbers = model.total if settings.adapter is None else _adapted(model, settings.adapter.rank)
+    # Beside a weight that is changed is the one that comes of the change, and what is in between while it is made and derived by.
+    weights = _TRAINED * numbers + (0 if whole else 4 * model.total + 12 * model.inside)
+    asked = bool(settings.kl or settings.squarehead)
+    taught = teacher.stored if asked and settings.teacher == "memory" else 0
+    activations = _activations(job, model)
+    computed, copies = weights + taught + activations, _COPIES * numbers
+    disk = (
+        3 * _SAVED * numbers
+    )  # two checkpoints, in case one is damaged, and a third is there before the first one goes
+    if asked and settings.teacher == "cached":
+        layers = model.blocks if settings.squarehead else 0
+        positions = settings.samples * settings.sequence_length
+        disk += cached_bytes(positions, teacher.hidden, teacher.itemsize, layers, settings.teacher_top)
+    on_cpu = device.type == "cpu"
+    return Needs(
+        memory=copies + (computed if on_cpu else 0),
+        device=0 if on_cpu else computed,
+        disk=disk,
+        seconds=_seconds(job, model, teacher, speed, device),
+        advice=_advice(job, computed + (copies if on_cpu else 0), taught, activations, weights),
+    )
+
+
+def held_out(rows: int) -> int:
+    """How many of the rows are not trained on."""
+    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))
+
+
+def _adapted(model: Counted, rank: int) -> int:
+    """Numbers of low-rank changes of all linear layers of the blocks."""
+    return sum(min(rank, *sides) * sum(sides) for sides in model.linears)
+
+
+def _activations(job: RecoverJob, model: Counted) -> int:
+    """Of a layer and position what linear layers read and give is kept, and what norms do: at least 17 numbers of the hidden size
+    (Korthikanti et al., arXiv 2205.05198). Where activations are computed again, so many of one layer, and a state of each."""
+    settings = job.settings
+    positions = _rows_at_once(job) * settings.sequence_length
+    layer = max(17 * model.hidden, sum(map(sum, model.linears)) // model.blocks + 4 * model.hidden)
+    numbers = layer + model.blocks * model.hidden if settings.gradient_checkpointing else layer * model.blocks
+    taught = model.blocks * model.hidden if settings.squarehead else 0
+    logits = 0 if model.encoder else 5 * model.vocabulary
+    return 4 * positions * (numbers + taught + logits)
+
+
+def _rows_at_once(job: RecoverJob) -> int:
+    """Of one forward pass of a process."""
+    own = -(-job.settings.batch_size // launched())
+    return min(own, job.settings.micro_batch or own)
+
+
+def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights: int) -> str:
+    """The settings that would help, those that cost least first."""
+    settings = job.settings
+    large = activations > total // _SHARE
+    found = []
+    if large and _rows_at_once(job) > 1:
+        found.append(f"set micro_batch below {_rows_at_once(job)}")
+    if large and not settings.gradient_checkpointing:
+        found.append("set gradient_checkpointing: true")
+    if taught > total // _SHARE:
+        found.append("set teacher: cached")
+    if settings.adapter is None and not job.method.nested and weights > total // _SHARE:
+        found.append("use method lora")
+    return ", ".join([*found, "or use a machine with more"] if found else ["use a machine with more"])
+
+
+def _seconds(job: RecoverJob, model: Counted, teacher: Counted, speed: Speed, device: torch.device) -> float:
+    """At most: it may end early. Two operations a weight and token for a forward pass, as many for the derivatives by activations, and by
+    weights, those that change by an adapter too; a teacher has forward passes alone. The processes that were launched share it."""
+    settings = job.settings
+    rate = speed.single if device.type == "cpu" and settings.precision != "bfloat16" else max(speed.own, speed.single)
+    forward, backward = 2.0 * model.total, 4.0 * model.total
+    if settings.gradient_checkpointing:
+        backward += 2.0 * model.inside
+    asked = bool(settings.kl or settings.squarehead)
+    lesson = 2.0 * teacher.total if asked else 0.0
+    taught = lesson if settings.teacher == "memory" else 0.0
+    trained = settings.steps * settings.batch_size * settings.sequence_length
+    looks = settings.steps // settings.evaluate_every + 1
+    measured = looks * held_out(settings.samples) * settings.sequence_length
+    total = trained * (forward + backward + taught) + measured * (forward + taught)
+    total /= launched()
+    if asked and settings.teacher == "cached":
+        total += settings.samples * settings.sequence_length * lesson
+    return total / rate
+
+
+_LAYERED = ("prune", "quantize")
+_CHANGING = ("structure", *_LAYERED)
+_POSITION = re.compile(r"(position|wpe)[^.]*$")
+
+
+@dataclass(frozen=True)
+class RecoverJob:
+    """What will be trained, as far as it is known.
+
+    Attributes:
+        stage: of the recipe.
+        config: of the model; nothing of it changes.
+        whole: what will be trained, in numbers. teacher: what it learns from.
+        after: methods of the stages before that compress layers, which are compressed before the training.
+        warnings: sentences for the user.
+    """
+
+    stage: Stage
+    config: PretrainedConfig
+    whole: Counted
+    teacher: Counted
+    after: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
+        """The job of a stage that has been checked. What an encoder cannot learn becomes 0 in the stage, so that the recipe that is kept
+        says what was done, and can be run again."""
+        if streamed.kind == "encoder":
+            stage.config.kl = stage.config.cross_entropy = 0.0
+        return cls(stage, streamed.config, Counted.of(streamed), Counted.of(original))
+
+    @property
+    def settings(self) -> RecoverConfig:
+        found: RecoverConfig = self.stage.config
+        return found
+
+    @property
+    def method(self) -> RecoverMethod:
+        return METHODS[self.stage.method]
+
+    @property
+    def needs(self) -> set[str]:
+        """It always needs text."""
+        return {"text"}
+
+    def warned(self, session: Session) -> tuple[str, ...]:
+        """Sentences for the user."""
+        return self.warnings
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the model on the disk."""
+        return self.whole.stored
+
+    def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
+        """Memory, disk and time; it has rows of text of its own."""
+        return recovery_needs(self, self.whole, self.teacher, speed, session.streamed.device)
+
+    def describe(self) -> str:
+        """For people: "recovery by finetune after sparsegpt, 400 steps of training"."""
+        after = f" after {' and '.join(self.after)}" if self.after else ""
+        return f"recovery by {self.stage.method}{after}, {self.settings.steps:,} steps of training"
+
+
+def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedModel) -> RecoverJob:
+    """The stage, checked.
+
+    Args:
+        session: of what will be trained, or of a model of zeros of its shapes. original: the teacher.
+
+    Raises:
+        RequestError: with file and line, where it cannot be carried out.
+    """
+    config: RecoverConfig = stage.config
+    path = ("stages", stage.index, stage.kind)
+    streamed = session.streamed
+
+    def refuse(key: str, text: str) -> RequestError:
+        return RequestError(recipe.origin.at((*path, key), text))
+
+    if streamed.kind == "encoder":
+        for key in ("kl", "cross_entropy"):
+            if key in config.model_fields_set and getattr(config, key):
+                raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
+        if not config.squarehead:
+            raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
+    changed = any(_changes(other) and other.index < stage.index for other in recipe.stages)
+    if not changed and not METHODS[stage.method].nested and not config.cross_entropy:
+        text = "no stage before it changes what the model says of its tokens, so there is nothing to teach; put it after one that does"
+        raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to learn from the text itself")
+    if config.batch_size % launched():
+        text = f"a batch of {config.batch_size} rows cannot be shared by {launched()} processes; make it a multiple"
+        raise refuse("batch_size", text)
+    if config.adapter is not None and not any(isinstance(m, nn.Linear) for m in streamed.blocks.modules()):
+        raise refuse(
+            "method",
+            f"a {type(streamed.model).__name__} has no linear layers that {stage.method} could change; use finetune",
+        )
+    try:
+        Objective(config.divergence, config.temperature)
+    except RequestError as error:
+        raise refuse("temperature", str(error)) from None
+    rank = getattr(config, "rank", None)
+    if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
+        raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
+    if METHODS[stage.method].nested:
+        layered = next((s for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index), None)
+        if layered is not None:
+            raise refuse(
+                "method",
+                f"nested widths are trained before layers are compressed, and stage {layered.index} is before it",
+            )
+        try:
+            feed_forward(streamed)
+        except RequestError as error:
+            raise refuse("method", str(error)) from None
+    if not recipe.calibration.packing:
+        raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
+    limit = position_limit(streamed.model) if streamed.kind == "encoder" else _positions(streamed)
+    if limit is not None and config.sequence_length > limit:
+        text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
+        raise refuse("sequence_length", text)
+    _, warning = rows(session, stage)
+    after = tuple(s.method for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index)
+    warnings = () if warning is None else (warning,)
+    return replace(RecoverJob.of(stage, streamed, original), after=after, warnings=warnings)
+
+
+def _changes(stage: Stage) -> bool:
+    """Whether a stage leaves a model that says something else than before; one with fewer tokens says of those what it said."""
+    return stage.kind in _CHANGING and not (stage.kind == "structure" and stage.config.remove == "vocabulary")
+
+
+def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
+    """The stage's rows of calibration text, int64 `[n, s]`, and a warning where they are fewer than asked for.
+
+    Raises:
+        RequestError: there are not enough to hold one out.
+    """
+    config: RecoverConfig = stage.config
+    text = _rows_config(session.recipe, config)
+    try:
+        data = calibration.load(text, session.tokenizer, session.vocabulary)
+    except RequestError as error:
+        place = session.recipe.origin.at(("stages", stage.index, stage.kind, "sequence_length"), str(error))
+        raise RequestError(place) from None
+    if data.rows < 2:
+        raise RequestError(
+            text.at(
+                "data",
+                f"recovery needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one",
+            )
+        )
+    warning = None
+    if data.rows < config.samples:
+        told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
+        warning = session.recipe.origin.at(("stages", stage.index, stage.kind, "samples"), told)
+    return session.framed(torch.cat([ids for ids, _ in data.batches])), warning
+
+
+def _positions(streamed: StreamedModel) -> int | None:
+    """Positions that a model has learned a vector for; None: it knows them otherwise. Those of a tower beside it limit no text."""
+    found = (
+        m.num_embeddings
+        for n, m in streamed.model.named_modules()
+        if isinstance(m, nn.Embedding) and _POSITION.search(n) and streamed.is_text(n)
+    )
+    return min(found, default=None)
+
+
+def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to train on, and rows that are held out."""
+    count = held_out(len(ids))
+    return ids[:-count], ids[-count:]
+
+
+def _rows_config(recipe: Recipe, config: RecoverConfig) -> Any:
+    return recipe.calibration.model_copy(update={"samples": config.samples, "sequence_length": config.sequence_length})

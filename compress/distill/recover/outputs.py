@@ -1,0 +1,92 @@
+"""What a model gives for rows of token ids: hidden states after layers, and what it says next. For any family that can be streamed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.distill.train.losses import SparseTargets, Targets
+from compress.model.streamed import StreamedModel
+from runtime.modeling.skeleton import find_stacks
+
+
+@dataclass
+class Outputs:
+    """Of rows `[b, s]`.
+
+    Attributes:
+        states: `[b, s', hidden]` after each of some layers; s' are the positions that the layer's stack reads.
+        logits: `[b, s', vocab]`, or the likeliest of them; None: an encoder's.
+        last: an encoder's output `[b, s, hidden]`; None of others.
+    """
+
+    states: list[torch.Tensor]
+    logits: Targets | None
+    last: torch.Tensor | None = None
+
+
+class Reader:
+    """Runs a model, and reads hidden states on the way.
+
+    Args:
+        model: whole, in memory.
+        streamed: the same or one of its kind, for how rows are given to it; its weights are not needed.
+        layers: numbers of the blocks, over all stacks, whose outputs are read.
+    """
+
+    def __init__(self, model: Any, streamed: StreamedModel, layers: Sequence[int]) -> None:
+        self.model, self.streamed = model, streamed
+        blocks = [block for _, stack in find_stacks(model) for block in stack]
+        self._blocks = [blocks[layer] for layer in layers]
+
+    def __call__(self, ids: torch.Tensor) -> Outputs:
+        """Of ids int64 `[b, s]`, all of them tokens."""
+        with _watched(self._blocks) as states:
+            found = self.streamed.call(self.model, (ids, None))
+        if self.streamed.kind == "encoder":
+            return Outputs(states, None, found.last_hidden_state)
+        return Outputs(states, found.logits)
+
+
+def said(streamed: StreamedModel, ids: torch.Tensor, trained: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Which positions of the logits count, bool `[b, s']`, and the tokens that follow, int64 `[b, s']` (0 where none does)."""
+    if streamed.kind == "encoder-decoder":
+        labels = streamed.labels(ids)
+        rows = torch.zeros(len(ids), labels.shape[1] + 1, dtype=labels.dtype, device=ids.device)
+        rows[:, :-1] = labels
+        counted = torch.ones_like(rows, dtype=torch.bool)
+        counted[:, -1] = False
+        return counted, rows
+    return trained, ids.roll(-1, 1)
+
+
+@contextmanager
+def _watched(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
+    """The outputs of blocks in one forward pass. When activations are computed again in a backward pass, nobody looks any more."""
+    found: dict[int, torch.Tensor] = {}
+    states: list[torch.Tensor] = []
+    looking = True
+
+    def keep(place: int) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if looking:
+                found[place] = output[0] if isinstance(output, (tuple, list)) else output
+
+        return hook
+
+    handles = [block.register_forward_hook(keep(place)) for place, block in enumerate(blocks)]
+    try:
+        yield states
+        states += [found[place] for place in range(len(blocks))]
+    finally:
+        looking = False
+        for handle in handles:
+            handle.remove()
+
+
+__all__ = ["Outputs", "Reader", "SparseTargets", "said"]

@@ -1,0 +1,1 @@
+"""Training loop that recovery and drafts share."""

@@ -1,0 +1,1 @@
+"""Checkpoint of a model, streamed one block at a time."""

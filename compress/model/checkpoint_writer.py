@@ -1,0 +1,184 @@
+"""A plain Hugging Face checkpoint that is written part by part: what a stage that changes a whole model hands on to the next."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from safetensors.torch import save_file
+
+from compress.core.files import disk_errors, sha256, write_json, write_text, written_beside
+from compress.model.couplings import shapes
+from compress.weights.shards import shard_name
+from runtime.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
+from runtime.checkpoint.companions import companions
+from runtime.checkpoint.headers import DTYPES
+from runtime.modeling.layer_sizes import is_ours
+from runtime.modeling.skeleton import build_skeleton
+from runtime.system.self_hash import json_is_whole, sealed_json
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+    from compress.model.streamed import StreamedModel
+
+
+# The small files that make a checkpoint complete.
+
+
+def copy_companions(source: Path, target: Path) -> None:
+    """Copy them from one checkpoint directory to another."""
+    for file in companions(source):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        with written_beside(place) as temporary:
+            shutil.copyfile(file, temporary)
+
+
+Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
+"""What is in a config.json; and of each stored tensor its shape and dtype."""
+
+#: Why a layer for multi-token prediction is not in a checkpoint whose layers have other shapes.
+PREDICTING = "a layer for multi-token prediction, which has the shapes of the model that was cut"
+_PREDICTING = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}  # how configs call their number
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class PlainWriter:
+    """Writes one shard a part, in order; what an interrupted run has written is there, and is known to be.
+
+    Args:
+        directory: of the checkpoint. parts: how many there will be. model: whose tensors they are, on meta.
+    """
+
+    def __init__(self, directory: Path, parts: int, model: PreTrainedModel) -> None:
+        self.directory, self.parts, self._model = directory, parts, model
+        self._places = set(model.state_dict())
+        directory.mkdir(parents=True, exist_ok=True)
+
+    def done(self) -> int:
+        """Parts that are there as they were written, the first so many."""
+        return next((part for part in range(self.parts) if not self._is_whole(part)), self.parts)
+
+    def forget(self, parts: range) -> None:
+        """These are written again."""
+        for part in parts:
+            self._record(part).unlink(missing_ok=True)
+
+    def facts(self, part: int) -> dict[str, Any]:
+        """What was said of a part when it was written."""
+        found: dict[str, Any] = json.loads(self._record(part).read_text(encoding="utf-8"))["facts"]
+        return found
+
+    def write(self, part: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
+        """One part, under the model's names; `facts` are JSON-able."""
+        tensors = self._published(tensors)
+        shard = shard_name(part + 1, self.parts)
+        with disk_errors(f"writing {self.directory / shard}"), written_beside(self.directory / shard) as temporary:
+            save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary, {"format": "pt"})
+        names = {name: value.numel() * value.element_size() for name, value in tensors.items()}
+        record = {"shard": shard, "sha256": sha256(self.directory / shard), "bytes": names, "facts": dict(facts)}
+        write_text(self._record(part), sealed_json(record))
+
+    def _published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """As checkpoints of the family are published, which is how other engines read them: renamed, experts one by one. What the model
+        has no place for keeps its name. A model whose layers differ is one that no other engine has, and transformers cannot convert it."""
+        if is_ours(self._model):
+            return dict(tensors)
+        from transformers.core_model_loading import revert_weight_conversion
+
+        own = {name: value for name, value in tensors.items() if name in self._places}
+        return revert_weight_conversion(self._model, own) | {n: v for n, v in tensors.items() if n not in own}
+
+    def finish(self, source: Path, config: Mapping[str, Any]) -> None:
+        """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""
+        records = [json.loads(self._record(part).read_text(encoding="utf-8")) for part in range(self.parts)]
+        with disk_errors(f"writing {self.directory}"):
+            weights = {name: record["shard"] for record in records for name in record["bytes"]}
+            size = sum(size for record in records for size in record["bytes"].values())
+            write_json(self.directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weights})
+            copy_companions(source, self.directory)
+            write_json(self.directory / "config.json", dict(config))
+        for part in range(self.parts):
+            self._record(part).unlink()
+
+    def _is_whole(self, part: int) -> bool:
+        file = self._record(part)
+        if not file.is_file() or not json_is_whole(file.read_bytes()):
+            return False
+        record = json.loads(file.read_text(encoding="utf-8"))
+        shard = self.directory / record["shard"]
+        return shard.is_file() and sha256(shard) == record["sha256"]
+
+    def _record(self, part: int) -> Path:
+        return self.directory / f".part-{part:05d}.json"
+
+
+def config_dict(source: Checkpoint, before: Any, after: Any) -> dict[str, Any]:
+    """config.json of a model that another has become: what the source's says, with the values that `after` has otherwise than `before`."""
+    found = _changed(source.config, before.to_dict(), after.to_dict(), after)
+    if PREDICTING in getattr(source, "dropped", {}).values():
+        for part in [found, *(value for value in found.values() if isinstance(value, dict))]:
+            part |= dict.fromkeys(_PREDICTING & part.keys(), 0)
+    return found
+
+
+def _changed(
+    written: dict[str, Any], before: Mapping[str, Any], after: Mapping[str, Any], config: Any
+) -> dict[str, Any]:
+    # A size may go by several names (num_experts, num_local_experts); it changes under those that the file knows.
+    others: Mapping[str, str] = getattr(config, "attribute_map", None) or {}
+    result = {key: value for key, value in written.items() if key in after or key not in before}
+    for key, value in after.items():
+        if before.get(key) == value:
+            continue
+        inner, part = written.get(key), vars(config).get(key)
+        if isinstance(inner, dict) and isinstance(before.get(key), dict) and hasattr(part, "to_dict"):
+            result[key] = _changed(inner, before[key], value, part)
+            continue
+        names = [name for name in (key, *(n for n, real in others.items() if real == key)) if name in written]
+        result |= dict.fromkeys(names or [key], value)
+    return result
+
+
+def placeholder(directory: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
+    """A checkpoint of zeros, which take no room on the disk: what comes next can be checked before what it needs is there.
+
+    Args:
+        tensors: {name: (shape, dtype)}.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    offset = 0
+    for name, (shape, dtype) in tensors.items():
+        size = math.prod(shape) * dtype.itemsize
+        header[name] = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    raw = json.dumps(header).encode()
+    raw += b" " * (-len(raw) % 8)
+    with (directory / SINGLE).open("wb") as file:
+        file.write(struct.pack("<Q", len(raw)) + raw)
+        file.truncate(8 + len(raw) + offset)
+    copy_companions(source, directory)
+    write_json(directory / "config.json", dict(config))
+
+
+def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) -> Form:
+    """Write a checkpoint of zeros, which takes no room on the disk; what was written.
+
+    Args:
+        streamed: the whole model. config: of a smaller one.
+    """
+    source = streamed.checkpoint
+    model = build_skeleton(config, torch.float32, stored=source.names())
+    tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
+    described = config_dict(source, streamed.config, config)
+    placeholder(directory, source.path, described, tensors)
+    return described, tensors

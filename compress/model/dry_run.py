@@ -1,0 +1,240 @@
+"""What a model would stumble over in the end, asked before anything is computed: it is run on shapes alone.
+
+The engines of the runtime run a copy of it on torch's meta device. So it is found that a model takes no KV cache, or none but its own; that
+its blocks hand on more than hidden states; that the weight of a layer is read by others. No architecture is named here. Where a model
+asks for a value, which shapes do not have, there is no answer, and it is taken to run.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.model.streamed import StreamedModel
+from runtime.engines.torch.encoder import TorchEncoderEngine
+from runtime.engines.torch.engine import TorchEngine
+from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
+from runtime.errors import RequestError
+from runtime.layers.compressed_linear import NoWeight
+from runtime.modeling.experts import Experts, layout_of
+from runtime.modeling.linear_modules import is_matrix, sides
+from runtime.modeling.skeleton import find_stacks
+
+TOKENS = 4
+_META = torch.device("meta")
+# What models raise of their own accord. What the meta device cannot do is a RuntimeError, speaks of meta, or comes out of a library of
+# kernels (Triton's is a ValueError).
+_OWN = (ValueError, TypeError, AttributeError, LookupError)
+
+
+def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> None:
+    """Raise `RequestError` where the runtime could not run the model, or its blocks cannot be run one by one.
+
+    Args:
+        streamed: whose weights need not be there.
+        compressed: names of layers that will be.
+    """
+    name = type(streamed.model).__name__
+    _check_weights_apart(streamed, name)
+    rehearsed = _copy(streamed.model)
+    run = _runner(streamed.kind, rehearsed)
+    layers = {own: rehearsed.get_submodule(own) for own in compressed if _is_layer(rehearsed, own)}
+    try:
+        with _handing_on(rehearsed, name), _called(layers) as called, torch.inference_mode(), _META:
+            run()
+    except RequestError:
+        raise
+    except _OWN as error:
+        if "meta" in str(error) or not _raised_by_model(error, streamed.model):
+            return
+        raise RequestError(f"this runtime cannot run {name}: {_line(error)}") from error
+    except RuntimeError:  # NotImplementedError is one
+        return
+    read = _without_weights(rehearsed, called)
+    try:
+        with torch.inference_mode(), _META:
+            run()
+    except (*_OWN, RuntimeError) as error:
+        where = f"of {read[-1]} " if read else ""
+        raise RequestError(
+            f"{name} itself reads the weight {where}as it runs, and a compressed layer has none ({_line(error)}); ignore it in the recipe"
+        ) from error
+
+
+def _check_weights_apart(streamed: StreamedModel, name: str) -> None:
+    """Blocks that have weights in common are compressed one after the other, and the second would undo the first."""
+    prefixes = [streamed.block_prefix(index) for index in range(len(streamed.blocks))]
+    owner: dict[int, tuple[int, str]] = {}
+    for index, block in enumerate(streamed.blocks):
+        for own, parameter in block.named_parameters(remove_duplicate=False):
+            first, held = owner.setdefault(id(parameter), (index, own))
+            if first != index:
+                raise _shared(name, prefixes[first] + held, prefixes[index] + own)
+    for one, other in streamed.ties.items():
+        homes = [next((p for p in prefixes if own.startswith(p)), None) for own in (one, other)]
+        if None not in homes and homes[0] != homes[1]:
+            raise _shared(name, other, one)
+
+
+def _shared(name: str, one: str, other: str) -> RequestError:
+    return RequestError(
+        f"the layers of {name} share weights ({other} is {one}): layers that share their weights cannot be compressed block by block"
+    )
+
+
+class _Stub(nn.Module):
+    """Stands in for experts, which ask for values (who is sent where): gives what it is given."""
+
+    def __init__(self, held: nn.Module) -> None:
+        super().__init__()
+        self.__dict__["_held"] = held  # not registered: nothing in it is part of what is rehearsed
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.__dict__["_held"], name)
+
+    def forward(self, hidden_states: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
+        return torch.empty_like(hidden_states)
+
+
+def _copy(model: nn.Module) -> Any:
+    """The model on meta, buffers too; models change themselves as they run (BigBird swaps modules), so it is not run itself."""
+    stubs = {
+        id(module): _Stub(module)
+        for module in model.modules()
+        if isinstance(module, Experts) or layout_of(module) is not None
+    }
+    return copy.deepcopy(model, dict(stubs)).to(_META)
+
+
+def _is_layer(model: nn.Module, name: str) -> bool:
+    """Whether a name is that of a linear layer in a copy, and not of one in experts that something stands in for."""
+    module: Any = model
+    for part in name.split("."):
+        module = module._modules.get(part)
+        if module is None:
+            return False
+    return is_matrix(module)
+
+
+def _runner(kind: str, model: Any) -> Callable[[], None]:
+    """What runs a model as the runtime does: a prompt, then a token more; an encoder once."""
+    ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=_META)
+
+    def decoder() -> None:
+        engine = TorchEngine(model, _META)
+        cache = engine.new_cache()
+        engine.forward(ids, cache, None, None)
+        engine.forward(ids[:, :1], cache, None, None)
+
+    def encoder_decoder() -> None:
+        engine = TorchSeq2SeqEngine(model, _META)
+        if engine.features:
+            return  # how long the features of a sound are, only the family's extractor knows
+        states = engine.encode(ids, None)
+        cache = engine.new_cache()
+        engine.decode(ids, states, None, cache)
+        engine.decode(ids[:, :1], states, None, cache)
+
+    def encoder() -> None:
+        TorchEncoderEngine(model, _META).forward(ids, None)
+
+    return {"decoder": decoder, "encoder-decoder": encoder_decoder}.get(kind, encoder)
+
+
+@contextmanager
+def _handing_on(model: Any, name: str) -> Iterator[None]:
+    """RequestError inside where a block changes what the block before handed it beside the hidden states.
+
+    T5 hands on the bias that its first block has computed, the same to all: that is known once. PEGASUS-X has global tokens, which every
+    block changes: what enters a block is then more than the state that goes from block to block here.
+    """
+    handles: list[Any] = []
+
+    def watch(blocks: nn.ModuleList) -> None:
+        handed: list[Any] = []  # what the last block gave beside its hidden states
+
+        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            extras = list(output[1:]) if isinstance(output, (tuple, list)) else []
+            given = {id(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)}
+            for before, after in zip(handed, extras, strict=False):
+                if id(before) in given and after is not before:
+                    raise RequestError(
+                        f"the blocks of {name} ({type(block).__name__}) hand on more than their hidden states, and each changes it: they "
+                        "cannot be compressed block by block"
+                    )
+            handed[:] = extras
+
+        handles.extend(block.register_forward_hook(hook, with_kwargs=True) for block in blocks)
+
+    for _, blocks in find_stacks(model):
+        watch(blocks)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextmanager
+def _called(layers: dict[str, nn.Module]) -> Iterator[set[str]]:
+    """Names of the layers that are called inside: the weights of others are read by who has them (Mamba's dt_proj), and stay."""
+    called: set[str] = set()
+
+    def note(name: str) -> Callable[..., None]:
+        return lambda *_: called.add(name)
+
+    handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
+    try:
+        yield called
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class _Packed(nn.Module):
+    """Stands in for a layer that will be compressed: it has no weight that others could read; `read` takes down that one was asked for."""
+
+    def __init__(self, name: str, layer: Any, read: list[str]) -> None:
+        super().__init__()
+        self.out_features, self.in_features = sides(layer) or (0, 0)
+        self.bias = layer.bias
+        self.__dict__["_asked"] = name, NoWeight(layer.weight.dtype, _META), read
+
+    @property
+    def weight(self) -> NoWeight:
+        """As `CompressedLinear` has it."""
+        name, instead, read = self.__dict__["_asked"]
+        read.append(name)
+        return instead  # type: ignore[no-any-return]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x.new_empty(*x.shape[:-1], self.out_features)
+
+
+def _without_weights(model: nn.Module, names: Collection[str]) -> list[str]:
+    """Let something that has no weight stand in for layers of a model, as in an artifact; the list of those whose weight is asked for."""
+    read: list[str] = []
+    for name in names:
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _Packed(name, model.get_submodule(name), read))
+    return read
+
+
+def _raised_by_model(error: BaseException, model: nn.Module) -> bool:
+    """Whether an error comes out of the model's own code, or transformers'."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_next is not None:
+        frame = frame.tb_next
+    place = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    return place.partition(".")[0] in ("transformers", type(model).__module__.partition(".")[0])
+
+
+def _line(error: BaseException) -> str:
+    """What an error says first."""
+    said = str(error).strip()
+    return said.splitlines()[0] if said else type(error).__name__

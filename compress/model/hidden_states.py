@@ -1,0 +1,116 @@
+"""Hidden states of the calibration batches between two blocks: in memory, or one file a batch when they are large."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Collection
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from compress.core.files import sync_directory
+from compress.core.processes import Share
+from runtime.errors import CompressError
+
+SEEN_BY_ALL = (
+    "all processes of a run must see one output directory (a shared filesystem, where they run on several machines)"
+)
+
+
+class HiddenStates:
+    """`count` tensors `[b, s, hidden]`. `spill` names a directory to keep them in instead of memory.
+
+    Of several processes that share a pass (`share`) each puts and gets its own; all persist together, into one directory.
+
+    On disk there are always two generations: `get` reads the committed one and `put` writes the next, which `persist` commits.
+    In memory `put` replaces at once. So what a resume starts from is never written over.
+    """
+
+    def __init__(self, count: int, spill: Path | None = None, share: Share | None = None) -> None:
+        self.count = count
+        self._scratch = spill
+        self._current: Path | None = None
+        self._memory: dict[int, torch.Tensor] = {}
+        self._share = share or Share()
+        if spill is not None:
+            self._make(spill)
+
+    def put(self, index: int, value: torch.Tensor) -> None:
+        if self._scratch is None:
+            self._memory[index] = value.detach().clone()
+        else:
+            save_file({"hidden": value.detach().contiguous().cpu()}, self._scratch / batch_file(index))
+
+    def get(self, index: int) -> torch.Tensor:
+        if self._scratch is None:
+            return self._memory[index]
+        with safe_open((self._current or self._scratch) / batch_file(index), framework="pt") as file:
+            return file.get_tensor("hidden")
+
+    def persist(self, target: Path) -> None:
+        """Make `target` a directory that `load` reads back, all of it or nothing (written beside, then renamed)."""
+        temporary = self._scratch
+        if temporary is None:
+            temporary = target.with_name(target.name + ".tmp")
+            self._make(temporary)
+            for index, value in self._memory.items():
+                save_file({"hidden": value.contiguous().cpu()}, temporary / batch_file(index))
+        self._share.meet()
+        if self._share.is_main:
+            self._check_all_there(temporary)
+            shutil.rmtree(target, ignore_errors=True)
+            sync_directory(temporary, files=True)
+            temporary.rename(target)
+            sync_directory(target.parent)
+        if self._scratch is not None:
+            self._current = target
+            self._make(self._scratch)
+
+    def _make(self, directory: Path) -> None:
+        """An empty directory, which the main process makes for all."""
+        if self._share.is_main:
+            shutil.rmtree(directory, ignore_errors=True)
+            directory.mkdir(parents=True)
+        self._share.meet()
+        if not directory.is_dir():
+            raise CompressError(f"process {self._share.rank} does not see {directory}: {SEEN_BY_ALL}")
+
+    def _check_all_there(self, directory: Path) -> None:
+        missing = [number for number in range(self.count) if not (directory / batch_file(number)).is_file()]
+        if missing:
+            raise CompressError(f"{directory / batch_file(missing[0])} is not seen by the main process: {SEEN_BY_ALL}")
+
+    @classmethod
+    def load(
+        cls,
+        source: Path,
+        count: int,
+        spill: Path | None,
+        share: Share | None = None,
+        own: Collection[int] | None = None,
+    ) -> HiddenStates:
+        """Read back what `persist` wrote: into memory, or left on disk when `spill` names where the next generation goes.
+
+        Args:
+            own: which ones this process works on; None: all.
+        """
+        states = cls(count, spill, share)
+        if spill is not None:
+            states._current = source
+        else:
+            for index in range(count) if own is None else own:
+                with safe_open(source / batch_file(index), framework="pt") as file:
+                    states._memory[index] = file.get_tensor("hidden")
+        return states
+
+    def drop(self) -> None:
+        """Free the memory, and the files that nothing will resume from."""
+        self._memory.clear()
+        if self._scratch is not None:
+            shutil.rmtree(self._scratch, ignore_errors=True)
+
+
+def batch_file(index: int) -> str:
+    return f"batch-{index:05d}.safetensors"

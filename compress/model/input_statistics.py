@@ -1,0 +1,146 @@
+"""Calibration statistics of the linear layers of one block, one collection for each distinct input.
+
+q/k/v (and gate/up) read the same tensor, so they share one Hessian. Who shares is observed, not looked up in a table: the
+layers of a group are those that were handed the very same tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.file_matrix import in_memory
+from compress.core.processes import Share
+from compress.core.statistics import Statistics, StatisticsCollector
+from runtime.modeling.experts import Expert, expert_of
+
+
+@dataclass
+class InputGroup:
+    """Linear layers (names inside the block) that read the same input, in the order they ran.
+
+    `source` is the name of the module whose output that input is, when it is exactly that (a norm, usually).
+    """
+
+    members: list[str]
+    in_features: int
+    source: str | None = None
+
+
+Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
+"""Runs of a block: each computes one batch, whose token mask is beside it (None: all are valid)."""
+
+
+@dataclass
+class _Trace:
+    groups: list[InputGroup] = field(default_factory=list)
+    inputs: list[torch.Tensor] = field(default_factory=list)  # kept alive so that an address is not used twice
+    outputs: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
+
+
+def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> list[InputGroup]:
+    """Run the block once (`run`) and group the linear layers `names` by the tensor they were given, in execution order."""
+    wanted = set(names)
+    trace = _Trace()
+    handles = []
+
+    def on_input(name: str, module: nn.Module) -> Callable[..., None]:
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            value = args[0]
+            for group, seen in zip(trace.groups, trace.inputs, strict=True):
+                if seen is value or (seen.data_ptr() == value.data_ptr() and seen.shape == value.shape):
+                    if name not in group.members:
+                        group.members.append(name)
+                    return
+            source = trace.outputs.get(id(value))
+            trace.groups.append(InputGroup([name], value.shape[-1], source[0] if source else None))
+            trace.inputs.append(value)
+
+        return hook
+
+    def on_output(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if isinstance(output, torch.Tensor):
+                trace.outputs[id(output)] = (name, output)
+
+        return hook
+
+    for name, module in block.named_modules():
+        if name in wanted:
+            handles.append(module.register_forward_pre_hook(on_input(name, module)))
+        if name and not list(module.children()):
+            handles.append(module.register_forward_hook(on_output(name)))
+    try:
+        with torch.no_grad():
+            run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return trace.groups
+
+
+class _CollectedError(Exception):
+    """Stops a forward pass once the input that was wanted has been seen."""
+
+
+def collect(
+    block: nn.Module,
+    groups: list[InputGroup],
+    forwards: Forwards,
+    hessian: bool = True,
+    stop_early: bool = True,
+    share: Share | None = None,
+    place: Callable[[int], Path | None] = in_memory,
+) -> list[Statistics]:
+    """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
+
+    Args:
+        place: directory of the file that holds second moments of so many inputs; None: they are in memory.
+        share: of processes that read other batches, and call this for the same groups.
+        stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
+    """
+    device = next(block.parameters()).device
+    collectors = [
+        StatisticsCollector(group.in_features, hessian=hessian, device=device, directory=place(group.in_features))
+        for group in groups
+    ]
+    mask: torch.Tensor | None = None
+    handles = []
+
+    def hook_for(position: int) -> Callable[..., None]:
+        expert = _expert(block, groups[position])
+
+        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
+            routed = mask is not None and expert is not None and expert.tokens is not None
+            collectors[position].add(args[0], mask.reshape(-1)[expert.tokens] if routed else mask)  # type: ignore[union-attr, index]
+            if stop_early and position == len(groups) - 1:
+                raise _CollectedError
+
+        return hook
+
+    for position, group in enumerate(groups):
+        handles.append(block.get_submodule(group.members[0]).register_forward_pre_hook(hook_for(position)))
+    try:
+        with torch.no_grad():
+            for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
+                with suppress(_CollectedError):
+                    run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if share is not None:
+        for collector in collectors:
+            share.add_up(collector)
+    return [collector.finish() for collector in collectors]
+
+
+def _expert(block: nn.Module, group: InputGroup) -> Expert | None:
+    """The expert whose layers a group is made of, which knows the tokens that it was sent."""
+    place = expert_of(block, group.members[0])
+    return None if place is None else block.get_submodule(f"{place[0]}.{place[1]}")  # type: ignore[return-value]

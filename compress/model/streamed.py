@@ -1,0 +1,323 @@
+"""A model that is in memory one transformer block at a time.
+
+`StreamedModel` serves the pipeline (which changes each block before going on) and evaluation (which only runs them). It knows
+no architecture: the embedding part runs once with every block replaced by a recorder, which yields the hidden states that
+enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
+
+What goes from block to block is a state `[b, n, hidden]`: the hidden states; in the decoder of an encoder-decoder the encoder's
+output follows behind them. What a row of integers means to a model, `compress.model.inputs` says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.tensors import products
+from compress.model.hidden_states import HiddenStates
+from compress.model.inputs import HalvedRows, SpeechRows, TextRows
+from compress.model.partial import Handover, PartialModel, Recorder
+from runtime.api.load import decoder_start
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.torch.seq2seq import encoder_output
+from runtime.errors import CompressError
+from runtime.modeling.skeleton import reads_features
+
+Batch = tuple[torch.Tensor, torch.Tensor | None]  # rows [b, s] int64, mask [b, s] bool (None: all tokens are valid)
+
+
+class _PreludeDoneError(Exception):
+    """Raised by the last recorder: nothing after the blocks is wanted."""
+
+
+class _TailDoneError(Exception):
+    """Raised at the output head when only its input is wanted."""
+
+
+class StreamedModel(PartialModel):
+    """A checkpoint (or artifact) that runs block by block. Arguments as `PartialModel`'s."""
+
+    def __init__(self, checkpoint: Checkpoint, *arguments: Any, **options: Any) -> None:
+        super().__init__(checkpoint, *arguments, **options)
+        self.rows = TextRows()
+        if self.kind == "encoder-decoder":
+            start = decoder_start(Artifact(checkpoint.path))[0]
+            window = getattr(self.config, "max_source_positions", None)
+            self.rows = SpeechRows(start, window) if reads_features(self.model) else HalvedRows(start)
+        self._handovers: dict[int, Handover] = {}
+        self._positions: dict[tuple[Any, ...], int] = {}  # that the encoder gives, for rows of a shape
+        self._memory_names: list[str] = []  # what the decoder's blocks call the encoder's output
+        self._kwargs: dict[tuple[Any, ...], list[dict[str, Any]]] = {}
+
+    # ---------------------------------------------------------------- rows
+    def source(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the (first) stack reads of rows `[b, s]`: all of them, the first half, or features of sounds `[b, x, y]`."""
+        return self.rows.source(ids)
+
+    def target_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """What the decoder of an encoder-decoder reads of rows `[b, s]`: the start token, then what the source leaves."""
+        return self.rows.target(ids)
+
+    def labels(self, ids: torch.Tensor) -> torch.Tensor:
+        """The tokens that all but the last of a row's logits predict; negative where a logit is not scored."""
+        return self.rows.labels(ids)
+
+    def _entering(self, ids: torch.Tensor) -> torch.Tensor:
+        """`source`, as the model takes it."""
+        source = self.source(ids).to(self.device)
+        return source.to(self.dtype) if source.is_floating_point() else source
+
+    def call(self, module: Any, batch: Batch, **more: Any) -> Any:
+        """Run `module`, a whole model of this kind, over a batch without a cache; an encoder without its heads."""
+        ids, mask = batch
+        arguments: dict[str, Any] = {self.rows.name: self._entering(ids)}
+        if mask is not None:
+            arguments["attention_mask"] = mask.to(self.device).long()
+        if self.kind == "encoder":
+            return module.base_model(**arguments, **more)
+        if self.kind == "encoder-decoder":
+            arguments["decoder_input_ids"] = self.target_ids(ids).to(self.device)
+        return module(**arguments, use_cache=False, **more)
+
+    # ---------------------------------------------------------------- running
+    @torch.inference_mode()
+    def prelude(self, batches: list[Batch], states: HiddenStates, own: Collection[int] | None = None) -> None:
+        """Fill `states` with what enters block 0 for each batch: `[b, s, hidden]` in the model's dtype; of some (`own`) or all."""
+        for number in range(len(batches)) if own is None else own:
+            batch = batches[number]
+            hidden, kwargs = self._record(0, batch, partial(self.call, self.model, batch))
+            states.put(number, hidden)
+            self._kwargs.setdefault((0, *self._call_key(*batch)), kwargs)
+
+    @torch.inference_mode()
+    def block_kwargs(self, batch: Batch, index: int = 0) -> dict[str, Any]:
+        """Keyword arguments of block `index` for `batch` (computed once for equal shapes and masks)."""
+        number, local = self._place(index)
+        key = (number, *self._call_key(*batch))
+        if key not in self._kwargs:
+            if number == 0:
+                self._kwargs[key] = self._record(0, batch, lambda: self.call(self.model, batch))[1]
+            else:
+                size = self.config.get_text_config().hidden_size
+                shape = len(batch[0]), self.own_length(0, batch), size
+                self._enter_decoder(torch.zeros(shape, dtype=self.dtype, device=self.device), batch)
+        return self._kwargs[key][local]
+
+    def _record(self, number: int, batch: Batch, call: Callable[[], Any]) -> tuple[torch.Tensor, list[dict[str, Any]]]:
+        """Run `call` with recorders for the blocks of a stack: what enters the first, and what each is called with."""
+        stack = self.stacks[number]
+        first: list[torch.Tensor] = []
+        calls: list[dict[str, Any]] = []
+
+        def sink(hidden: torch.Tensor, kwargs: dict[str, Any]) -> None:
+            if not first:
+                first.append(hidden)
+            calls.append({k: v for k, v in kwargs.items() if k not in ("past_key_values", "use_cache")})
+            if len(calls) == len(stack.blocks):
+                raise _PreludeDoneError
+
+        known = self._handovers.get(number)
+        learn = known is None or known.depends_on_batch
+        handover = Handover(None) if known is None or learn else known
+        recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
+        try:
+            with (
+                self._replaced(number, recorders),
+                self.outside(head=False),
+                self._first_block(number, learn),
+                products(self.device),
+            ):
+                call()
+        except _PreludeDoneError:
+            pass
+        if len(calls) != len(stack.blocks):
+            raise CompressError(
+                f"{type(self.model).__name__} ran {len(calls)} of its {len(stack.blocks)} blocks; it cannot be streamed"
+            )
+        self._handovers[number] = handover
+        if number == 0:
+            self._positions[self.rows.shape(batch[0])] = int(first[0].shape[1])
+        return first[0], calls
+
+    @contextmanager
+    def _replaced(self, number: int, blocks: list[Recorder]) -> Iterator[None]:
+        stack = self.stacks[number]
+        parent_name, _, leaf = stack.name.rpartition(".")
+        parent = self.model.get_submodule(parent_name)
+        setattr(parent, leaf, nn.ModuleList(blocks))
+        try:
+            yield
+        finally:
+            setattr(parent, leaf, stack.blocks)
+
+    def _first_block(self, number: int, wanted: bool) -> AbstractContextManager[Any]:
+        stack = self.stacks[number]
+        # Buffers count too: the layers of an artifact hold nothing else, and norms may be without weights (OLMo).
+        held = [*stack.blocks[0].parameters(), *stack.blocks[0].buffers()]
+        there = all(tensor.device.type != "meta" for tensor in held)
+        return self.loaded_block(stack.first) if wanted and not there else nullcontext()
+
+    def run_block(
+        self,
+        index: int,
+        state: torch.Tensor,
+        batch: Batch,
+        dtype: torch.dtype | None = None,
+        block: nn.Module | None = None,
+    ) -> torch.Tensor:
+        """One block over one batch, a state in and out.
+
+        Args:
+            dtype: what it is to compute in, where its weights were cast.
+            block: computes in its place.
+        """
+        number, _ = self._place(index)
+        kwargs = self.block_kwargs(batch, index)
+        state = state.to(self.device)
+        hidden, memory = state, None
+        if number > 0:
+            length = self.target_ids(batch[0]).shape[1]
+            hidden, memory = state[:, :length], state[:, length:]
+            kwargs = {**kwargs, **dict.fromkeys(self._memory_names, memory)}
+        if dtype is not None:
+            hidden, kwargs = hidden.to(dtype), _cast(kwargs, dtype)
+        with products(self.device):
+            out = (self.blocks[index] if block is None else block)(hidden, **kwargs)
+        out = out[0] if isinstance(out, (tuple, list)) else out
+        return out if memory is None else torch.cat([out, memory.to(out.dtype)], dim=1)
+
+    def own_length(self, index: int, batch: Batch) -> int:
+        """Positions of block `index`'s state that are its own: behind those of a decoder the encoder's follow."""
+        if self._place(index)[0] > 0:
+            return int(self.target_ids(batch[0]).shape[1])
+        known = self.rows.encoded(batch[0])
+        if known is not None:
+            return known
+        self.block_kwargs(batch, 0)  # which learns it
+        return self._positions[self.rows.shape(batch[0])]
+
+    def _call_key(self, ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[Any, ...]:
+        full = mask is None or bool(mask.all())
+        return (self.rows.shape(ids), None if full else mask.cpu().numpy().tobytes())  # type: ignore[union-attr]
+
+    def advance(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """`run_block`, and after the encoder's last block what enters the decoder: the state for block `index + 1`."""
+        return self.hand_over(index, self.run_block(index, state, batch), batch)
+
+    def hand_over(self, index: int, state: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The state for block `index + 1`, given what block `index` gave (or was given, where it is passed by)."""
+        if len(self.stacks) == 2 and index + 1 == self.stacks[1].first:
+            with torch.inference_mode():
+                encoder: Any = self.model.get_encoder()
+                with self._handing_on(0, state, batch):
+                    memory = encoder(**{self.rows.name: self._entering(batch[0])}).last_hidden_state
+                return self._enter_decoder(memory, batch)
+        return state
+
+    def _enter_decoder(self, memory: torch.Tensor, batch: Batch) -> torch.Tensor:
+        """The state that enters the decoder's first block, given the encoder's output `[b, s, hidden]`."""
+        if batch[1] is not None:
+            raise CompressError("encoder-decoders are compressed on rows without padding")
+        target = self.target_ids(batch[0]).to(self.device)
+        hidden, calls = self._record(1, batch, lambda: self._decode(target, memory))
+        self._memory_names = [name for name, value in calls[0].items() if value is memory]
+        if not self._memory_names or hidden.shape[2] != memory.shape[2]:
+            raise CompressError(f"{type(self.model).__name__} has a decoder that this pipeline cannot follow")
+        kept = [{k: v for k, v in call.items() if k not in self._memory_names} for call in calls]
+        self._kwargs.setdefault((1, *self._call_key(*batch)), kept)
+        return torch.cat([hidden, memory], dim=1)
+
+    def _decode(self, target: torch.Tensor, memory: torch.Tensor) -> Any:
+        model: Any = self.model
+        return model(encoder_outputs=encoder_output(memory), decoder_input_ids=target, use_cache=False)
+
+    @contextmanager
+    def _handing_on(self, number: int, hidden: torch.Tensor, batch: Batch) -> Iterator[None]:
+        """The blocks of a stack give place to ones that hand on `hidden`, of a batch, with all that is in no block loaded."""
+        stack = self.stacks[number]
+        if number not in self._handovers:
+            self.block_kwargs(batch, stack.first)
+        handover = self._handovers[number]
+        loaded = self._loaded(self.model, self.is_inside) if self._loaded is not None else nullcontext()
+        recorders = [Recorder(block, lambda _h, _k: None, handover, hidden) for block in stack.blocks]
+        with self._replaced(number, recorders), self.outside(), loaded, products(self.device):
+            yield
+
+    @torch.inference_mode()
+    def head_input(self, state: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """What enters the output head `[b, s, hidden]`, given the state after the last block: after the final norm, usually."""
+        seen: list[torch.Tensor] = []
+
+        def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+            seen.append(args[0])
+            raise _TailDoneError
+
+        handle = self.model.get_output_embeddings().register_forward_pre_hook(hook)
+        try:
+            self._run_tail(state, ids)
+        except _TailDoneError:
+            pass
+        finally:
+            handle.remove()
+        return seen[0]
+
+    @torch.inference_mode()
+    def outputs(self, state: torch.Tensor, ids: torch.Tensor | None = None) -> torch.Tensor:
+        """What users get, in the model's dtype, given the state after the last block: logits `[b, s, vocab]`, or of an encoder
+        hidden states `[b, s, hidden]`. `ids` are the rows `[b, s]` it belongs to; encoder-decoders need them."""
+        return self._run_tail(state, ids)
+
+    def _run_tail(self, state: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
+        """Run all that comes after the blocks, by letting blocks that only hand on hidden states stand in for them."""
+        if self.kind == "encoder-decoder":
+            assert rows is not None
+            length = self.target_ids(rows).shape[1]
+            target = torch.zeros(len(state), length, dtype=torch.int64, device=self.device)
+            with self._handing_on(1, state[:, :length], (rows, None)):
+                return self._decode(target, state[:, length:]).logits
+        ids = torch.zeros(state.shape[:2], dtype=torch.int64, device=self.device)
+        with self._handing_on(0, state, (torch.zeros(1, 2, dtype=torch.int64), None)):
+            out = self.call(self.model, (ids, None))
+        return out.last_hidden_state if self.kind == "encoder" else out.logits
+
+
+def run_blocks(
+    streamed: StreamedModel,
+    batches: list[Batch],
+    spill: Path | None,
+    on_block: Callable[[int], None] | None = None,
+    skipped: Collection[int] = (),
+) -> HiddenStates:
+    """Hidden states after the last block for every batch, with some blocks passed by. What is in no block is not in memory afterwards."""
+    states = HiddenStates(len(batches), spill)
+    # The output of an encoder goes through what is in no block on its way to the decoder, batch by batch.
+    around = streamed.outside() if len(streamed.stacks) > 1 else nullcontext()
+    with around, torch.inference_mode():
+        with streamed.outside(head=False):
+            streamed.prelude(batches, states)
+        for index in range(len(streamed.blocks)):
+            passed = index in skipped
+            step = streamed.hand_over if passed else streamed.advance
+            with nullcontext() if passed else streamed.loaded_block(index):
+                for number, batch in enumerate(batches):
+                    states.put(number, step(index, states.get(number), batch))
+            if on_block is not None:
+                on_block(index)
+    return states
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, dict):
+        return {k: _cast(v, dtype) for k, v in value.items()}
+    if isinstance(value, (tuple, list)):
+        return type(value)(_cast(v, dtype) for v in value)
+    return value

@@ -1,0 +1,114 @@
+"""What a recipe may ask of a model of a kind."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from torch import nn
+
+from compress.model.streamed import StreamedModel
+from compress.recipe import Recipe
+from compress.recipe.targets import ModuleInfo
+from runtime.engines.torch.encoder import position_limit
+from runtime.errors import RequestError
+from runtime.modeling.experts import routers
+from runtime.modeling.linear_modules import sides
+from runtime.modeling.skeleton import reads_features
+
+# Settings of configs by which layers read what differs from text to text beside the hidden states: a vector of each token for each layer,
+# keys and values of earlier layers (Gemma 4's small ones).
+_BESIDE = ("hidden_size_per_layer_input", "num_kv_shared_layers")
+
+
+def reads_beside(streamed: StreamedModel) -> str:
+    """By what settings of its config the layers of a model read more of a text than hidden states; empty: none."""
+    config = streamed.config.get_text_config()
+    return ", ".join(f"{name} {value}" for name in _BESIDE if (value := getattr(config, name, None)))
+
+
+def check_streams(streamed: StreamedModel) -> None:
+    """Raise `RequestError` where blocks cannot be run over texts one block at a time: what goes from one to the next is more than hidden
+    states, and what was computed of one text would be taken for that of another."""
+    if beside := reads_beside(streamed):
+        raise RequestError(
+            f"the layers of a {type(streamed.model).__name__} read something beside the hidden states that differs from text to text "
+            f"({beside} in config.json), so it cannot be calibrated, evaluated, cut or trained block by block; use method rtn in every "
+            "stage, without evaluate"
+        )
+
+
+def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
+    """Raise `RequestError` where the recipe's rows do not fit the model, or its blocks cannot be streamed."""
+    if reads_features(streamed.model):
+        _check_speech(recipe, type(streamed.model).__name__)
+        return
+    for source in (recipe.calibration, recipe.evaluate):
+        if source is not None and source.language is not None:
+            text = f"{type(streamed.model).__name__} reads text, in any language; this is for models that hear: leave it out"
+            raise RequestError(source.at("language", text))
+    if streamed.kind == "decoder":
+        states = getattr(streamed.config.get_text_config(), "altup_num_inputs", None) or 1
+        if states > 1:
+            raise RequestError(
+                f"the layers of a {type(streamed.model).__name__} hand on {states} hidden states at once (altup_num_inputs in "
+                "config.json); only models that hand on one can be compressed block by block"
+            )
+        return
+    config = streamed.config.get_text_config()
+    name, count = type(streamed.model).__name__, getattr(config, "num_hidden_layers", None)
+    if streamed.kind == "encoder" and isinstance(count, int) and count != len(streamed.blocks):
+        raise RequestError(
+            f"{name} runs {count} layers and has the weights of {len(streamed.blocks)}: layers that share their weights cannot be "
+            "compressed block by block"
+        )
+    limit = position_limit(streamed.model)
+    for section, source in (("calibration", recipe.calibration), ("evaluate", recipe.evaluate)):
+        if source is not None and limit is not None and source.sequence_length > limit:
+            text = f"rows of {source.sequence_length} tokens are more than the {limit} that {name} reads; set {section}.sequence_length"
+            raise RequestError(source.at("sequence_length", text))
+    if streamed.kind == "encoder-decoder" and not recipe.calibration.packing:
+        text = f"{name} is an encoder-decoder, which is calibrated on full rows only; set packing: true"
+        raise RequestError(recipe.calibration.at("packing", text))
+
+
+def _check_speech(recipe: Recipe, name: str) -> None:
+    """Stages that work on layers one by one need sounds, or nothing; the others are made for text."""
+    for stage in recipe.stages:
+        if stage.kind not in ("prune", "quantize"):
+            text = f"{name} hears, and only prune and quantize stages are for such models; leave this one out"
+            raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
+
+
+def is_head(streamed: StreamedModel, name: str, module: nn.Module) -> bool:
+    """Whether a layer comes after an encoder's blocks (a pooler, a classifier). Those stay as they are: they are small, and what
+    they give is no embedding that could be measured."""
+    return streamed.kind == "encoder" and isinstance(module, nn.Linear) and not streamed.is_inside(name)
+
+
+def check_shared(streamed: StreamedModel, work: Collection[str]) -> None:
+    """Raise `RequestError` when the recipe names an embedding that both halves of an encoder-decoder share."""
+    if streamed.kind != "encoder-decoder":
+        return
+    shared = {name.rpartition(".")[0] for pair in streamed.ties.items() for name in pair}
+    for name in work:
+        if name in shared:
+            raise RequestError(
+                f"{name} shares its weight with other parts of the encoder-decoder and cannot be compressed; ignore it in the recipe"
+            )
+
+
+# What a recipe's targets choose among: every module of a model that holds a weight matrix.
+
+
+def module_infos(streamed: StreamedModel) -> list[ModuleInfo]:
+    """In model order. Linear layers count as `Linear` whatever class of a model computes them, GPT-2's Conv1D among them."""
+    choosing = routers(streamed.model)
+    head = streamed.model.get_output_embeddings() if streamed.kind != "encoder" else None
+    found = []
+    for name, module in streamed.model.named_modules():
+        shape = sides(module)
+        if shape is not None and not is_head(streamed, name, module) and streamed.is_text(name):
+            found.append(ModuleInfo(name, "Linear", shape, router=name in choosing, head=module is head))
+        elif isinstance(module, nn.Embedding) and streamed.is_text(name):
+            found.append(ModuleInfo(name, type(module).__name__, (module.num_embeddings, module.embedding_dim)))
+    return found

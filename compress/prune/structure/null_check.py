@@ -1,0 +1,208 @@
+"""A model with fewer dimensions of the hidden state must compute what the whole one computes when there is nothing in the others.
+
+Both are run over the same text. In the whole model, norms give what the smaller model's give, and zeros in the removed dimensions: what
+fewer dimensions change of a norm is meant, all else that differs is not. Constants that a model takes from its hidden size (Gemma
+multiplies its embeddings by the square root of it) show themselves as a factor, which is put into the weights.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.model.hidden_states import HiddenStates
+from compress.model.streamed import Batch, StreamedModel
+from compress.prune.structure.cut_model import Cut
+from runtime.errors import RequestError
+
+# Blocks are compared in float32, what is outside of them in the model's own dtype.
+TOLERANCE = 1e-3
+OUTSIDE_TOLERANCE = 3e-2
+# A factor nearer to one than this is rounding.
+_ONE = 1e-3
+
+
+class Comparison:
+    """The two models side by side.
+
+    Args:
+        whole, smaller: with all that is in no block loaded, the smaller one's after `settle_scales`.
+        cut: how the one came of the other.
+        batch: a row of ids.
+    """
+
+    def __init__(self, whole: StreamedModel, smaller: StreamedModel, cut: Cut, batch: Batch) -> None:
+        self.whole, self.smaller, self.cut, self.batch = whole, smaller, cut, batch
+        self._outside = [name for name in cut.norms if not whole.is_inside(name)]
+        self._factors: dict[str, float] = {}  # that norms have taken for a head that cannot
+
+    @torch.inference_mode()
+    def settle_scales(self) -> None:
+        """Find the factors that the model takes from its hidden size and put them into `cut`; the smaller model's tensors outside of the
+        blocks are loaded with them.
+
+        Raises:
+            RequestError: the two differ by something else.
+        """
+        self.smaller.load_outside()
+        factor, _ = self._entering()
+        if abs(factor - 1) > _ONE:
+            for name in self._same_as(self.smaller.model.get_input_embeddings()):
+                self.cut.scales[name] = 1 / factor
+            self.smaller.load_outside()
+        factor, difference = self._entering()
+        self._require(factor, difference, "what enters the first layer")
+        if self.smaller.kind != "encoder":
+            self._settle_head()
+        factor, difference = self._leaving([])
+        self._require(factor, difference, "what comes after the last layer")
+
+    def _settle_head(self) -> None:
+        """The head's outputs are as the whole model's, where its weight, or the norm before it, takes a factor."""
+        ran: list[str] = []
+        head: Any = self.smaller.model.get_output_embeddings()
+        # What comes after the head (Gemma's caps) is no multiple any more.
+        with _given(head) as ours, _given(self.whole.model.get_output_embeddings()) as theirs:
+            self._leaving(ran)
+        factor, _ = _compared(ours[-1], theirs[-1])
+        if abs(factor - 1) <= _ONE:
+            return
+        names = self._same_as(head)
+        shared = names & self._same_as(self.smaller.model.get_input_embeddings())
+        if not shared:
+            self.cut.scales |= dict.fromkeys(names, 1 / factor)
+        elif ran:
+            last = ran[-1]
+            self._factors[last] = 1 / factor
+            self.cut.gains[last] = self.cut.gains.get(last, 1.0) / factor
+            self.cut.scales[f"{last}.bias"] = 1 / factor
+        self.smaller.load_outside()
+
+    @torch.inference_mode()
+    def check_block(self, index: int, state: torch.Tensor) -> None:
+        """RequestError where a block gives something else for a state, that of both models being loaded."""
+        ours, theirs = (copy.deepcopy(model.blocks[index]).float() for model in (self.smaller, self.whole))
+        prefix = self.whole.block_prefix(index)
+        inside = [name.removeprefix(prefix) for name in self.cut.norms if name.startswith(prefix)]
+        found = self.smaller.run_block(index, state, self.batch, torch.float32, ours)
+        with self._normed(theirs, ours, inside):
+            wide = self.whole.run_block(index, self._wide(state), self.batch, torch.float32, theirs)
+        factor, difference = _compared(found, self._narrow(wide))
+        self._require(factor, difference, prefix.removesuffix("."), TOLERANCE)
+
+    # ---------------------------------------------------------------- the parts outside of the blocks
+    def _entering(self) -> tuple[float, float]:
+        found = _prelude(self.smaller, self.batch)
+        with self._normed(self.whole.model, self.smaller.model, self._outside):
+            wide = _prelude(self.whole, self.batch)
+        return _compared(found, self._narrow(wide))
+
+    def _leaving(self, ran: list[str]) -> tuple[float, float]:
+        """Of logits (of an encoder: hidden states), for states that enter the first block. `ran`: norms that have run, in order."""
+        state = _prelude(self.smaller, self.batch)
+        ids = self.batch[0]
+        if len(self.smaller.stacks) == 2:
+            last = self.smaller.stacks[1].first - 1
+            found = self.smaller.hand_over(last, state, self.batch)
+            with self._normed(self.whole.model, self.smaller.model, self._outside):
+                wide = self.whole.hand_over(last, self._wide(state), self.batch)
+            factor, difference = _compared(found, self._narrow(wide))
+            self._require(factor, difference, "what enters the decoder")
+            state = found
+        found = self.smaller.outputs(state, ids)
+        with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
+            wide = self.whole.outputs(self._wide(state), ids)
+        return _compared(found, self._narrow(wide) if self.smaller.kind == "encoder" else wide)
+
+    def _same_as(self, module: nn.Module) -> set[str]:
+        """Names of stored tensors that are a module's weight, or that it shares."""
+        own = {f"{name}.weight" for name, other in self.smaller.model.named_modules() if other is module}
+        for one, other in self.smaller.ties.items():
+            if {one, other} & own:
+                own |= {one, other}
+        for one, other in self.smaller.ties.items():  # several may share one
+            if other in own:
+                own.add(one)
+        return own
+
+    # ---------------------------------------------------------------- the two made comparable
+    def _wide(self, state: torch.Tensor) -> torch.Tensor:
+        """A state of the whole model: zeros in the dimensions that are removed."""
+        wide = torch.zeros(*state.shape[:-1], self.cut.count, dtype=state.dtype, device=state.device)
+        wide[..., self.cut.kept.to(state.device)] = state
+        return wide
+
+    def _narrow(self, state: torch.Tensor) -> torch.Tensor:
+        return state[..., self.cut.kept.to(state.device)]
+
+    @contextmanager
+    def _normed(
+        self, whole: nn.Module, smaller: nn.Module, names: Iterable[str], ran: list[str] | None = None
+    ) -> Iterator[None]:
+        """Norms of the whole model give inside what the smaller model's give."""
+
+        def replaced(name: str, norm: nn.Module) -> Callable[..., torch.Tensor]:
+            def hook(_module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
+                if ran is not None:
+                    ran.append(name)
+                given = norm(self._narrow(args[0])) / self._factors.get(name, 1.0)
+                return self._wide(given.to(output.dtype))
+
+            return hook
+
+        handles = [
+            whole.get_submodule(name).register_forward_hook(replaced(name, smaller.get_submodule(name)))
+            for name in names
+        ]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _require(self, factor: float, difference: float, where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
+        if abs(factor - 1) <= _ONE and difference < tolerance:
+            return
+        kind = type(self.whole.model).__name__
+        raise RequestError(
+            f"{where} of a {kind} is something else when dimensions of the hidden state are cut out (a factor of "
+            f"{factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
+            "shapes do not show"
+        )
+
+
+@contextmanager
+def _given(head: Any) -> Iterator[list[torch.Tensor]]:
+    """What a head makes of its inputs inside, without its bias."""
+    seen: list[torch.Tensor] = []
+
+    def hook(module: Any, _args: Any, output: torch.Tensor) -> None:
+        bias = getattr(module, "bias", None)
+        seen.append(output if bias is None else output - bias)
+
+    handle = head.register_forward_hook(hook)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def _prelude(streamed: StreamedModel, batch: Batch) -> torch.Tensor:
+    states = HiddenStates(1)
+    streamed.prelude([batch], states)
+    return states.get(0)
+
+
+def _compared(found: torch.Tensor, expected: torch.Tensor) -> tuple[float, float]:
+    """By what factor one is the other, and how far they are apart beside that, relative."""
+    one, other = found.double().cpu(), expected.double().cpu()
+    size = float(other.square().sum())
+    if size == 0:
+        return 1.0, float(one.norm())
+    factor = float((one * other).sum()) / size
+    return factor, float((one - factor * other).norm()) / max(abs(factor), 1e-30) / size**0.5

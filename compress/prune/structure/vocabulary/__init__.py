@@ -1,0 +1,13 @@
+"""A smaller vocabulary: which tokens can go so that every text can still be written, and the tokenizer without them.
+
+Only what `tokenizer.json` holds is known here: the three kinds of subword models (`KINDS`), each a file that says what its tokens are made
+of and what it looks like with fewer of them.
+"""
+
+from __future__ import annotations
+
+from compress.prune.structure.vocabulary.choose import choose, closed
+from compress.prune.structure.vocabulary.tokens import Tokens
+from compress.prune.structure.vocabulary.vocabulary import Vocabulary, read_vocabulary
+
+__all__ = ["Tokens", "Vocabulary", "choose", "closed", "read_vocabulary"]

@@ -1,0 +1,140 @@
+"""The vocabulary of a checkpoint: what its tokenizer.json says, held against the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from compress.core.suggest import listing
+from compress.prune.structure.vocabulary.models import BPE, Pieces, Unigram, WordPiece
+from compress.prune.structure.vocabulary.named import named
+from runtime.checkpoint.checkpoint import read_json
+from runtime.errors import RequestError
+
+FILE = "tokenizer.json"
+KINDS: dict[str, type[Pieces]] = {"BPE": BPE, "WordPiece": WordPiece, "Unigram": Unigram}
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What is there.
+
+    Attributes:
+        content: of tokenizer.json. pieces: its model.
+        added: {token: id} of tokens that are looked for before the model sees a text; some are the model's too.
+        size: rows of the model's embeddings; ids without a token are padding.
+        special: ids that the tokenizer or a config names.
+    """
+
+    content: dict[str, Any]
+    pieces: Pieces
+    added: dict[str, int]
+    size: int
+    special: frozenset[int]
+
+    @property
+    def ids(self) -> set[int]:
+        """All that are tokens."""
+        return {*self.pieces.tokens, *self.added.values()}
+
+    @property
+    def required(self) -> set[int]:
+        """Tokens that always stay: special ones, and those without which some texts could not be written."""
+        return {*self.special, *self.pieces.base()}
+
+    def parts(self, token: int) -> tuple[int, ...]:
+        """See `Pieces.parts`; special tokens are not put together."""
+        return () if token in self.special or token not in self.pieces.tokens else self.pieces.parts(token)
+
+    def new_ids(self, kept: set[int]) -> dict[int, int]:
+        """{id: new id}: tokens of the model in their order, then added ones, then padding, as tokenizers number them."""
+        added = set(self.added.values()) - self.pieces.tokens.keys()
+        order = sorted(kept, key=lambda old: (old not in self.pieces.tokens, old not in added, old))
+        return {old: new for new, old in enumerate(order)}
+
+
+def read_vocabulary(path: Path, config: Any, size: int) -> Vocabulary:
+    """That of the checkpoint in a directory.
+
+    Args:
+        config: of the model, with its defaults. size: rows of its embeddings.
+
+    Raises:
+        RequestError: a tokenizer that cannot be cut.
+    """
+    from tokenizers import Tokenizer
+
+    file = path / FILE
+    if not file.is_file():
+        raise RequestError(f"{path} has no {FILE}, and the vocabulary is cut there")
+    content = read_json(file)
+    kind = (content.get("model") or {}).get("type")
+    if kind not in KINDS:
+        raise RequestError(f"{file} is a tokenizer of kind {kind}; those of kind {listing(KINDS)} can be cut")
+    pieces = KINDS[kind](content["model"])
+    loaded = Tokenizer.from_str(json.dumps(content))
+    numbers = {entry["content"]: loaded.token_to_id(entry["content"]) for entry in content.get("added_tokens") or []}
+    added = {token: number for token, number in numbers.items() if number is not None}
+    largest = max({*pieces.tokens, *added.values()}, default=-1)
+    if largest >= size:
+        raise RequestError(
+            f"{file} has a token with id {largest}, and the model a vocabulary of {size}: they do not belong together"
+        )
+    check_processor(content.get("post_processor"), file)
+    special = {*added.values(), *_named(path, config, size), *_of_processor(content)}
+    unknown = pieces.unknown
+    return Vocabulary(content, pieces, added, size, frozenset(special | (set() if unknown is None else {unknown})))
+
+
+def _named(path: Path, config: Any, size: int) -> set[int]:
+    """Ids that the checkpoint's files name."""
+    found = named(config.to_dict(), size)
+    for name in ("generation_config.json", "tokenizer_config.json"):
+        if (path / name).is_file():
+            found |= named(read_json(path / name), size)
+    return found
+
+
+def _of_processor(content: dict[str, Any]) -> set[int]:
+    found: set[int] = set()
+
+    def see(number: int) -> int:
+        found.add(number)
+        return number
+
+    processed(content.get("post_processor"), see)
+    padding = content.get("padding")
+    return found | ({int(padding["pad_id"])} if padding else set())
+
+
+_PROCESSORS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "ByteLevel", "Sequence")
+
+
+def check_processor(processor: Any, file: Path) -> None:
+    """RequestError where what a tokenizer puts around a text is said in a way that is not known here."""
+    if processor is None:
+        return
+    if processor["type"] not in _PROCESSORS:
+        raise RequestError(f"{file} has a post-processor of kind {processor['type']}, whose ids cannot be changed here")
+    for inner in processor.get("processors", ()):
+        check_processor(inner, file)
+
+
+def processed(processor: Any, change: Any) -> Any:
+    """A post-processor with other ids."""
+    if processor is None:
+        return None
+    result = dict(processor)
+    if processor["type"] == "Sequence":
+        result["processors"] = [processed(inner, change) for inner in processor["processors"]]
+    if processor["type"] == "TemplateProcessing":
+        result["special_tokens"] = {
+            name: {**token, "ids": [change(number) for number in token["ids"]]}
+            for name, token in processor["special_tokens"].items()
+        }
+    for key in ("sep", "cls"):
+        if key in processor:
+            result[key] = [processor[key][0], change(processor[key][1])]
+    return result

@@ -1,0 +1,194 @@
+"""The load-back gate: what was written is opened as a user would open it, and held against what the pipeline computed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+from compress.core.progress import Reporter
+from compress.core.run_directory import RunDirectory
+from compress.core.tensors import relative
+from compress.model.hidden_states import HiddenStates, batch_file
+from compress.model.streamed import StreamedModel
+from compress.run.session import Session
+from runtime.api.model import Model
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.choose import lean
+from runtime.engines.torch.encoder import TorchEncoderEngine
+from runtime.engines.torch.engine import Blueprint, TorchEngine
+from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
+from runtime.errors import CompressError
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.layers.install import install_compressed
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+# The streamed artifact repeats the pipeline's own arithmetic on weights whose digests are equal: usually the difference is 0. A
+# library may sum in another order, and a bf16 model (8 bits of mantissa) makes of that what wrong wiring exceeds by far.
+STREAM_TOLERANCE = 3e-2
+# A production kernel against the reference, one layer on the same input: other orders of summation, bf16 results (8 bits of
+# mantissa), int8 codes that fall on the other side of a half.
+KERNEL_TOLERANCE = 2e-2
+# The whole model: small differences of layers may add up, wrong wiring (positions, masks, names) is far beyond this.
+MODEL_TOLERANCE = 0.5
+
+
+# Artifacts up to this size are also loaded whole, as `runtime.load` does it, and their kernels compared with the reference.
+WHOLE_BYTES = 128 * 2**20
+
+
+def open_artifact(path: Path, session: Session) -> StreamedModel:
+    """The artifact in `path`, streamed; weight-only layers run dequantized, which is what the reference kernel computes."""
+    checkpoint = Checkpoint(path)
+
+    def put(model: PreTrainedModel) -> None:
+        install_compressed(model, checkpoint.config, checkpoint.names())
+
+    return StreamedModel(
+        checkpoint, session.streamed.device, install=put, loaded=dense_for_now, dtype=session.streamed.dtype
+    )
+
+
+@contextmanager
+def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) -> Iterator[None]:
+    """Replace the loaded weight-only compressed layers of `part` by dense ones, so that each is unpacked once and not per batch.
+
+    `skip` says which names to leave alone (the blocks', when `part` is the whole model).
+    """
+    replaced: dict[str, nn.Module] = {}
+    for name, module in list(part.named_modules()):
+        if not isinstance(module, CompressedLinear) or (skip is not None and skip(name)):
+            continue
+        if module.entry.scheme.activations is not None:
+            module.prepare(kernels="reference")
+            continue
+        weight = module.dequantize()
+        dense = nn.Linear(
+            weight.shape[1], weight.shape[0], bias=module.bias is not None, device="meta", dtype=weight.dtype
+        )
+        dense.weight = nn.Parameter(weight, requires_grad=False)
+        if module.bias is not None:
+            dense.bias = nn.Parameter(module.bias.data, requires_grad=False)
+        _put(part, name, dense)
+        replaced[name] = module
+    try:
+        yield
+    finally:
+        for (
+            name,
+            module,
+        ) in replaced.items():  # by name: BigBird swaps the module around a layer when it first reads short rows
+            _put(part, name, module)
+
+
+def _put(part: nn.Module, name: str, module: nn.Module) -> None:
+    parent, _, leaf = name.rpartition(".")
+    setattr(part.get_submodule(parent), leaf, module)
+
+
+@torch.inference_mode()
+def check_against_pipeline(
+    session: Session, artifact: StreamedModel, directory: RunDirectory, reporter: Reporter
+) -> None:
+    """Follow the probe through the artifact on disk, and through `runtime.load`, and compare with the pipeline's own hidden states.
+
+    Raises:
+        CompressError: they differ by more than rounding; the directory keeps its state for a look or a resume.
+    """
+    count = len(session.streamed.blocks)
+    batches = len(session.batches) + 1 if session.needs_data else 1
+    ours = _probe(directory.hidden_path(count), batches)
+    states = HiddenStates(1)
+    artifact.prelude([(session.probe, None)], states)
+    hidden = states.get(0)
+    for index in range(count):
+        with artifact.loaded_block(index):
+            hidden = artifact.advance(index, hidden, (session.probe, None))
+    difference = relative(hidden, ours)
+    reporter.detail(f"load back: streamed artifact differs from the pipeline by {difference:.2e}")
+    if not difference <= STREAM_TOLERANCE:
+        raise CompressError(
+            f"{directory.path}: the artifact read back computes something else than the pipeline did (relative {difference:.2e})"
+        )
+    if sum(file.stat().st_size for file in artifact.checkpoint.files()) > WHOLE_BYTES:
+        # Memory stays flat in depth: larger artifacts are not loaded whole. What was written is already known to be right.
+        reporter.detail("load back: checked block by block")
+        return
+    _check_runtime(session, directory.path, artifact.outputs(hidden, session.probe).float(), reporter)
+
+
+def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporter: Reporter) -> None:
+    """The model as `runtime.load` builds it: each layer's kernel against the reference on what the layer really sees, and what
+    the engine that users get gives them: logits, or an encoder's hidden states.
+    """
+    device = session.streamed.device
+    # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
+    blueprint = Blueprint(Artifact(path), device, "auto", None, False)
+    fast, plain = blueprint.build_module(), Blueprint(Artifact(path), device, "reference", None, False).build_module()
+    worst = 0.0
+    for name, module in fast.named_modules():
+        if isinstance(module, CompressedLinear):
+            module.register_forward_hook(_Compare(plain.get_submodule(name)))
+    # The lean engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
+    session.streamed.call(fast, (session.probe, None))
+    for name, module in fast.named_modules():
+        for hook in module._forward_hooks.values():
+            if isinstance(hook, _Compare):
+                if hook.difference is None:  # an expert that the probe was not sent to
+                    hook.ask(module)
+                assert hook.difference is not None
+                worst = max(worst, hook.difference)
+                if not hook.difference <= KERNEL_TOLERANCE:
+                    raise CompressError(
+                        f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
+                    )
+    logits = _ask_engine(session, path, fast, blueprint).to(expected.device)
+    difference = relative(logits, expected)
+    reporter.detail(
+        f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in what it gives"
+    )
+    if not difference <= MODEL_TOLERANCE:
+        raise CompressError(
+            f"{path}: runtime.load() computes something else than the pipeline did (relative {difference:.2e})"
+        )
+
+
+def _ask_engine(session: Session, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
+    """The probe through the engine that `runtime.load` chooses."""
+    streamed, device = session.streamed, blueprint.device
+    source = streamed.source(session.probe).to(device)
+    if blueprint.kind == "encoder":
+        return TorchEncoderEngine(module, device).forward(source, None)
+    if blueprint.kind == "encoder-decoder":
+        engine = TorchSeq2SeqEngine(module, device)
+        return engine.decode(streamed.target_ids(session.probe).to(device), engine.encode(source, None), None, None)
+    return Model(lean(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(session.probe)
+
+
+class _Compare:
+    """Forward hook: runs the same input through the reference layer and remembers how far the outputs are apart."""
+
+    def __init__(self, reference: nn.Module) -> None:
+        self.reference = reference
+        self.difference: float | None = None  # the layer has not been called
+
+    def ask(self, layer: CompressedLinear) -> None:
+        """Compare on random input."""
+        generator = torch.Generator().manual_seed(0)
+        layer(torch.randn(8, layer.in_features, generator=generator).to(layer.device, layer.dtype))
+
+    def __call__(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
+        self.difference = max(self.difference or 0.0, relative(output, self.reference(args[0])))
+
+
+def _probe(path: Path, batches: int) -> torch.Tensor:
+    with safe_open(path / batch_file(batches - 1), framework="pt") as file:
+        return file.get_tensor("hidden")

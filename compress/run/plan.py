@@ -1,0 +1,266 @@
+"""What a run would do, and whether it fits: every tensor, bytes before and after, memory, disk and time. Nothing is changed.
+
+`apply` makes the same plan first and refuses a run that cannot fit, instead of being killed an hour in.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from compress.core.memory_bounds import Bounds
+from compress.kv_cache.stage import cache_facts
+from compress.prune.structure.job import StructureJob
+from compress.recipe.models import Recipe
+from compress.run.footprint import MEMORY_SHARE, totals
+from compress.run.passes import Passes
+from compress.run.session import Session
+from compress.weights.assign import left_alone, unreached
+from runtime import formats
+from runtime.checkpoint.companions import left_behind
+from runtime.modeling.layer_sizes import differing, is_ours
+from runtime.modeling.linear_modules import get_matrix
+from runtime.system.sizes import size
+
+#: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
+#: not quite as large before it begins. What is counted errs high by more.
+LEAST_MARGIN = 0.02
+
+
+@dataclass
+class TensorPlan:
+    """One tensor of the source: what happens to it, by what, into which format; bytes are those on disk."""
+
+    name: str
+    action: str
+    bytes_before: int
+    bytes_after: int
+    method: str = ""
+    format: str = ""
+
+
+@dataclass
+class Plan:
+    """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
+    `passes`: what other stages make of the model first, in words. `device_memory`: bytes of a GPU's that passes over the whole model take;
+    0 on the CPU, and where there are none. `memory`: bytes of what `peak_memory` is made of: the process as it is, workspaces, hidden
+    states, and each phase, of which the largest counts. `bounds`: what is done to need less, in words. `max_memory`: the user's limit.
+
+    `problems` and `warnings` are sentences; a run with any of the problems is refused.
+    """
+
+    model: str
+    output: str
+    tensors: list[TensorPlan]
+    bytes_before: int
+    bytes_after: int
+    peak_memory: int
+    available_memory: int
+    disk_needed: int
+    disk_free: int
+    calibration_tokens: int
+    seconds: float
+    spill: bool
+    memory: dict[str, int] = field(default_factory=dict)
+    bounds: str = ""
+    max_memory: int | None = None
+    kv_cache: dict[str, Any] | None = None
+    draft: str | None = None
+    passes: list[str] = field(default_factory=list)
+    device_memory: int = 0
+    available_device_memory: int = 0
+    problems: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def headline(self) -> str:
+        touched = [t for t in self.tensors if t.action == "compressed"]
+        sizes = f"{size(self.bytes_before)} -> {size(self.bytes_after)}"
+        return (
+            (f"{'; '.join(self.passes)}; then " if self.passes else "")
+            + f"{len(touched)} of {len(self.tensors)} tensors will be compressed, {sizes}; needs {size(self.peak_memory)} of memory and "
+            f"{size(self.disk_needed)} of disk, about {duration(self.seconds)}"
+            + (f", and what the draft takes ({self.draft})" if self.draft else "")
+            + (f"; {self.bounds}" if self.bounds else "")
+        )
+
+
+def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", max_memory: int | None = None) -> Plan:
+    """Plan a recipe. Reads headers, tokenizes the calibration text, and times one small matrix product; changes nothing.
+
+    `max_memory`: bytes that the run may take.
+    """
+    from compress.run.manifest import evaluation_windows
+
+    passes = Passes.open(recipe, device)  # holds what the session looks at
+    session = passes.session
+    return plan_session(
+        session,
+        evaluation_windows(session),
+        Path(output) if output is not None else recipe.output_directory,
+        max_memory,
+    )
+
+
+def plan_session(
+    session: Session,
+    evaluation: torch.Tensor | None,
+    output: Path,
+    max_memory: int | None = None,
+    settled: Bounds | None = None,
+) -> Plan:
+    """The plan of an opened session, which keeps to the bounds that are chosen.
+
+    Args:
+        max_memory: bytes that the process may take; None: what is free.
+        settled: as a run began that goes on.
+    """
+    tensors = _tensors(session)
+    before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
+    free = _free_disk(output)
+    takes = totals(session, evaluation, after, max_memory, settled)
+    session.bind(takes.bounds)
+    plan = Plan(
+        model=str(session.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
+        peak_memory=takes.memory, available_memory=takes.available_memory, disk_needed=takes.disk, disk_free=free,
+        calibration_tokens=session.calibration.tokens if session.reads_text else 0,
+        seconds=takes.seconds, spill=takes.bounds.spill, memory=takes.parts, bounds=takes.bounds.describe(),
+        max_memory=max_memory, kv_cache=cache_facts(session, session.cache_policy),
+        draft=None if session.draft is None else session.draft.effort, passes=[job.describe() for job in session.jobs],
+        device_memory=takes.device, available_device_memory=takes.available_device,
+    )  # fmt: skip
+    for tensor in tensors:
+        if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:
+            sizes = f"{size(tensor.bytes_after)} instead of {size(tensor.bytes_before)}"
+            plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
+            break
+    own = [t for t in tensors if t.format == "packed"]
+    apart = is_ours(session.streamed.model)
+    if apart:
+        differ = " and ".join(sorted(differing(session.streamed.config)))
+        plan.warnings.append(
+            f"layers differ in {differ}: runtime.load() runs the result, and onnx, tensorrt and triton carry it; transformers cannot build "
+            f"a {type(session.streamed.model).__name__} so yet"
+        )
+    if own:
+        elsewhere = "" if apart else ", and with transformers after `import runtime`"
+        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
+        plan.warnings.append(
+            f"{own[0].name}{more} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the artifact "
+            f"loads with runtime.load(){elsewhere}, but not elsewhere"
+        )
+    if session.untie:
+        added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)
+        plan.warnings.append(
+            f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
+        )
+    plan.warnings += unreached(session.streamed, size)
+    plan.warnings += left_alone(session.left)
+    plan.warnings += unused_limits(session)
+    plan.warnings += [] if session.draft is None else session.draft.warnings
+    plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
+    plan.warnings += _left_out(session)
+    source = session.original.path
+    plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
+    if session.cache_policy is not None:
+        plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
+    for what, needed, available, advice in (
+        ("memory", plan.peak_memory, plan.available_memory, takes.advice),
+        (f"memory of {session.streamed.device}", plan.device_memory, plan.available_device_memory, takes.device_advice),
+    ):
+        if needed > MEMORY_SHARE * available:
+            plan.problems.append(
+                f"the run needs about {size(needed)} of {what} and may take {size(MEMORY_SHARE * available)} of the {size(available)} that "
+                f"are free: {advice}"
+            )
+    if max_memory is not None and takes.least is not None and plan.peak_memory > max_memory * (1 + LEAST_MARGIN):
+        least = -(-takes.least // 10**6)
+        plan.problems.append(
+            f"max_memory {max_memory / 1e6:.0f}MB is too little: this run needs at least {least}MB, of which the process takes "
+            f"{takes.parts['process'] / 1e6:.0f}MB before it begins"
+        )
+    if plan.disk_needed > free:
+        plan.problems.append(
+            f"the run needs about {size(plan.disk_needed)} of disk for {output} and {size(free)} are free: free some, or name another "
+            "--output"
+        )
+    return plan
+
+
+def _left_out(session: Session) -> list[str]:
+    """What structure stages have no way to make smaller."""
+    names = session.reference.predicting
+    cuts = {job.settings.remove for job in session.jobs if isinstance(job, StructureJob)}
+    if not names or cuts <= {"layers"}:
+        return []
+    return [
+        f"{names[0]} and what else belongs to layers for multi-token prediction ({len(names)} tensors) is left out: it has the "
+        "shapes of the model that is cut"
+    ]
+
+
+def unused_limits(session: Session) -> list[str]:
+    """A sentence for each limit of the recipe on something that this kind of model does not have."""
+    if session.recipe.evaluate is None:
+        return []
+    encoder = session.streamed.kind == "encoder"
+    return [
+        f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"
+        for name in session.recipe.evaluate.limits()
+        if (name == "min_cosine") != encoder
+    ]
+
+
+def _tensors(session: Session) -> list[TensorPlan]:
+    checkpoint, dtype = session.checkpoint, session.streamed.dtype
+    plans = []
+    stored = {f"{name}.weight" for name in session.work}
+    for name in checkpoint.names():
+        size_before = checkpoint.nbytes(name)
+        if name in session.streamed.checkpoint.dropped:
+            plans.append(TensorPlan(name, "dropped", size_before, 0))
+        elif name not in stored:
+            plans.append(TensorPlan(name, "copied", size_before, checkpoint.held_bytes(name)))
+    if session.source is not None:
+        before = session.reference.checkpoint
+        for plan in plans:
+            plan.bytes_before = before.nbytes(plan.name)
+        gone = set(before.names()) - set(checkpoint.names())
+        plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
+    for name, work in session.work.items():
+        weight = f"{name}.weight"
+        shape = tuple(int(n) for n in get_matrix(session.streamed.model.get_submodule(name)).shape)
+        density = 1.0 - work.share
+        storage = formats.choose(work.scheme, (shape[0], shape[1]), density=density)
+        size_after = storage.bytes_estimate(work.scheme, (shape[0], shape[1]), dtype, density)
+        whole = session.reference.checkpoint
+        size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
+        plans.append(TensorPlan(weight, "compressed", size_before, size_after, work.describe(), storage.name))
+    if session.untie:
+        for tied, source in session.streamed.ties.items():
+            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in session.work and checkpoint.has(source):
+                plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
+    return sorted(plans, key=lambda plan: plan.name)
+
+
+def _free_disk(path: Path) -> int:
+    existing = path.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    return psutil.disk_usage(str(existing)).free
+
+
+def duration(seconds: float) -> str:
+    """Seconds for people: 40 s, 12 min, 3.5 h."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+
+
+__all__ = ["MEMORY_SHARE", "Plan", "TensorPlan", "duration", "make_plan", "plan_session", "size", "unused_limits"]

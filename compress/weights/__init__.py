@@ -1,0 +1,1 @@
+"""Block pass that pruning and quantization share."""

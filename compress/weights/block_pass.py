@@ -1,0 +1,211 @@
+"""The pass over the blocks of a checkpoint: each is compressed, written as its own shard, and recorded; then what is in no block."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.processes import Share
+from compress.core.progress import Reporter
+from compress.core.run_directory import RunDirectory
+from compress.model.hidden_states import HiddenStates
+from compress.model.streamed import Batch, StreamedModel
+from compress.run.session import Session
+from compress.weights.block import BlockJob, BlockResult, compress_block
+from compress.weights.embeddings_and_head import compress_embeddings, compress_outside
+from compress.weights.shards import shard_name, write_part
+from runtime.modeling.linear_modules import is_matrix
+from runtime.system.memory import return_memory
+
+
+@dataclass
+class BlockPass:
+    """A pass over the blocks, as one of the processes that share it does it.
+
+    Attributes:
+        directory: of the run; only the main process writes shards and records.
+        done: blocks that are finished.
+    """
+
+    session: Session
+    directory: RunDirectory
+    reporter: Reporter
+    spill: bool
+    done: int
+    share: Share = field(default_factory=Share)
+    batches: list[Batch] = field(init=False)
+
+    def __post_init__(self) -> None:
+        probe: Batch = (self.session.probe, None)
+        self.batches = [*self.session.batches, probe] if self.session.needs_data else [probe]
+
+    @property
+    def calibrated(self) -> list[int]:
+        """Numbers of the calibration batches that are this process's."""
+        return self.share.mine(len(self.batches) - 1)
+
+    @property
+    def own(self) -> list[int]:
+        """Numbers of the batches that are this process's; the last one, the probe, is the main one's."""
+        return [*self.calibrated, *([len(self.batches) - 1] if self.share.is_main else [])]
+
+
+def run_pass(job: BlockPass) -> None:
+    """Compress the blocks that are left, then what is in none; the records of all parts are in the directory's work."""
+    session, directory, reporter, batches = job.session, job.directory, job.reporter, job.batches
+    streamed = session.streamed
+    count = len(streamed.blocks)
+    total = count + 1
+    reporter.phase("compress", total, job.done)
+    if job.done:
+        reporter.info(f"resuming at block {job.done} of {count}")
+    streamed.load_outside(head=bool(session.outside_work))
+    embeddings = compress_embeddings(session, reporter)
+    scratch = directory.work / "hidden-next" if job.spill else None
+    if job.done == 0:
+        states = HiddenStates(len(batches), scratch, job.share)
+        streamed.prelude(batches, states, job.own)
+    else:
+        states = HiddenStates.load(directory.hidden_path(job.done), len(batches), scratch, job.share, job.own)
+    if not session.outside_work:
+        if job.done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
+            for number in job.own:
+                streamed.block_kwargs(batches[number], min(job.done, count - 1))
+        streamed.release_outside()
+    for index in range(job.done, count):
+        record = _one_block(job, index, states)
+        return_memory()  # what was solved is freed only now
+        states.persist(directory.hidden_path(index + 1))
+        if record is not None:
+            record |= {"processes": job.share.size} if job.share.size > 1 else {}
+            holds = (directory.path / record["shard"], directory.hidden_path(index + 1))
+            directory.commit(_part(index), record, holds)
+            # The states that entered this block stay: if those after it are damaged, it is run again.
+            _remove_hidden(directory, index - 1)
+            reporter.step(f"block {index}: {_told(record['layers'])}")
+    outside = compress_outside(session, embeddings, states, batches, total, directory, reporter, job.share)
+    if outside is not None:
+        outside |= {"processes": job.share.size} if job.share.size > 1 else {}
+        directory.commit("outside", outside, [directory.path / outside["shard"]])
+        reporter.step("embeddings, final norm and head")
+
+
+def first_block(directory: RunDirectory, count: int) -> int:
+    """The block to go on at: the first that is not done, or an earlier one where what was done is damaged on the disk.
+
+    Records of what is made again are removed.
+    """
+    done = next((i for i in range(count) if directory.record(_part(i)) is None), count)
+    start = next((i for i in range(done) if not directory.whole(_part(i), _shard(directory, i))), done)
+    if start < done:
+        directory.warn(f"{_shard(directory, start)} is not as it was written: what is damaged is compressed again")
+    while start and not directory.whole(_part(start - 1), directory.hidden_path(start)):
+        directory.warn(
+            f"the hidden states before block {start} are damaged or gone: going back to those before block {start - 1}"
+        )
+        start -= 1
+    for index in range(start, done):
+        directory.forget(_part(index))
+    if directory.record("outside") is not None and not (start == count and directory.whole("outside")):
+        directory.forget("outside")
+    return start
+
+
+def _shard(directory: RunDirectory, index: int) -> Path:
+    record = directory.record(_part(index))
+    assert record is not None
+    return directory.path / str(record["shard"])
+
+
+def _told(layers: list[dict[str, Any]]) -> str:
+    worst = max(
+        (layer for layer in layers if layer["error"] is not None), key=lambda layer: layer["error"], default=None
+    )
+    if worst is None:
+        return "stored as it was trained" if layers else "copied"
+    return f"worst layer {worst['name']} error {worst['error']:.2e}"
+
+
+def _part(index: int) -> str:
+    return f"block-{index:05d}"
+
+
+def _remove_hidden(directory: RunDirectory, index: int) -> None:
+    shutil.rmtree(directory.hidden_path(index), ignore_errors=True)
+
+
+def _one_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any] | None:
+    """The record of a block, once it is written; None in those that do not write."""
+    session, batches = job.session, job.batches
+    streamed = session.streamed
+    work = session.block_work(index)
+    with streamed.loaded_block(index) as block, _modules_put_back(block):
+        block_job = BlockJob(
+            prefix=streamed.block_prefix(index), block=block, work=work,
+            forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in job.calibrated],
+            small_forward=_small_forward(job, index, states),
+            dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
+            held=session.held, experts=session.recipe.calibration.experts, share=job.share,
+            place=partial(session.bounds.place, job.directory.work),
+        )  # fmt: skip
+        result: BlockResult = compress_block(block_job, job.reporter)
+        with torch.inference_mode():
+            for number in job.own:
+                states.put(number, streamed.advance(index, states.get(number), batches[number]))
+        if not job.share.is_main:
+            return None
+        prefix = streamed.block_prefix(index)
+        changed = {
+            prefix + n: p.data
+            for n, p in block.named_parameters()
+            if n.rpartition(".")[0] in result.scaled and (prefix + n).removesuffix(".weight") not in result.layers
+        }
+        return write_part(
+            job.directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),
+            changed, result.layers, result.skipped,
+        )  # fmt: skip
+
+
+@contextmanager
+def _modules_put_back(block: nn.Module) -> Iterator[None]:
+    """Layers that were replaced to simulate quantized inputs give way to the originals again: the block runs as the source later."""
+    original = {name: module for name, module in block.named_modules() if is_matrix(module)}
+    try:
+        yield
+    finally:
+        for name, module in original.items():
+            parent_name, _, leaf = name.rpartition(".")
+            setattr(block.get_submodule(parent_name), leaf, module)
+
+
+def _runner(
+    streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch
+) -> Callable[[], torch.Tensor]:
+    return lambda: streamed.run_block(index, states.get(number), batch)
+
+
+def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable[[torch.dtype], torch.Tensor]:
+    """Runs the block over the first row of the first batch, which is the main process's, in a given dtype (folding is tried in float32)."""
+    streamed = job.session.streamed
+    ids, mask = job.batches[0]
+    shared = None
+    if job.share.size > 1:
+        shared = job.share.same(states.get(0)[:1].cpu() if job.share.is_main else None)
+    batch = (ids[:1], mask[:1] if mask is not None else None)
+    streamed.block_kwargs(
+        batch, index
+    )  # now, since finding them may run the block, which somebody may be watching later
+
+    def run(dtype: torch.dtype) -> torch.Tensor:
+        state = states.get(0)[:1] if shared is None else shared
+        return streamed.run_block(index, state, batch, dtype)
+
+    return run

@@ -1,0 +1,137 @@
+"""The part of a model that is in no block: embeddings, final norm, output head. Copied, unless the recipe names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.processes import Share
+from compress.core.progress import Reporter
+from compress.core.run_directory import RunDirectory
+from compress.core.statistics import Statistics, StatisticsCollector
+from compress.model.hidden_states import HiddenStates
+from compress.model.streamed import Batch
+from compress.run.session import Session
+from compress.weights.layer_work import LayerWork
+from compress.weights.packed_layer import SolvedLayer, activation_tensors, pack_layer
+from compress.weights.shards import shard_name, write_part
+from compress.weights.solver.group import solve_group
+from runtime.errors import CompressError
+
+
+@dataclass
+class Outside:
+    """What became of the layers the recipe names outside of the blocks."""
+
+    layers: dict[str, SolvedLayer] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+
+
+def compress_embeddings(session: Session, reporter: Reporter) -> Outside:
+    """Solve the embeddings the recipe names (no data is needed) and put them in place, before anything runs through them."""
+    outside = Outside()
+    for name, work in session.outside_work.items():
+        module = session.streamed.model.get_submodule(name)
+        if isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
+            _solve(session, name, work, module, None, outside, reporter)
+            module.weight.data = outside.layers[name].dense.to(module.weight.device)
+    return outside
+
+
+def compress_outside(
+    session: Session,
+    outside: Outside,
+    states: HiddenStates,
+    batches: list[Batch],
+    shards: int,
+    directory: RunDirectory,
+    reporter: Reporter,
+    share: Share,
+) -> dict[str, Any] | None:
+    """Solve what is left (the output head), write the last shard, and return its record; None in processes that only share statistics."""
+    streamed = session.streamed
+    for name, work in session.outside_work.items():
+        module = streamed.model.get_submodule(name)
+        if not isinstance(module, nn.Embedding) and _usable(session, name, module, outside):
+            statistics = (
+                _head_statistics(session, name, module, states, batches, share, directory) if work.needs else None
+            )
+            if share.is_main:
+                _solve(session, name, work, module, statistics, outside, reporter)
+    if not share.is_main:
+        return None
+    changed = {}
+    if session.untie:
+        for tied, source in streamed.ties.items():
+            for name in (tied, source):
+                if not session.checkpoint.has(name) and name.rpartition(".")[0] not in outside.layers:
+                    changed[name] = streamed.model.get_parameter(name).data.clone()
+    return write_part(
+        directory.path,
+        shard_name(shards, shards),
+        session.checkpoint,
+        streamed.outside_names(),
+        changed,
+        outside.layers,
+        outside.skipped,
+    )
+
+
+def _usable(session: Session, name: str, module: nn.Module, outside: Outside) -> bool:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    if bool(torch.isfinite(weight).all()):
+        return True
+    if session.recipe.on_nonfinite == "fail":
+        raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint, or set on_nonfinite: skip")
+    outside.skipped[name] = f"{name}: the weight holds NaN or Inf"
+    return False
+
+
+def _solve(
+    session: Session,
+    name: str,
+    work: LayerWork,
+    module: nn.Module,
+    statistics: Statistics | None,
+    outside: Outside,
+    reporter: Reporter,
+) -> None:
+    weight, dtype = module.weight, session.streamed.dtype
+    assert isinstance(weight, torch.Tensor)
+    shares = [work.share] if work.prune is not None else None
+    solved = solve_group(
+        [weight.data],
+        statistics,
+        work.prune,
+        work.quantize,
+        work.scheme,
+        dtype=dtype,
+        names=[name],
+        sparsity=shares,
+        held=work.hold([session.held.get(name)]),
+    )[0]
+    outside.layers[name] = pack_layer(name, work, solved, activation_tensors(work.scheme, statistics, dtype), module)
+    reporter.detail(f"{name}  error {solved.error:.3e}")
+
+
+def _head_statistics(
+    session: Session,
+    name: str,
+    module: nn.Module,
+    states: HiddenStates,
+    batches: list[Batch],
+    share: Share,
+    directory: RunDirectory,
+) -> Statistics:
+    columns = int(module.weight.shape[1])  # type: ignore[union-attr, index]
+    place = session.bounds.place(directory.work, columns)
+    collector = StatisticsCollector(columns, hessian=True, device=session.streamed.device, directory=place)
+    for number in share.mine(len(batches) - 1):  # the last batch is the probe
+        ids, mask = batches[number]
+        collector.add(session.streamed.head_input(states.get(number).to(session.streamed.device), ids), mask)
+    share.add_up(collector)
+    return collector.finish()

@@ -1,0 +1,129 @@
+"""One solved layer on its way to the disk: packed by its format, checked to unpack to the same weight, and simulated in place."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.statistics import Statistics
+from compress.weights.layer_work import LayerWork
+from compress.weights.solver.group import LayerResult
+from runtime import formats
+from runtime.errors import CompressError
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import Scheme
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.linear_modules import get_matrix, set_matrix
+
+FP8_MAX = 448.0
+#: Rows whose bytes are copied at a time for a digest.
+DIGESTED = 512
+
+
+@dataclass
+class SolvedLayer:
+    """A layer ready to be written.
+
+    Attributes:
+        tensors: what is stored, keys relative to the module ("weight_packed", ...), without the bias.
+        entry: how `config.json` describes it.
+        digest: SHA-256 of the dequantized weight's bytes; the load-back gate compares it with what the disk gives.
+        record: the layer's line in the manifest; its error is None where all was settled before, and the weight is only stored.
+    """
+
+    tensors: dict[str, torch.Tensor]
+    entry: ModuleEntry
+    shape: tuple[int, int]
+    dense: torch.Tensor
+    digest: str
+    record: dict[str, Any] = field(default_factory=dict)
+
+
+def weight_digest(dense: torch.Tensor) -> str:
+    """SHA-256 over the bytes of a dense weight (any dtype); both zeros count as one."""
+    digest = hashlib.sha256()
+    for rows in dense.detach().split(DIGESTED):
+        digest.update((rows + 0.0).cpu().contiguous().view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def pack_layer(
+    name: str, work: LayerWork, solved: LayerResult, inputs: dict[str, torch.Tensor], module: nn.Module
+) -> SolvedLayer:
+    """Pack through the layer's format and make sure that unpacking gives the very same weight."""
+    weight = solved.weight
+    rows, columns = weight.values.shape
+    shape = (int(rows), int(columns))
+    kept = float(weight.mask.float().mean()) if weight.mask is not None else 1.0
+    storage = formats.choose(weight.scheme, shape, density=kept)
+    tensors = storage.pack(weight, **inputs)
+    # Solvers work on transposed weights; in the usual layout the same products are summed in the same order as in the artifact.
+    dense = weight.dequantize().contiguous()
+    if not torch.equal(dense, storage.unpack(tensors, weight.scheme, shape, weight.dtype).dequantize()):
+        raise CompressError(
+            f"{name}: format {storage.name} does not give back the weight that was solved; this is a bug, nothing was written"
+        )
+    if not bool(torch.isfinite(dense).all()):
+        raise CompressError(f"{name}: the compressed weight holds NaN or Inf")
+    count = storage.count(weight)
+    before = rows * columns * module.weight.element_size()  # type: ignore[union-attr, operator]
+    after = sum(t.numel() * t.element_size() for t in tensors.values())
+    stored_bits = 8.0 * after / (rows * columns)
+    record = {
+        "name": name, "method": work.describe(), "format": storage.name, "error": float(solved.error) if work.methods else None,
+        "bits": round(stored_bits, 4), "sparsity": round(1.0 - kept, 6), "shape": list(shape),
+        "bytes_before": before, "bytes_after": after, "notes": solved.notes,
+    }  # fmt: skip
+    return SolvedLayer(
+        tensors, ModuleEntry(weight.scheme, storage.name, count), shape, dense, weight_digest(dense), record
+    )
+
+
+def activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """`input_scale` `[1]` in `dtype` (and `input_zero_point`) of a static per-tensor activation grid, from the calibrated range."""
+    activations = scheme.activations
+    if activations is None or activations.dynamic:
+        return {}
+    assert statistics is not None
+    low = torch.clamp(statistics.minimum.min(), max=0.0)
+    high = torch.clamp(statistics.maximum.max(), min=0.0)
+    if activations.type == "float":
+        scale = torch.maximum(-low, high) / FP8_MAX
+        return {"input_scale": _positive(scale, dtype)}
+    levels = 2**activations.bits
+    if activations.symmetric:
+        return {"input_scale": _positive(torch.maximum(-low, high) / (levels / 2 - 1), dtype)}
+    scale = _positive((high - low) / (levels - 1), dtype)
+    zero = torch.round(-(levels // 2) - low / scale.float()).clamp(-(levels // 2), levels // 2 - 1)
+    return {"input_scale": scale, "input_zero_point": zero.reshape(1).to(torch.int8)}
+
+
+def _positive(scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    return scale.float().clamp_min(torch.finfo(dtype).tiny * 16).reshape(1).to(dtype).cpu()
+
+
+def simulate(block: nn.Module, name: str, solved: SolvedLayer) -> None:
+    """Make the layer compute what the artifact will compute, so that later layers are calibrated on the truth.
+
+    Weight-only: the dequantized weight in the plain Linear is bit for bit what the reference kernel multiplies with. With
+    quantized activations the artifact's own module takes its place.
+    """
+    module = block.get_submodule(name)
+    device = get_matrix(module).device
+    if solved.entry.scheme.activations is None:
+        set_matrix(module, solved.dense.to(device))
+        return
+    replacement = CompressedLinear.from_tensors(
+        solved.entry,
+        solved.shape,
+        {k: v.to(device) for k, v in solved.tensors.items()},
+        module.bias,  # type: ignore[arg-type]
+        solved.dense.dtype,
+    )
+    replacement.prepare(kernels="reference")
+    parent_name, _, leaf = name.rpartition(".")
+    setattr(block.get_submodule(parent_name), leaf, replacement)

@@ -1,0 +1,160 @@
+"""Which rows are solved together: enough for efficient matrix products, few enough that the working memory stays small."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import reduce
+
+import torch
+
+from compress.prune.patterns import Pattern
+from compress.quantize.grid import Search, make_grid, round_fp8
+from runtime.formats.scheme import WeightScheme
+
+#: Float32 elements of one working matrix (`[in, rows]`).
+ELEMENTS = 1 << 23
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """Rows of several weights with one input: pieces `(weight, first row, end)`, in order."""
+
+    pieces: tuple[tuple[int, int, int], ...]
+
+    @property
+    def heights(self) -> list[int]:
+        return [end - start for _, start, end in self.pieces]
+
+    def stack(self, weights: list[torch.Tensor]) -> torch.Tensor:
+        """These rows of the weights `[out_i, in]`, transposed and side by side: `[in, rows]`, in the widest of their dtypes."""
+        dtype = reduce(torch.promote_types, (weights[index].dtype for index, _, _ in self.pieces))
+        out = torch.empty(weights[0].shape[1], sum(self.heights), dtype=dtype, device=weights[0].device)
+        for (index, start, end), place in zip(self.pieces, out.split(self.heights, dim=1), strict=True):
+            place.copy_(weights[index][start:end].T)
+        return out
+
+    def unstack(self, stacked: torch.Tensor, weights: list[torch.Tensor]) -> None:
+        """Write `stacked [in, rows]` into the rows of `weights [out_i, in]` (any dtype)."""
+        for (index, start, end), part in zip(self.pieces, stacked.split(self.heights, dim=1), strict=True):
+            weights[index][start:end] = part.T
+
+
+def rows_at_a_time(columns: int) -> int:
+    """How many rows of this width are worked on together."""
+    return max(256, ELEMENTS // columns)
+
+
+def rows_are_independent(pattern: Pattern | None, scheme: WeightScheme | None) -> bool:
+    """Whether rows can be solved apart: not if they share a scale, or a number of zeros to choose."""
+    return (pattern is None or pattern.kind == "n:m") and (scheme is None or scheme.strategy != "tensor")
+
+
+def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:
+    """Cut stacked weights of `heights` rows. `split_rows`: rows do not depend on each other; otherwise a weight stays whole."""
+    limit = rows_at_a_time(columns)
+    found: list[Chunk] = []
+    pieces: list[tuple[int, int, int]] = []
+    room = limit
+    for index, height in enumerate(heights):
+        start = 0
+        while start < height:
+            end = min(height, start + room) if split_rows else height
+            pieces.append((index, start, end))
+            room -= end - start
+            start = end
+            if room <= 0:
+                found.append(Chunk(tuple(pieces)))
+                pieces, room = [], limit
+    return [*found, Chunk(tuple(pieces))] if pieces else found
+
+
+# In which order the column loop visits the columns.
+
+
+def column_order(diagonal: torch.Tensor, units: list[int]) -> torch.Tensor:
+    """Columns by falling energy, with consecutive columns kept together in nested units.
+
+    Args:
+        diagonal: `[in]` diagonal of the Hessian.
+        units: sizes of the units, outermost first, each dividing the one before (1 = single columns move freely). Units are
+            ordered by the mean energy of their columns, then the columns inside a unit by the next size. A ragged last unit
+            is one of them. The innermost size keeps its columns in their original order.
+
+    Returns:
+        Permutation `[in]`.
+    """
+    order = torch.arange(diagonal.shape[0], device=diagonal.device)
+    ranks = []
+    for size in units:
+        index = order // size
+        count = int(index[-1]) + 1
+        total = torch.zeros(count, dtype=diagonal.dtype, device=diagonal.device).index_add_(0, index, diagonal)
+        energy = total / torch.bincount(index, minlength=count)
+        rank = torch.empty(count, dtype=torch.long, device=diagonal.device)
+        rank[energy.argsort(descending=True, stable=True)] = torch.arange(count, device=diagonal.device)
+        ranks.append(rank[index])
+    # From the inside out: a stable sort of the outer units keeps the inner order.
+    key = order
+    for rank in reversed(ranks):
+        key = key[rank[key].argsort(stable=True)]
+    return key
+
+
+# The grids of weights that are solved together, transposed like the weights: `[groups, rows of all weights]`.
+
+
+@dataclass
+class StackedGrid:
+    """`scale` and `zero` (None when symmetric) float32 `[groups, rows]`; the tensor strategy repeats its scale for every row."""
+
+    scheme: WeightScheme
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+
+    @classmethod
+    def fit(
+        cls,
+        weights: list[torch.Tensor],
+        scheme: WeightScheme,
+        dtype: torch.dtype,
+        search: Search,
+        masks: list[torch.Tensor] | None,
+        importance: torch.Tensor,
+        hessian: torch.Tensor,
+    ) -> StackedGrid:
+        """Grids of float weights `[out_i, in]`, each by itself (see `make_grid`)."""
+        grids = [
+            make_grid(w, scheme, dtype, search, importance, None if masks is None else masks[i], hessian)
+            for i, w in enumerate(weights)
+        ]
+        heights = [w.shape[0] for w in weights]
+        scale = torch.cat([g.scale.T.expand(-1, h) for g, h in zip(grids, heights, strict=True)], dim=1).contiguous()
+        zeros = [g.zero.T.expand(-1, h) for g, h in zip(grids, heights, strict=True) if g.zero is not None]
+        return cls(scheme, scale, torch.cat(zeros, dim=1).contiguous() if zeros else None)
+
+    def rows(self, index: torch.Tensor) -> StackedGrid:
+        """A copy of the grid of some rows."""
+        return StackedGrid(self.scheme, self.scale[:, index], None if self.zero is None else self.zero[:, index])
+
+    def group_of(self, columns: int) -> torch.Tensor:
+        """Group of every column, `[in]`."""
+        if self.scheme.strategy != "group":
+            return torch.zeros(columns, dtype=torch.long, device=self.scale.device)
+        assert self.scheme.group_size is not None
+        return torch.arange(columns, device=self.scale.device) // self.scheme.group_size
+
+    def codes(self, weight: torch.Tensor) -> torch.Tensor:
+        """Nearest codes of `weight [in, rows]`, float32 (fp8 grids: the fp8 values)."""
+        group = self.group_of(weight.shape[0])
+        codes = weight / self.scale[group]
+        if self.scheme.type == "float":
+            return round_fp8(codes)
+        codes.round_()
+        if self.zero is not None:
+            codes += self.zero[group]
+        return codes.clamp_(*self.scheme.code_range)
+
+    def values(self, codes: torch.Tensor) -> torch.Tensor:
+        """Weights that `codes [in, rows]` stand for."""
+        group = self.group_of(codes.shape[0])
+        return (codes if self.zero is None else codes - self.zero[group]) * self.scale[group]

@@ -1,0 +1,221 @@
+"""The column loop: GPTQ, SparseGPT and both at once.
+
+Weights are held transposed, `[in, rows]`, so that a column of the layer is contiguous and one vector operation handles all rows
+(of all weights that share the input). Column j becomes its projection onto the constraint (nearest grid value, zero where the mask
+says so); what is lost is carried to the later columns through the factor of the Hessian: at once within a leaf of a few
+columns, as one matrix product for the rest of a block, and as another when a block looks back at all that was lost before it.
+On a CPU with a C compiler, integer grids are rounded in C (`compress/native/columns.c`), a whole block at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from compress.core import native as columns_in_c
+from compress.quantize.grid import round_fp8
+from compress.weights.solver.factor import Factor
+
+LEAF = 16
+
+#: `(first, last, adjusted, corner)` -> the mask, bool `[last - first, rows]` (True = kept), of the columns `first:last` of the
+#: visiting order, chosen when the loop arrives there; `adjusted [last - first, rows]` are the weights by then, `corner` that part of U
+#: if it is at hand. The second value is None, or how the weights of these columns are best changed, given the mask, before they
+#: are visited (zero where removed).
+MaskChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
+#: `(first, last, adjusted, kept)` -> scale and zero point `[rows]` of the group of columns `first:last`, likewise; `kept` is the mask
+#: or None.
+ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
+
+
+@dataclass
+class ColumnGrid:
+    """Grid of stacked rows: `scale` and `zero` are `[groups, rows]`; `group[j]` is the group of visited column j.
+
+    `choose`: the scales of a group are set when the loop arrives at it (its columns must be visited one after the other);
+    None: they are as given.
+    """
+
+    low: float
+    high: float
+    is_float: bool
+    scale: torch.Tensor
+    zero: torch.Tensor | None
+    group: list[int]
+    choose: ScaleChooser | None = None
+
+    def round(self, column: torch.Tensor, group: int, out: torch.Tensor, codes: torch.Tensor | None) -> None:
+        """Nearest grid values of `column [rows]` into `out [rows]`, and their codes (int8) into `codes`."""
+        scale = self.scale[group]
+        torch.div(column, scale, out=out)
+        if self.is_float:
+            out.copy_(round_fp8(out))
+        else:
+            out.round_()
+            if self.zero is None:
+                out.clamp_(self.low, self.high)
+                if codes is not None:
+                    codes.copy_(out)
+            else:
+                zero = self.zero[group]
+                out.add_(zero).clamp_(self.low, self.high)
+                if codes is not None:
+                    codes.copy_(out)
+                out.sub_(zero)
+        out.mul_(scale)
+
+
+@dataclass
+class Solution:
+    """In visiting order, `[in, rows]`: what is lost (weight - value), the codes (int grids; else None), the mask (True = kept; None =
+    dense)."""
+
+    error: torch.Tensor
+    codes: torch.Tensor | None
+    mask: torch.Tensor | None
+
+
+def run(
+    weight: torch.Tensor,
+    factor: Factor,
+    grid: ColumnGrid | None = None,
+    mask: torch.Tensor | None = None,
+    choose_mask: MaskChooser | None = None,
+    mask_columns: int = 1,
+    block: int = 128,
+) -> Solution:
+    """Visit every column once.
+
+    Args:
+        weight: float32 `[in, rows]`, contiguous, in visiting order. Its memory becomes `Solution.error`.
+        factor: of the Hessian in visiting order.
+        grid: None keeps float values.
+        mask: bool `[in, rows]`, fixed beforehand; or
+        choose_mask: called for every `mask_columns` columns (with float values, or a grid fixed beforehand).
+        block: columns that look back together at those before them; made a multiple of the units that are chosen together.
+    """
+    columns, rows = weight.shape
+    groups = _starts(grid.group) if grid is not None and grid.choose is not None else {}
+    masks = {}
+    if choose_mask is not None:
+        masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
+        mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
+    codes = None
+    if grid is not None and not grid.is_float:
+        codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
+    group = None if grid is None else torch.tensor(grid.group, device=weight.device)
+    value = torch.empty(rows, device=weight.device)
+    for start, end in _blocks(columns, block, masks, groups):
+        corner = factor.corner(start, end)
+        upper = torch.linalg.solve_triangular(corner, torch.eye(end - start, device=weight.device), upper=False).T
+        inverse = corner.diagonal().contiguous()  # 1 / U_jj
+        work = _adjusted(weight, factor, start, end, upper)
+        # What every column of the block owes to the later ones, divided by U_jj.
+        error = torch.zeros(end - start, rows, device=weight.device)
+        divisors = inverse.tolist()
+        native = (
+            codes is not None
+            and choose_mask is None
+            and end - start <= columns_in_c.MOST
+            and columns_in_c.usable(work, mask)
+        )
+        first = start
+        while first < end:
+            # A leaf never reaches into a unit that is yet to be chosen: its columns must be up to date then.
+            last = end if native else min(first + LEAF, end)
+            last = next((j for j in range(first + 1, last) if j in masks or j in groups), last)
+            if first in groups and grid is not None and grid.choose is not None:
+                upto = groups[first]
+                kept = None if mask is None else mask[first:upto]
+                ahead = work[first - start : upto - start] if upto <= end else _adjusted(weight, factor, first, upto)
+                scale, zero = grid.choose(first, upto, ahead, kept)
+                grid.scale[grid.group[first]] = scale
+                if grid.zero is not None and zero is not None:
+                    grid.zero[grid.group[first]] = zero
+            if first in masks and choose_mask is not None and mask is not None:
+                upto = masks[first]
+                here = slice(first - start, upto - start)
+                if upto <= end:
+                    mask[first:upto], better = choose_mask(first, upto, work[here], upper[here, here])
+                else:
+                    mask[first:upto], better = choose_mask(first, upto, _adjusted(weight, factor, first, upto), None)
+                if better is not None:
+                    # Only the values inside this block move now; a unit that goes on beyond it is decided column by column.
+                    last = min(upto, end)
+                    here = slice(first - start, last - start)
+                    better = better[: last - first]
+                    error[here] = torch.linalg.solve_triangular(upper[here, here].T, work[here] - better, upper=False)
+                    work[here] = better
+            if native:
+                assert grid is not None
+                assert codes is not None
+                assert group is not None
+                columns_in_c.round_block(
+                    work, error, codes[start:end], None if mask is None else mask[start:end], first - start, last - start,
+                    upper, inverse, grid.scale, grid.zero, group[start:end], (grid.low, grid.high),
+                )  # fmt: skip
+                first = last
+                continue
+            for j in range(first - start, last - start):
+                adjusted = work[j]
+                if grid is not None:
+                    grid.round(adjusted, grid.group[start + j], value, None if codes is None else codes[start + j])
+                else:
+                    value.copy_(adjusted)
+                if mask is not None:
+                    value.mul_(mask[start + j])
+                adjusted.sub_(value).mul_(divisors[j])
+                error[j] += adjusted
+                if start + j + 1 < last:
+                    work[j + 1 : last - start].addr_(upper[j, j + 1 : last - start], adjusted, alpha=-1)
+                adjusted.copy_(value)
+            if last < end:
+                done, rest = slice(first - start, last - start), slice(last - start, end - start)
+                work[rest].addmm_(upper[done, rest].T, error[done], alpha=-1)
+            first = last
+        weight[start:end] -= work
+    if codes is not None and mask is not None and grid is not None:
+        if grid.zero is None:
+            codes.mul_(mask)
+        else:
+            codes = torch.where(mask, codes, grid.zero[group].to(torch.int8))
+    return Solution(weight, codes, mask)
+
+
+def _adjusted(
+    weight: torch.Tensor, factor: Factor, start: int, end: int, upper: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Columns `start:end` as they would best be, given what was lost in all columns before them (`weight[:start]`) and nothing since.
+
+    `upper`: the corner of U for these columns, where it is at hand.
+    """
+    work = weight[start:end].clone()
+    if start == 0:
+        return work
+    owed = factor.panel(start, end) @ weight[:start]
+    if upper is not None:
+        return work.addmm_(upper.T, owed)
+    return work.add_(torch.linalg.solve_triangular(factor.corner(start, end), owed, upper=False))
+
+
+def _starts(group: list[int]) -> dict[int, int]:
+    """First column of every run of one group -> one past its last."""
+    cuts = [j for j in range(len(group)) if j == 0 or group[j] != group[j - 1]]
+    return dict(zip(cuts, [*cuts[1:], len(group)], strict=True))
+
+
+def _blocks(columns: int, block: int, *units: dict[int, int]) -> list[tuple[int, int]]:
+    """Cut the columns about every `block`, never inside a unit smaller than a block (a larger one must begin with a block)."""
+    blocks = []
+    start = 0
+    while start < columns:
+        end = min(start + block, columns)
+        for unit in units:
+            for first, last in unit.items():
+                if (start < first < end < last) or (first == start and end < last < start + 2 * block):
+                    end = first if first > start else last
+        blocks.append((start, end))
+        start = end
+    return blocks

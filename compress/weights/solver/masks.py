@@ -1,0 +1,324 @@
+"""N:M masks reconsidered: move zeros inside a block of M columns wherever that lowers the output error, rounding included.
+
+With all other weights fixed, the error as a function of one block's values is a small quadratic. Every way to keep N of the M
+weights is tried with its best values (rounded one after the other, each making up for those before it), and the block takes
+the best if it beats what it has. Block coordinate descent: the output error never rises.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+
+from compress.core import file_matrix
+from compress.prune.patterns import Pattern, keep_largest
+from compress.quantize.grid import Search, search_groups
+from compress.weights.solver.columns import StackedGrid
+from compress.weights.solver.factor import Factor
+from compress.weights.solver.loop import MaskChooser, ScaleChooser
+from runtime.formats.scheme import WeightScheme
+
+# What the column loop asks when it arrives at a column whose mask or scale is not decided yet.
+
+
+def mask_chooser(pattern: Pattern, variance: torch.Tensor, heights: list[int], sparsity: list[float]) -> MaskChooser:
+    """Choose by the cost of removing a weight while the later columns compensate: `w_j^2 / U_jj^2` (SparseGPT).
+
+    Args:
+        pattern: what the mask must look like.
+        variance: `[in]` squared diagonal of the factor of the inverse Hessian, in visiting order.
+        heights: rows of each of the stacked weights.
+        sparsity: of each of the stacked weights (not used by N:M).
+    """
+
+    def choose(
+        first: int, last: int, adjusted: torch.Tensor, _corner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, None]:
+        score = adjusted.square() / variance[first:last, None]
+        if pattern.kind == "n:m":
+            columns, rows = score.shape
+            # [blocks, m, rows]: the weights of one block lie along the middle.
+            return keep_largest(score.T.reshape(-1, pattern.m), pattern.n).reshape(rows, columns).T, None
+        parts = []
+        for part, fraction in zip(score.split(heights, dim=1), sparsity, strict=True):
+            # The columns passed so far decide how many zeros are due, so that the rounding never adds up.
+            due = pattern_zeros(pattern, part.shape[1], last, fraction) - pattern_zeros(
+                pattern, part.shape[1], first, fraction
+            )
+            parts.append(_mask_part(pattern, part, due))
+        return torch.cat(parts, dim=1), None
+
+    return choose
+
+
+def exact_mask_chooser(pattern: Pattern, factor: Factor) -> MaskChooser:
+    """N:M by trying every way to keep `n` of `m` weights, each at its exact cost.
+
+    The cost of removing the set S of a block is `w_S^T ((H^-1)_SS)^-1 w_S`, with the inverse Hessian of the columns not visited
+    yet: all of them, also the kept ones of the block, make up for the loss (the multi-weight form of Optimal Brain Surgeon).
+    The kept weights of the block are moved accordingly.
+    """
+    removed = list(combinations(range(pattern.m), pattern.m - pattern.n))
+    sets = torch.zeros(len(removed), pattern.m, dtype=torch.bool)
+    for i, chosen in enumerate(removed):
+        sets[i, list(chosen)] = True
+    device = factor.reversed_upper.device
+    sets = sets.to(device)
+
+    def choose(
+        first: int, last: int, adjusted: torch.Tensor, corner: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if corner is None:
+            whole = factor.corner(first, last)
+            corner = torch.linalg.solve_triangular(whole, torch.eye(last - first, device=device), upper=False).T
+        inverse = corner.T @ corner
+        # [sets, m, m]: ((H^-1)_SS)^-1, zero elsewhere; the unit diagonal outside S makes the matrix invertible.
+        both = sets[:, :, None] & sets[:, None, :]
+        padded = torch.where(both, inverse, torch.eye(pattern.m, device=device))
+        costs = torch.where(both, torch.linalg.inv(padded), 0.0)
+        multipliers = torch.matmul(costs, adjusted)  # [sets, m, rows]
+        best = (multipliers * adjusted).sum(1).argmin(0)
+        kept = ~sets[best].T
+        multiplier = multipliers.gather(0, best[None, None, :].expand(1, pattern.m, -1))[0]
+        return kept, (adjusted - inverse @ multiplier).mul_(kept)
+
+    return choose
+
+
+def pattern_zeros(pattern: Pattern, rows: int, columns: int, sparsity: float) -> int:
+    """How many units (weights, or blocks) of the first `columns` columns are zero."""
+    units = (rows // pattern.rows) * (columns // pattern.columns) if pattern.kind == "block" else rows * columns
+    return round(sparsity * units)
+
+
+def _mask_part(pattern: Pattern, score: torch.Tensor, zeros: int) -> torch.Tensor:
+    if pattern.kind == "unstructured":
+        return keep_largest(score.reshape(1, -1), score.numel() - zeros).reshape(score.shape)
+    columns, rows = score.shape
+    pooled = score.reshape(columns // pattern.columns, pattern.columns, rows // pattern.rows, pattern.rows).sum((1, 3))
+    kept = keep_largest(pooled.reshape(1, -1), pooled.numel() - zeros).reshape(pooled.shape)
+    return kept.repeat_interleave(pattern.columns, 0).repeat_interleave(pattern.rows, 1)
+
+
+def scale_chooser(
+    scheme: WeightScheme, dtype: torch.dtype, search: Search, order: torch.Tensor, hessian: torch.Tensor
+) -> ScaleChooser:
+    """Fit the scale of a group to its weights as earlier columns have left them.
+
+    `order [in]` is the visiting order; the squared error is weighted by the diagonal of `hessian [in, in]`, or by all of it.
+    """
+
+    energy = file_matrix.diagonal(hessian).clamp(min=0)
+
+    def choose(first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None):
+        groups = adjusted.T if kept is None else adjusted.T * kept.T
+        span = order[first:last]
+        cost = energy[span]
+        if search == "hessian":
+            cost = hessian[span[:, None], span]
+            file_matrix.let_go(hessian)
+        return search_groups(groups, scheme, dtype, search, cost)
+
+    return choose
+
+
+# Best values of the kept weights, given which ones are removed: least squares on the layer's outputs, row by row.
+
+
+def reconstruct(
+    target: torch.Tensor,
+    start: torch.Tensor,
+    mask: torch.Tensor,
+    hessian: torch.Tensor,
+    damping: float,
+    iterations: int,
+) -> torch.Tensor:
+    """Minimise `(t - v)^T (H + d I) (t - v)` over `v` that are zero where the mask says so.
+
+    All rows at once by conjugate gradients (Jacobi-preconditioned), one matrix product an iteration; the error falls with
+    every iteration, so the result is never worse than `start`.
+
+    Args:
+        target: float32 `[in, rows]`.
+        start: first guess, zero where removed.
+        mask: bool `[in, rows]`, True = kept.
+        hessian: `[in, in]`.
+        damping: `d` as a fraction of the mean of the diagonal.
+    """
+    if iterations == 0:
+        return start
+    energy = file_matrix.diagonal(hessian)
+    extra = damping * float(energy.mean())
+    inverse = (1 / (energy + extra).clamp(min=1e-30))[:, None]
+    values = start.clone()
+    difference = target - values
+    residual = file_matrix.product(hessian, difference).add_(difference, alpha=extra).mul_(mask)
+    del difference
+    direction = residual * inverse
+    old = (residual * direction).sum(0)
+    for _ in range(iterations):
+        product = file_matrix.product(hessian, direction).add_(direction, alpha=extra)
+        step = old / (direction * product).sum(0).clamp(min=1e-30)
+        values.addcmul_(direction, step[None, :])
+        residual.addcmul_(product.mul_(mask), step[None, :], value=-1)
+        conditioned = torch.mul(residual, inverse, out=product)
+        new = (residual * conditioned).sum(0)
+        direction.mul_((new / old.clamp(min=1e-30))[None, :]).add_(conditioned)
+        old = new
+    return values
+
+
+#: Columns whose effect on all other columns is applied together.
+BLOCK = 128
+#: Patterns with more ways to choose than this are not searched.
+MAX_SETS = 70
+
+
+@dataclass
+class _Choices:
+    """Per block `b` and choice `c`: kept columns `[C, n]`, cost matrices `[B, C, m, m]`, targets `[B, C, n, m]`, rounding order."""
+
+    kept: torch.Tensor
+    cost: torch.Tensor
+    target: torch.Tensor
+    upper: torch.Tensor
+    inverse: torch.Tensor
+
+
+def swap(
+    weight: torch.Tensor,
+    codes: torch.Tensor | None,
+    values: torch.Tensor,
+    grid: StackedGrid | None,
+    mask: torch.Tensor,
+    hessian: torch.Tensor,
+    pattern: Pattern,
+    sweeps: int,
+) -> None:
+    """Improve `values`, `codes` and `mask` in place.
+
+    Args:
+        weight: float32 `[in, rows]`, the target, in the original column order.
+        codes: float32 `[in, rows]`, or None for float values.
+        values: float32 `[in, rows]`, zero where removed.
+        grid: integer grid of the codes, or None.
+        mask: bool `[in, rows]`, True = kept; has the pattern and keeps it.
+        hessian: `[in, in]`, positive definite on every block of M columns.
+    """
+    columns, m = weight.shape[0], pattern.m
+    choices = _prepare(hessian, pattern)
+    gradient = file_matrix.product(hessian, weight - values)
+    group = grid.group_of(columns) if grid is not None else None
+    step = max(m, BLOCK // m * m)
+    for _ in range(sweeps):
+        for start in range(0, columns, step):
+            end = min(start + step, columns)
+            moved = torch.zeros(end - start, weight.shape[1], device=weight.device)
+            for first in range(start, end, m):
+                span = slice(first, first + m)
+                scale = zero = None
+                if grid is not None and group is not None:
+                    scale = grid.scale[group[span]]
+                    zero = None if grid.zero is None else grid.zero[group[span]]
+                better, new, new_codes, kept = _best(
+                    choices, first // m, values[span], gradient[span], scale, zero, grid
+                )
+                new = torch.where(better, new, values[span])
+                delta = torch.sub(values[span], new, out=moved[first - start : first - start + m])
+                values[span] = new
+                mask[span] = torch.where(better, kept, mask[span])
+                if codes is not None and new_codes is not None:
+                    codes[span] = torch.where(better, new_codes, codes[span])
+                if first + m < end:
+                    gradient[first + m : end].addmm_(hessian[first + m : end, span], delta)
+            # The later columns of the stretch are up to date; everything else is not.
+            gradient.addmm_(hessian[start:end].T, moved)  # as the columns, which are not together
+            block = torch.arange(end - start, device=weight.device) // m
+            done = hessian[start:end, start:end] * (block[:, None] > block[None, :])
+            gradient[start:end].addmm_(done, moved, alpha=-1)
+            file_matrix.let_go(hessian)
+
+
+def searchable(pattern: Pattern | None) -> bool:
+    """Whether the pattern is N:M with few enough choices."""
+    return (
+        pattern is not None
+        and pattern.kind == "n:m"
+        and len(list(combinations(range(pattern.m), pattern.n))) <= MAX_SETS
+    )
+
+
+def _prepare(hessian: torch.Tensor, pattern: Pattern) -> _Choices:
+    m, n = pattern.m, pattern.n
+    blocks = hessian.shape[0] // m
+    small = torch.empty(blocks, m, m, dtype=torch.float64, device=hessian.device)
+    for block in range(blocks):
+        small[block] = hessian[block * m : (block + 1) * m, block * m : (block + 1) * m]
+        if block % file_matrix.PANEL == 0:
+            file_matrix.let_go(hessian)
+    # Columns without energy would make a block singular.
+    small = small + 1e-6 * file_matrix.diagonal(hessian).mean().clamp(min=1e-30) * torch.eye(m, device=hessian.device)
+    kept = torch.tensor(list(combinations(range(m), n)), device=hessian.device)
+    others = [[j for j in range(m) if j not in k] for k in kept.tolist()]
+    removed = torch.tensor(others, device=hessian.device)
+    inverse = torch.linalg.inv(small)
+    choices = len(others)
+    cost = torch.zeros(blocks, choices, m, m, dtype=torch.float64, device=hessian.device)
+    target = torch.zeros(blocks, choices, n, m, dtype=torch.float64, device=hessian.device)
+    upper = torch.empty(blocks, choices, n, n, dtype=torch.float64, device=hessian.device)
+    for c in range(choices):
+        k, r = kept[c], removed[c]
+        kk = small[:, k][:, :, k]
+        schur = torch.linalg.inv(inverse[:, r][:, :, r])
+        cost[:, c, r[:, None], r[None, :]] = schur
+        target[:, c, torch.arange(n), k] = 1
+        target[:, c][:, :, r] = torch.linalg.solve(kk, small[:, k][:, :, r])
+        upper[:, c] = torch.linalg.cholesky(torch.linalg.inv(kk), upper=True)
+    return _Choices(kept, cost.float(), target.float(), upper.float(), inverse.float())
+
+
+def _best(choices: _Choices, block: int, values, gradient, scale, zero, grid: StackedGrid | None):
+    """Which rows improve, `[rows]`, and to which values, codes and mask, `[m, rows]`."""
+    m, rows = values.shape
+    wanted = values + choices.inverse[block] @ gradient
+    costs = ((choices.cost[block] @ wanted) * wanted).sum(1)
+    targets = choices.target[block] @ wanted
+    n = choices.kept.shape[1]
+    upper = choices.upper[block]
+    results = torch.empty_like(targets)
+    found = torch.empty_like(targets) if grid is not None else None
+    for i in range(n):
+        target = targets[:, i]
+        if grid is None or found is None:
+            results[:, i] = target
+            continue
+        low, high = grid.scheme.code_range
+        s = scale[choices.kept[:, i]]
+        code = (target / s).round_()
+        if zero is None:
+            code.clamp_(low, high)
+            value = code * s
+        else:
+            z = zero[choices.kept[:, i]]
+            code.add_(z).clamp_(low, high)
+            value = (code - z) * s
+        found[:, i], results[:, i] = code, value
+        lost = (target - value) / upper[:, i, i, None]
+        costs += lost.square()
+        for later in range(i + 1, n):
+            targets[:, later] -= upper[:, i, later, None] * lost
+    cost, choice = costs.min(0)
+    # The same quadratic at the present values: gradient and values say how far they are from the optimum.
+    present = ((wanted - values) * gradient).sum(0)
+    better = cost < present * (1 - 1e-5)
+    index = choice[None, None, :].expand(1, n, rows)
+    positions = choices.kept[choice].T
+    new = torch.zeros_like(values).scatter_(0, positions, results.gather(0, index)[0])
+    kept = torch.zeros(m, rows, dtype=torch.bool, device=values.device).scatter_(0, positions, True)
+    codes = None
+    if found is not None:
+        codes = torch.zeros_like(values) if zero is None else zero.clone()
+        codes.scatter_(0, positions, found.gather(0, index)[0])
+    return better, new, codes, kept

@@ -1,0 +1,168 @@
+"""Polish a solved weight: move codes and scales, one at a time, wherever that lowers the output error.
+
+The column loop decides every column once, knowing only the columns before it. Afterwards each code can be set to the best grid
+value given all the others (cyclic coordinate descent on `tr(E H E^T)`), and each scale to its least-squares value given the
+codes. Every step lowers the error or leaves it, so the result is never worse. Removed weights stay zero.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from compress.core import file_matrix
+from compress.core import native as columns_in_c
+from compress.quantize.objective import column_errors
+from compress.weights.solver.columns import StackedGrid
+
+LEAF = 16
+#: Columns (whole groups) whose gradient is computed together, from all that is lost at that time.
+BLOCK = 128
+
+
+def refine(
+    error: torch.Tensor,
+    codes: torch.Tensor,
+    grid: StackedGrid,
+    mask: torch.Tensor | None,
+    hessian: torch.Tensor,
+    dtype: torch.dtype,
+    sweeps: int,
+    refit: bool,
+) -> torch.Tensor:
+    """Refine `codes` and `grid` in place.
+
+    Args:
+        error: float32 `[in, rows]`, target minus grid values, in the original column order. Becomes target minus the values as
+            `dtype` holds them.
+        codes: int8 `[in, rows]`.
+        grid: integer grid; its scales are representable in `dtype` and stay so.
+        mask: bool `[in, rows]`, True = kept, or None.
+        hessian: `[in, in]` float32.
+        dtype: of scales and dequantized weights.
+        sweeps: passes over all columns, at least one.
+        refit: also refit scales.
+
+    Returns:
+        Output error of every row at the end, float32 `[rows]`.
+    """
+    columns = error.shape[0]
+    group = grid.scheme.group_size if grid.scheme.strategy == "group" else columns
+    assert group is not None
+    step = group * max(1, BLOCK // group)
+    spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
+    divisors = _inverse(file_matrix.diagonal(hessian))
+    lost = torch.zeros(error.shape[1], device=error.device)
+    for sweep in range(sweeps):
+        for start, end in spans:
+            here = slice(start, end)
+            before = hessian[here, :start] @ error[:start] if start else None
+            gradient = hessian[here, start:] @ error[start:]
+            if before is not None:
+                gradient += before
+            part = _Part(
+                codes[here].float(), gradient, hessian[here, here], None if mask is None else mask[here],
+                divisors[start:end], error[here], dtype, sweep == sweeps - 1,
+            )  # fmt: skip
+            for first in range(start, end, group):
+                g = first // group
+                zero = None if grid.zero is None else grid.zero[g]
+                part.group(first - start, min(first + group, end) - start, grid, g, zero, refit)
+            codes[here] = part.codes.to(torch.int8)
+            if sweep == sweeps - 1:
+                # Every pair of columns once: with those before it, which do not move any more.
+                lost += column_errors(error[here], hessian[here, here])
+                if before is not None:
+                    lost += (2 * before * error[here]).sum(0)
+            file_matrix.let_go(hessian)
+    return lost.clamp_(min=0)
+
+
+def _inverse(diagonal: torch.Tensor) -> torch.Tensor:
+    # A column without energy has no gradient either: any divisor will do.
+    return torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
+
+
+class _Part:
+    """A stretch of whole groups: its codes, the gradient `H e` of its columns, and what is lost in them.
+
+    `gradient` is kept true for the columns of the stretch while codes and scales move; `error` takes the moves when a group is done
+    (and, in the last sweep, what the dtype rounds away).
+    """
+
+    def __init__(self, codes, gradient, hessian, mask, divisors, error, dtype, last) -> None:
+        self.codes, self.gradient, self.hessian, self.mask = codes, gradient, hessian, mask
+        self.divisors, self.error, self.dtype, self.last = divisors, error, dtype, last
+        self.value = torch.empty_like(codes[0])
+
+    def group(self, start: int, end: int, grid: StackedGrid, g: int, zero: torch.Tensor | None, refit: bool) -> None:
+        """All codes of one group, one column after the other, then its scale."""
+        scale = grid.scale[g]
+        old = self._values(start, end, scale, zero)
+        for first in range(start, end, BLOCK):
+            self._block(first, min(first + BLOCK, end), start, old, scale, zero, *grid.scheme.code_range)
+        if refit:
+            scale = self._refit(start, end, scale, zero)
+            grid.scale[g] = scale
+        values = self._values(start, end, scale, zero)
+        # What the dtype rounds away is lost too, once the values are final; the groups to come make up for it.
+        self.error[start:end] += old.sub_(values.to(self.dtype) if self.last else values)
+
+    def _values(self, start: int, end: int, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        values = (self.codes[start:end] if zero is None else self.codes[start:end] - zero) * scale
+        if self.mask is not None:
+            values *= self.mask[start:end]
+        return values
+
+    def _block(self, first, last, origin, old, scale, zero, low, high) -> None:
+        """Coordinate descent over the columns `first:last` of the stretch; `old` are the values of the group, from `origin` on."""
+        gradient, hessian, codes, value = self.gradient, self.hessian, self.codes, self.value
+        moved = torch.empty(last - first, codes.shape[1], device=codes.device)
+        here = slice(first, last)
+        if columns_in_c.usable(gradient, codes, self.mask):
+            columns_in_c.descend_block(
+                gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
+                hessian[here, here], self.divisors[here], scale, zero, (low, high),
+            )  # fmt: skip
+            for rest in (slice(0, first), slice(last, gradient.shape[0])):
+                if rest.start < rest.stop:
+                    gradient[rest].addmm_(hessian[rest, here], moved)
+            return
+        inverse = self.divisors.tolist()
+        for leaf in range(first, last, LEAF):
+            upto = min(leaf + LEAF, last)
+            for j in range(leaf, upto):
+                torch.add(old[j - origin], gradient[j], alpha=inverse[j], out=value)
+                value.div_(scale).round_()
+                if zero is None:
+                    value.clamp_(low, high)
+                    codes[j] = value
+                else:
+                    value.add_(zero).clamp_(low, high)
+                    codes[j] = value
+                    value.sub_(zero)
+                value.mul_(scale)
+                if self.mask is not None:
+                    value.mul_(self.mask[j])
+                delta = torch.sub(old[j - origin], value, out=moved[j - first])
+                if j + 1 < upto:
+                    gradient[j + 1 : upto].addr_(hessian[j + 1 : upto, j], delta)
+            if upto < last:
+                gradient[upto:last].addmm_(hessian[upto:last, leaf:upto], moved[leaf - first : upto - first])
+        # Within the block only later columns were kept up to date; now all of the stretch, without doing those twice.
+        gradient.addmm_(hessian[:, first:last], moved)
+        gradient[first:last].addmm_(torch.tril(hessian[first:last, first:last], -1), moved, alpha=-1)
+
+    def _refit(self, start: int, end: int, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
+        """The scale that suits the codes best, as the dtype holds it; the old one where that is no better."""
+        unit = self.codes[start:end] if zero is None else self.codes[start:end] - zero
+        if self.mask is not None:
+            unit = unit * self.mask[start:end]
+        along = (unit * self.gradient[start:end]).sum(0)
+        curvature = column_errors(unit, self.hessian[start:end, start:end])
+        wanted = (scale + along / curvature.clamp(min=1e-30)).to(self.dtype).to(torch.float32)
+        step = wanted - scale
+        better = (step * (curvature * step - 2 * along) < 0) & (wanted.abs() >= torch.finfo(self.dtype).tiny)
+        step = torch.where(better, step, 0.0)
+        if self.gradient.shape[0] > end:  # groups to come want to know
+            self.gradient.addmm_(self.hessian[:, start:end], unit * step, alpha=-1)
+        return scale + step

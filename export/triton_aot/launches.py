@@ -1,0 +1,174 @@
+"""Which launches a model makes on a GPU that is not here, found by walking through it with tensors on meta.
+
+The layers get the kernels that the table would choose on that GPU; where the lean engine would take the model over, its decoder is
+called as a step calls it, with q/k/v and gate/up joined; else every compressed layer is called by itself.
+"""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime import kernels as table
+from runtime.engines import llama_structure
+from runtime.kernels import Choice, Kernel, Layer
+from runtime.kernels.triton import gpu, jit, tuning
+from runtime.kernels.triton.base import ROWS, TritonKernel
+from runtime.kernels.triton.signature import Variant, of
+from runtime.layers.compressed_linear import CompressedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+META = torch.device("meta")
+
+
+@dataclass
+class Launches:
+    """What is to be compiled for one GPU.
+
+    Attributes:
+        variants: {variant: the rule of its grid, as numbers of programs for one of its launches}, in the order found.
+        kernels: {compressed layer: the kernel that computes it there}.
+        engine: why the lean engine does not run the model; None when it does.
+    """
+
+    variants: dict[Variant, tuple[int, ...]]
+    kernels: dict[str, str]
+    engine: str | None
+
+
+def best(layer: Layer) -> Kernel:
+    """What the table chooses for a layer on the GPU that is assumed (`gpu.assuming`); the layer is on meta."""
+    return table.on_gpu(layer)[0]
+
+
+def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bool = False) -> Launches:
+    """The launches of a model whose compressed layers are installed and on meta, on a GPU of compute capability 80, 90, 100.
+
+    Args:
+        every: each configuration that tuning may choose; False: the default ones only.
+        policy: it has one for its cache, with which transformers' modules compute. Launches of the lean engine, which computes when
+            it is loaded with a plain cache, are found too; those over the compressed cache are not.
+
+    The model is used up: its layers get kernels and empty tensors.
+    """
+    from runtime.engines.cuda.parts import why_not
+
+    with ExitStack() as stack:
+        stack.enter_context(gpu.assuming(capability))
+        stack.enter_context(torch.inference_mode())
+        kernels = _prepare(model)
+        reason = why_not(model)
+        lean = reason is None
+        if lean and policy:
+            reason = "its cache is compressed"
+        launches = stack.enter_context(jit.recording())
+        # By themselves too where they are joined: the table asks about each of them before.
+        _layers(model)
+        if every:
+            stack.enter_context(tuning.every_candidate())
+        if every and reason is not None:
+            _layers(model)
+        if lean:
+            _decode(model)
+    variants: dict[Variant, tuple[int, ...]] = {}
+    for launch in launches:
+        variants.setdefault(of(launch), launch.grid)
+    return Launches(variants, kernels, reason)
+
+
+def _prepare(model: nn.Module) -> dict[str, str]:
+    """Give every compressed layer its kernel and tensors. Those that Triton does not compute become plain ones on meta."""
+    found: dict[str, str] = {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, CompressedLinear):
+            continue
+        kernel = best(replace(module.layer, device=META))
+        found[name] = kernel.name
+        if isinstance(kernel, TritonKernel):
+            _imagine(module, kernel)
+        else:
+            parent, _, leaf = name.rpartition(".")
+            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, META, module.dtype)
+            setattr(model.get_submodule(parent), leaf, plain)
+    return found
+
+
+def _imagine(module: CompressedLinear, kernel: TritonKernel) -> None:
+    module.choice = Choice(kernel, kernel, kernel)
+    module._replace(kernel.blank(module.layer, module.stored_dtype))
+
+
+def _layers(model: nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, CompressedLinear):
+            for rows in ROWS:
+                module(torch.empty(rows, module.in_features, dtype=module.dtype, device=META))
+
+
+def _decode(model: PreTrainedModel) -> None:
+    """Steps and prompts of the lean engine."""
+    from runtime.engines.cuda import engine, ops
+    from runtime.engines.cuda.cache import Memory
+    from runtime.engines.cuda.decoder import Decoder
+    from runtime.engines.cuda.parts import read_parts
+
+    parts = read_parts(model, fuse=False)
+    assert not isinstance(parts, str), parts  # `why_not` was asked
+    blocks = [replace(block, qkv=_joined(block.qkv), gate_up=_joined(block.gate_up)) for block in parts.blocks]
+    parts = replace(parts, blocks=blocks)
+    context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    width = -(-(context or engine.UNLIMITED) // engine.PAGE)
+    decoder = Decoder(parts, ops.kernels(), 1)
+    decoder.rotations = decoder.rotations.to(META)
+    memory = Memory(parts, engine.PAGE, 1, META)
+    hidden = parts.final_norm.shape[0]
+    for rows in ROWS:
+        # They are parts of one tensor in a step (`steps.py`), so their addresses may be anything.
+        numbers = [torch.empty(rows + 1, dtype=torch.int32, device=META)[1:] for _ in range(3)]
+        tables = torch.empty(rows, width, dtype=torch.int32, device=META)
+
+        def attend(
+            layer: int, q: torch.Tensor, numbers: list[torch.Tensor] = numbers, tables: torch.Tensor = tables
+        ) -> Any:
+            return decoder.ops.decode_attention(
+                q, memory.keys[layer], memory.values[layer], tables, numbers[1], parts.scale,
+                parts.blocks[layer].window,
+            )  # fmt: skip
+
+        x = torch.empty(rows, hidden, dtype=parts.dtype, device=META)
+        decoder(x, engine.Rows(*numbers), memory, attend)
+
+
+def _joined(layers: llama_structure.Joined) -> llama_structure.Joined:
+    """As `Joined.of` joins them, but for looking at numbers."""
+    if all(type(layer) is nn.Linear for layer in layers.layers):
+        whole: nn.Module | None = llama_structure.join_dense(layers.layers)
+    else:
+        whole = _whole(layers.layers)
+    if whole is not None:
+        layers.layers = [whole]
+    return layers
+
+
+def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
+    linear = llama_structure.alike(layers)
+    if linear is None:
+        return None
+    first = linear[0]
+    kernel = first.kernel
+    shape = (sum(x.out_features for x in linear), first.in_features)
+    tensors = llama_structure.concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
+    if tensors is None or not isinstance(kernel, TritonKernel):
+        return None
+    whole = CompressedLinear(first.entry, shape, any(x.bias is not None for x in linear), first.stored_dtype)
+    whole.dtype = first.dtype
+    if best(replace(whole.layer, device=META)).layout != kernel.layout:
+        return None
+    _imagine(whole, kernel)
+    return whole

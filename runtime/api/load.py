@@ -1,0 +1,303 @@
+"""`runtime.load`: from a directory to a model that generates or embeds."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.api.audio import load_listener
+from runtime.api.encoder import EncoderModel
+from runtime.api.model import Model
+from runtime.api.seq2seq import Seq2SeqModel
+from runtime.api.speech import SpeechModel
+from runtime.checkpoint.artifact import MANIFEST, Artifact
+from runtime.checkpoint.checkpoint import Checkpoint, read_json
+from runtime.checkpoint.export_directory import Export, find_export, load_export, verify_files
+from runtime.drafting.config.measured_choice import CHOICE
+from runtime.engines.choose import load_engine
+from runtime.engines.torch.encoder import TorchEncoderEngine
+from runtime.engines.torch.engine import Blueprint
+from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
+from runtime.errors import ArtifactError, RequestError
+from runtime.kv_cache.policy.policy import choose_policy, is_off
+from runtime.sampling.options import reject_unknown
+from runtime.system.describe import show
+from runtime.system.sizes import byte_count
+
+# Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
+VERIFY_BYTES = 2**30
+UNFINISHED = ".compress/run.json"  # what an interrupted run leaves
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Any of these means that the directory is meant to have a tokenizer.
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "tokenizer.model",
+    "vocab.json",
+    "vocab.txt",
+    "spiece.model",
+)
+_OPTIONS = ["device", "kernels", "threads", "dtype", "verify", "max_memory", "kv_cache", "drafter", "trust_remote_code"]
+
+
+def refuse_unfinished(path: str | Path) -> None:
+    """ArtifactError where an interrupted run has left what is in a directory."""
+    directory = Path(path)
+    try:
+        unfinished = (directory / UNFINISHED).is_file() and not (directory / MANIFEST).is_file()
+    except OSError:  # whoever reads it says what is wrong with that name
+        return
+    if unfinished:
+        raise ArtifactError(f"{directory} is an unfinished run of `compress apply`; finish it with --resume")
+
+
+def load(
+    path: str | Path,
+    *,
+    device: str | torch.device = "auto",
+    kernels: str = "auto",
+    threads: int | None = None,
+    dtype: str | torch.dtype | None = None,
+    verify: bool | None = None,
+    max_memory: int | str | None = None,
+    kv_cache: str | Mapping[str, Any] | bool | None = None,
+    drafter: Any = None,
+    trust_remote_code: bool = False,
+    **unknown: Any,
+) -> Any:
+    """Load a compressed artifact, an export of one (ONNX, TensorRT), or a plain Hugging Face checkpoint. Compressed weights stay packed.
+
+    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`, one that
+    hears (Whisper) as a `SpeechModel`.
+
+    Args:
+        path: the directory, or a hub id ("org/name").
+        device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ...
+        kernels: "auto" picks the fastest that is right for each layer; a name from `Model.explain()` forces one ("reference"
+            is plain torch).
+        threads: CPU threads of torch, for the whole process; None leaves them.
+        dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
+        verify: compare every file with the SHA-256 in the artifact's or export's manifest first, and weights kept by earlier
+            loads (`runtime.engines.streaming`) with theirs; None does so up to 1 GiB, and leaves out the README.md of exports.
+        max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
+            (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
+            weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
+            may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
+            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. A draft model counts
+            too, with a cache of its own; texts that do not fit in that are decoded without drafts. Only causal language models can be
+            loaded under a bound.
+        kv_cache: how keys and values are held: a published name ("kivi", "snapkv", ...), a mapping such as {"keys": "int4", "values":
+            "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`; docs/kv_cache.md). None: as the artifact
+            says, if it does; False: as they come. What `compress apply` calibrated for the artifact is used where a policy needs it.
+        drafter: what proposes tokens that the model then verifies several at a time (docs/speculative.md): a name ("lookup", "suffix",
+            "recycling", ...), the directory of a draft model, settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance":
+            "exact", "lengths": "goodput"}), a list of these (the first that knows something proposes), or a `Drafter`. None: what the
+            artifact brings, if it does; False: nothing. Texts stay those of plain decoding.
+        trust_remote_code: let the checkpoint bring Python code that is run.
+
+    Raises:
+        RequestError: a wrong option. ArtifactError: the directory cannot be used. Both say why in one sentence.
+    """
+    reject_unknown(unknown, _OPTIONS, "load")
+    target = read_device(device)
+    compute = _dtype(dtype)
+    bound = None if max_memory is None else byte_count("max_memory", max_memory)
+    if drafter is not None and drafter is not False:
+        from runtime.drafting.config.build import check_written
+
+        check_written(drafter)
+    if threads is not None:
+        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
+            raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
+        torch.set_num_threads(threads)
+    export = find_export(path)
+    if export is not None and not export.is_checkpoint:
+        return _exported(
+            export,
+            target,
+            verify,
+            trust_remote_code,
+            {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound},
+            kv_cache,
+            drafter,
+        )
+    refuse_unfinished(path)
+    artifact = Artifact(path, trust_remote_code)
+    known = artifact.manifest is not None or export is not None
+    small = known and artifact.checkpoint.total_bytes <= VERIFY_BYTES
+    checked = bool(verify) or (verify is None and small)
+    if checked:
+        verify_files(artifact, export, readme=bool(verify))
+    if target.type == "cuda":
+        offer_kernels(artifact.path, target)
+    blueprint = Blueprint(artifact, target, kernels, compute, trust_remote_code)
+    policy = choose_policy(kv_cache, artifact, blueprint.module.config)
+    if blueprint.kind != "decoder":
+        if drafter not in (None, False):
+            raise RequestError(
+                f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
+            )
+        return _without_cache_file(blueprint, bound, trust_remote_code)
+    brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
+    drafts = None
+    if bound is None or not (drafter is not None or brings):
+        engine = load_engine(blueprint, checked, bound, policy)
+    else:
+        from runtime.drafting.under_memory_bound import load_both
+
+        engine, drafts = load_both(blueprint, checked, bound, policy, drafter, trust_remote_code)
+    tokenizer = load_tokenizer(artifact.path, trust_remote_code)
+    speculation = None
+    if (drafter is not None or brings) and (drafts is None or not drafts.left_out):
+        from runtime.drafting.config.build import Target, choose_speculation
+
+        held = {} if drafts is None else drafts.models
+        speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=held))
+    return Model(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), speculation)
+
+
+def _exported(
+    export: Export,
+    device: torch.device,
+    verify: bool | None,
+    trust_remote_code: bool,
+    options: dict[str, Any],
+    kv_cache: Any,
+    drafter: Any,
+) -> Model | EncoderModel | Seq2SeqModel:
+    """What another engine runs, behind the same interface."""
+    if drafter not in (None, False):
+        raise RequestError(
+            f"drafter: {export.path} is an export, whose engine cannot take tokens back; load the artifact instead"
+        )
+    if kv_cache is not None and not is_off(kv_cache):
+        raise RequestError(
+            f"kv_cache: {export.path} is an export, whose engine has a cache of its own; load the artifact instead"
+        )
+    if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
+        export.verify(readme=bool(verify))
+    engine = load_export(export, device, options)
+    tokenizer = load_tokenizer(export.path, trust_remote_code)
+    kind = export.facts.get("kind", "decoder")
+    if kind == "encoder":
+        return EncoderModel(engine, tokenizer, export)
+    if kind == "encoder-decoder":
+        start, forced = decoder_start(export)
+        return Seq2SeqModel(engine, tokenizer, export, end_of_sequence(export, tokenizer), start, forced)
+    return Model(engine, tokenizer, export, end_of_sequence(export, tokenizer))
+
+
+def offer_kernels(path: Path, device: torch.device) -> None:
+    """Let what is loaded onto a GPU use the kernels that an export to triton has compiled for it; ArtifactError if they are damaged."""
+    if (path / "kernels" / "index.json").is_file():
+        from runtime.kernels.triton import ahead
+
+        ahead.offer(path, device)
+
+
+def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) -> EncoderModel | Seq2SeqModel:
+    """The other kinds are small: they are read whole and laid out at every load."""
+    artifact = blueprint.artifact
+    if bound is not None:
+        raise RequestError(f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out")
+    tokenizer = load_tokenizer(artifact.path, trust)
+    if blueprint.kind == "encoder":
+        return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
+    start, forced = decoder_start(artifact)
+    engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
+    if engine.features:
+        ends = end_of_sequence(artifact, tokenizer)
+        return SpeechModel(engine, tokenizer, artifact, ends, start, forced, load_listener(artifact.path))
+    return Seq2SeqModel(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), start, forced)
+
+
+def read_device(device: str | torch.device) -> torch.device:
+    """The device that "auto", a name or a device means; RequestError where it is not usable here."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError, TypeError, ValueError) as error:
+        raise RequestError(f"device {device!r} is not usable here; try 'auto' or 'cpu'") from error
+    return torch.empty(0, device=chosen).device  # "cuda" becomes "cuda:0", so that devices compare equal
+
+
+def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
+    if dtype is None:
+        return None
+    name = str(dtype).removeprefix("torch.")
+    if name not in DTYPES:
+        close = difflib.get_close_matches(name, DTYPES, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(DTYPES)}"
+        raise RequestError(f"dtype {name!r} is unknown: {hint}")
+    return DTYPES[name]
+
+
+def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
+    """The directory's tokenizer (transformers'), or None when it has none (token ids still work).
+
+    Args:
+        path: directory of an artifact, an export or a checkpoint.
+        trust_remote_code: let it bring Python code that is run.
+
+    Raises:
+        ArtifactError: its files cannot be read.
+    """
+    if not any((path / name).is_file() for name in _TOKENIZER_FILES):
+        return None
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers and tokenizers raise whatever comes up, bare Exception included
+        text = str(error).strip().splitlines()
+        reason = text[0] if text else type(error).__name__
+        raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
+
+
+def decoder_start(artifact: Artifact | Export) -> tuple[int, int | None]:
+    """The token that an encoder-decoder's outputs begin with, and the one that is forced after it (None: none is).
+
+    Raises:
+        ArtifactError: neither generation_config.json nor config.json says what decoders begin with.
+    """
+    file = artifact.path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+
+    def find(*names: str) -> int | None:
+        for name in names:
+            for source in (generation, artifact.config):
+                value = source.get(name)
+                if value is not None:
+                    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+                        raise ArtifactError(f"{artifact.path}: {name} must be a token id, not {value!r}")
+                    return value
+        return None
+
+    start = find("decoder_start_token_id", "bos_token_id")
+    if start is None:
+        raise ArtifactError(f"{artifact.path}/config.json has no decoder_start_token_id, which decoding begins with")
+    return start, find("forced_bos_token_id")
+
+
+def end_of_sequence(artifact: Artifact | Export | Checkpoint, tokenizer: Any) -> frozenset[int]:
+    """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
+    file = artifact.path / "generation_config.json"
+    generation = read_json(file) if file.is_file() else {}
+    text_config = artifact.config.get("text_config")
+    for source in (generation, artifact.config, text_config if isinstance(text_config, dict) else {}):
+        value = source.get("eos_token_id")
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            if not all(isinstance(v, int) and not isinstance(v, bool) for v in values):
+                raise ArtifactError(
+                    f"{artifact.path}: eos_token_id must be an integer or a list of them, not {show(value)}"
+                )
+            return frozenset(values)
+    own = getattr(tokenizer, "eos_token_id", None)
+    return frozenset() if own is None else frozenset([own])

@@ -1,0 +1,211 @@
+"""What `runtime.load` returns: text or token ids in, text, token ids, logits or scores out."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, overload
+
+import torch
+
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.export_directory import Export
+from runtime.decoding.request import Request
+from runtime.decoding.turns import Caller, Turns
+from runtime.drafting.speculation import Speculation
+from runtime.engines.base import Engine
+from runtime.errors import RequestError
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.progress import reporting
+from runtime.sampling.prompts import PromptReader, read_ids
+from runtime.sampling.stats import GenerationStats
+
+_SCORE_CHUNK = 512  # positions whose logits are in memory at once
+
+
+@dataclass(frozen=True)
+class Score:
+    """How likely a text is: `log_likelihood` (natural log) of its `tokens` tokens after the first, each given all before it."""
+
+    log_likelihood: float
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-self.log_likelihood / self.tokens)
+
+
+class Model:
+    """A loaded causal language model. Made by `runtime.load`.
+
+    Threads may call everything at once: they take turns on the engine, a step each, so that calls go on side by side and a
+    stream that nobody reads holds nobody up. Results do not depend on it. After an exception or Ctrl-C the model is as before.
+
+    Attributes:
+        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
+        artifact: the directory it came from.
+        engine: what computes.
+        eos_token_ids: tokens that end a text.
+        speculation: drafts that are verified several tokens at a time; None: every step gives one token.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        artifact: Artifact | Export,
+        eos_token_ids: frozenset[int],
+        speculation: Speculation | None = None,
+    ) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.artifact = artifact
+        self.eos_token_ids = eos_token_ids
+        self.speculation = speculation
+        self._turns = Turns()
+        self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
+        self._last = GenerationStats()  # of the last call in any thread
+        self._own = threading.local()  # .last: of the last call that this thread ended
+
+    # ---------------------------------------------------------------- generation
+    @overload
+    def generate(self, prompt: str, **options: Any) -> str: ...
+    @overload
+    def generate(self, prompt: list[str], **options: Any) -> list[str]: ...
+    @overload
+    def generate(self, prompt: list[int], **options: Any) -> list[int]: ...
+    @overload
+    def generate(self, prompt: list[list[int]], **options: Any) -> list[list[int]]: ...
+
+    def generate(self, prompt: Any, **options: Any) -> Any:
+        """Continue a prompt, or each of a batch of prompts of any number and lengths. Only what is new is returned.
+
+        A long list is worked through with as many prompts at a time as fit, on engines with a paged KV cache letting one in
+        whenever another ends and computing common beginnings once; others decode groups of similar lengths.
+
+        Args:
+            prompt: a text gives a text, a list of texts a list of texts, a list of token ids the new token ids, a list of such
+                lists a list of them.
+            options: max_new_tokens, temperature (0, the default: greedy), top_k, top_p, min_p, repetition_penalty, stop, seed,
+                ignore_eos, progress, cache_memory, prefill_chunk; see `runtime.sampling.options.GenerationOptions`.
+
+        Raises:
+            RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
+        """
+        request = self._request(prompt, options, "generate")
+        done = 0
+        with reporting(request.progress, len(request.outputs)) as report, closing(request.run(self._store)) as steps:
+            for ended in steps:
+                done += ended
+                report(done)
+        texts = request.prompts.are_text
+        results = [output.text if texts else list(output.tokens) for output in request.outputs]
+        return results if request.prompts.are_batch else results[0]
+
+    @overload
+    def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...
+    @overload
+    def stream(self, prompt: list[int], **options: Any) -> Iterator[int]: ...
+
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Any]:
+        """Like `generate` for one prompt, but yields the text in pieces (or the token ids one by one) while they are made.
+
+        The pieces together are exactly what `generate` returns: a piece is held back while it may be part of an unfinished
+        character or of a stop string.
+        """
+        request = self._request(prompt, options, "stream")
+        if request.prompts.are_batch:
+            raise RequestError("stream takes one prompt; use generate for a batch")
+        return self._pieces(request)
+
+    def _pieces(self, request: Request) -> Iterator[Any]:
+        output, is_text = request.outputs[0], request.prompts.are_text
+        done = 0
+        with closing(request.run(self._store)) as steps:
+            for _ in steps:
+                certain = output.text if is_text else output.tokens
+                if len(certain) > done:
+                    if is_text:
+                        yield certain[done:]
+                    else:
+                        yield from certain[done:]
+                    done = len(certain)
+
+    def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> Request:
+        options = GenerationOptions.from_keywords(keywords, function)
+        prompts = self._reader.read(prompt)
+        return Request(
+            self.engine,
+            self._turns,
+            prompts,
+            options,
+            self.tokenizer,
+            self.eos_token_ids,
+            self.artifact.path,
+            self.speculation,
+        )
+
+    def _store(self, stats: GenerationStats) -> None:
+        self._last = self._own.last = stats
+
+    # ---------------------------------------------------------------- logits and likelihood
+    def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
+        """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
+        ids = read_ids(input_ids)
+        for row in ids.tolist():
+            self._reader.check(row)
+        return Caller(self._turns).run(self.engine.forward, ids.to(self.engine.device), None, None, None)
+
+    @overload
+    def score(self, text: str | list[int]) -> Score: ...
+    @overload
+    def score(self, text: list[str] | list[list[int]]) -> list[Score]: ...
+
+    def score(self, text: Any) -> Any:
+        """Log-likelihood and perplexity of a text (or token ids), or of each of a list of them."""
+        texts = self._reader.read(text, "text")
+        for ids in texts.ids:
+            if len(ids) < 2:
+                raise RequestError("a text needs at least two tokens to have a likelihood")
+        scores = [self._score(ids) for ids in texts.ids]
+        return scores if texts.are_batch else scores[0]
+
+    def _score(self, ids: list[int]) -> Score:
+        cache, caller = self.engine.new_cache(), Caller(self._turns)
+        total = 0.0
+        for start in range(0, len(ids) - 1, _SCORE_CHUNK):
+            end = min(start + _SCORE_CHUNK, len(ids) - 1)
+            chunk = torch.tensor([ids[start:end]], device=self.engine.device)
+            positions = torch.arange(start, end, device=self.engine.device)[None]
+            logits = caller.run(self.engine.forward, chunk, cache, None, positions)[0]
+            following = torch.tensor(ids[start + 1 : end + 1], device=self.engine.device)
+            chosen = torch.log_softmax(logits, dim=-1).gather(-1, following[:, None])
+            total += float(chosen.double().sum())
+        return Score(total, len(ids) - 1)
+
+    # ---------------------------------------------------------------- facts
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`;
+        `kv_cache`, how keys and values are compressed (None: they are not); `kv_cache_read_share`, how much of what they held steps
+        have read (None: the policy has no selection); `drafter`, how drafts are made, verified and accepted (None: there are none).
+
+        Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
+        """
+        last = getattr(self._own, "last", self._last)
+        held = getattr(self.engine, "held", None)
+        return {
+            **last.as_dict(),
+            "weight_bytes": self.engine.weight_bytes,
+            "engine": self.engine.description,
+            "kv_cache": None if held is None else held.description,
+            "kv_cache_read_share": last.read_share,
+            "drafter": None if self.speculation is None else self.speculation.describe(),
+        }
+
+    def explain(self) -> dict[str, str]:
+        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
+        return self.engine.explain()

@@ -1,0 +1,220 @@
+"""An artifact: a checkpoint directory with a manifest (`compress.json`) that says what was done and what every file must be."""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import os
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from runtime.checkpoint.checkpoint import Checkpoint, read_json
+from runtime.errors import ArtifactError, CompressError
+from runtime.system.self_hash import json_is_whole, page_is_whole
+
+MANIFEST = "compress.json"
+REPORT = "report.html"
+SCHEMA_VERSION = 2
+SEALED = 2  # the first version whose manifest and report hold digests of themselves
+_CHUNK = 1 << 20
+_LONGEST_NAME = 255
+_SHOWN = 200  # characters of a message of Python's
+
+
+class Artifact:
+    """A compressed artifact, or a plain checkpoint (then `manifest` is None).
+
+    Attributes:
+        checkpoint: tensors, headers and config.
+        manifest: the content of compress.json, or None.
+
+    Raises:
+        ArtifactError: see `Checkpoint`; also a manifest that is damaged or was written by a newer version.
+    """
+
+    def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
+        from runtime.checkpoint.locate import resolve
+
+        directory = resolve(path, trust_remote_code)
+        # The manifest first: an artifact of a newer version may have weights in a way this version cannot judge.
+        self.manifest = _read_manifest(directory)
+        self.checkpoint = Checkpoint(directory, trust_remote_code)
+
+    @property
+    def path(self) -> Path:
+        return self.checkpoint.path
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """config.json."""
+        return self.checkpoint.config
+
+    def get_tensor(self, name: str) -> Any:
+        """One tensor as stored; see `Checkpoint.get`."""
+        return self.checkpoint.get(name)
+
+    def verify(self) -> int:
+        """Compare every file with the manifest; returns how many files were checked.
+
+        Raises:
+            ArtifactError: no manifest, or files that are missing, differ, or (safetensors only) are not listed.
+        """
+        if self.manifest is None:
+            raise ArtifactError(
+                f"{self.path} cannot be verified: it has no {MANIFEST} (only compressed artifacts have one)"
+            )
+        listed: dict[str, dict[str, Any]] = self.manifest["files"]
+        names = sorted(listed)
+        missing = [name for name in names if not (self.path / name).is_file()]
+        there = [name for name in names if name not in missing]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
+            same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
+        different = [name for name, right in zip(there, same, strict=True) if not right] + self._broken_seals()
+        unlisted = [name for name in self.checkpoint.headers if name not in listed]
+        problems = [
+            f"{what}: {', '.join(names)}"
+            for what, names in (
+                ("missing", missing),
+                ("content differs from its SHA-256", different),
+                ("not in the manifest", unlisted),
+            )
+            if names
+        ]
+        if problems:
+            raise ArtifactError(f"{self.path} is corrupt: {'; '.join(problems)}")
+        return len(listed)
+
+    def _broken_seals(self) -> list[str]:
+        """Of the files that no list can hold the SHA-256 of, since they are written after it, those that differ from their own."""
+        assert self.manifest is not None
+        if self.manifest["schema_version"] < SEALED:
+            return []
+        checks = {MANIFEST: json_is_whole, REPORT: page_is_whole}
+        try:
+            return [
+                n
+                for n, whole in checks.items()
+                if (self.path / n).is_file() and not whole((self.path / n).read_bytes())
+            ]
+        except OSError as error:
+            raise ArtifactError(f"{error.filename} cannot be read: {error.strerror or error}") from error
+
+    def summary(self) -> dict[str, Any]:
+        """Facts for `compress inspect`: JSON-ready, from headers and manifest only (no tensor is read)."""
+        checkpoint = self.checkpoint
+        dtypes: Counter[str] = Counter()
+        for name in checkpoint.names():
+            dtypes[str(checkpoint.dtype(name)).removeprefix("torch.")] += checkpoint.nbytes(name)
+        quantization = self.config.get("quantization_config")
+        result: dict[str, Any] = {
+            "path": str(self.path),
+            "architecture": next(iter(self.config.get("architectures") or []), self.config.get("model_type")),
+            "compressed": quantization is not None,
+            "files": len(checkpoint.headers),
+            "tensors": len(checkpoint.names()),
+            "tensor_bytes": checkpoint.total_bytes,
+            "bytes_by_dtype": dict(dtypes.most_common()),
+        }
+        if isinstance(quantization, dict):
+            result["quant_method"] = quantization.get("quant_method")
+            result["format"] = quantization.get("format")
+        if self.manifest is not None:
+            actions: Counter[str] = Counter()
+            for account in self.manifest["tensors"].values():
+                actions[account["action"]] += 1
+            result |= {
+                "schema_version": self.manifest["schema_version"],
+                "compress_version": self.manifest.get("compress_version"),
+                "source": self.manifest.get("source"),
+                "tensor_actions": dict(actions),
+                "bytes": self.manifest.get("bytes"),
+                "metrics": self.manifest.get("metrics", {}),
+            }
+            for key in ("passes", "kv_cache", "kv_cache_bytes"):
+                if key in self.manifest:
+                    result[key] = self.manifest[key]
+        return result
+
+
+@contextmanager
+def shown(path: Path) -> Iterator[None]:
+    """Show what a manifest says. What goes wrong there is the manifest's fault: it is plain data that another may have changed.
+
+    Raises:
+        ArtifactError: in the place of what Python says of data that is of another shape than it was written in.
+    """
+    try:
+        yield
+    except CompressError:
+        raise
+    except (
+        LookupError,
+        TypeError,
+        ValueError,
+        AttributeError,
+        ArithmeticError,
+        AssertionError,
+        RecursionError,
+    ) as error:
+        said = (str(error).splitlines() or [""])[0][:_SHOWN]
+        raise ArtifactError(
+            f"{path / MANIFEST} says something that no version of this tool writes ({type(error).__name__}: {said})"
+        ) from error
+
+
+def _is(file: Path, expected: dict[str, Any]) -> bool:
+    return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]
+
+
+def sha256(file: Path) -> str:
+    """SHA-256 (hex) of a file, read in pieces."""
+    digest = hashlib.sha256()
+    try:
+        with file.open("rb") as stream:
+            while chunk := stream.read(_CHUNK):
+                digest.update(chunk)
+    except OSError as error:
+        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
+    return digest.hexdigest()
+
+
+def _read_manifest(directory: Path) -> dict[str, Any] | None:
+    file = directory / MANIFEST
+    if not file.exists():
+        return None
+    manifest = read_json(file)
+    version = manifest.get("schema_version")
+    if isinstance(version, bool) or not isinstance(version, int) or version < 1:
+        raise ArtifactError(f"{file}: schema_version must be an integer >= 1, not {version!r}")
+    if version > SCHEMA_VERSION:
+        writer = manifest.get("compress_version", "a newer version")
+        raise ArtifactError(
+            f"{file} has schema version {version} (written by compress {writer}), this runtime reads up to {SCHEMA_VERSION}: "
+            "install a newer version of compress"
+        )
+    for key in ("tensors", "files"):
+        if not isinstance(manifest.get(key), dict):
+            close = difflib.get_close_matches(key, manifest, n=1)
+            raise ArtifactError(f"{file} has no object {key!r}" + (f" (found {close[0]!r})" if close else ""))
+    for name, account in manifest["tensors"].items():
+        if not isinstance(account, dict) or account.get("action") not in ("compressed", "copied", "dropped"):
+            raise ArtifactError(f"{file}: tensor {name} needs an action: compressed, copied or dropped")
+    for name, expected in manifest["files"].items():
+        _check_listed(file, name, expected)
+    return manifest
+
+
+def _check_listed(file: Path, name: str, expected: Any) -> None:
+    parts = name.replace("\\", "/").split("/")
+    if not name or name.startswith(("/", "\\")) or ".." in parts or ":" in name or "\0" in name:
+        raise ArtifactError(f"{file} lists {name!r}: files must lie inside the directory")
+    if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in parts):
+        raise ArtifactError(f"{file} lists a file whose name is longer than names can be")
+    if not isinstance(expected, dict) or not isinstance(expected.get("bytes"), int):
+        raise ArtifactError(f"{file}: file {name} needs its size in bytes")
+    if not isinstance(expected.get("sha256"), str) or len(expected["sha256"]) != 64:
+        raise ArtifactError(f"{file}: file {name} needs a SHA-256 of 64 hexadecimal digits")

@@ -1,0 +1,259 @@
+"""A Hugging Face checkpoint directory whose tensors are read one at a time.
+
+Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with
+an index, or shards without. Pickles are never opened.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path, PurePosixPath, PureWindowsPath
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.headers import Header, TensorEntry, read_header
+from runtime.checkpoint.locate import resolve
+from runtime.errors import ArtifactError
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
+MAXIMUM_JSON_BYTES = 256_000_000
+_LONGEST_NAME = 255
+SAMPLE_BYTES = 64 * 1024
+SAMPLES = 16
+
+
+class Checkpoint:
+    """Tensors of a checkpoint directory (or hub id), found by name and read lazily.
+
+    Attributes:
+        path: the directory.
+        config: config.json as a dictionary.
+        headers: {file name relative to `path`: checked header}.
+
+    Raises:
+        ArtifactError: anything about the directory that makes it unusable; the message says which file and tensor.
+    """
+
+    def __init__(self, path: str | Path, trust_remote_code: bool = False) -> None:
+        self.path = resolve(path, trust_remote_code)
+        self.config = self._read_config()
+        files, index = self._find_files()
+        self.headers: dict[str, Header] = {name: read_header(self.path / name) for name in files}
+        self._tensors = self._merge(index)
+        self.total_bytes = sum(entry.nbytes for entry in self._tensors.values())
+
+    # ---------------------------------------------------------------- what is there
+    def names(self) -> list[str]:
+        """All tensor names, sorted."""
+        return list(self._tensors)
+
+    def has(self, name: str) -> bool:
+        return name in self._tensors
+
+    def entry(self, name: str) -> TensorEntry:
+        try:
+            return self._tensors[name]
+        except KeyError:
+            raise ArtifactError(f"{self.path} has no tensor {name}") from None
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self.entry(name).shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        return self.entry(name).dtype
+
+    def nbytes(self, name: str) -> int:
+        """Bytes of the tensor in its file."""
+        return self.entry(name).nbytes
+
+    def held_bytes(self, name: str) -> int:
+        """Bytes of the tensor once it is read."""
+        return element_count(self.shape(name)) * self.dtype(name).itemsize
+
+    def files(self) -> list[Path]:
+        """The safetensors files, sorted by name."""
+        return [self.path / name for name in self.headers]
+
+    def file_of(self, name: str) -> Path:
+        return self.entry(name).file
+
+    # ---------------------------------------------------------------- content
+    def get(self, name: str) -> torch.Tensor:
+        """Read one tensor into memory of its own (CPU, the dtype and shape on disk).
+
+        Plain reads, not mmap: what is counted is what is held and freed, and a file that shrinks meanwhile is an error
+        and not a bus error.
+        """
+        return self._read(self.entry(name))
+
+    def get_item(self, name: str, index: int) -> torch.Tensor:
+        """Item `index` of a tensor along its first dimension; nothing else is read."""
+        entry = self.entry(name)
+        size = entry.nbytes // entry.shape[0]
+        return self._read(replace(entry, shape=entry.shape[1:], offset=entry.offset + index * size, nbytes=size))
+
+    def _read(self, entry: TensorEntry) -> torch.Tensor:
+        name = entry.name
+        buffer = torch.empty(entry.nbytes, dtype=torch.uint8)
+        view = memoryview(buffer.numpy())  # type: ignore[arg-type]
+        try:
+            with entry.file.open("rb", buffering=0) as stream:
+                stream.seek(entry.offset)
+                done = 0
+                while done < entry.nbytes:
+                    count = stream.readinto(view[done:])
+                    if not count:
+                        raise ArtifactError(f"{entry.file} is truncated: it ended while tensor {name} was being read")
+                    done += count
+        except OSError as error:
+            raise ArtifactError(f"{entry.file} cannot be read: {error.strerror or error}") from error
+        return (
+            buffer.view(entry.dtype).reshape(entry.shape)
+            if entry.nbytes
+            else torch.empty(entry.shape, dtype=entry.dtype)
+        )
+
+    def fingerprint(self) -> str:
+        """SHA-256 (hex) of config.json, all headers, all file sizes and up to 16 samples of 64 KiB of each file's data.
+
+        Equal content gives equal fingerprints wherever the directory lies; large checkpoints take milliseconds too.
+        """
+        digest = hashlib.sha256()
+        _feed(digest, (self.path / "config.json").read_bytes())
+        for name, header in self.headers.items():
+            _feed(digest, name.encode())
+            _feed(digest, str(header.size).encode())
+            _feed(digest, header.raw)
+            with header.file.open("rb") as stream:
+                for start in _sample_starts(header.data_start, header.size):
+                    stream.seek(start)
+                    _feed(digest, stream.read(SAMPLE_BYTES))
+        return digest.hexdigest()
+
+    # ---------------------------------------------------------------- reading the directory
+    def _read_config(self) -> dict[str, Any]:
+        file = self.path / "config.json"
+        if not file.is_file():
+            nested = sorted(p.parent for p in self.path.glob("*/config.json"))
+            hint = f"; {nested[0]} has one" if nested else ""
+            raise ArtifactError(f"{self.path} is no checkpoint: it has no config.json{hint}")
+        return read_json(file)
+
+    def _find_files(self) -> tuple[list[str], dict[str, str] | None]:
+        """Names of the safetensors files, and {tensor: file} where an index says so."""
+        # The order of transformers: a single file wins over an index.
+        if (self.path / SINGLE).exists() or (self.path / SINGLE).is_symlink():
+            self._check_regular(SINGLE)
+            return [SINGLE], None
+        if (self.path / INDEX).exists():
+            index = self._read_index()
+            return sorted(set(index.values())), index
+        files = sorted(p.name for p in self.path.glob("*.safetensors"))
+        for name in files:
+            self._check_regular(name)
+        if not files:
+            raise ArtifactError(self._nothing_found())
+        return files, None
+
+    def _read_index(self) -> dict[str, str]:
+        content = read_json(self.path / INDEX)
+        index = content.get("weight_map")
+        if not isinstance(index, dict) or not index or not all(isinstance(v, str) for v in index.values()):
+            raise ArtifactError(f"{self.path / INDEX} has no weight_map of tensor names to file names")
+        checked: set[str] = set()
+        for tensor, name in index.items():
+            if name in checked:
+                continue
+            self._check_inside(name, tensor)
+            if not (self.path / name).exists():
+                raise ArtifactError(f"{self.path}: shard {name} is missing: the index names it for tensor {tensor}")
+            self._check_regular(name)
+            checked.add(name)
+        return index
+
+    def _check_inside(self, name: str, tensor: str) -> None:
+        posix, windows = PurePosixPath(name), PureWindowsPath(name)
+        absolute = posix.is_absolute() or windows.is_absolute() or windows.drive
+        if any(len(part.encode(errors="replace")) > _LONGEST_NAME for part in posix.parts):
+            raise ArtifactError(
+                f"{self.path / INDEX} names a file for tensor {tensor} that is longer than names can be"
+            )
+        if not name or absolute or ".." in posix.parts or ".." in windows.parts or "\0" in name:
+            raise ArtifactError(
+                f"{self.path / INDEX} names file {name!r} for tensor {tensor}: files must lie inside the directory"
+            )
+
+    def _check_regular(self, name: str) -> None:
+        # Hub caches are made of symlinks, so a link may leave the directory; what it points at must be a plain file.
+        if not (self.path / name).is_file():
+            raise ArtifactError(f"{self.path / name} is no regular file (or a link to nothing)")
+
+    def _nothing_found(self) -> str:
+        pickles = sorted({p.name for pattern in PICKLES for p in self.path.glob(pattern)})
+        if not pickles:
+            return f"{self.path} has no weights: no *.safetensors file is in it"
+        return (
+            f"{self.path} holds its weights as pickle ({pickles[0]}), which can run code when opened and is refused; "
+            "convert it with: "
+            "from transformers import AutoModelForCausalLM; "
+            f"AutoModelForCausalLM.from_pretrained({str(self.path)!r}, weights_only=True)"
+            f".save_pretrained({str(self.path) + '-safetensors'!r})"
+        )
+
+    def _merge(self, index: dict[str, str] | None) -> dict[str, TensorEntry]:
+        tensors: dict[str, TensorEntry] = {}
+        for header in self.headers.values():
+            for name, entry in header.tensors.items():
+                if name in tensors:
+                    files = f"{tensors[name].file.name} and {entry.file.name}"
+                    raise ArtifactError(f"{self.path}: tensor {name} is stored twice, in {files}")
+                tensors[name] = entry
+        for name, file in (index or {}).items():
+            if name not in tensors or tensors[name].file != self.path / file:
+                raise ArtifactError(
+                    f"{self.path}: tensor {name} is missing: the index says it is in {file}, which does not have it"
+                )
+        if not tensors:
+            raise ArtifactError(f"{self.path}: its safetensors files hold no tensor")
+        return dict(sorted(tensors.items()))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """A JSON object from disk, or ArtifactError."""
+    try:
+        if file.exists() and not file.is_file():  # a pipe would be waited for
+            raise ArtifactError(f"{file} is no regular file")
+        if file.stat().st_size > MAXIMUM_JSON_BYTES:
+            raise ArtifactError(f"{file} is larger than {MAXIMUM_JSON_BYTES} bytes, which no such file is")
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ArtifactError(f"{file} cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise ArtifactError(f"{file} is no valid JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ArtifactError(f"{file} must hold a JSON object, it holds a {type(content).__name__}")
+    return content
+
+
+def element_count(shape: Iterable[int]) -> int:
+    count = 1
+    for extent in shape:
+        count *= extent
+    return count
+
+
+def _feed(digest: Any, content: bytes) -> None:
+    digest.update(len(content).to_bytes(8, "little"))  # lengths keep neighbouring fields apart
+    digest.update(content)
+
+
+def _sample_starts(begin: int, end: int) -> list[int]:
+    """Evenly spaced, the first at `begin` and the last touching `end`."""
+    last = max(begin, end - SAMPLE_BYTES)
+    return sorted({begin + (last - begin) * i // (SAMPLES - 1) for i in range(SAMPLES)})

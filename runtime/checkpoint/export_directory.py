@@ -1,0 +1,208 @@
+"""An export as `runtime.load` sees it: a directory with an `export.json` of ours. An engine a target runs it, or it is a checkpoint."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.checkpoint.artifact import Artifact, sha256
+from runtime.checkpoint.checkpoint import read_json
+from runtime.errors import ArtifactError, RequestError
+from runtime.system.self_hash import json_is_whole
+
+MANIFEST = "export.json"
+README = "README.md"
+FORMAT = "compress-export"  # what `format` in the manifest says; others call files export.json too
+SCHEMA_VERSION = 2
+SEALED = 2  # the first version whose manifest holds a digest of itself
+# What manifests were known by before they had a `format`.
+_KEYS = {"schema_version", "target", "artifact", "tools", "conversions"}
+_BEGINNING = 4096  # bytes of a damaged manifest in which its `format`, the first key, is looked for
+# Targets that this runtime runs itself: `load(export, device, options)` gives the engine.
+_ENGINES = {
+    "onnx": "runtime.engines.onnx.engine:load_onnx",
+    "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
+}
+# Targets whose directories are checkpoints or artifacts, loaded as such.
+_CHECKPOINTS = ("huggingface", "triton")
+
+
+class Export:
+    """The directory of an export.
+
+    Attributes:
+        path: the directory.
+        manifest: export.json, see `read_manifest`.
+        target: what it was exported to.
+        config: config.json, empty where there is none.
+
+    Raises:
+        ArtifactError: export.json is damaged or was written by a newer version.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any]) -> None:
+        self.path = path
+        self.manifest = manifest
+        version = self.manifest.get("schema_version")
+        if not isinstance(version, int) or isinstance(version, bool) or version < 1:
+            raise ArtifactError(f"{path / MANIFEST}: schema_version must be an integer >= 1, not {version!r}")
+        if version > SCHEMA_VERSION:
+            raise ArtifactError(
+                f"{path / MANIFEST} has schema version {version}, this runtime reads up to {SCHEMA_VERSION}: "
+                "install a newer version of compress"
+            )
+        self.target = self.manifest.get("target")
+        files = self.manifest.get("files")
+        if not isinstance(self.target, str) or not isinstance(files, dict):
+            raise ArtifactError(f"{path / MANIFEST} has no target and files")
+        for name, entry in files.items():
+            sizes = isinstance(entry, dict) and type(entry.get("bytes")) is int and isinstance(entry.get("sha256"), str)
+            if not sizes:
+                raise ArtifactError(f"{path / MANIFEST}: file {name} needs its size in bytes and its SHA-256")
+        self.config: dict[str, Any] = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+
+    @property
+    def is_checkpoint(self) -> bool:
+        """Whether it is loaded as a checkpoint or an artifact is."""
+        return self.target in _CHECKPOINTS
+
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What the target wrote down for its engine; ArtifactError when it is missing."""
+        facts = self.manifest.get(str(self.target))
+        if not isinstance(facts, dict):
+            raise ArtifactError(f"{self.path / MANIFEST} has no object {self.target!r}")
+        return facts
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of all files listed."""
+        return sum(int(entry["bytes"]) for entry in self.manifest["files"].values())
+
+    def verify(self, readme: bool = True, skip: Collection[str] = (), used: Iterable[str] = ()) -> int:
+        """Compare files with the manifest; returns how many were compared.
+
+        Args:
+            readme: README.md and export.json too, which people edit; nothing reads the former, and loading checks the latter by itself.
+            skip: files that need not be compared, since something else has their hashes.
+            used: files that loading reads, each of which must be listed.
+
+        Raises:
+            ArtifactError: files that are missing, differ, or are used and not listed; all are named.
+        """
+        listed: dict[str, dict[str, Any]] = self.manifest["files"]
+        for name in listed:
+            if name.startswith("/") or ".." in Path(name).parts or "\\" in name or ":" in name:
+                raise ArtifactError(f"{self.path / MANIFEST} lists {name!r}: files must lie inside the directory")
+        names = sorted(name for name in listed if name not in skip and (readme or name != README))
+        missing = [name for name in names if not (self.path / name).is_file()]
+        there = [name for name in names if name not in missing]
+        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
+            same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
+        problems = {
+            "missing": missing,
+            "content differs from its SHA-256": [name for name, right in zip(there, same, strict=True) if not right]
+            + ([MANIFEST] if readme and not self._manifest_is_whole() else []),
+            f"not in {MANIFEST}": [name for name in used if name not in listed],
+        }
+        said = [f"{what}: {', '.join(found)}" for what, found in problems.items() if found]
+        if said:
+            raise ArtifactError(f"{self.path} is corrupt: {'; '.join(said)}; verify=False loads it as it is")
+        return len(names)
+
+    def _manifest_is_whole(self) -> bool:
+        """Whether export.json is as it was written; one of an earlier version cannot say."""
+        if self.manifest["schema_version"] < SEALED:
+            return True
+        try:
+            return json_is_whole((self.path / MANIFEST).read_bytes())
+        except OSError as error:
+            raise ArtifactError(f"{self.path / MANIFEST} cannot be read: {error.strerror or error}") from error
+
+
+def read_manifest(directory: Path) -> dict[str, Any] | None:
+    """export.json of a directory; None where there is none of ours: an unrelated file of that name says nothing.
+
+    Raises:
+        ArtifactError: it is ours (its `format` can be read, or there are no weights that could be loaded without it) and damaged.
+    """
+    file = directory / MANIFEST
+    try:
+        if not file.is_file():
+            return None
+    except OSError:  # no path can be so, which is said where the directory is looked for
+        return None
+    try:
+        manifest = read_json(file)
+    except ArtifactError:
+        if _begins_as_ours(file) or not any(directory.glob("*.safetensors")):
+            raise
+        return None
+    return manifest if manifest.get("format") == FORMAT or manifest.keys() >= _KEYS else None
+
+
+def find_export(path: str | Path) -> Export | None:
+    """The export in a directory, None where it holds something else (or nothing, or is a hub id).
+
+    Raises:
+        ArtifactError: its export.json is ours and damaged, or of a newer version.
+    """
+    directory = Path(path).expanduser()
+    manifest = read_manifest(directory)
+    return None if manifest is None else Export(directory, manifest)
+
+
+def verify_files(artifact: Artifact, export: Export | None, readme: bool = True) -> int:
+    """Compare the files of a checkpoint with whatever has their hashes: compress.json, export.json or both; returns how many.
+
+    Raises:
+        ArtifactError: files that are missing or differ; or nothing has their hashes.
+    """
+    if export is None:
+        return artifact.verify()
+    hashed = {} if artifact.manifest is None else artifact.manifest["files"]
+    count = artifact.verify() if hashed else 0
+    return count + export.verify(readme, skip=hashed, used=artifact.checkpoint.headers)
+
+
+def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+    """The engine that runs an export.
+
+    Args:
+        options: `runtime.load`'s remaining keywords: kernels, threads, dtype, max_memory.
+
+    Raises:
+        RequestError: this runtime does not run the target; the message says what does.
+    """
+    if export.target not in _ENGINES:
+        raise RequestError(
+            f"{export.path} is an export to {export.target}, which its own engine runs (its README.md shows how); "
+            f"this runtime loads artifacts and exports to {', '.join(_ENGINES)}"
+        )
+    module, _, name = _ENGINES[export.target].partition(":")
+    load: Callable[..., Any] = getattr(import_module(module), name)
+    try:
+        return load(export, device, options)
+    except (KeyError, TypeError) as error:
+        # Engines read their facts as they need them; what is missing there is the manifest's fault.
+        if isinstance(error, KeyError) or "facts" in str(error):
+            raise ArtifactError(f"{export.path / MANIFEST} does not say {error}, which its engine needs") from error
+        raise
+
+
+def _begins_as_ours(file: Path) -> bool:
+    try:
+        with file.open("rb") as stream:
+            return f'"format": "{FORMAT}"'.encode() in stream.read(_BEGINNING)
+    except OSError:
+        return False
+
+
+def _is(file: Path, expected: dict[str, Any]) -> bool:
+    return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]

@@ -1,0 +1,1 @@
+"""Registry and reader of settings for cache policies and drafters."""

@@ -1,0 +1,1 @@
+"""Caches of draft models."""

@@ -1,0 +1,1 @@
+"""Settings of drafters, and the drafters built from them."""

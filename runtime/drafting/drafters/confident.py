@@ -1,0 +1,153 @@
+"""A draft model with a head that foresees whether its tokens will be accepted, and stops when one probably will not."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+
+from runtime.config.ranges import Range, bounded
+from runtime.drafting.caches.lanes import Lane, PagedLanes
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.model import ModelDrafter
+from runtime.engines.base import Piece
+from runtime.errors import ArtifactError, RequestError
+from runtime.sampling.tree import Tree
+
+FILE = "accept_head.safetensors"
+GREEDY, DRAWN = 0, 1  # its outputs
+
+
+class AcceptHead:
+    """From a draft's state and the probability of the token that it proposes to how likely the target accepts it.
+
+    A residual layer with SiLU on the state, then a linear layer over the result, the log-probability of the token and the entropy of the
+    draft's distribution; one output for greedy decoding, one for sampling.
+
+    Args:
+        tensors: "mix" `[h, h]`, "mix_bias" `[h]`, "out" `[2, h + 2]`, "out_bias" `[2]`, float.
+    """
+
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        self.tensors = {name: tensors[name].float() for name in ("mix", "mix_bias", "out", "out_bias")}
+
+    def to(self, device: torch.device) -> AcceptHead:
+        """The head on a device."""
+        return AcceptHead({name: tensor.to(device) for name, tensor in self.tensors.items()})
+
+    @torch.inference_mode()
+    def __call__(self, states: torch.Tensor, log_chance: torch.Tensor, entropy: torch.Tensor) -> torch.Tensor:
+        """Logits `[rows, 2]` of being accepted.
+
+        Args:
+            states: float `[rows, h]`, what the draft's head reads.
+            log_chance: `[rows]`, log-probability of the proposed token. entropy: `[rows]`, of the distribution, in nats.
+        """
+        return scores(self.tensors, states, log_chance, entropy)
+
+    @classmethod
+    def load(cls, path: Path, hidden: int) -> AcceptHead:
+        """From a draft's directory; ArtifactError where it does not fit a draft of this width."""
+        from safetensors.torch import load_file
+
+        tensors = load_file(path / FILE)
+        if tensors.get("mix", torch.empty(0)).shape != (hidden, hidden) or tensors.get("out", torch.empty(0)).shape != (
+            2,
+            hidden + 2,
+        ):
+            raise ArtifactError(f"{path / FILE} is not a head for states of {hidden}")
+        return cls(tensors)
+
+
+def scores(
+    tensors: dict[str, torch.Tensor], states: torch.Tensor, log_chance: torch.Tensor, entropy: torch.Tensor
+) -> torch.Tensor:
+    """What an `AcceptHead` computes, also where it is trained."""
+    states = states.float()
+    mixed = states + torch.nn.functional.silu(states @ tensors["mix"].T + tensors["mix_bias"])
+    features = torch.cat([mixed, log_chance[:, None].float(), entropy[:, None].float()], 1)
+    return features @ tensors["out"].T + tensors["out_bias"]
+
+
+class StateLanes(PagedLanes):
+    """Paged lanes that also give what the head read after the last token of each text.
+
+    Attributes:
+        states: float32 `[lanes, hidden]` of the last `feed`.
+    """
+
+    states: torch.Tensor
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        logits, self.states = self._ends(lanes, tokens)
+        return logits
+
+    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+        logits, hidden = self._engine.verify(self._memory, pieces, hidden=True)
+        ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
+        return logits, hidden[ends.to(hidden.device)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the states are."""
+        device: torch.device = self._engine.device
+        return device
+
+
+@dataclass(eq=False)
+class Confident(ModelDrafter):
+    """As a chain, but the chances of its tokens are those that a trained head foresees, and the chain ends when one of its tokens will be
+    rejected with a probability above `threshold`.
+
+    Source: Huang et al., SpecDec++: Boosting Speculative Decoding via Adaptive Candidate Lengths, arXiv 2405.19715. The head here also
+    reads the probability of the proposed token, so that it can be asked before the draft has read it.
+
+    Attributes:
+        head: the trained head.
+        threshold: probability that at least one token is rejected.
+    """
+
+    name: ClassVar[str] = "confident"
+    head: AcceptHead = field(kw_only=True)
+    threshold: float = bounded(0.7, Range(0, 1, open_low=True))
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.lanes, StateLanes):
+            raise RequestError("confident needs a draft whose engine gives its states, such as the decoder in C")
+        self.head = self.head.to(self.lanes.device)
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        lanes = self.lanes
+        assert isinstance(lanes, StateLanes)
+        logits = self.start(asks)
+        trees, reach, alive = [Tree() for _ in asks], [1.0] * len(asks), list(range(len(asks)))
+        while True:
+            said = [self.choose(logits[row], asks[index], trees[index]) for row, index in enumerate(alive)]
+            chances = self._foreseen(
+                lanes.states, logits, [asks[index] for index in alive], [chance for _, chance in said]
+            )
+            following = []
+            for index, (token, _), chance in zip(alive, said, chances, strict=True):
+                ask, tree = asks[index], trees[index]
+                tree.add(token, len(tree) - 1, chance)
+                reach[index] *= chance
+                sure = reach[index] >= max(ask.least, 1 - self.threshold)
+                if sure and len(tree) < min(ask.nodes, ask.depth):
+                    following.append(index)
+            if not following:
+                return trees
+            alive = following
+            logits = lanes.feed([asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive])
+
+    def _foreseen(
+        self, states: torch.Tensor, logits: torch.Tensor, asks: Sequence[Ask], chances: Sequence[float]
+    ) -> list[float]:
+        log_q = torch.log_softmax(logits.float(), -1)
+        entropy = -(log_q.exp() * log_q).sum(-1)
+        log_chance = torch.tensor(chances, device=states.device).clamp_min(1e-9).log()
+        found = torch.sigmoid(self.head(states, log_chance, entropy)).tolist()
+        return [row[GREEDY if ask.draw is None else DRAWN] for row, ask in zip(found, asks, strict=True)]

@@ -1,0 +1,127 @@
+"""The target's first layers draft, with a small block of their own that was trained to go on from them to the target's head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, cast
+
+import torch
+
+from runtime.checkpoint.checkpoint import read_json
+from runtime.config.ranges import Range, bounded
+from runtime.drafting.caches.lanes import Lane, PagedLanes
+from runtime.drafting.config.target import other_target
+from runtime.drafting.drafters.base import Place
+from runtime.drafting.drafters.draft_model import DRAFT
+from runtime.drafting.drafters.model import Candidates
+from runtime.drafting.drafters.sublayers import Inside, Spot, engine_of, settings_of
+from runtime.engines.base import Piece
+from runtime.errors import ArtifactError
+from runtime.system.describe import is_integer
+
+if TYPE_CHECKING:
+    from runtime.drafting.config.build import Target
+    from runtime.engines.native.sublayers import Adapter, View
+
+ADAPTER = "adapter.safetensors"
+SCHEMA_VERSION = 1
+
+
+class AdapterLanes(PagedLanes):
+    """What an adapter has read of texts. The layers before it read in the target's cache, and what they write there again of
+    tokens that the target has read is what is there.
+
+    Args:
+        view: the layers before it. adapter: goes on from them.
+    """
+
+    def __init__(self, view: View, adapter: Adapter) -> None:
+        super().__init__(adapter)
+        self.view, self.adapter = view, adapter
+        self._places: dict[int, Place] = {}
+
+    def open(self) -> Spot:
+        return Spot()
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        # Which place in the target's cache goes with which pages of the adapter's.
+        self._places = {id(lane.pages): cast(Spot, lane).here for lane in lanes}
+        return super().feed(lanes, tokens)
+
+    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+        places = [self._places[id(piece.pages)] for piece in pieces]
+        there = [Piece(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
+        return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
+
+    def close(self, lane: Lane) -> None:
+        super().close(lane)
+        cast(Spot, lane).place = None
+
+
+@dataclass(eq=False)
+class Kangaroo(Inside):
+    """A chain from the target's first layers and an adapter, which ends where it is not sure of a token.
+
+    Source: Liu et al., Kangaroo: Lossless Self-Speculative Decoding via Double Early Exiting, arXiv 2404.18911.
+
+    Attributes:
+        confidence: the paper's eta: a chain ends at a token of less probability than this.
+    """
+
+    name: ClassVar[str] = "kangaroo"
+    confidence: float = bounded(0.6, Range(0, 1, open_high=True))
+
+
+# ---------------------------------------------------------------- making one
+def build(target: Target, settings: Mapping[str, Any]) -> Kangaroo:
+    """The drafter of `{"model": directory}` whose draft.json says kangaroo.
+
+    draft.json:
+        schema_version  1
+        method          "kangaroo"
+        target          fingerprint of the checkpoint that it is a part of
+        exit_layer      how many layers of it come before the adapter
+    adapter.safetensors: see `runtime.engines.native.sublayers.Adapter`.
+
+    Raises:
+        RequestError: it is another target's, or the engine does not compute with parts of a model. ArtifactError: it cannot be read.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
+    from runtime.engines.native.sublayers import Adapter, View
+
+    path = Path(str(settings["model"]))
+    engine = engine_of(target, Kangaroo.name)
+    layer = _check(path, target, len(engine.parts.blocks))
+    file = path / ADAPTER
+    try:
+        tensors = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ArtifactError(f"{file} cannot be read: {error}") from error
+    values = settings_of(Kangaroo, settings)
+    adapter = Adapter(engine, tensors, layer, str(file))
+    lanes = AdapterLanes(View(engine, range(layer)), adapter)
+    return Kangaroo(lanes=lanes, candidates=Candidates(engine.vocab_size), weights=adapter.weight_bytes, **values)
+
+
+def _check(path: Path, target: Target, layers: int) -> int:
+    """The layer that an adapter goes on from."""
+    file = path / DRAFT
+    facts = read_json(file)
+    if facts.get("method") != Kangaroo.name:
+        raise ArtifactError(f"{file} is of a draft of method {facts.get('method')!r}, not of {Kangaroo.name!r}")
+    version = facts.get("schema_version")
+    if version != SCHEMA_VERSION:
+        raise ArtifactError(f"{file} has schema_version {version!r}; this version reads {SCHEMA_VERSION}")
+    own = facts.get("target")
+    if own != target.artifact.checkpoint.fingerprint():
+        raise other_target(path, own, target.artifact)
+    layer: Any = facts.get("exit_layer")
+    if not is_integer(layer) or not 1 <= layer < layers:
+        raise ArtifactError(
+            f"{file}: exit_layer must be 1 to {layers - 1} of the model's {layers} layers, not {layer!r}"
+        )
+    return int(layer)

@@ -1,0 +1,147 @@
+"""Drafters that are a part of their target: they compute with its own weights, and what it has cached they need not read again."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from runtime.config.fields import PolicyError, found, read_fields
+from runtime.drafting.caches.lanes import Lane
+from runtime.drafting.config.amounts import OF_THE_WHOLE
+from runtime.drafting.config.target import UnfitError
+from runtime.drafting.drafters.base import Ask, Place, Text
+from runtime.drafting.drafters.model import ModelDrafter
+from runtime.engines.base import Piece
+from runtime.sampling.tree import Tree
+
+if TYPE_CHECKING:
+    from runtime.drafting.config.build import Target
+    from runtime.engines.native.engine import LlamaEngine
+    from runtime.engines.native.sublayers import View
+
+WHERE = "drafter"
+#: Fields that a builder gives.
+GIVEN = ("lanes", "candidates", "weights")
+_BESIDE = ("method", "model", *OF_THE_WHOLE)  # keys that are read elsewhere, for messages
+
+
+@dataclass(eq=False)
+class Spot(Lane):
+    """A text in the target's cache.
+
+    Attributes:
+        place: in this turn. length: tokens that are read, the drafted ones too.
+    """
+
+    place: Place | None = None
+    length: int = 0
+
+    @property
+    def here(self) -> Place:
+        assert self.place is not None, "a drafter inside its target is given a place with every text"
+        return self.place
+
+
+class ViewLanes:
+    """Texts that a part of the target reads on from where the target is. See `Lanes`.
+
+    Args:
+        view: the part; may be another in the next turn.
+    """
+
+    nbytes = 0
+
+    def __init__(self, view: View) -> None:
+        self.view = view
+        self.most_rows: int = view.engine.most_rows
+        self.vocabulary: int = view.engine.logits_width
+
+    def open(self) -> Spot:
+        return Spot()
+
+    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        spots = [lane for lane in lanes if isinstance(lane, Spot)]
+        pieces = [Piece(new, spot.length, spot.here.pages) for spot, new in zip(spots, tokens, strict=True)]
+        for spot, new in zip(spots, tokens, strict=True):
+            spot.length += len(new)
+        return self.view.read(spots[0].here.pool, pieces)
+
+    def cut(self, lane: Lane, length: int) -> None:
+        assert isinstance(lane, Spot)
+        lane.length = length
+
+    def close(self, lane: Lane) -> None:
+        assert isinstance(lane, Spot)
+        lane.place = None
+
+
+@dataclass(eq=False)
+class Inside(ModelDrafter):
+    """A chain of tokens that a part of the target proposes; what it writes to the target's cache the verification writes anew."""
+
+    inside = True
+
+    def begin(self, text: Text) -> Spot:
+        spot = self.lanes.open()
+        assert isinstance(spot, Spot)
+        return spot
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        trees = [Tree() for _ in asks]
+        self.overhead = 0.0
+        limited = []
+        for ask in asks:
+            ask.state.place = ask.place
+            # Each drafted token is verified at a place of its own, after that of the text's last one.
+            limited.append(replace(ask, depth=min(ask.depth, ask.state.here.room - 1)))
+        limits = self.limits(limited)
+        going = [index for index, limit in enumerate(limits) if limit > 0]
+        if going:
+            drafted = super().draft([replace(limited[index], depth=limits[index]) for index in going])
+            for index, tree in zip(going, drafted, strict=True):
+                trees[index] = tree
+        return trees
+
+    def limits(self, asks: Sequence[Ask]) -> list[int]:
+        """Most tokens to draft for each."""
+        return [min(ask.nodes, ask.depth) for ask in asks]
+
+
+@dataclass(eq=False)
+class ViewDrafter(Inside):
+    """Some of the target's layers, or of their halves, draft. Nothing has to be caught up with: what they read of the text so far is what
+    the target has cached.
+    """
+
+    def start(self, asks: Sequence[Ask]) -> torch.Tensor:
+        lanes = [ask.state for ask in asks]
+        for lane in lanes:
+            self.lanes.cut(lane, lane.here.start)
+        return self.lanes.feed(lanes, [ask.text.tokens[-1:] for ask in asks])
+
+
+# ---------------------------------------------------------------- making one
+def engine_of(target: Target, name: str) -> LlamaEngine:
+    """The target's engine; UnfitError where it does not compute with parts of a model."""
+    from runtime.engines.native.sublayers import parts_of
+
+    engine = parts_of(target.engine)
+    if isinstance(engine, str):
+        raise UnfitError((), f"'{name}' drafts with layers of the model itself, and {engine}", WHERE)
+    return engine
+
+
+def settings_of(cls: type, settings: Mapping[str, Any], given: Sequence[str] = GIVEN) -> dict[str, Any]:
+    """The values of a drafter's fields; PolicyError where they cannot be."""
+    own = {key: value for key, value in settings.items() if key not in _BESIDE}
+    try:
+        return read_fields(cls, own, (), given, _nothing, _BESIDE)
+    except PolicyError as error:
+        raise error.at(WHERE) from None
+
+
+def _nothing(path: Any, value: Any) -> Any:
+    raise PolicyError(path, f"expected a setting, got {found(value)}", WHERE)

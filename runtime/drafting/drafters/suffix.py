@@ -1,0 +1,135 @@
+"""SuffixDecoding: of what followed the longest match in this text and in earlier outputs, as much as is likely, as a tree."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
+from runtime.drafting.drafters.tables.growth import grow
+from runtime.drafting.drafters.tables.history import History
+from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
+from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.sampling.tree import Tree
+
+_OWN, _EARLIER = 0, 1
+
+
+@dataclass(eq=False)
+class Suffix(Drafter):
+    """The longest end of the text that occurred before is looked up in the text itself and in earlier outputs of the model; from each
+    a tree of what followed is grown, the most frequent first, and the better of the two is proposed (SuffixDecoding: Oliaro et al.,
+    arXiv 2411.04975). A node's chance is its parent's times C(node) / C(parent), where C counts occurrences, times how often such
+    guesses were right so far; a tree's score is the sum over its nodes. A tree has at most `factor` * match length + `offset` nodes.
+
+    What a suffix tree would answer is read off hash chains (`Occurrences`): a token costs the same however much text there is, counts
+    are over the latest `occurrences` places, and what is oldest can be forgotten.
+
+    Attributes:
+        factor: nodes for each token that matches (the paper's alpha).
+        offset: nodes besides.
+        longest: most tokens of a match.
+        patterns: how many ends are tried of the text and of earlier outputs: the longest that occurs, then shorter ones.
+        occurrences: most places of an end that are counted.
+        history: most tokens of earlier outputs that are kept.
+    """
+
+    name: ClassVar[str] = "suffix"
+    factor: float = bounded(4.0, Range(0, 64))
+    offset: float = bounded(8.0, Range(0, 4096))
+    longest: int = bounded(32, Range(1, 256))
+    patterns: int = bounded(2, COUNT)
+    occurrences: int = bounded(32, Range(1, 4096))
+    history: int = bounded(1 << 17, Range(0, 1 << 24))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        self._lengths = indexed(self.longest)
+        self._earlier = History(self.history, self._lengths)
+        self._odds = Odds(2 * KINDS)
+        self._texts: dict[int, _Followed] = {}
+
+    def begin(self, text: Text) -> Any:
+        index = Occurrences(text.tokens, self._lengths)
+        index.catch_up()
+        state = _Followed(text, index, Odds(2 * KINDS, weight=4.0, memory=64.0, parent=self._odds))
+        self._texts[id(state)] = state
+        return state
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        return [self._draft(ask) for ask in asks]
+
+    def _draft(self, ask: Ask) -> Tree:
+        state: _Followed = ask.state
+        state.index.follow(ask.text.tokens)
+        best, most = Guesses(), 0.0
+        for store, match in self._matches(state):
+            guesses = self._grow(state, store, match, ask)
+            score = sum(guesses.tree.reach())
+            if score > most:
+                best, most = guesses, score
+        best.length = len(ask.text.tokens)
+        state.guesses = best
+        return best.tree
+
+    def _matches(self, state: _Followed) -> Iterator[tuple[int, Match]]:
+        """Of each store the longest match, then those of shorter indexed lengths that occur more often."""
+        index, earlier, end = state.index, self._earlier.index, state.index.suffix()
+        for store in (_OWN, _EARLIER):
+            own = store == _OWN
+            match = index.own_match(self.occurrences) if own else earlier.match(end, self.occurrences)
+            level = len([length for length in self._lengths if length < match.length])
+            for _ in range(self.patterns):
+                if not match.places:
+                    break
+                yield store, match
+                count = len(match.places)
+                if count == self.occurrences:
+                    break
+                while len(match.places) <= count and level > 0:
+                    level -= 1
+                    places = (
+                        index.own_places(level, self.occurrences)
+                        if own
+                        else earlier.places(end, level, self.occurrences)
+                    )
+                    match = Match(self._lengths[level], places)
+                if len(match.places) <= count:
+                    break
+
+    def _grow(self, state: _Followed, store: int, match: Match, ask: Ask) -> Guesses:
+        tokens, slope = (state.index.tokens, OWN) if store == _OWN else (self._earlier.index.tokens, OTHER)
+        nodes = min(ask.nodes, int(self.factor * match.length + self.offset))
+        return grow(match.places, continuations(tokens, match, state.odds, store, slope), nodes, ask.depth, ask.least)
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        state.index.follow(verified.text.tokens)
+        state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
+
+    def end(self, state: Any) -> None:
+        if self._texts.pop(id(state), None) is not None:
+            self._earlier.add(state.text.tokens[state.text.prompt :])
+
+    def forget(self) -> None:
+        self._earlier.clear()
+
+    def reset(self) -> None:
+        self.forget()
+        self._odds.reset()
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._earlier.memory_bytes + sum(state.index.memory_bytes for state in self._texts.values())
+
+
+@dataclass(eq=False)
+class _Followed:
+    """What is known of a text, and what was proposed last."""
+
+    text: Text
+    index: Occurrences
+    odds: Odds
+    guesses: Guesses = field(default_factory=Guesses)

@@ -1,0 +1,49 @@
+"""A tree of guesses grown from its root, the likeliest node first."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from heapq import heappop, heappush
+from typing import TypeVar
+
+from runtime.drafting.drafters.tables.odds import Guesses
+from runtime.sampling.tree import ROOT
+
+Context = TypeVar("Context")
+
+#: Of a token that may follow: its id, its chance there, its kind and estimate (see `Guesses`), and what its own followers are found by.
+Candidate = tuple[int, float, int, float, Context]
+
+
+def grow(
+    root: Context,
+    followers: Callable[[Context, int], Iterable[Candidate[Context]]],
+    nodes: int,
+    depth: int,
+    least: float = 0.0,
+) -> Guesses:
+    """The `nodes` nodes that are most likely reached, by the product of the chances on the way.
+
+    Args:
+        followers: of a context at a depth (0: the root), candidates of distinct tokens.
+        least: branches do not go on from nodes that are reached less likely.
+    """
+    found = Guesses()
+    heap: list[
+        tuple[float, int, int, Candidate[Context]]
+    ] = []  # minus the reach, the order of arrival, parent, candidate
+    depths = {ROOT: 0}
+    arrived = 0
+    parent, reach, context = ROOT, 1.0, root
+    while len(found.tree) < nodes:
+        if depths[parent] < depth and reach >= least:
+            for candidate in followers(context, depths[parent]):
+                heappush(heap, (-reach * candidate[1], arrived, parent, candidate))
+                arrived += 1
+        if not heap:
+            break
+        negative, _, above, (token, chance, kind, estimate, context) = heappop(heap)
+        reach = -negative
+        parent = found.add(token, above, chance, kind, estimate)
+        depths[parent] = depths[above] + 1
+    return found

@@ -1,0 +1,101 @@
+"""How often guesses of a kind turn out right, learned while texts are written; and which guesses of a tree did."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from runtime.sampling.tree import ROOT, Tree
+
+_LEAST, _MOST = 0.001, 0.999  # no guess is certain, and none impossible
+
+
+class Odds:
+    """Of each kind of guess, how many times as often it is right as was estimated beforehand.
+
+    Args:
+        kinds: how many there are.
+        weight: how many right guesses the estimates themselves are worth.
+        memory: expected right guesses of a kind after which older ones count less and less.
+        parent: what all texts together taught; None: the estimates are the start.
+    """
+
+    def __init__(self, kinds: int, weight: float = 4.0, memory: float = 256.0, parent: Odds | None = None) -> None:
+        self._weight, self._memory, self._parent = weight, memory, parent
+        self._right = [0.0] * kinds
+        self._expected = [0.0] * kinds
+
+    def chance(self, kind: int, estimate: float) -> float:
+        """How likely a guess of this kind is right that was estimated so."""
+        found = estimate * self._factor(kind)
+        return _LEAST if found < _LEAST else _MOST if found > _MOST else found
+
+    def _factor(self, kind: int) -> float:
+        start = 1.0 if self._parent is None else self._parent._factor(kind)
+        return (self._right[kind] + self._weight * start) / (self._expected[kind] + self._weight)
+
+    def count(self, kind: int, estimate: float, right: bool) -> None:
+        """One more guess was put to the test."""
+        self._right[kind] += right
+        self._expected[kind] += estimate
+        if self._expected[kind] > self._memory:
+            self._right[kind] /= 2
+            self._expected[kind] /= 2
+        if self._parent is not None:
+            self._parent.count(kind, estimate, right)
+
+    def reset(self) -> None:
+        """As at first."""
+        self._right = [0.0] * len(self._right)
+        self._expected = [0.0] * len(self._expected)
+
+
+@dataclass(slots=True)
+class Guesses:
+    """A tree of guesses, and of each node what kind of guess it is and how likely it was estimated before experience."""
+
+    tree: Tree = field(default_factory=Tree)
+    kinds: list[int] = field(default_factory=list)
+    estimates: list[float] = field(default_factory=list)
+    length: int = -1  # of the text that it follows
+
+    def add(self, token: int, parent: int, chance: float, kind: int, estimate: float) -> int:
+        self.kinds.append(kind)
+        self.estimates.append(estimate)
+        return self.tree.add(token, parent, chance)
+
+    def settle(self, odds: Odds, length: int, new: Sequence[int]) -> None:
+        """Count what came true. What was verified does not matter, which may be less, or another's tree: `new` followed the text.
+
+        Args:
+            length: of the text before `new`.
+        """
+        if length != self.length:
+            return
+        depth_of = {ROOT: 0}
+        tokens = self.tree.tokens
+        for node, parent in enumerate(self.tree.parents):
+            depth = depth_of.get(parent)
+            if depth is None or depth >= len(new):
+                continue
+            right = tokens[node] == new[depth]
+            odds.count(self.kinds[node], self.estimates[node], right)
+            if right:
+                depth_of[node] = depth + 1
+        self.length = -1
+
+
+def bucket(length: int) -> int:
+    """Which of `BUCKETS` kinds a match of this many tokens is: each of its own at first, then coarser."""
+    return _BUCKETS[length] if length < len(_BUCKETS) else BUCKETS - 1
+
+
+_EDGES = [*range(9), 10, 12, 16, 20, 24, 32, 48, 64]
+_BUCKETS = [max(i for i, edge in enumerate(_EDGES) if edge <= length) for length in range(_EDGES[-1] + 1)]
+BUCKETS = len(_EDGES)
+
+
+def likely(agreeing: int, slope: float = 0.4) -> float:
+    """How likely the token is right that came after an earlier occurrence of the last `agreeing` tokens, as an estimate to begin with:
+    about what it is in prose and in code."""
+    return 1 - 1 / (1 + slope * agreeing)

@@ -1,0 +1,125 @@
+"""Lookahead's trie: branches of earlier outputs and of the prompt that go on from the text's last tokens, as one tree."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.tables.blend import blended
+from runtime.drafting.drafters.tables.continuations import following
+from runtime.drafting.drafters.tables.growth import Candidate, grow
+from runtime.drafting.drafters.tables.occurrences import Occurrences
+from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
+from runtime.sampling.tree import Tree
+
+Context = int | list[int]  # a node of the trie of outputs, or places in the text
+_PLACES = 32  # of an n-gram in the text, the latest ones, that are counted
+
+
+@dataclass(eq=False)
+class Trie(Drafter):
+    """N-grams of all outputs are kept in a trie, those of a text, its prompt included, as long as it is written. Branches that follow
+    the text's last tokens, from the longest prefix to the shortest, are merged into one tree by their frequencies (Lookahead: Zhao
+    et al., arXiv 2312.12728). The text's own branches are read off hash chains (`Occurrences`), which long prompts need; of each n-gram
+    the latest occurrences count.
+
+    Attributes:
+        branch: most tokens of an n-gram in the trie of outputs, prefix and continuation together.
+        prefix: most last tokens of the text that are looked up.
+        width: most branches that go on from a token.
+        capacity: most nodes of the trie of outputs; beyond it branches that are not seen again are pruned.
+    """
+
+    name: ClassVar[str] = "trie"
+    branch: int = bounded(10, Range(2, 64))
+    prefix: int = bounded(4, COUNT)
+    width: int = bounded(4, COUNT)
+    capacity: int = bounded(1 << 17, Range(1 << 10, 1 << 24))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+        if self.prefix >= self.branch:
+            raise ValueError(f"trie.prefix must be below trie.branch, which is {self.branch}, not {self.prefix}")
+        self._outputs = TokenTrie(self.branch, self.capacity)
+        self._odds = Odds(BUCKETS)
+        self._texts: dict[int, _Branches] = {}
+
+    def begin(self, text: Text) -> Any:
+        index = Occurrences(text.tokens, range(1, self.prefix + 1))
+        index.catch_up()
+        state = _Branches(index, text.prompt, Odds(BUCKETS, memory=64.0, parent=self._odds))
+        self._texts[id(state)] = state
+        return state
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        return [self._draft(ask) for ask in asks]
+
+    def _draft(self, ask: Ask) -> Tree:
+        state: _Branches = ask.state
+        state.index.follow(ask.text.tokens)
+        contexts, longest = self._contexts(state.index)
+        own, outputs = state.index.tokens, self._outputs
+
+        def followers(found: list[Context], depth: int) -> list[Candidate[list[Context]]]:
+            counts: list[Sequence[tuple[int, float, Context]]] = [
+                outputs.followers(at) if isinstance(at, int) else following(own, at) for at in found
+            ]
+            kind = bucket(longest + depth)
+            return [
+                (token, state.odds.chance(kind, estimate), kind, estimate, after)
+                for token, estimate, after in blended(counts, self.width)
+            ]
+
+        state.guesses = grow(contexts, followers, ask.nodes, ask.depth, ask.least)
+        state.guesses.length = len(own)
+        return state.guesses.tree
+
+    def _contexts(self, index: Occurrences) -> tuple[list[Context], int]:
+        """Places in the text and nodes of the trie of its last tokens, the longest first; and how long that is."""
+        tail, longest = index.tokens[-self.prefix :], 0
+        contexts: list[Context] = []
+        for length in range(len(tail), 0, -1):
+            places, node = index.own_places(length - 1, _PLACES), self._outputs.find(tail[-length:])
+            if places:
+                contexts.append(places)
+            if node is not None:
+                contexts.append(node)
+            if contexts and not longest:
+                longest = length
+        return contexts, longest
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        tokens = verified.text.tokens
+        state.index.follow(tokens)
+        state.guesses.settle(state.odds, len(tokens) - len(verified.new), verified.new)
+        self._outputs.read(state.reader, tokens[state.seen :])
+        state.seen = len(tokens)
+
+    def end(self, state: Any) -> None:
+        self._texts.pop(id(state), None)
+
+    def forget(self) -> None:
+        self._outputs.clear()
+
+    def reset(self) -> None:
+        self.forget()
+        self._odds.reset()
+
+    @property
+    def memory_bytes(self) -> int:
+        return self._outputs.memory_bytes + sum(state.index.memory_bytes for state in self._texts.values())
+
+
+@dataclass(eq=False)
+class _Branches:
+    """What is known of a text, how much of it is in the trie, and what was proposed last."""
+
+    index: Occurrences
+    seen: int
+    odds: Odds
+    reader: Reader = field(default_factory=Reader)
+    guesses: Guesses = field(default_factory=Guesses)

@@ -1,0 +1,33 @@
+"""The same number of tokens each time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from runtime.drafting.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Progress
+
+
+@dataclass(frozen=True)
+class Fixed(Lengths):
+    """Always `nodes` tokens, `depth` of them one after another. With `confidence` a branch ends where it is less likely to be reached.
+
+    Attributes:
+        depth: most tokens of a branch.
+        nodes: most tokens of a tree.
+        confidence: branches do not go on from a token that is reached less likely than this, as the drafter says.
+    """
+
+    name: ClassVar[str] = "fixed"
+    depth: int = bounded(DEPTH, COUNT)
+    nodes: int = bounded(NODES, COUNT)
+    confidence: float = bounded(0.0, Range(0, 1, open_high=True))
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
+        share = max(0, most_rows - rows) // max(1, len(texts))
+        return [Plan(min(self.nodes, share), min(self.depth, text.room), self.confidence) for text in texts]

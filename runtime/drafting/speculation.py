@@ -1,0 +1,343 @@
+"""Speculative decoding of a model: its drafter, the rule by which tokens are accepted, how much is drafted, and what was learned.
+
+One `Speculation` a model; each call of generate or stream has a `Speculator` of its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from runtime.drafting.drafters.base import Ask, Drafter, Draw, Place, Text, Verified
+from runtime.drafting.guard import Watch
+from runtime.drafting.lengths.base import Costs, Lengths, Progress
+from runtime.drafting.lengths.belief import Belief
+from runtime.drafting.lengths.goodput import Goodput
+from runtime.drafting.verify.base import Rule, Verdict
+from runtime.drafting.verify.exact import Exact
+from runtime.drafting.verify.target import Target
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.sampling import greedy
+from runtime.sampling.stats import GenerationStats
+from runtime.sampling.tree import ROOT, Tree
+
+_log = logging.getLogger("compress.speculation")
+_FADES = 0.99  # what catching up took, from draft to draft in which there was nothing to catch up with
+_SELDOM = 8  # of the steps in which drafting rests every eighth is timed: learning what a step takes is itself some per cent of a short one
+Result = TypeVar("Result")
+
+
+@dataclass(eq=False)
+class Speculation:
+    """How a model decodes speculatively.
+
+    Attributes:
+        drafter: proposes. rule: accepts. lengths: says how much.
+        costs: measured over all calls.
+        off: why the drafter was switched off; None: it works.
+        left: the drafter's states of texts that were thrown away, not ended yet.
+    """
+
+    drafter: Drafter
+    rule: Rule = field(default_factory=Exact)
+    lengths: Lengths = field(default_factory=Goodput)
+    costs: Costs = field(default_factory=Costs.unknown)
+    off: str | None = None
+    watch: Watch = field(default_factory=Watch)
+    left: deque[Any] = field(default_factory=deque)
+
+    def settle(self) -> None:
+        """End the texts that were thrown away."""
+        while self.left and self.off is None:
+            self.guarded(self.drafter.end, self.left.popleft())
+
+    def guarded(self, what: Callable[..., Result], *arguments: Any) -> Result | None:
+        """What a drafter does, or None: one that fails or does not come back is switched off, and texts go on without it."""
+        try:
+            return self.watch.run(what, *arguments) if self.drafter.watched else what(*arguments)
+        except Exception as error:
+            text = str(error).strip().splitlines()
+            self.switch_off(f"{type(error).__name__}: {text[0]}" if text else type(error).__name__)
+            return None
+
+    def switch_off(self, reason: str) -> None:
+        self.off = reason
+        _log.warning("the drafter %s is switched off: %s; decoding goes on without it", self.drafter.name, reason)
+
+    def describe(self) -> str:
+        """In a few words."""
+        text = f"{self.drafter.describe()}, {self.lengths.describe()} lengths, {self.rule.describe()} acceptance"
+        return text if self.off is None else f"{text}; switched off: {self.off}"
+
+
+@dataclass(eq=False)
+class Track:
+    """What a call knows of one text.
+
+    Attributes:
+        state: the drafter's.
+        progress: the length policy's.
+        whole: the tree as it was drafted, before any of it was left out.
+    """
+
+    state: Any
+    progress: Progress
+    whole: Tree = field(default_factory=Tree)
+
+
+class Speculator:
+    """The speculation of one call.
+
+    Args:
+        speculation: the model's.
+        options: of the call.
+        stats: drafted and accepted tokens are counted there.
+        trees: whether the engine verifies more than chains.
+        most_rows: tokens of a step.
+        vocabulary: ids are below it.
+
+    Attributes:
+        prompts: the drafter reads what the head reads of every token of prompts too.
+        proposed: something was drafted for the step that is being computed (be it left out again): what comes of it is to be learned.
+    """
+
+    def __init__(
+        self,
+        speculation: Speculation,
+        options: GenerationOptions,
+        stats: GenerationStats,
+        trees: bool,
+        most_rows: int,
+        vocabulary: int,
+    ) -> None:
+        self._speculation = speculation
+        self._options, self._stats = options, stats
+        self._trees, self._most_rows, self._vocabulary = trees, most_rows, vocabulary
+        # A seed promises a text: where one is given, the target chooses every token itself, with the numbers of plain decoding.
+        self._drawn = options.temperature > 0 and options.seed is None and speculation.drafter.draws
+        self._tracks: dict[int, Track] = {}
+        self.proposed = False
+        self._promised = self._overhead = 0.0  # tokens a second of this step; seconds of reading in what drafting took
+        self._rest = self._slept = self._resting = (
+            0  # steps to come without a draft, gone by so, and for how many texts
+        )
+        drafter = speculation.drafter
+        self._wants_hidden = "hidden" in drafter.wants
+        # A drafter of somebody else's may have been written against the promise that it is told of every step.
+        self._wants_steps = self._wants_hidden or "steps" in drafter.wants or drafter.watched
+        self.prompts = "prompt" in speculation.drafter.wants
+
+    @property
+    def on(self) -> bool:
+        return self._speculation.off is None
+
+    @property
+    def hidden(self) -> bool:
+        """Whether what the head reads is wanted of the step that is being computed."""
+        return self._wants_hidden and self._rest == 0
+
+    @property
+    def learns(self) -> bool:
+        """Whether what the step that is being computed says is to be learned from."""
+        return self.proposed or (self._wants_steps and self._rest == 0)
+
+    def rests(self, texts: int) -> bool:
+        """Whether drafting pays for none of so many texts for now: the step is then one of plain decoding, and costs no more."""
+        if self._rest == 0 or texts != self._resting:
+            return False
+        self._rest -= 1
+        self._slept += 1
+        self.proposed = False
+        return True
+
+    # ---------------------------------------------------------------- before a step
+    def propose(
+        self,
+        texts: Sequence[Text],
+        rooms: Sequence[int],
+        sources: Sequence[torch.Generator | None],
+        rows: int,
+        places: Callable[[int, int], Place] | None = None,
+    ) -> list[Tree]:
+        """A tree for each text, maybe an empty one.
+
+        Args:
+            texts: that decode in this step.
+            rooms: of each, most tokens that may still follow besides the one that the target writes itself.
+            sources: of each, its random numbers; None: greedy.
+            rows: tokens of the step without any draft.
+            places: (index of a text, tokens to draft) to its place in the target's cache; only paged engines have it.
+        """
+        began = time.perf_counter()
+        speculation = self._speculation
+        nothing = [Tree() for _ in texts]
+        self.proposed, self._rest, self._promised, self._overhead = False, 0, 0.0, 0.0
+        if not self.on or not texts:
+            return nothing
+        speculation.settle()
+        tracks = [self._track(text) for text in texts]
+        for track, room, source in zip(tracks, rooms, sources, strict=True):
+            track.whole = Tree()
+            track.progress.room, track.progress.drawn = room, self._drawn and source is not None
+        if not self.on:
+            return nothing
+        progress = [track.progress for track in tracks]
+        if self._slept:
+            speculation.lengths.rested(progress, speculation.costs, self._slept)
+        self._slept = 0
+        plans = speculation.lengths.plan(progress, speculation.costs, rows, self._most_rows)
+        asked = [index for index, plan in enumerate(plans) if plan.nodes > 0 and plan.depth > 0]
+        if not asked:
+            # The step before the next draft is learned from again: what a drafter reads of it must be there.
+            self._rest, self._resting = max(0, speculation.lengths.resting(progress) - 1), len(texts)
+            return nothing
+        asks = []
+        for index in asked:
+            source, plan = sources[index], plans[index]
+            draw = Draw(self._options, source) if self._drawn and source is not None else None
+            place = places(index, plan.depth) if places is not None and speculation.drafter.inside else None
+            asks.append(Ask(tracks[index].state, texts[index], plan.nodes, plan.depth, draw, plan.least, place))
+        started = time.perf_counter()
+        found = speculation.guarded(speculation.drafter.draft, asks)
+        seconds = time.perf_counter() - started
+        self._stats.draft_seconds += seconds
+        found = None if found is None else self._checked(found, asks)
+        if found is None:
+            return nothing
+        deepest = max((max(tree.depths(), default=0) for tree in found), default=0)
+        overhead = speculation.drafter.overhead / len(asks)
+        speculation.costs.reading = max(overhead, _FADES * speculation.costs.reading)
+        if deepest:
+            speculation.costs.draft.add(deepest, max(0.0, seconds - speculation.drafter.overhead))
+        self.proposed = any(map(len, found))
+        for index, tree in zip(asked, found, strict=True):
+            nothing[index] = tracks[index].whole = tree
+        kept = speculation.lengths.trim(progress, nothing, speculation.costs, rows, seconds)
+        # Other calls of the model plan steps of their own before this one is computed.
+        self._promised, self._overhead = speculation.costs.promised, speculation.drafter.overhead
+        idle = time.perf_counter() - began - seconds
+        speculation.costs.idle += 0.1 * (idle - speculation.costs.idle)
+        return kept
+
+    def _track(self, text: Text) -> Track:
+        track = self._tracks.get(id(text))
+        if track is None:
+            state = self._speculation.guarded(self._speculation.drafter.begin, text)
+            track = self._tracks[id(text)] = Track(state, Progress(Belief(self._speculation.costs.belief)))
+        return track
+
+    def _checked(self, trees: Sequence[Tree], asks: Sequence[Ask]) -> list[Tree] | None:
+        """The trees as the engine can verify them; a drafter whose trees are none is switched off."""
+        if len(trees) != len(asks):
+            self._speculation.switch_off(f"it gave {len(trees)} trees for {len(asks)} texts")
+            return None
+        checked = []
+        for tree, ask in zip(trees, asks, strict=True):
+            wrong = _wrong(tree, self._vocabulary)
+            if wrong is not None:
+                self._speculation.switch_off(wrong)
+                return None
+            tree = tree.first(ask.nodes, ask.depth)
+            checked.append(tree if self._trees or tree.is_chain else tree.main_chain())
+        return checked
+
+    # ---------------------------------------------------------------- after it
+    def timed(self, rows: int, seconds: float, drafting: float, tokens: int) -> None:
+        """A step of decoding texts alone took so long, besides what drafting for it took, and wrote so many tokens."""
+        if self._slept % _SELDOM:
+            return
+        self._speculation.costs.step.add(rows, seconds)
+        promised, self._promised = self._promised, 0.0
+        self._speculation.costs.kept(promised, tokens, seconds + drafting - self._overhead)
+
+    def greedy(self, logits: torch.Tensor) -> list[int] | None:
+        """The most likely token of every row at once, where that is all that is asked."""
+        if self._options.temperature or self._options.repetition_penalty != 1.0:
+            return None
+        if logits.device.type != "cpu":
+            return None if bool(torch.isnan(logits.amax()).any()) else logits.argmax(-1).tolist()
+        tokens, broken = greedy(logits)
+        return None if broken else tokens
+
+    def accept(
+        self,
+        tree: Tree,
+        logits: torch.Tensor,
+        source: torch.Generator | None,
+        seen: torch.Tensor | None,
+        best: Sequence[int] | None,
+    ) -> Verdict:
+        """What of a tree becomes text.
+
+        Args:
+            logits: float32 `[1 + nodes, vocab]`.
+            source: the text's random numbers.
+            seen: bool `[vocab]`, for the repetition penalty.
+            best: from `greedy`, for these rows.
+        """
+        rule = self._speculation.rule if len(tree) else Exact()
+        return rule.accept(tree, Target(logits, self._options, source, seen, best))
+
+    def count(self, tree: Tree, path: Sequence[int], new: int) -> None:
+        """So many new tokens became text: those of `path`, and one more where the text did not end before."""
+        if len(tree):
+            self._stats.count_draft(tree, path, min(new, len(path)))
+
+    def learn(
+        self,
+        text: Text,
+        tree: Tree,
+        path: Sequence[int],
+        new: Sequence[int],
+        logits: torch.Tensor,
+        hidden: torch.Tensor | None,
+    ) -> None:
+        """After the new tokens are at the text's end."""
+        if not self.on:
+            return
+        track = self._track(text)
+        if len(track.whole):
+            track.progress.belief.observe(track.whole, new)
+            self._speculation.costs.belief.observe(track.whole, new)
+        if self.on:
+            verified = Verified(text, tree, path, new, logits, hidden)
+            self._speculation.guarded(self._speculation.drafter.learn, track.state, verified)
+
+    def read(self, text: Text, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+        """Tokens of a prompt were computed."""
+        if self.on:
+            self._speculation.guarded(self._speculation.drafter.read, self._track(text).state, start, tokens, hidden)
+
+    def end(self, text: Text) -> None:
+        """The text is finished, or thrown away."""
+        track = self._tracks.pop(id(text), None)
+        if track is not None and self.on:
+            self._speculation.guarded(self._speculation.drafter.end, track.state)
+
+    def close(self) -> None:
+        """The call is over, maybe in the middle of somebody's turn: texts that were thrown away are ended in the next one."""
+        self._speculation.left.extend(track.state for track in self._tracks.values())
+        self._tracks.clear()
+        if self._slept:
+            self._speculation.lengths.rested((), self._speculation.costs, self._slept)
+            self._slept = 0
+
+
+def _wrong(tree: Tree, vocabulary: int) -> str | None:
+    """What is wrong with a tree; None: nothing."""
+    if len(tree.parents) != len(tree.tokens) or (tree.chances and len(tree.chances) != len(tree.tokens)):
+        return "a tree has not as many parents or chances as tokens"
+    for index, (token, parent) in enumerate(zip(tree.tokens, tree.parents, strict=True)):
+        if not 0 <= token < vocabulary:
+            return f"it proposed token {token} of a vocabulary of {vocabulary}"
+        if not ROOT <= parent < index:
+            return f"node {index} of a tree comes before its parent {parent}"
+    if len(set(zip(tree.parents, tree.tokens, strict=True))) < len(tree.tokens):
+        return "a tree has the same token twice below a node"
+    return None

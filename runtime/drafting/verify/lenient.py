@@ -1,0 +1,55 @@
+"""Lenient acceptance: speculative sampling that forgives the draft a factor."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from runtime.config.ranges import SHARE, bounded, check_bounds
+from runtime.drafting.verify.base import Rule
+from runtime.drafting.verify.exact import drawn, found, normalized, rejected
+from runtime.drafting.verify.target import Target
+from runtime.sampling.tree import Tree
+
+
+@dataclass(frozen=True)
+class Lenient(Rule):
+    """A drawn token is accepted with probability min(1, p / (factor * q)); a guess, and any token at temperature 0, if its
+    probability is at least `factor` of the largest one. 1 is exact for drawn tokens and for greedy decoding; the smaller the factor,
+    the more of the draft's distribution is in the text. Lossy below 1.
+
+    Source: Leviathan et al., arXiv 2211.17192, appendix A.5; Zhou et al., DistillSpec, arXiv 2310.08461, section 4.4 (linear lenience).
+
+    Attributes:
+        factor: of the draft's probability (greedy: of the target's largest).
+    """
+
+    name: ClassVar[str] = "lenient"
+    factor: float = bounded(0.5, SHARE)
+
+    def __post_init__(self) -> None:
+        check_bounds(self)
+
+    def step(
+        self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target
+    ) -> tuple[int | None, int]:
+        if not options:
+            return None, target.choose(node, branch)
+        proposal = tree.proposals.get(node) if target.draws else None
+        p = target.distribution(node, branch, temperature=None if target.draws else 1.0)
+        if proposal is None:
+            chosen, token = found(tree, options, target.choose(node, branch))
+            if chosen is None:
+                least = self.factor * float(p.max())
+                for child in options:
+                    if float(p[tree.tokens[child]]) >= least:
+                        return child, tree.tokens[child]
+            return chosen, token
+        q = normalized(proposal.double())
+        for child in options:
+            token = tree.tokens[child]
+            if target.uniform() * self.factor * q[token] < p[token]:
+                return child, token
+            p, q = rejected(p, q * self.factor, token)
+        return None, drawn(p, target)

@@ -1,0 +1,260 @@
+"""Several linear layers that read the same input, computed as one: q/k/v, gate/up. One product instead of three reads its input once
+and fills a GPU that a narrow one leaves idle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime import kernels as kernel_table
+from runtime.formats.checks import Tensors
+from runtime.layers.compressed_linear import CompressedLinear
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+
+_SHARES = (1, 2, 4, 8)  # rows that one entry of a kernel's layout may stand for
+
+
+class Part(nn.Module):
+    """Some rows of a joined layer, in the place of the layer that they were: the model's own forward pass goes on working.
+
+    It computes the whole product and cuts its rows out; whoever wants speed calls the joined layer.
+    """
+
+    def __init__(self, whole: nn.Module, start: int, stop: int, columns: int) -> None:
+        super().__init__()
+        self._whole = (whole,)  # not as a submodule: the parent has it under a name of its own
+        self.start, self.stop = start, stop
+        self.in_features, self.out_features = columns, stop - start
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self._whole[0](x)[..., self.start : self.stop]
+
+
+class Joined:
+    """Layers of one input: called, the results of all, in few products.
+
+    Attributes:
+        layers: what is called: one layer, or the given ones where they cannot be joined.
+    """
+
+    def __init__(self, layers: Sequence[nn.Module]) -> None:
+        self.layers = list(layers)
+        self._sizes = [int(layer.out_features) for layer in layers]  # type: ignore[arg-type]
+
+    def whole(self, x: torch.Tensor) -> list[torch.Tensor]:
+        """One tensor with all results side by side, or one a layer."""
+        return [layer(x) for layer in self.layers]
+
+    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        found = self.whole(x)
+        return found[0].split(self._sizes, dim=-1) if len(found) == 1 else found
+
+    @classmethod
+    def of(cls, parent: nn.Module, names: Sequence[str], name: str) -> Joined:
+        """Join layers of `parent` as far as possible; a compressed joined layer becomes `parent.name`.
+
+        Memory of weights is not doubled for longer than one such group: dense weights become views of the joined one,
+        compressed layers are replaced (see `Part`).
+        """
+        layers: list[nn.Module] = [getattr(parent, each) for each in names]
+        if isinstance(layers[0], Part):  # done by an engine before this one
+            joined = cls(layers)
+            joined.layers = [layers[0]._whole[0]]
+            return joined
+        joined = cls(layers)
+        dense = join_dense(layers)
+        if dense is not None:
+            joined.layers = [dense]
+            return joined
+        whole = _join_compressed(layers)
+        if whole is not None:
+            joined.layers = [whole]
+            parent.add_module(name, whole)
+            start = 0
+            for each, size in zip(names, joined._sizes, strict=True):
+                setattr(parent, each, Part(whole, start, start + size, whole.in_features))
+                start += size
+        return joined
+
+
+def join_dense(layers: Sequence[nn.Module]) -> nn.Linear | None:
+    """Plain layers as one, whose rows their weights become views of; None where they differ."""
+    linear = [layer for layer in layers if type(layer) is nn.Linear and not layer._forward_hooks]
+    if len(linear) < len(layers) or len({(x.weight.dtype, x.weight.device, x.in_features) for x in linear}) > 1:
+        return None
+    whole = nn.Linear(linear[0].in_features, sum(x.out_features for x in linear), bias=False, device="meta")
+    whole.weight = nn.Parameter(torch.cat([x.weight.detach() for x in linear]), requires_grad=False)
+    bias = _bias(linear, whole.weight.dtype)
+    if bias is not None:
+        whole.bias = nn.Parameter(bias, requires_grad=False)
+    start = 0
+    for x in linear:
+        x.weight = nn.Parameter(whole.weight.detach()[start : start + x.out_features], requires_grad=False)
+        start += x.out_features
+    return whole
+
+
+def _bias(layers: Sequence[nn.Linear | CompressedLinear], dtype: torch.dtype) -> torch.Tensor | None:
+    if all(x.bias is None for x in layers):
+        return None
+    device = next(x.bias.device for x in layers if x.bias is not None)
+    none = torch.zeros(0, dtype=dtype, device=device)
+    return torch.cat([none.new_zeros(x.out_features) if x.bias is None else x.bias.detach() for x in layers])
+
+
+def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
+    """The layers as one, in their kernels' own layout; None where that layout, or what they hold, does not allow it."""
+    linear = alike(layers)
+    if linear is None:
+        return None
+    first = linear[0]
+    assert first.choice is not None
+    tensors = concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
+    if tensors is None:
+        return None
+    shape = (sum(x.out_features for x in linear), first.in_features)
+    whole = CompressedLinear(first.entry, shape, False, first.stored_dtype)
+    whole.dtype = first.dtype
+    choice = kernel_table.find(kernel_table.Layer(first.entry, shape, first.dtype, first.device), first._wanted)
+    if choice.decode.layout != first.choice.decode.layout:
+        return None
+    for name in whole._specs:
+        if name in tensors:
+            whole._buffers[name] = tensors[name]
+    whole._replace(tensors)
+    whole.choice, whole._wanted = choice, first._wanted
+    if not _holds(whole, linear):
+        return None
+    bias = _bias(linear, first.dtype)
+    whole.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    return whole
+
+
+def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
+    """The layers, if they are compressed alike and have kernels, so that they may be joined; None otherwise."""
+    linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
+    first = linear[0] if linear else None
+    if first is None or len(linear) < len(layers) or first.choice is None:
+        return None
+    same = {(x.entry, x.in_features, x.dtype, x.stored_dtype, x.device, x.choice, x._wanted) for x in linear}
+    counted = any(x.entry.count is not None for x in linear)
+    if len(same) > 1 or counted or any(name.startswith("input_") for name in first._specs):
+        return None
+    return linear
+
+
+def concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | None:
+    """Each tensor along the one dimension that is as long as its layer has rows, or a small part of that; None if there is no such
+    dimension, or more than one.
+
+    A guess, which `_holds` checks: a kernel need not say how its layout is joined.
+    """
+    out: Tensors = {}
+    for name, first in parts[0].items():
+        tensors = [part[name] for part in parts if name in part]
+        if len(tensors) < len(parts) or len({t.dim() for t in tensors}) > 1:
+            return None
+        for share in _SHARES:
+            lengths = [n // share if n % share == 0 else -1 for n in rows]
+            along = [d for d in range(first.dim()) if [t.shape[d] for t in tensors] == lengths]
+            if along:
+                break
+        if len(along) != 1:
+            return None
+        out[name] = torch.cat(tensors, dim=along[0])
+    return out
+
+
+def _holds(whole: CompressedLinear, parts: Sequence[CompressedLinear]) -> bool:
+    """Whether the joined layer has exactly the weights of its parts, seen by what the kernel gives back."""
+    try:
+        found = whole.compressed_weight()
+    except (RuntimeError, ValueError, IndexError):
+        return False
+    start = 0
+    for part in parts:
+        mine, rows = part.compressed_weight(), slice(start, start + part.out_features)
+        for name in ("values", "scale", "zero_point", "mask"):
+            a, b = getattr(found, name), getattr(mine, name)
+            if (a is None) != (b is None) or (a is not None and not torch.equal(a[rows].float(), b.float())):
+                return False
+        start += part.out_features
+    return True
+
+
+# Which decoders the lean engines know, found by structure and checked: a part they do not know is a reason, not a guess.
+
+#: Model classes whose forward pass is a Llama-like one; what varies among them is read from the modules.
+FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_STATIC_ROTATIONS = ("default", "linear", "llama3", "yarn")
+_PARTS = {
+    "": {"self_attn", "mlp", "input_layernorm", "post_attention_layernorm"},
+    "self_attn": {"q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj", "q_norm", "k_norm"},
+    "mlp": {"gate_proj", "up_proj", "gate_up_proj", "down_proj", "act_fn"},
+}
+
+Rotation = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def why_not(model: PreTrainedModel) -> str | None:
+    """The reason why this is not a decoder that the lean engines know; None when it is."""
+    name = type(model).__name__
+    config: Any = model.config
+    if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is not one of {', '.join(FAMILIES)} of transformers"
+    if config.hidden_act not in ("silu", "swish"):
+        return f"its activation is {config.hidden_act}, not silu"
+    kind = (getattr(config, "rope_parameters", None) or {}).get("rope_type", "default")
+    if kind not in _STATIC_ROTATIONS:
+        return f"its rotary embedding is of type {kind}, which changes with the length"
+    if config.num_attention_heads % config.num_key_value_heads:
+        return "its heads do not divide among those of the cache"
+    body: Any = model.model
+    for layer in body.layers:
+        for part, known in _PARTS.items():
+            odd = _unknown(layer.get_submodule(part), known)
+            if odd is not None:
+                return odd
+        if hasattr(layer.self_attn, "q_norm") != hasattr(layer.self_attn, "k_norm"):
+            return "only one of its queries and keys is normalized"
+    if 2 * rotation(body.rotary_emb)(1)[0].shape[1] > body.layers[0].self_attn.head_dim:
+        return "its rotation is wider than its heads"
+    return None
+
+
+def window(layer: Any, config: Any) -> int:
+    """Positions that a layer's attention sees; 0: all. Layers say so themselves, but Mistral has one for all in its config."""
+    found = getattr(layer.self_attn, "sliding_window", None)
+    if found is None and type(layer).__name__.startswith("Mistral"):
+        found = getattr(config, "sliding_window", None)
+    return found or 0
+
+
+def rotation(rotary: Any) -> Rotation:
+    """For a number of positions, cosines and sines `[positions, rotary / 2]`, float32, of a model's own rotary module."""
+
+    def table(positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        device = rotary.inv_freq.device
+        with torch.inference_mode():
+            like = torch.empty(0, dtype=torch.float32, device=device)
+            cosine, sine = rotary(like, torch.arange(positions, device=device)[None])
+        half = cosine.shape[-1] // 2
+        # transformers repeats the half: the second copy rotates the second half of the head.
+        return cosine[0, :, :half].contiguous(), sine[0, :, :half].contiguous()
+
+    return table
+
+
+def _unknown(module: nn.Module, known: set[str]) -> str | None:
+    """What is in it besides the parts known, if that has weights."""
+    for name, child in module.named_children():
+        if name not in known and any(True for _ in (*child.parameters(), *child.buffers())):
+            return f"it has {name}, a {type(child).__name__}"
+    return None

@@ -1,0 +1,1 @@
+"""Fused decoder in C for CPUs."""

@@ -1,0 +1,350 @@
+"""The lean CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+
+It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
+that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
+and attention are float32, so its numbers are closer to a float32 model than those of transformers in bfloat16.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import threading
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import nn
+
+from runtime.engines.base import Piece
+from runtime.engines.batch import Batch
+from runtime.engines.native.parts import Parts, read_parts
+from runtime.kernels.cpu import library
+from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
+from runtime.layers.compressed_linear import CompressedLinear
+
+if TYPE_CHECKING:
+    from runtime.engines.torch.engine import TorchEngine
+
+
+# Where the rows of a step stand whose pieces may be trees, as decoder.h reads it.
+
+
+class Branches:
+    """For each row of the pieces, one after another:
+
+    Attributes:
+        position: int64 `[rows]`, in its text.
+        slot: int64 `[rows]`, where its keys and values are put.
+        base, path: int64 `[rows]`: positions from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order.
+        slots: int32, of all branches one after another.
+    """
+
+    def __init__(self, pieces: Sequence[Piece]) -> None:
+        position: list[int] = []
+        base: list[int] = []
+        path: list[int] = []
+        slots: list[int] = []
+        slot: list[int] = []
+        for piece in pieces:
+            count, start = len(piece.tokens), piece.start
+            slot += range(start + piece.cached, start + piece.cached + count)
+            base += [start] * count
+            if piece.parents is None:
+                position += range(start, start + count)
+                path += [-1] * count
+                continue
+            branches: list[list[int]] = []
+            for index, parent in enumerate(piece.parents):
+                branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
+            branches = branches[piece.cached :]
+            lengths = [len(branch) for branch in branches]
+            position += [start + length - 1 for length in lengths]
+            path += accumulate(lengths[:-1], initial=len(slots))
+            slots += [place for branch in branches for place in branch]
+        self.position, self.slot = torch.tensor(position), torch.tensor(slot)
+        self.base, self.path = torch.tensor(base), torch.tensor(path)
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+
+
+MOST_ROWS = 512
+_log = logging.getLogger("compress.engine")
+
+
+class Recorder:
+    """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool.
+
+    Attributes:
+        states: float32 `[layers, tokens of all pieces, hidden]`; None before the step.
+    """
+
+    def __init__(self) -> None:
+        self.states: torch.Tensor | None = None
+        self._places: dict[tuple[int, int], slice] = {}
+
+    def fill(self, pieces: Sequence[Piece], states: torch.Tensor) -> None:
+        """The step is done."""
+        self.states, row = states, 0
+        for piece in pieces:
+            self._places[_place(piece.pages, piece.start)] = slice(row, row + len(piece.tokens))
+            row += len(piece.tokens)
+
+    def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
+        """`[layers, tokens, hidden]` of the piece of these pages that began at `start`; None: there was none."""
+        rows = self._places.get(_place(pages, start))
+        return None if rows is None or self.states is None else self.states[:, rows]
+
+
+def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
+    return start, pages[start // PAGE]  # what is written to belongs to one sequence
+
+
+class Pool:
+    """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
+
+    Attributes:
+        recorder: records the next step, once; None: nobody wants it.
+    """
+
+    def __init__(self, parts: Parts, count: int) -> None:
+        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
+        # Not touched here: the operating system gives the memory when a page is first written.
+        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(parts.blocks))]
+        self.count = count
+        self.blocks = (Block * len(parts.blocks))(*parts.blocks)
+        for i, block in enumerate(self.blocks):
+            block.keys, block.values = self.tensors[2 * i].data_ptr(), self.tensors[2 * i + 1].data_ptr()
+        self.decoder = Decoder()
+        ctypes.pointer(self.decoder)[0] = parts.decoder
+        self.decoder.blocks = self.blocks
+        self.recorder: Recorder | None = None
+
+
+class Ready(NamedTuple):
+    """A step to be run.
+
+    Attributes:
+        step: of decoder.h.
+        logits: float32 `[outputs, vocab]`, filled by it.
+        x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
+        held: what else it points to.
+    """
+
+    step: Step
+    logits: torch.Tensor
+    x: torch.Tensor
+    held: tuple[Any, ...]
+
+
+class LlamaEngine:
+    """See `runtime.engines.base.SpeculativeEngine`. Made by `take_over`."""
+
+    page_size = PAGE
+    padding_is_exact = True
+    trees = True
+
+    def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
+        found = library.load()
+        assert found is not None
+        self._library = found
+        self.torch_engine = torch_engine
+        self.module = torch_engine.module
+        self.device = torch_engine.device
+        self.vocab_size = torch_engine.vocab_size
+        self.context_length = torch_engine.context_length
+        self.weight_bytes = torch_engine.weight_bytes
+        self.parts = parts
+        self.most_rows = MOST_ROWS
+        self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        self._embedding: nn.Module = self.module.get_input_embeddings()
+        self._rotary = (torch.empty(0), torch.empty(0))
+        self._local = threading.local()
+
+    @property
+    def description(self) -> str:
+        """What computes, in a few words."""
+        return f"decoder in C ({self._library.isa_name().decode()}, {self.parts.decoder.digits}-digit activations)"
+
+    @property
+    def logits_width(self) -> int:
+        """Rows of the head."""
+        return self.parts.vocabulary
+
+    def explain(self) -> dict[str, str]:
+        """As the modules say, but for compressed layers: here one kernel serves every number of rows."""
+        found = self.torch_engine.explain()
+        for name, module in self.module.named_modules():
+            if isinstance(module, CompressedLinear) and module.kernel is not None:
+                found[name] = module.kernel.name
+        return found
+
+    # ---------------------------------------------------------------- pages
+    def new_pages(self, count: int) -> Pool:
+        return Pool(self.parts, count)
+
+    def make_memory(self, count: int) -> Pool:
+        """As `new_pages`: nothing is kept for the next."""
+        return self.new_pages(count)
+
+    def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        return self.read(pool, pieces)
+
+    def read(self, memory: Pool, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+        """Logits after the last token of each piece, or after `every` token, in one pass."""
+        ends = list(accumulate(len(piece.tokens) for piece in pieces))
+        return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])[0]
+
+    def verify(
+        self, pool: Pool, pieces: Sequence[Piece], hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        outputs = [row for piece, end in zip(pieces, ends, strict=True) for row in range(end - piece.outputs, end)]
+        logits, x = self._run(pool, pieces, outputs)
+        return logits, self._normed(x) if hidden else None
+
+    def keep(self, pool: Pool, piece: Piece, path: Sequence[int]) -> None:
+        moves = [(index, place) for place, index in enumerate(path) if index != place]
+        if moves:
+            source, target = (torch.tensor([piece.start + each for each in side]) for side in zip(*moves, strict=True))
+            pages = torch.tensor(piece.pages, dtype=torch.int32)
+            self._library.decoder_copy(
+                ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
+            )
+
+    def _normed(self, x: torch.Tensor) -> torch.Tensor:
+        """What the head reads of the residual stream `[rows, hidden]`."""
+        parts = self.parts
+        scale = torch.rsqrt(x.square().mean(-1, keepdim=True) + parts.decoder.eps)
+        return x * scale * parts.final_norm
+
+    @torch.inference_mode()
+    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over all tokens of the pieces: logits of the rows `outputs`, and the residual stream after the last layer."""
+        ready = self.prepare(pool.decoder, pieces, outputs)
+        recorder, pool.recorder = pool.recorder, None
+        if recorder is None:
+            self._compute(ready.step, pool)
+            return ready.logits, ready.x
+        states = torch.empty(len(self.parts.blocks), *ready.x.shape)
+        ready.step.record = states.data_ptr()
+        self._compute(ready.step, pool)
+        recorder.fill(pieces, states)
+        return ready.logits, ready.x
+
+    def prepare(
+        self, decoder: Decoder, pieces: Sequence[Piece], outputs: Sequence[int], x: torch.Tensor | None = None
+    ) -> Ready:
+        """A step of all layers of a decoder, to be run in the same thread before the next is prepared.
+
+        Args:
+            decoder: a pool's, or of a part of it.
+            pieces: at least one token.
+            outputs: rows whose logits are wanted.
+            x: float32 `[tokens, hidden]`, contiguous, what the first layer reads; it is overwritten. None: the tokens' embeddings.
+        """
+        if len(pieces) == 1 and len(pieces[0].tokens) == 1:  # the common step: no loops in Python
+            piece = pieces[0]
+            ids = torch.tensor(piece.tokens)
+            sequence, position = torch.zeros(1, dtype=torch.int32), torch.tensor([piece.start])
+            last = piece.start
+        else:
+            ids = torch.tensor([token for piece in pieces for token in piece.tokens])
+            counts = torch.tensor([len(piece.tokens) for piece in pieces])
+            sequence = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(counts)
+            position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in pieces])
+            last = max(p.start + len(p.tokens) for p in pieces) - 1
+        branches = None
+        if any(piece.parents is not None for piece in pieces):
+            branches = Branches(pieces)
+            position, last = branches.position, int(branches.position.max())
+        width = max(len(piece.pages) for piece in pieces)
+        pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
+        if x is None:
+            x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
+        cosine, sine = self._rotation(last + 1)
+        wanted = torch.tensor(list(outputs), dtype=torch.int32)
+        logits = torch.empty(len(outputs), self.parts.vocabulary)
+        memory = self._memory(decoder, ids.numel())
+        step = Step(
+            rows=ids.numel(),
+            outputs=len(outputs),
+            pages_stride=width,
+            first=0,
+            last=decoder.layers,
+            x=x.data_ptr(),
+            sequence=sequence.data_ptr(),
+            position=position.data_ptr(),
+            slot=None if branches is None else branches.slot.data_ptr(),
+            base=None if branches is None else branches.base.data_ptr(),
+            path=None if branches is None else branches.path.data_ptr(),
+            slots=None if branches is None else branches.slots.data_ptr(),
+            pages=pages.data_ptr(),
+            cosine=cosine.data_ptr(),
+            sine=sine.data_ptr(),
+            output=wanted.data_ptr(),
+            logits=logits.data_ptr(),
+            memory=memory.data_ptr(),
+            decoder=ctypes.pointer(decoder),
+        )
+        return Ready(step, logits, x, (sequence, position, branches, pages, cosine, sine, wanted, memory, decoder))
+
+    def compute(self, step: Step) -> None:
+        """Run a prepared step whose weights are all in memory."""
+        self._library.decoder_step(ctypes.byref(step), torch.get_num_threads())
+
+    def _compute(self, step: Step, pool: Pool) -> None:
+        """All layers of a step on a pool, and the head."""
+        self.compute(step)
+
+    def _memory(self, decoder: Decoder, rows: int) -> torch.Tensor:
+        """Working memory of this thread, kept between steps."""
+        wanted = self._library.decoder_memory(ctypes.byref(decoder), rows)
+        memory = getattr(self._local, "memory", None)
+        if memory is None or memory.numel() < wanted:
+            memory = self._local.memory = torch.empty(wanted, dtype=torch.uint8)
+        return memory
+
+    def _rotation(self, positions: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cosines and sines `[positions or more, rotary / 2]`, float32, from the model's own rotary module."""
+        cosine, sine = self._rotary
+        if cosine.shape[0] < positions:
+            count = max(256, 1 << (positions - 1).bit_length())
+            cosine, sine = self.parts.rotation(count)
+            self._rotary = (cosine, sine)
+        return cosine, sine
+
+    # ---------------------------------------------------------------- engine
+    def new_cache(self) -> Batch[Pool]:
+        return Batch()
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Batch[Pool] | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens."""
+        return (cache or Batch()).forward(self, input_ids, attention_mask, last_only)
+
+    def keep_rows(self, cache: Batch[Pool], rows: torch.Tensor) -> None:
+        cache.keep(self, rows.tolist())
+
+    def cache_bytes(self, cache: Any) -> int:
+        """Of a cache from `new_cache` or a pool from `new_pages`."""
+        pool = cache.memory if isinstance(cache, Batch) else cache
+        return 0 if pool is None else pool.count * self.page_bytes
+
+
+def take_over(engine: TorchEngine) -> LlamaEngine | None:
+    """The lean engine for this model, or None where it does not fit; the reason goes to the log."""
+    parts = read_parts(engine.module, engine.device)
+    if isinstance(parts, str):
+        _log.info("transformers computes this model, not the decoder in C: %s", parts)
+        return None
+    return LlamaEngine(engine, parts)
+
+
+__all__ = ["LlamaEngine", "Pool", "Recorder", "take_over"]

@@ -1,0 +1,255 @@
+"""A block that was trained to go on from some layers of a decoder in C, with keys and values of its own, before the decoder's head."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Collection, Mapping, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+
+from runtime.engines.base import Piece
+from runtime.engines.native.engine import LlamaEngine, Pool
+from runtime.errors import ArtifactError
+from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
+from runtime.kernels.cpu.library import KINDS, TYPES, Linear
+
+# Parts of a decoder in C that compute by themselves, with its weights and in its pages: some of its layers, or not all of each layer.
+
+_ATTENTION = ("query", "key", "value", "output")
+_ViewMLP = ("gate", "up", "down")
+#: Bytes of a weight by kind; a kept one of 2:4 has four bits and its position two.
+_BYTES = {KINDS["w4"]: 0.5, KINDS["w8"]: 1.0, KINDS["s24"]: 0.375}
+
+
+class View:
+    """Some layers of an engine, then its final norm and head.
+
+    It reads what the engine has written to a pool, and writes keys and values of its own layers there, at the positions that it is
+    given: who uses it sees to it that the engine computes these again before they count.
+
+    Args:
+        engine: whose weights are all in memory.
+        layers: indices, in the order in which they run.
+        skip_attention, skip_mlp: those of them whose attention or feed-forward half is left out.
+    """
+
+    def __init__(
+        self,
+        engine: LlamaEngine,
+        layers: Sequence[int],
+        skip_attention: Collection[int] = (),
+        skip_mlp: Collection[int] = (),
+    ) -> None:
+        self.engine = engine
+        skips = {layer: SKIP_ATTENTION * (layer in skip_attention) | SKIP_MLP * (layer in skip_mlp) for layer in layers}
+        self._skips = {layer: skip for layer, skip in skips.items() if skip != SKIP_ATTENTION | SKIP_MLP}
+        self._bound: weakref.WeakKeyDictionary[Pool, Decoder] = weakref.WeakKeyDictionary()
+        self._unbound = self._decoder(engine.parts.blocks)
+
+    def read(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        """Logits after the last token of each piece, float32 `[pieces, vocab]`."""
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        return self._run(pool, pieces, [end - 1 for end in ends])[0]
+
+    def states(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+        """The residual stream after the last layer, float32 `[tokens of all pieces, hidden]`."""
+        return self._run(pool, pieces, ())[1]
+
+    @torch.inference_mode()
+    def head(self, states: torch.Tensor) -> torch.Tensor:
+        """Logits of what layers leave in the residual stream, float32 `[rows, hidden]`, after the final norm: `[rows, vocab]`."""
+        found = []
+        for part in states.split(self.engine.most_rows):
+            count = len(part)
+            ready = self.engine.prepare(
+                self._unbound, [Piece(range(count), 0, (0,))], range(count), part.contiguous().clone()
+            )
+            ready.step.last = 0
+            self.engine.compute(ready.step)
+            found.append(ready.logits)
+        return torch.cat(found) if len(found) != 1 else found[0]
+
+    @property
+    def weight_bytes(self) -> float:
+        """Bytes of weights that a token reads."""
+        blocks = self.engine.parts.blocks
+        return head_bytes(self.engine) + sum(block_bytes(blocks[layer], skip) for layer, skip in self._skips.items())
+
+    @torch.inference_mode()
+    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        decoder = self._bound.get(pool)
+        if decoder is None:
+            decoder = self._bound[pool] = self._decoder(pool.blocks)
+        ready = self.engine.prepare(decoder, pieces, outputs)
+        self.engine.compute(ready.step)
+        return ready.logits, ready.x
+
+    def _decoder(self, blocks: Any) -> Decoder:
+        """Of these layers' weights and keys and values."""
+        return decoder_of(self.engine, [with_skip(blocks[layer], skip) for layer, skip in self._skips.items()])
+
+
+def decoder_of(engine: LlamaEngine, blocks: Sequence[Block]) -> Decoder:
+    """The engine's decoder with other blocks; it keeps the copies of these that it points to."""
+    decoder = Decoder()
+    ctypes.pointer(decoder)[0] = engine.parts.decoder
+    decoder.layers = len(blocks)
+    decoder.blocks = (Block * len(blocks))(*blocks)
+    return decoder
+
+
+def with_skip(block: Block, skip: int) -> Block:
+    """A copy of a block without some of it."""
+    found = Block.from_buffer_copy(block)
+    found.skip = skip
+    return found
+
+
+def block_bytes(block: Block, skip: int = 0) -> float:
+    """Bytes of weights that a token reads of a block."""
+    fields = (() if skip & SKIP_ATTENTION else _ATTENTION) + (() if skip & SKIP_MLP else _ViewMLP)
+    return sum(linear_bytes(getattr(block, field)) for field in fields)
+
+
+def head_bytes(engine: LlamaEngine) -> float:
+    """Bytes of the head's weights."""
+    return linear_bytes(engine.parts.decoder.head)
+
+
+def linear_bytes(linear: Linear) -> float:
+    """Bytes of a layer's weights, without scales and the like."""
+    size = _BYTES.get(linear.kind) or next(dtype.itemsize for dtype, kind in TYPES.items() if kind == linear.scale_type)
+    return float(size * linear.rows * linear.columns)
+
+
+def parts_of(engine: Any) -> LlamaEngine | str:
+    """The engine, where parts of it can compute by themselves, or the reason why not."""
+    if type(engine) is LlamaEngine:
+        return engine
+    wanted = (
+        "only the decoder in C computes with parts of a model: a compressed Llama, Mistral, Qwen2 or Qwen3 on a CPU"
+    )
+    if isinstance(engine, LlamaEngine):
+        return f"{wanted}, all of it in memory; this one's layers are read from disk while others compute"
+    return f"{wanted}; this one runs on {getattr(engine, 'description', type(engine).__name__)}"
+
+
+_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+_HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
+
+
+class AdapterPool:
+    """Pages of an adapter's keys and values: `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`."""
+
+    def __init__(self, adapter: Adapter, count: int) -> None:
+        parts = adapter.engine.parts
+        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
+        self.count = count
+        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2)]
+        block = with_skip(adapter.block, adapter.block.skip)
+        block.keys, block.values = (tensor.data_ptr() for tensor in self.tensors)
+        self.decoder: Decoder = decoder_of(adapter.engine, [block])
+        self.decoder.final_norm = adapter.norm.data_ptr()
+
+
+class Adapter:
+    """An attention block, maybe with a feed-forward half, then a norm of its own and the engine's head.
+
+    Args:
+        engine: whose head it goes on to; its heads are of the engine's shape.
+        tensors: as in transformers: "self_attn.q_proj.weight", ..., "input_layernorm.weight", "norm.weight", and with a feed-forward half
+            "post_attention_layernorm.weight", "mlp.gate_proj.weight", ...; all of one float dtype.
+        layer: of the engine, whose window its attention has.
+        where: what messages call the tensors.
+
+    Attributes:
+        page_size, page_bytes, most_rows, logits_width: as of a paged engine.
+        weight_bytes: of its own weights. read_bytes: that a token reads, the head's too.
+
+    Raises:
+        ArtifactError: a tensor is missing, there is one too many, or it has another shape.
+    """
+
+    page_size = PAGE
+
+    def __init__(self, engine: LlamaEngine, tensors: Mapping[str, torch.Tensor], layer: int, where: str) -> None:
+        parts = engine.parts
+        self.engine = engine
+        self.most_rows, self.logits_width = engine.most_rows, engine.logits_width
+        self.page_bytes = 2 * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
+        like = parts.blocks[layer]
+        left = dict(tensors)
+        self._keep: list[torch.Tensor] = []
+        self._where = where
+        hidden = (parts.decoder.hidden,)
+        self.block = Block()
+        self.block.window = like.window
+        for field, name in _PROJECTIONS.items():
+            setattr(self.block, field, self._linear(left, f"self_attn.{name}", getattr(like, field)))
+        self.block.input_norm = self._vector(left, "input_layernorm.weight", hidden).data_ptr()
+        for field, name in _HEAD_NORMS.items():
+            if getattr(like, field):
+                setattr(self.block, field, self._vector(left, f"self_attn.{name}.weight", (parts.head_dim,)).data_ptr())
+        if any(name.startswith("mlp.") for name in left):
+            for field, name in _MLP.items():
+                setattr(self.block, field, self._linear(left, f"mlp.{name}", getattr(like, field)))
+            self.block.mlp_norm = self._vector(left, "post_attention_layernorm.weight", hidden).data_ptr()
+        else:
+            self.block.skip = SKIP_MLP
+        self.norm = self._vector(left, "norm.weight", hidden)
+        if left:
+            raise ArtifactError(f"{where} holds {sorted(left)[0]}, which is no part of an adapter")
+        self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
+        self.read_bytes = block_bytes(self.block, self.block.skip) + head_bytes(engine)
+
+    def make_memory(self, count: int) -> AdapterPool:
+        return AdapterPool(self, count)
+
+    @torch.inference_mode()
+    def read(self, memory: AdapterPool, pieces: Sequence[Piece], states: torch.Tensor) -> torch.Tensor:
+        """Logits after the last token of each piece, float32 `[pieces, vocab]`.
+
+        Args:
+            states: float32 `[tokens of all pieces, hidden]`, what the layers before it leave in the residual stream; overwritten.
+        """
+        ends = accumulate(len(piece.tokens) for piece in pieces)
+        ready = self.engine.prepare(memory.decoder, pieces, [end - 1 for end in ends], states)
+        self.engine.compute(ready.step)
+        return ready.logits
+
+    # ---------------------------------------------------------------- tensors
+    def _linear(self, left: dict[str, torch.Tensor], name: str, like: Linear) -> Linear:
+        weight = self._take(left, f"{name}.weight", (like.rows, like.columns))
+        if weight.dtype not in TYPES:
+            kinds = ", ".join(str(dtype).removeprefix("torch.") for dtype in TYPES)
+            raise ArtifactError(
+                f"{self._where}: {name} is {str(weight.dtype).removeprefix('torch.')}; allowed are {kinds}"
+            )
+        weight = weight.contiguous()
+        self._keep.append(weight)
+        linear = Linear()
+        linear.kind, linear.scale_type = KINDS["dense"], TYPES[weight.dtype]
+        linear.rows, linear.columns, linear.weight = like.rows, like.columns, weight.data_ptr()
+        if f"{name}.bias" in left:
+            linear.bias = self._vector(left, f"{name}.bias", (like.rows,)).data_ptr()
+        return linear
+
+    def _vector(self, left: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        vector = self._take(left, name, shape).float().contiguous()
+        self._keep.append(vector)
+        return vector
+
+    def _take(self, left: dict[str, torch.Tensor], name: str, shape: tuple[int, ...]) -> torch.Tensor:
+        tensor = left.pop(name, None)
+        if tensor is None:
+            raise ArtifactError(f"{self._where} has no {name}")
+        if tuple(tensor.shape) != shape:
+            raise ArtifactError(f"{self._where}: {name} is {list(tensor.shape)}, and this model needs {list(shape)}")
+        return tensor
+
+
+__all__ = ["Adapter", "AdapterPool"]

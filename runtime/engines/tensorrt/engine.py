@@ -1,0 +1,289 @@
+"""The engine of TensorRT exports; `export.tensorrt` writes them. What they are is in `export.json` under "tensorrt"."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import shlex
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from runtime.engines.tensorrt.native import NativeEngine, NativeRows
+from runtime.engines.tensorrt.parsed import ParsedEngine, ParsedRows
+from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
+from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.system.native import how_to_install
+from runtime.system.sizes import byte_count
+
+# Weights back into a stripped plan, from the file beside it (`export.tensorrt.refit` writes it) or from the ONNX file.
+
+
+def put_weights(trt: Any, logger: Any, engine: Any, constants: Path) -> None:
+    """Give `engine` all weights that its plan lacks.
+
+    Raises:
+        ArtifactError: the file is missing or damaged. CompressError: TensorRT refused a weight.
+    """
+    if not constants.is_file():
+        raise ArtifactError(f"{constants} is missing; the plan has no weights without it")
+    if constants.suffix == ".onnx":
+        _from_onnx(trt, logger, engine, constants)
+    else:
+        _from_constants(trt, logger, engine, constants)
+
+
+def _from_onnx(trt: Any, logger: Any, engine: Any, path: Path) -> None:
+    refitter = trt.Refitter(engine, logger)
+    parser = trt.OnnxParserRefitter(refitter, logger)
+    if not parser.refit_from_file(str(path)):
+        reason = " ".join(parser.get_error(0).desc().split()) if parser.num_errors else "it says no reason"
+        raise CompressError(f"TensorRT refused the weights of {path.name}: {reason}")
+    _finish(refitter, path)
+
+
+def _from_constants(trt: Any, logger: Any, engine: Any, path: Path) -> None:
+    import numpy as np
+    from safetensors import SafetensorError, safe_open
+
+    refitter = trt.Refitter(engine, logger)
+    keep = []  # TensorRT reads them when it refits
+    try:
+        with safe_open(path, "np") as file:
+            kinds = json.loads((file.metadata() or {})["constants"])
+            # All: before any is set, TensorRT calls none missing (only partners of those that were set).
+            for name in refitter.get_all_weights():
+                if name not in kinds:
+                    raise CompressError(f"{path.name} lacks {name}, which the plan needs")
+                data = np.ascontiguousarray(file.get_tensor(name))
+                keep.append(data)
+                kind = getattr(trt.DataType, kinds[name]["dtype"])
+                weights = trt.Weights(kind, data.ctypes.data, int(kinds[name]["count"]))
+                if not refitter.set_named_weights(name, weights):
+                    raise CompressError(f"TensorRT refused the weight {name} of {path.name}")
+    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError) as error:
+        raise ArtifactError(f"{path} is damaged: {error}") from error
+    _finish(refitter, path)
+
+
+def _finish(refitter: Any, path: Path) -> None:
+    missing = refitter.get_missing_weights()
+    if missing:
+        raise CompressError(f"{path.name} lacks {missing[0]}, which the plan needs")
+    if not refitter.refit_cuda_engine():
+        raise CompressError(f"TensorRT could not put the weights of {path.name} into the engine; its log says why")
+
+
+_SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
+
+
+class Exported(Protocol):
+    """What is read of an export (`runtime.checkpoint.export_directory.Export`): its directory and what the target wrote down."""
+
+    @property
+    def path(self) -> Path: ...
+
+    @property
+    def facts(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class TensorrtCache:
+    """Rows of a batch, in parts of at most as many as the engine was built for."""
+
+    parts: list[Any] = field(default_factory=list)
+
+
+class TensorrtEngine:
+    """Runs a plan; see `runtime.engines.base.Engine`.
+
+    Args:
+        session: the deserialized plan.
+        facts: of `export.json`.
+    """
+
+    def __init__(self, session: Session, facts: dict[str, Any]) -> None:
+        self.session, self.device = session, session.gpu.device
+        self.native = facts["network"] == "native"
+        self.core: NativeEngine | ParsedEngine = (NativeEngine if self.native else ParsedEngine)(session, facts)
+        self.vocab_size = self.core.vocabulary
+        self.context_length: int | None = self.core.max_length
+        # Native rows know no padding. What the parser's attention makes of a row that is masked whole, TensorRT does not say.
+        self.padding_is_exact = self.native
+        stat = session.trt.EngineStat.TOTAL_WEIGHTS_SIZE
+        self.weight_bytes = int(session.engine.get_engine_stat(stat))
+        self.description = f"TensorRT {session.trt.__version__} ({'native layers' if self.native else 'ONNX parser'})"
+
+    def explain(self) -> dict[str, str]:
+        """{"engine": what computes it}; TensorRT fuses layers into kernels of its own."""
+        return {"engine": f"{self.description}, {self.session.engine.num_layers} kernels"}
+
+    # ---------------------------------------------------------------- cache
+    def new_cache(self) -> TensorrtCache:
+        return TensorrtCache()
+
+    def cache_bytes(self, cache: TensorrtCache) -> int:
+        return sum(part.nbytes for part in cache.parts)
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: TensorrtCache, rows: torch.Tensor) -> None:
+        places = [(p, r) for p, part in enumerate(cache.parts) for r in range(part.rows)]
+        kept = [places[row] for row in rows.tolist()]
+        size = self.core.max_batch
+        kind: Any = NativeRows if self.native else ParsedRows
+        cache.parts = [kind.join(self.core, cache.parts, kept[i : i + size]) for i in range(0, len(kept), size)]
+
+    # ---------------------------------------------------------------- computing
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: TensorrtCache | None,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        cache = TensorrtCache() if cache is None else cache
+        batch, width = input_ids.shape
+        if not cache.parts:
+            size = self.core.max_batch
+            cache.parts = [self.core.new_rows(min(size, batch - start)) for start in range(0, batch, size)]
+        logits, start = [], 0
+        for part in cache.parts:
+            rows = slice(start, start + part.rows)
+            mask = None if attention_mask is None else attention_mask[rows]
+            if self.native:
+                logits.append(
+                    part.forward(input_ids[rows], None if mask is None else mask[:, -width:].cpu(), last_only)
+                )
+            else:
+                places = None if position_ids is None else position_ids[rows]
+                logits.append(self._parsed(part, input_ids[rows], mask, places, last_only))
+            start += part.rows
+        return torch.cat(logits) if len(logits) > 1 else logits[0]
+
+    def _parsed(
+        self,
+        part: ParsedRows,
+        ids: torch.Tensor,
+        mask: torch.Tensor | None,
+        places: torch.Tensor | None,
+        last_only: bool,
+    ) -> torch.Tensor:
+        rows, width = ids.shape
+        if mask is None:
+            mask = torch.ones(rows, part.length + width, dtype=torch.int64, device=self.device)
+        if places is None:
+            places = torch.arange(part.length, part.length + width, device=self.device).expand(rows, width)
+        return part.forward(ids.to(self.device), mask.to(self.device), places.to(self.device), last_only)
+
+
+def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
+    """The engine of a TensorRT export.
+
+    Args:
+        export: the directory and its facts. device: a GPU.
+        options: `runtime.load`'s remaining keywords. `max_memory` bounds the weights on the GPU of engines built with weight
+            streaming; the others are fixed when an engine is built and may only be left at their defaults.
+
+    Raises:
+        RequestError: a bundle, no TensorRT, no GPU, an option that cannot be. ArtifactError: the plan is for another GPU or version.
+    """
+    facts = export.facts
+    if not facts.get("engine"):
+        raise RequestError(
+            f"no engine was built in {export.path}; finish it, on a machine with TensorRT and the GPU that is to run it, with "
+            f"{finishing(str(export.path))}"
+        )
+    bound = _check_options(options, facts)
+    gpu = make_gpu(device)
+    trt = _api(facts)
+    _check_fits(export.path, facts, trt, gpu)
+    logger = make_logger(trt)
+    runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
+    if facts["refit"] == "stripped":
+        put_weights(trt, logger, engine, export.path / str(facts["constants"]))
+    if facts["weight_streaming"]:
+        engine.weight_streaming_budget_v2 = _budget(engine, bound)
+    return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
+
+
+def finishing(bundle: str) -> str:
+    """The command that makes an engine of a bundle, as a shell reads it."""
+    return f"compress export {shlex.quote(bundle)} --target tensorrt --output {shlex.quote(f'{bundle}-engine')}"
+
+
+def make_gpu(device: torch.device) -> Gpu:
+    """Where the engine runs; RequestError for anything but an NVIDIA GPU."""
+    if device.type != "cuda":
+        raise RequestError(
+            f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact itself, or an ONNX export"
+        )
+    return Gpu(device)
+
+
+def _check_options(options: dict[str, Any], facts: dict[str, Any]) -> int | None:
+    """The bound of `max_memory` in bytes; RequestError for what an engine cannot change any more."""
+    for name, value in options.items():
+        if name not in ("max_memory", "threads") and value not in (None, "auto"):
+            raise RequestError(f"{name} is fixed when a TensorRT engine is built; leave it out")
+    bound = options.get("max_memory")
+    if bound is None:
+        return None
+    if not facts["weight_streaming"]:
+        raise RequestError(
+            "max_memory: the engine was built without weight streaming; export again with --set weight_streaming=true"
+        )
+    return byte_count("max_memory", bound)
+
+
+def _budget(engine: Any, bound: int | None) -> int:
+    """Bytes of streamable weights that stay on the GPU."""
+    if bound is None:
+        return int(engine.get_weight_streaming_automatic_budget())
+    fixed = int(engine.device_memory_size_v2) + _SCRATCH
+    if bound <= fixed:
+        raise RequestError(f"max_memory of {bound} bytes is too little: a step alone takes {fixed}")
+    return min(bound - fixed, int(engine.streamable_weights_size))
+
+
+def _api(facts: dict[str, Any]) -> Any:
+    """The tensorrt module; version compatible plans run with the lean one too."""
+    names = (
+        ["tensorrt", "tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else ["tensorrt"]
+    )
+    broken = None
+    for name in names:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            return importlib.import_module(name)
+        except (
+            ImportError,
+            OSError,
+            RuntimeError,
+        ) as error:  # what its loader raises where a CUDA library is not there
+            broken = broken or f"{name} is installed and cannot be imported: {' '.join(str(error).split())}"
+    if broken is not None:
+        raise RequestError(f"a TensorRT engine needs tensorrt; {broken}")
+    raise RequestError(f"a TensorRT engine needs tensorrt, which is not installed: {how_to_install('tensorrt')}")
+
+
+def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:
+    """ArtifactError where TensorRT or the GPU is another than the plan was built for."""
+    here, built = str(trt.__version__), str(facts["tensorrt"])
+    if here != built and not facts["version_compatible"]:
+        raise ArtifactError(
+            f"{path} was built with TensorRT {built}, and {here} is installed; build it anew from its bundle"
+        )
+    major, minor = gpu.capability
+    wanted, level = facts["gpu"]["compute_capability"], facts["hardware_compatibility"]
+    fits = (major, minor) >= (8, 0) if level == "ampere_plus" else wanted == f"{major}.{minor}"
+    if not fits:
+        raise ArtifactError(
+            f"{path} was built for {facts['gpu']['name']} (compute capability {wanted}), and this GPU has {major}.{minor}; "
+            "build it anew from its bundle"
+        )

@@ -1,0 +1,1 @@
+"""Engine that runs transformers' modules."""

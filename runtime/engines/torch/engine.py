@@ -1,0 +1,245 @@
+"""The torch engine: a transformers model whose compressed layers keep their weights packed."""
+
+from __future__ import annotations
+
+import inspect
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.checkpoint.artifact import Artifact
+from runtime.errors import ArtifactError, RequestError
+from runtime.layers.install import install_compressed
+from runtime.modeling.linear_modules import is_matrix
+from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
+from runtime.modeling.weights import fill, main_dtype, to_device
+from runtime.system.memory import return_memory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from runtime.engines.base import Drafts
+    from runtime.engines.torch.compressed_cache import HeldCache
+    from runtime.kv_cache.policy.policy import Policy
+
+# Layers in which padding on the left changes nothing for the tokens; others (recurrent, convolutional) carry it along.
+_ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
+
+
+class TorchEngine:
+    """Runs a transformers causal language model; see `runtime.engines.base.Engine`.
+
+    Attributes:
+        held: how keys and values are compressed; None: a plain cache.
+
+    Raises:
+        ArtifactError: the model keeps no KV cache in the way of transformers 5.
+    """
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        accepted = inspect.signature(module.forward).parameters
+        if "past_key_values" not in accepted:
+            raise ArtifactError(
+                f"{type(module).__name__} takes no KV cache (past_key_values); this runtime cannot decode it"
+            )
+        self._takes_positions = "position_ids" in accepted
+        self._takes_last_only = "logits_to_keep" in accepted
+        text = module.config.get_text_config()
+        self.context_length: int | None = getattr(text, "max_position_embeddings", None)
+        layers = set(getattr(text, "layer_types", None) or ())
+        self.padding_is_exact = self._takes_positions and layers <= _ATTENTION_LAYERS
+        embeddings = module.get_input_embeddings()
+        self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
+        self.weight_bytes = weight_bytes(module)
+        self.description = f"transformers' {type(module).__name__}"
+        self.held: HeldCache | None = None
+
+    def compress_cache(self, policy: Policy) -> None:
+        """Hold keys and values as a policy says from now on; PolicyError where the model cannot."""
+        from runtime.engines.torch.compressed_cache import HeldCache
+
+        self.held = HeldCache(self.module, policy)
+        self.description += f", compressed cache ({self.held.description})"
+        if self.context_length is not None:
+            self.context_length -= len(self.held.prefix)
+
+    def new_cache(self) -> Any:
+        if self.held is not None:
+            return self.held.new()
+        from transformers import DynamicCache
+
+        return DynamicCache(config=self.module.config.get_text_config())
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        cache: Any,
+        attention_mask: torch.Tensor | None,
+        position_ids: torch.Tensor | None,
+        last_only: bool = False,
+    ) -> torch.Tensor:
+        """As `Engine.forward`; over a plain cache `attention_mask` may also be what transformers takes as one: who sees whom, `[batch, 1,
+        seq, cached + seq]`, or one of these for each kind of layer.
+        """
+        held = self.held if cache is not None else None
+        before = held.length(cache) if held is not None else 0
+        width = input_ids.shape[1]
+        if held is not None and held.prefix:
+            if before:
+                attention_mask = held.extend(attention_mask)
+                position_ids = None if position_ids is None else position_ids + len(held.prefix)
+            else:
+                input_ids, attention_mask, position_ids = held.begin(input_ids, attention_mask)
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
+        arguments["past_key_values"] = cache
+        arguments["use_cache"] = cache is not None
+        if self._takes_positions and position_ids is not None:
+            arguments["position_ids"] = position_ids
+        if last_only and self._takes_last_only:
+            arguments["logits_to_keep"] = 1
+        with nullcontext() if held is None else held.failures():
+            logits = self.module(**arguments).logits
+        if held is not None:
+            held.check_read(cache, before, input_ids.shape[1])
+        return logits[:, -1 if last_only else -width :].float()
+
+    @torch.inference_mode()
+    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
+        cache.batch_select_indices(rows)
+
+    def cache_bytes(self, cache: Any) -> int:
+        if self.held is not None:
+            return int(cache.nbytes)
+        values = [value for layer in cache.layers for value in vars(layer).values()]
+        # Recurrent layers have their states in dictionaries.
+        values += [state for value in values if isinstance(value, dict) for state in value.values()]
+        return tensor_bytes([value for value in values if isinstance(value, torch.Tensor)])
+
+    def explain(self) -> dict[str, str]:
+        return explain_modules(self.module) | ({} if self.held is None else self.held.explain())
+
+    # ---------------------------------------------------------------- drafts
+    @property
+    def most_rows(self) -> int:
+        """As `runtime.engines.base.DraftingEngine`."""
+        from runtime.engines.torch import compressed_cache, drafts
+
+        return drafts.MOST_ROWS if self.held is None else compressed_cache.HeldDrafts.most_rows
+
+    def why_not_drafts(self) -> str | None:
+        """As `runtime.engines.base.DraftingEngine`."""
+        reason = self._against_drafts()
+        if reason is None and self.held is None:
+            from runtime.engines.torch import probe
+
+            reason = probe.why_not(self)
+        return reason
+
+    def new_drafts(self, batch: int, hidden: bool) -> Drafts:
+        """As `runtime.engines.base.DraftingEngine`; over a compressed cache `batch` must be 1."""
+        from runtime.engines.torch.compressed_cache import HeldDrafts
+        from runtime.engines.torch.drafts import TorchDrafts
+
+        reason = self._against_drafts()
+        if reason is not None:
+            raise RequestError(f"drafter: {reason}")
+        return TorchDrafts(self, batch, hidden) if self.held is None else HeldDrafts(self, hidden)
+
+    def _against_drafts(self) -> str | None:
+        from runtime.engines.torch import compressed_cache, drafts
+
+        return drafts.why_not(self) if self.held is None else compressed_cache.why_not(self.held)
+
+
+def explain_modules(module: nn.Module) -> dict[str, str]:
+    """{linear layer: the kernel that computes it}."""
+    result = {}
+    for name, child in module.named_modules():
+        kernel = getattr(child, "kernel_name", None)
+        if kernel is not None:
+            result[name] = str(kernel)
+        elif is_matrix(child):
+            result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
+    return result
+
+
+def load_torch(
+    artifact: Artifact, device: torch.device, kernels: str, dtype: torch.dtype | None, trust_remote_code: bool
+) -> TorchEngine:
+    """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
+    return Blueprint(artifact, device, kernels, dtype, trust_remote_code).build()
+
+
+class Blueprint:
+    """An artifact's model before its weights are read.
+
+    Attributes:
+        kind: "decoder", "encoder" or "encoder-decoder" (`runtime.modeling.skeleton.model_kind`).
+        module: the skeleton (parameters on meta), compressed modules installed.
+        compressed: their names; empty for a plain checkpoint.
+        dtype: what is computed in.
+    """
+
+    def __init__(
+        self,
+        artifact: Artifact,
+        device: torch.device,
+        kernels: str,
+        dtype: torch.dtype | None,
+        trust_remote_code: bool,
+    ) -> None:
+        if not isinstance(artifact.config.get("quantization_config", {}), dict):
+            raise ArtifactError(f"{artifact.path}/config.json: quantization_config is not an object")
+        self.artifact, self.device, self.kernels = artifact, device, kernels
+        self._trust_remote_code = trust_remote_code
+        self._config = read_config(artifact.path, trust_remote_code)
+        self.kind = model_kind(self._config)
+        self._stored = main_dtype(artifact.checkpoint)
+        self.dtype = dtype or self._stored
+        self.reset()
+        if not self.compressed and kernels not in ("auto", "fast", "reference"):
+            raise RequestError(f"kernels {kernels!r} fits no layer: {artifact.path} is not compressed")
+
+    def reset(self) -> None:
+        """A fresh skeleton."""
+        self.module = build_skeleton(
+            self._config, self._stored, self._trust_remote_code, self.artifact.checkpoint.names()
+        )
+        self.compressed = install_compressed(self.module, self.artifact.config, self.artifact.checkpoint.names())
+
+    def build(self) -> TorchEngine:
+        """The engine of a causal language model, its weights in memory."""
+        return TorchEngine(self.build_module(), self.device)
+
+    def build_module(self) -> PreTrainedModel:
+        """Read the artifact's tensors into memory and lay them out for the kernels."""
+        checkpoint, compressed = self.artifact.checkpoint, self.compressed
+        module = fill(self.module, checkpoint, self.dtype, self.device, compressed, self._trust_remote_code)
+        to_device(module, self.device)
+        if compressed:
+            from runtime.layers.compressed_linear import prepare_all
+
+            if self.dtype != self._stored:
+                for name in compressed:
+                    module.get_submodule(name).to(self.dtype)
+            prepare_all(module, self.kernels)
+            return_memory()
+        return module
+
+
+def weight_bytes(module: nn.Module) -> int:
+    """Memory of all parameters and buffers, shared ones counted once."""
+    return tensor_bytes([*module.parameters(), *module.buffers()])
+
+
+def tensor_bytes(tensors: list[torch.Tensor]) -> int:
+    """Memory behind the tensors, shared storages counted once."""
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors if t.device.type != "meta"
+    }
+    return sum(storages.values())

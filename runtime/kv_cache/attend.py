@@ -1,0 +1,278 @@
+"""The attention function of compressed caches, registered with transformers as "compress_kv".
+
+Layers whose cache is compressed hand their new keys and values on with a mark; attention then asks the cache layer itself, which
+reads what it stores. Other layers (sliding windows, no cache at all) get transformers' sdpa attention and its masks.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn import functional
+
+from runtime.kv_cache.kernels import attend_region
+from runtime.kv_cache.reference import ragged_attention
+from runtime.kv_cache.region import Chosen, Region, merge
+from runtime.kv_cache.selection.base import Queries
+
+if TYPE_CHECKING:
+    from runtime.kv_cache.layer import CompressedLayer
+
+
+NAME = "compress_kv"
+_MARK = "_compress_layer"
+_ARGUMENTS, _SDPA, _VALID = "_compress_mask_arguments", "_compress_sdpa_mask", "_compress_padding"
+
+
+def mark(tensor: torch.Tensor, layer: CompressedLayer) -> torch.Tensor:
+    """`tensor`, new each time, with the layer that its attention is to ask."""
+    view = tensor.view(tensor.shape)
+    setattr(view, _MARK, layer)
+    return view
+
+
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """As transformers' attention functions: `[batch, heads, q, size]` in, `[batch, q, heads, size]` out.
+
+    Raises:
+        ValueError: an argument that changes attention in a way compressed caches do not know.
+    """
+    layer: CompressedLayer | None = getattr(key, _MARK, None)
+    if layer is None:
+        attention_mask = _sdpa_mask(attention_mask)
+        if kwargs.get("softcap"):  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
+            return _capped(query, key, value, attention_mask, scaling, float(kwargs["softcap"])), None
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        output: tuple[torch.Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **kwargs
+        )
+        return output
+    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
+    if unknown:
+        raise ValueError(f"{type(module).__name__}: attention has {unknown[0]}, which compressed caches do not know")
+    if attention_mask is not None and attention_mask.dim() != 2:
+        raise ValueError("compressed caches take attention masks of shape [batch, tokens] only")
+    if attention_mask is not None and not attention_mask.numel():
+        attention_mask = None
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    softcap = kwargs.get("softcap") or 0.0
+    valid = None if attention_mask is None else _padding(attention_mask, query.shape[2])
+    return layer.attend(query, key, value, valid, float(scale), float(softcap)).transpose(1, 2), None
+
+
+def _padding(mask: torch.Tensor, count: int) -> torch.Tensor | None:
+    """bool `[batch, count]`, False at padding among the newest tokens; None: there is none. Asked once a forward, not once a layer."""
+    if not hasattr(mask, _VALID):
+        valid = mask[:, -count:].bool()
+        setattr(mask, _VALID, None if bool(valid.all()) else valid)
+    found: torch.Tensor | None = getattr(mask, _VALID)
+    return found
+
+
+def _capped(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    scaling: float | None,
+    softcap: float,
+) -> torch.Tensor:
+    """Attention with capped scores over a plain cache; `mask` is sdpa's, None: causal."""
+    from runtime.kv_cache.reference import ragged_attention
+
+    count, held = query.shape[2], key.shape[2]
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    step = slice_of(query.shape[0] * query.shape[1] * held)
+    columns = torch.arange(held, device=query.device)
+    result = query.new_empty(*query.shape[:3], value.shape[-1])
+    for start in range(0, count, step):
+        part = query[:, :, start : start + step]
+        if mask is None:
+            place = torch.arange(start, start + part.shape[2], device=query.device) + held - count
+            seen = (columns <= place[:, None])[None, None]
+        else:
+            seen = mask[:, :, start : start + step]
+        result[:, :, start : start + step] = ragged_attention(part, key, value, seen, scale, softcap)
+    return result.transpose(1, 2)
+
+
+def masks(**arguments: Any) -> torch.Tensor | None:
+    """The mask of padding `[batch, tokens]` for plain causal layers (`[batch, 0]` without padding), transformers' own mask for others.
+
+    Which cache a layer has is not known here; what sdpa's mask would be made of is handed on for those that are not compressed.
+    """
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if arguments.get("mask_function", causal_mask_function) is not causal_mask_function:
+        found: torch.Tensor | None = sdpa_mask(**arguments)
+        return found
+    given = arguments.get("attention_mask")
+    mask = torch.empty(int(arguments["batch_size"]), 0, dtype=torch.bool) if given is None else given.view(given.shape)
+    setattr(mask, _ARGUMENTS, arguments)
+    return mask
+
+
+def _sdpa_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
+    """The mask that sdpa takes where `masks` put it off; made once a forward."""
+    from transformers.masking_utils import sdpa_mask
+
+    arguments = getattr(mask, _ARGUMENTS, None)
+    if arguments is None:
+        return mask
+    if not hasattr(mask, _SDPA):
+        setattr(mask, _SDPA, sdpa_mask(**arguments))
+    found: torch.Tensor | None = getattr(mask, _SDPA)
+    return found
+
+
+def register() -> None:
+    """Make "compress_kv" known to transformers; done once, when the first compressed cache is made."""
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(NAME, attention)
+    AttentionMaskInterface.register(NAME, masks)
+
+
+# Attention of a prompt, or a piece of one, over what is stored and itself.
+
+#: Bytes of the mask or the scores of a slice of queries.
+_SLICE_BYTES = 32 << 20
+
+
+def prompt_attention(
+    layer: CompressedLayer,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    before: torch.Tensor,
+    scale: float,
+    softcap: float,
+) -> torch.Tensor:
+    """Outputs `[batch, heads, q, size]`, zeros at padding; the new tokens are in the layer's store already.
+
+    Older tokens are opened for it once (one layer at a time): a matrix product over all queries is what prompts are fast with.
+
+    Args:
+        layer: whose tokens are attended to.
+        query: `[batch, heads, q, size]`.
+        key: of the new tokens `[batch, kv_heads, q, size]`.
+        value: likewise.
+        valid: bool `[batch, q]`, False at padding on the left; None: none.
+        before: int64 `[batch, kv_heads]`, tokens held before these came.
+        scale: of the scores.
+        softcap: 0: none.
+    """
+    count = query.shape[2]
+    alone = not int(before.max())
+    if alone and valid is None and not softcap:
+        if layer.storage.floats is not None:
+            # As they are held: a result must not depend on whether padding, or an earlier piece, had them read back from the store.
+            key, value = (states.to(layer.storage.floats).to(query.dtype) for states in (key, value))
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)
+    assert layer.store is not None
+    keys, values, used, bias = layer.store.everything()
+    batch, heads = layer.shape
+    shape = (batch, heads, keys.shape[1])
+    keys, values, used = keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
+    new = used.sum(-1) - before
+    columns = torch.arange(shape[2], device=keys.device)
+    step = slice_of(query.shape[0] * query.shape[1] * shape[2])
+    fused = not softcap and bias is None
+    if fused:
+        keys, values = keys.to(query.dtype), values.to(query.dtype)
+    result = query.new_empty(*query.shape[:3], values.shape[-1])
+    for start in range(0, count, step):
+        part = query[:, :, start : start + step]
+        # Query i of `count` is the (i - padding)-th new token; those of padding see nothing.
+        place = torch.arange(start, start + part.shape[2], device=keys.device)
+        own = place[None, None] - (count - new)[..., None]
+        last = torch.where(own >= 0, before[..., None] + own, -1)
+        seen = columns <= last.unsqueeze(-1)  # [batch, kv_heads, slice, tokens]
+        if fused:
+            mask = seen.repeat_interleave(query.shape[1] // heads, 1)
+            output = functional.scaled_dot_product_attention(
+                part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+            )
+            output = output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
+        else:
+            wide = None if bias is None else bias.view(shape)
+            output = ragged_attention(part, keys, values, seen, scale, softcap, wide)
+        result[:, :, start : start + step] = output
+    return result
+
+
+def slice_of(numbers: int) -> int:
+    """How many queries go at once, where each takes so many float32 scores."""
+    return max(1, _SLICE_BYTES // max(1, 4 * numbers))
+
+
+# Attention of a few new tokens over what is stored, region by region and as it is stored.
+
+
+def step_attention(
+    layer: CompressedLayer, query: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float
+) -> torch.Tensor:
+    """Outputs `[batch, heads, q, size]` in the query's dtype, zeros at padding; the new tokens are in the layer's tail already.
+
+    Args:
+        layer: whose tokens are attended to.
+        query: `[batch, heads, q, size]`.
+        valid: bool `[batch, q]`, False at padding on the left; None: there is none.
+        scale: of the scores.
+        softcap: 0: none.
+
+    Raises:
+        ValueError: what the layer holds does not go with its selection.
+    """
+    assert layer.store is not None
+    batch, heads = layer.shape
+    count, size = query.shape[2:]
+    rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
+    groups = rows.shape[1] // count
+    counted = None if valid is None else valid.repeat_interleave(heads, 0).repeat(1, groups)
+    regions, tail = layer.store.regions, layer.store.tail
+    chosen: list[Chosen | None] = [None] * len(regions)
+    if layer.selection is not None:
+        chosen = layer.selection.choose(layer, Queries(rows, count, scale, softcap, counted), regions)
+    visible = None
+    if count > 1:
+        newer = torch.arange(count - 1, -1, -1, device=query.device).repeat(groups)
+        # A row's new tokens are its tail's last; what padding would see is dropped in the end, and may be nothing.
+        visible = (tail.lengths[:, None] - newer).clamp(min=0)
+    pieces = [
+        attend_region(rows, near, scale, softcap, visible if region is tail else None, some)
+        for region, near, some in zip(regions, _near(layer, regions, chosen), chosen, strict=True)
+    ]
+    if layer.elsewhere is not None:
+        layer.elsewhere.leave(layer.store.tiers)
+    output = merge(pieces).view(batch, query.shape[1], count, -1).to(query.dtype)
+    return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0)
+
+
+def _near(layer: CompressedLayer, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+    """The regions where attention can read what was chosen of them; the next layer's are on their way from now on."""
+    if layer.elsewhere is None or layer.store is None:
+        return regions
+    far = [number for number, region in enumerate(regions) if any(region is tier for tier in layer.store.tiers)]
+    result = list(regions)
+    wanted = [chosen[number] for number in far]
+    near = layer.elsewhere.near([regions[number] for number in far], wanted)
+    for number, region in zip(far, near, strict=True):
+        result[number] = region
+    layer.reads_all = all(some is None for some in wanted)
+    following = layer.following
+    # What a layer will choose is not known before its turn; where it chose the last time, nothing is fetched in advance.
+    if following not in (None, layer) and following.store is not None and following.reads_all:
+        layer.elsewhere.fetch(following.store.tiers)
+    return result

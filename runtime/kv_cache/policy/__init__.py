@@ -1,0 +1,1 @@
+"""Cache policies: parsing, checks, presets."""

@@ -1,0 +1,127 @@
+"""The newest queries of a layer, for those who score tokens by what these look at."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from runtime.kv_cache.pages import Pages, Part
+
+# What a layer keeps of each token for its score, beside keys and values, and as long as these stay.
+
+
+class Notes:
+    """Pages of numbers of tokens: "mass", what each has gathered; "place", where in its sequence it came; "given", whether in a prompt.
+
+    Args:
+        shape: (batch, kv_heads).
+        parts: which of them, and how.
+        device: where.
+    """
+
+    def __init__(self, shape: tuple[int, int], parts: Mapping[str, Part], device: torch.device) -> None:
+        self.shape = shape
+        self.pages = Pages(shape[0] * shape[1], dict(parts), device)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory as allocated."""
+        return self.pages.nbytes
+
+    def dense(self, name: str) -> torch.Tensor | None:
+        """A copy of one of them, `[batch, kv_heads, longest]`; None: it is not kept."""
+        return self.pages.dense(name)[..., 0].view(*self.shape, -1) if name in self.pages.parts else None
+
+    def begin(self, first: torch.Tensor, added: torch.Tensor, count: int, given: bool, one: bool) -> None:
+        """Those of new tokens.
+
+        Args:
+            first: int64 `[rows]`, places of each row's first new one.
+            added: int64 `[rows]`, how many of each row are new.
+            count: at most so many.
+            given: they come in a prompt.
+            one: each row has exactly one.
+        """
+        rows, device = self.pages.rows, self.pages.device
+        fresh = {
+            "mass": torch.zeros(rows, count, 1, device=device),
+            "place": (first[:, None] + torch.arange(count, device=device)).unsqueeze(-1),
+            "given": torch.full((rows, count, 1), given, device=device),
+        }
+        if one:
+            self.pages.append_one({name: fresh[name][:, 0] for name in self.pages.parts})
+        else:
+            self.pages.append({name: fresh[name] for name in self.pages.parts}, added)
+
+    def set_mass(self, mass: torch.Tensor) -> None:
+        """What has been gathered of every token by now, float32 `[batch, kv_heads, longest]`."""
+        lengths = self.pages.lengths
+        others = {name: self.pages.dense(name) for name in self.pages.parts if name != "mass"}
+        self.pages.crop(torch.zeros_like(lengths))
+        self.pages.append({"mass": mass.flatten(0, 1).unsqueeze(-1), **others}, lengths)
+
+    def take_back(self, count: int) -> None:
+        """Drop the newest `count` of every row."""
+        self.pages.crop(self.pages.lengths - count)
+
+    def select_rows(self, rows: torch.Tensor, batch: int) -> None:
+        """Only these rows, int64, in that order: `batch` sequences."""
+        self.pages.select_rows(rows)
+        self.shape = (batch, self.shape[1])
+
+
+class QueryWindow:
+    """Queries `[batch, heads, q, size]` in the order in which they came. Pieces are put together only when they are asked for."""
+
+    def __init__(self) -> None:
+        self._pieces: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Memory as allocated."""
+        return sum(piece.untyped_storage().nbytes() for piece in self._pieces)
+
+    def append(self, query: torch.Tensor, window: int, valid: torch.Tensor | None = None) -> None:
+        """Add new queries; older ones than the newest `window` may be dropped.
+
+        Args:
+            query: `[batch, heads, q, size]`.
+            window: at least 1.
+            valid: bool `[batch, q]`, False at padding on the left; None: there is none. Padding goes before what is held, so that a
+                row's newest queries are those of its newest tokens.
+        """
+        if valid is not None and self._pieces:
+            query = self._behind_padding(query, valid)
+            self._pieces = []
+        self._pieces.append(query[:, :, -window:].clone())
+        while sum(piece.shape[2] for piece in self._pieces[1:]) >= window:
+            self._pieces.pop(0)
+
+    def _behind_padding(self, query: torch.Tensor, valid: torch.Tensor) -> torch.Tensor:
+        """Padding of the new queries, as zeros, then all that is held, then the others: `[batch, heads, held + q, size]`."""
+        held = torch.cat(self._pieces, 2)
+        joined = torch.cat([held, query.masked_fill(~valid[:, None, :, None], 0)], 2)
+        width, padding = held.shape[2], (~valid).sum(1, keepdim=True)
+        columns = torch.arange(joined.shape[2], device=query.device).expand(len(query), -1)
+        order = torch.where(columns < padding, columns + width, columns - padding)
+        order = torch.where(columns < padding + width, order, columns)
+        return joined.gather(2, order[:, None, :, None].expand_as(joined))
+
+    def newest(self, window: int) -> torch.Tensor:
+        """The newest `window`, at least 1, `[batch, heads, at most window, size]`; some must have been appended."""
+        return torch.cat(self._pieces, 2)[:, :, -window:]
+
+    def forget(self, window: int) -> None:
+        """Drop all but the newest `window`."""
+        self._pieces = [self.newest(window).clone()] if self._pieces and window else []
+
+    def take_back(self, count: int) -> None:
+        """Drop the newest `count`."""
+        if self._pieces:
+            held = torch.cat(self._pieces, 2)
+            self._pieces = [held[:, :, : max(0, held.shape[2] - count)]]
+
+    def select(self, indices: torch.Tensor) -> None:
+        """Only these sequences (int64), in that order."""
+        self._pieces = [piece[indices] for piece in self._pieces]

@@ -1,0 +1,1 @@
+"""Compressed layers and their installation into a model."""

@@ -1,0 +1,294 @@
+"""`CompressedLinear`: an nn.Linear whose weight stays packed in memory and is computed with by a kernel of the
+table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime import formats
+from runtime import kernels as kernel_table
+from runtime.errors import ArtifactError, RequestError
+from runtime.formats.checks import check_tensor
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.kernels import Choice, Layer, tuning
+from runtime.layers.compressed_module import CompressedModule
+from runtime.modeling.linear_modules import sides
+
+# `CompressedEmbedding`: an nn.Embedding whose table stays packed; only the rows that are looked up are dequantized.
+
+
+class CompressedEmbedding(CompressedModule):
+    """`ids` int `[...]` -> `[..., embedding_dim]` in `dtype`, from a table `[num_embeddings, embedding_dim]` in any
+    format.
+    """
+
+    def __init__(self, entry: ModuleEntry, shape: tuple[int, int], dtype: torch.dtype, device: Any = "meta") -> None:
+        super().__init__(entry, shape, dtype, device)
+        self.num_embeddings, self.embedding_dim = self.shape
+
+    @classmethod
+    def from_tensors(
+        cls, entry: ModuleEntry, shape: tuple[int, int], tensors: Mapping[str, torch.Tensor], dtype: torch.dtype
+    ) -> CompressedEmbedding:
+        """A table around stored tensors; ArtifactError when one is missing or does not fit."""
+        module = cls(entry, shape, dtype)
+        for name, spec in module._specs.items():
+            check_tensor(dict(tensors), name, spec, "")
+            module._buffers[name] = tensors[name]
+        return module
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.kernel is None:  # nobody has looked at the tensors yet
+            self.check()
+        wanted, position = torch.unique(ids, return_inverse=True)
+        if wanted.numel() and not 0 <= int(wanted[0]) <= int(wanted[-1]) < self.num_embeddings:
+            raise IndexError(f"token id outside [0, {self.num_embeddings}) in embedding")
+        storage, scheme = formats.get(self.entry.format), self.entry.scheme
+        rows = storage.select_rows(self._tensors(), scheme, self.shape, wanted)
+        shape = (wanted.numel(), self.embedding_dim)
+        picked = storage.unpack(rows, scheme, shape, self.stored_dtype, check=False).dequantize()
+        return picked.to(self.dtype)[position]
+
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Embedding:
+        """A plain nn.Embedding with the dequantized table."""
+        table = nn.Embedding(self.num_embeddings, self.embedding_dim, device="meta")
+        table.weight = nn.Parameter(self.dequantize().to(dtype or self.dtype), requires_grad=False)
+        return table
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, format={self.entry.format}"
+
+
+@dataclass(frozen=True)
+class NoWeight:
+    """In the place of a weight that is packed: models look at the dtype of one before they compute (T5, DeepSeek-V3.2)."""
+
+    dtype: torch.dtype
+    device: torch.device
+
+
+class CompressedLinear(CompressedModule):
+    """`y = x W^T + b` with `x` `[..., in]` in `dtype` and `W` `[out, in]` packed.
+
+    Attributes:
+        entry: scheme and storage format.
+        choice: the kernels chosen by `prepare`, one a shape class; None (the reference computes) before.
+        filling: `weight` is the stored tensor of that name (int8, float8), as who fills a model tensor by tensor looks for it.
+    """
+
+    filling = False
+
+    def __init__(
+        self, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
+    ) -> None:
+        super().__init__(entry, shape, dtype, device)
+        self.out_features, self.in_features = self.shape
+        if bias:
+            data = torch.empty(self.out_features, dtype=dtype, device=device)
+            self.bias: nn.Parameter | None = nn.Parameter(data, requires_grad=False)
+        else:
+            self.register_parameter("bias", None)
+
+    @property
+    def weight(self) -> torch.Tensor | NoWeight:
+        """No tensor: there is no dense one."""
+        stored = self._buffers.get("weight") if self.filling else None
+        return NoWeight(self.dtype, self.device) if stored is None else stored
+
+    def register_buffer(self, name: str, tensor: torch.Tensor | None, persistent: bool = True) -> None:
+        """As nn.Module's; a stored tensor may be called `weight` all the same."""
+        if name == "weight":
+            self._buffers.setdefault(name, None)
+        super().register_buffer(name, tensor, persistent)
+
+    @classmethod
+    def from_spec(
+        cls, entry: ModuleEntry, shape: tuple[int, int], bias: bool, dtype: torch.dtype, device: Any = "meta"
+    ) -> CompressedLinear:
+        """An empty layer to load tensors into."""
+        return cls(entry, shape, bias, dtype, device)
+
+    @classmethod
+    def from_tensors(
+        cls,
+        entry: ModuleEntry,
+        shape: tuple[int, int],
+        tensors: Mapping[str, torch.Tensor],
+        bias: torch.Tensor | None,
+        dtype: torch.dtype,
+    ) -> CompressedLinear:
+        """A layer around stored tensors (`Format.pack`'s, plus `input_scale` for static activations).
+
+        Raises:
+            ArtifactError: a tensor is missing or does not fit.
+        """
+        module = cls(entry, shape, bias is not None, dtype)
+        for name, spec in module._specs.items():
+            check_tensor(dict(tensors), name, spec, "")
+            module._buffers[name] = tensors[name]
+        if bias is not None:
+            module.bias = nn.Parameter(bias.detach().to(dtype), requires_grad=False)
+        return module
+
+    def prepare(self, kernels: str = "auto", choice: Choice | None = None) -> Choice:
+        """Choose the kernels and lay the weight out for them; call once, after the tensors are loaded.
+
+        Args:
+            kernels: "auto", "fast" or a kernel's name; see `runtime.kernels.find`.
+            choice: what was found for `kernels` already.
+
+        Raises:
+            RequestError: the kernel named cannot compute this layer.
+            ArtifactError: tensors are missing or inconsistent.
+        """
+        self.unprepare()
+        self.check()
+        self.filling = False
+        if "input_scale" in self._buffers:  # as compressed-tensors does, activation scales have the model's dtype
+            self._buffers["input_scale"] = self._tensor("input_scale").to(self.dtype)
+        layer = self.layer
+        choice = choice or kernel_table.find(layer, kernels)
+        self._replace(choice.decode.prepare(self._tensors(), layer))
+        self.choice, self._wanted = choice, kernels
+        return choice
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.choice is None:  # nobody has looked at the tensors yet
+            self.check()
+        flat = x.reshape(-1, self.in_features)
+        kernel = kernel_table.REFERENCE if self.choice is None else self.choice.kernel(flat.shape[0])
+        y = kernel.run(flat, self._tensors(), self.layer, self.bias)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def dense(self, dtype: torch.dtype | None = None) -> nn.Linear:
+        """A plain nn.Linear with the dequantized weight."""
+        layer = nn.Linear(self.in_features, self.out_features, self.bias is not None, device="meta")
+        layer.weight = nn.Parameter(self.dequantize().to(dtype or self.dtype), requires_grad=False)
+        if self.bias is not None:
+            layer.bias = nn.Parameter(self.bias.data.to(dtype or self.dtype), requires_grad=False)
+        return layer
+
+    def explain(self, rows: int = 1) -> str:
+        """How `rows` tokens are computed."""
+        return (self.choice or kernel_table.reference()).kernel(rows).path(rows)
+
+    def extra_repr(self) -> str:
+        return (
+            f"in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}, "
+            f"format={self.entry.format}, kernel={self.kernel_name}"
+        )
+
+
+def install(model: nn.Module, entries: Mapping[str, ModuleEntry], prefix: str = "") -> list[str]:
+    """Replace the nn.Linear (GPT-2's Conv1D too) and nn.Embedding modules that `entries` names by empty compressed
+    ones.
+
+    `prefix` is the name of `model` inside the whole model when it is a part of it (a block): entries outside are
+    passed over. New modules are on the device of the weight they replace (usually meta). Returns the names, in order.
+
+    Raises:
+        ArtifactError: a named module does not exist, is of a kind that cannot be compressed, or has a shape its format
+            cannot hold.
+    """
+    done = []
+    ties = getattr(model, "all_tied_weights_keys", None) or {}
+    for name, entry in entries.items():
+        if prefix and not name.startswith(prefix + "."):
+            continue
+        local = name[len(prefix) + 1 :] if prefix else name
+        try:
+            old = model.get_submodule(local)
+        except AttributeError:
+            raise ArtifactError(f"quantization_config names module {name}, which the model does not have") from None
+        for tied, source in ties.items():
+            if f"{local}.weight" in (tied, source):
+                raise ArtifactError(f"config.json ties {tied} to {source}, but {name} is compressed on its own")
+        parent, _, leaf = local.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, _compressed(name, old, entry))
+        done.append(name)
+    return done
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The kernels of one module, and what they were asked for as."""
+
+    choice: Choice
+    wanted: str
+
+    @property
+    def layout(self) -> str:
+        return self.choice.decode.layout
+
+
+def choose(
+    model: nn.Module, kernels: str = "auto", dtype: torch.dtype | None = None, device: torch.device | None = None
+) -> dict[str, Chosen]:
+    """{compressed module: its kernels}, which needs no weights: `dtype` and `device` are what it will compute in and on (None: now).
+
+    A kernel's name is used where that kernel fits, and the other layers get their best; RequestError when it fits nowhere. Kernels
+    that this machine has not been asked about before are measured (`runtime.kernels.tuning`). How many layers are left to the
+    reference, and why, goes to the log.
+    """
+    found: dict[str, Chosen] = {}
+    computed: list[tuple[Layer, Choice]] = []
+    refused, fits = "", False
+    with tuning.measuring():
+        for name, module in model.named_modules():
+            if not isinstance(module, CompressedModule):
+                continue
+            if not isinstance(module, CompressedLinear):  # rows are looked up
+                found[name] = Chosen(kernel_table.reference(), kernels)
+                continue
+            layer = Layer(module.entry, module.shape, dtype or module.dtype, device or module.device)
+            try:
+                found[name] = Chosen(kernel_table.find(layer, kernels), kernels)
+                fits = True
+            except RequestError as error:
+                refused = refused or f"{error} ({name})"
+                found[name] = Chosen(kernel_table.find(layer), "auto")
+            computed.append((layer, found[name].choice))
+    if refused and not fits:
+        raise RequestError(refused)
+    if kernels != kernel_table.REFERENCE.name:
+        kernel_table.warn_of_reference(computed)
+    return found
+
+
+def prepare_all(model: nn.Module, kernels: str = "auto") -> dict[str, str]:
+    """`prepare()` of every compressed module with what `choose` chose, after loading: {module: what computes it}.
+
+    Raises:
+        RequestError: the kernel named fits nowhere.
+        ArtifactError: tensors are missing or inconsistent.
+    """
+    modules = {name: module for name, module in model.named_modules() if isinstance(module, CompressedModule)}
+    for name, module in modules.items():
+        module.check(name)
+    for name, chosen in choose(model, kernels).items():
+        modules[name].prepare(chosen.wanted, chosen.choice)
+    return {name: module.kernel_name for name, module in modules.items()}
+
+
+def _compressed(name: str, old: nn.Module, entry: ModuleEntry) -> CompressedModule:
+    weight = getattr(old, "weight", None)
+    if isinstance(old, CompressedModule):
+        raise ArtifactError(f"module {name} is compressed already")
+    device = weight.device if isinstance(weight, torch.Tensor) else torch.device("meta")
+    try:
+        shape = sides(old)
+        if (
+            shape is not None
+        ):  # transformers' Conv1D stores the transposed matrix; the compressed one is always [out, in]
+            return CompressedLinear(entry, shape, old.bias is not None, weight.dtype, device)  # type: ignore[union-attr]
+        if isinstance(old, nn.Embedding) and type(old).forward is nn.Embedding.forward and old.max_norm is None:
+            return CompressedEmbedding(entry, (old.num_embeddings, old.embedding_dim), old.weight.dtype, device)
+    except RequestError as error:
+        raise ArtifactError(f"module {name}: {error}") from None
+    raise ArtifactError(f"module {name} is a {type(old).__name__}, which cannot hold a compressed weight")

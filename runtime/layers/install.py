@@ -1,0 +1,50 @@
+"""From the `quantization_config` of a checkpoint to a skeleton with empty compressed modules in it."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from runtime.modeling.experts import unfuse
+from runtime.modeling.linear_modules import is_linear
+from runtime.modeling.tensor_names import Published
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+    from runtime.formats.quantization_config import ModuleEntry
+
+
+def entries_of(model: PreTrainedModel, quantization: dict[str, Any], stored: Collection[str]) -> dict[str, ModuleEntry]:
+    """{module of the model: how it is stored}.
+
+    Experts that are stored one by one are taken apart in the model.
+
+    Args:
+        quantization: config.json's `quantization_config`.
+        stored: names of the checkpoint's tensors.
+    """
+    from runtime.formats.quantization_config import parse
+
+    published = Published(model)
+    if published.experts:
+        places = {published.place(name) for name in stored}
+        unfuse(model, {name for name in published.experts if any(p.startswith(f"{name}.0.") for p in places)})
+    linear = [name for name, module in model.named_modules() if is_linear(module)]
+    embeddings = [name for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    return parse(quantization, linear, embeddings, published.module_place)
+
+
+def install_compressed(model: PreTrainedModel, config: dict[str, Any], stored: Collection[str]) -> frozenset[str]:
+    """Replace the layers that config.json's `quantization_config` names by compressed ones, still on meta.
+
+    Returns their names; empty for a plain checkpoint.
+    """
+    quantization = config.get("quantization_config")
+    if quantization is None:
+        return frozenset()
+    from runtime.layers.compressed_linear import install
+
+    return frozenset(install(model, entries_of(model, quantization, stored)))

@@ -1,0 +1,1 @@
+"""Transformers models without weights: skeletons, names, experts."""

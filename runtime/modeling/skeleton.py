@@ -1,0 +1,286 @@
+"""A transformers model without its weights: built on the meta device, with the buffers that no checkpoint stores made real.
+
+Both sides use it: the runtime fills it with an artifact's tensors, the offline pipeline fills it one block at a time.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+from torch import nn
+
+from runtime.errors import ArtifactError, CompressError
+from runtime.modeling import layer_sizes
+from runtime.modeling.linear_modules import sides
+from runtime.modeling.unstored_buffers import compute_unstored, materialise_buffers
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig, PreTrainedModel
+
+# Names of numbers in configs that say how many parts a model has, or how wide they are, with the most that is believed.
+_MOST = {
+    re.compile(r"(layers?|blocks|experts|depths?|heads?)$"): 2**14,
+    re.compile(r"(size|dim|rank|width|channels|n_embd|n_inner|d_model|d_ff|d_kv|window)$"): 2**24,
+}
+
+Kind = Literal["decoder", "encoder", "encoder-decoder"]
+FEATURES = "input_features"
+"""What transformers calls the features of sounds that an encoder reads."""
+
+
+def read_config(path: str | Path, trust_remote_code: bool = False) -> PretrainedConfig:
+    """The checkpoint's config, or ArtifactError when transformers does not know or cannot read it."""
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=trust_remote_code)
+    except Exception as error:  # transformers' classes of configs compute what they like with what the file says
+        if not trust_remote_code and "trust_remote_code" in str(error):
+            raise ArtifactError(
+                f"{path} needs Python code of its own to run (auto_map in config.json): read it, then allow it with "
+                "--trust-remote-code (trust_remote_code=True of runtime.load); what compresses a model runs no such code"
+            ) from error
+        # A validation error says which check failed; what was wrong is in its cause.
+        detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error
+        raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
+
+
+def check_sizes(config: Any, where: str = "config.json") -> None:
+    """ArtifactError where a model is described that no machine holds: its parts would be made one by one until memory or patience ends."""
+    for key, value in config.items() if isinstance(config, dict) else ():
+        most = next((most for pattern, most in _MOST.items() if pattern.search(str(key))), None)
+        if most is not None and isinstance(value, int) and abs(value) > most:
+            raise ArtifactError(f"{where}: {key} is {str(value)[:40]}; at most {most:,} are allowed")
+        check_sizes(value, f"{where}: {key}")
+
+
+def model_kind(config: PretrainedConfig) -> Kind:
+    """What a checkpoint is: "decoder" (a causal language model), "encoder" or "encoder-decoder".
+
+    The class that `architectures` names decides; one that says nothing (a bare `XModel`, or none) leaves it to the config:
+    `is_encoder_decoder`, `is_decoder`, and whether its family is trained to fill masks or to go on.
+    """
+    from transformers.models.auto import modeling_auto as auto
+
+    named, family = _named_class(config), config.model_type
+    fills, continues = auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES, auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    if named is not None and named in _classes(continues) - _classes(fills):
+        # BART and its like list one class as both; what it is then, its config says.
+        return "encoder-decoder" if _has_two_stacks(config) and named in _seq2seq_classes() else "decoder"
+    if (
+        named is not None
+        and named in _classes(auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+        and not _has_two_stacks(config)
+    ):
+        return "decoder"  # a language model that sees: its tower of another modality stands beside the blocks
+    if named is not None and named in _classes(auto.MODEL_FOR_TEXT_ENCODING_MAPPING_NAMES) and _has_two_stacks(config):
+        return "encoder"  # T5EncoderModel: the first stack of a family of two
+    if _has_two_stacks(config):
+        return "encoder-decoder"
+    if getattr(config, "is_decoder", False) or (family in continues and family not in fills):
+        return "decoder"
+    return "encoder" if family in fills or family in auto.MODEL_MAPPING_NAMES else "decoder"
+
+
+def build_skeleton(
+    config: PretrainedConfig,
+    dtype: torch.dtype,
+    trust_remote_code: bool = False,
+    stored: Collection[str] | None = None,
+) -> PreTrainedModel:
+    """The model of `config`, in eval mode: parameters on meta, non-persistent buffers computed on the CPU.
+
+    A causal language model for decoders; for the other kinds (`model_kind`) the class that `architectures` names.
+
+    A `quantization_config` in `config` is ignored here (a copy of the config is used): installing compressed modules is the
+    caller's next step.
+
+    Args:
+        stored: names of the checkpoint's tensors, if known: an encoder without a stored pooler is then built without one, and what
+            the model computes where it is not stored is computed.
+
+    Raises:
+        ArtifactError: transformers cannot build it.
+    """
+    import copy
+
+    try:
+        check_sizes(config.to_dict())
+        config = copy.deepcopy(config)
+    except RecursionError as error:
+        raise ArtifactError("config.json is nested deeper than any config is") from error
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    layers = layer_sizes.overrides(config)
+
+    def construct(config: PretrainedConfig) -> PreTrainedModel:
+        with torch.device("meta"):
+            model = _construct(config, model_kind(config), dtype, trust_remote_code, stored)
+        materialise_buffers(model)
+        if stored is not None:
+            compute_unstored(model, stored)
+        return model
+
+    try:
+        model = layer_sizes.native(config, construct) if layers else construct(config)
+        if model is None:
+            model = _layered(config, layers, construct)
+    except CompressError:
+        raise
+    except Exception as error:  # models compute what they like with what config.json says
+        kind = model_kind(config)
+        what = {"decoder": "causal language model"}.get(kind, kind)
+        raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error
+    model.eval()
+    model.requires_grad_(False)
+    return model
+
+
+def _layered(
+    config: PretrainedConfig,
+    layers: dict[int, dict[str, Any]],
+    construct: Callable[[PretrainedConfig], PreTrainedModel],
+) -> PreTrainedModel:
+    """A model whose layers differ: each is taken out of one that has all layers of its sizes."""
+    model = construct(layer_sizes.uniform(config))
+    if len(stacks := find_stacks(model)) > 1:
+        raise ValueError(f"{layer_sizes.KEY} does not say of which of two stacks")
+    _, blocks = stacks[0]
+    for values in {repr(sorted(own.items())): own for own in layers.values()}.values():
+        _, others = find_blocks(construct(layer_sizes.uniform(config, **values)))
+        for index in (index for index, own in layers.items() if own == values):
+            blocks[index] = others[index]
+    layer_sizes.share(model, config)
+    return model
+
+
+def _construct(
+    config: PretrainedConfig, kind: Kind, dtype: torch.dtype, trust: bool, stored: Collection[str] | None
+) -> PreTrainedModel:
+    import inspect
+
+    import transformers
+
+    named = _named_class(config)
+    known = None if named is None else getattr(transformers, named, None)
+    if kind == "decoder":
+        if known is not None and config.get_text_config() is not config:
+            return known._from_config(config, dtype=dtype)
+        return transformers.AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=trust)
+    if kind == "encoder-decoder":
+        if known is None or named not in _seq2seq_classes():  # a bare T5Model: its head is tied, or missing
+            speech = is_speech(config)
+            general = transformers.AutoModelForSpeechSeq2Seq if speech else transformers.AutoModelForSeq2SeqLM
+            model = general.from_config(config, dtype=dtype, trust_remote_code=trust)
+        else:
+            model = known._from_config(config, dtype=dtype)
+        if model.main_input_name not in ("input_ids", FEATURES):
+            raise ValueError(
+                f"the encoder of {type(model).__name__} reads {model.main_input_name}, neither token ids nor {FEATURES}"
+            )
+        return model
+    if known is None:
+        return transformers.AutoModel.from_config(config, dtype=dtype, trust_remote_code=trust)
+    options: dict[str, Any] = {}
+    takes_pooler = "add_pooling_layer" in inspect.signature(known.__init__).parameters
+    if stored is not None and takes_pooler and not any("pooler." in name for name in stored):
+        options["add_pooling_layer"] = False
+    return known._from_config(config, dtype=dtype, **options)
+
+
+def _named_class(config: PretrainedConfig) -> str | None:
+    named = getattr(config, "architectures", None)
+    return named[0] if isinstance(named, (list, tuple)) and named and isinstance(named[0], str) else None
+
+
+def _has_two_stacks(config: PretrainedConfig) -> bool:
+    return bool(getattr(config, "is_encoder_decoder", False))
+
+
+def _seq2seq_classes() -> set[str]:
+    from transformers.models.auto import modeling_auto as auto
+
+    return _classes(auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES) | _classes(
+        auto.MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+    )
+
+
+def is_speech(config: PretrainedConfig) -> bool:
+    """Whether transformers knows the family of an encoder-decoder as one that turns speech into text."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+    return model_kind(config) == "encoder-decoder" and config.model_type in MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING_NAMES
+
+
+def reads_features(model: PreTrainedModel) -> bool:
+    """Whether the encoder of an encoder-decoder reads features of sounds (`input_features`) where others read token ids."""
+    return model_kind(model.config) == "encoder-decoder" and model.main_input_name == FEATURES
+
+
+def _classes(mapping: Any) -> set[str]:
+    """Class names of one of transformers' tables, whose values are names or tuples of names."""
+    return {name for value in mapping.values() for name in ((value,) if isinstance(value, str) else value)}
+
+
+def set_tensor(model: nn.Module, name: str, value: torch.Tensor) -> None:
+    """Put `value` where parameter or buffer `name` is (shapes must match: the caller checked them)."""
+    parent_name, _, leaf = name.rpartition(".")
+    parent = model.get_submodule(parent_name)
+    if leaf in parent._parameters:
+        parent._parameters[leaf] = nn.Parameter(value, requires_grad=False)
+    elif leaf in parent._buffers:
+        parent._buffers[leaf] = value
+    else:
+        raise ArtifactError(f"the model has no parameter or buffer {name}")
+
+
+def tied_names(model: PreTrainedModel) -> dict[str, str]:
+    """{tied parameter: the parameter it shares}, empty when the config does not tie."""
+    return dict(getattr(model, "all_tied_weights_keys", None) or {})
+
+
+def find_blocks(model: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The repeated transformer blocks: the ModuleList with the most parameters, and its qualified name."""
+    return _blocks_in(model, model.get_decoder() if hasattr(model, "get_decoder") else model)
+
+
+def find_stacks(model: PreTrainedModel) -> list[tuple[str, nn.ModuleList]]:
+    """The blocks in the order they run: one list, or for encoder-decoders the encoder's and then the decoder's."""
+    if model_kind(model.config) != "encoder-decoder":
+        return [find_blocks(model)]
+    return [_blocks_in(model, model.get_encoder()), _blocks_in(model, model.get_decoder())]
+
+
+def _blocks_in(model: PreTrainedModel, part: nn.Module) -> tuple[str, nn.ModuleList]:
+    best: tuple[int, str, nn.ModuleList] | None = None
+    prefix = next((n for n, m in model.named_modules() if m is part), "")
+    for name, module in part.named_modules():
+        # A list of single layers (the convolutions in front of a speech encoder) is none of blocks, however large.
+        if isinstance(module, nn.ModuleList) and len(module) > 0 and any(True for _ in module[0].children()):
+            size = sum(p.numel() for p in module.parameters())
+            if best is None or size > best[0]:
+                best = (size, f"{prefix}.{name}" if prefix else name, module)
+    if best is None:
+        raise CompressError(
+            f"{type(model).__name__} has no list of repeated blocks (nn.ModuleList), so it cannot be compressed block by block; it has "
+            + _children(part)
+        )
+    return best[1], best[2]
+
+
+def _children(module: nn.Module) -> str:
+    return ", ".join(f"{name} ({type(child).__name__})" for name, child in module.named_children()) or "no modules"
+
+
+def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
+    """{name: (outputs, inputs)} of every module that multiplies by a matrix."""
+    return {n: shape for n, m in model.named_modules() if (shape := sides(m)) is not None}
+
+
+def _first_line(error: BaseException) -> str:
+    text = str(error).strip()
+    return text.splitlines()[0] if text else type(error).__name__

@@ -1,0 +1,246 @@
+"""Fill a model skeleton with the tensors of a checkpoint, one at a time, every one accounted for."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Callable, Collection
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from runtime.checkpoint.checkpoint import Checkpoint, element_count
+from runtime.errors import ArtifactError
+from runtime.modeling.skeleton import find_stacks, set_tensor, tied_names
+from runtime.modeling.tensor_names import match_names, prediction_tensors, without_place
+from runtime.modeling.unstored_buffers import cast_unstored
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Left in old checkpoints by former versions of transformers; models compute them.
+_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"\.attn\.(masked_)?bias$", r"^lm_head\.decoder\.bias$", r"(^|\.)position_ids$")
+
+
+def main_dtype(checkpoint: Checkpoint) -> torch.dtype:
+    """What the model computes in: config.json's dtype, else the float dtype that most weights are stored in."""
+    named = checkpoint.config.get("dtype", checkpoint.config.get("torch_dtype"))
+    if isinstance(named, str):
+        dtype = getattr(torch, named.removeprefix("torch."), None)
+        if dtype not in FLOATS:
+            allowed = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+            raise ArtifactError(f"{checkpoint.path}/config.json has dtype {named!r}; allowed are {allowed}")
+        return dtype
+    sizes: dict[torch.dtype, int] = {}
+    for name in checkpoint.names():
+        dtype = checkpoint.dtype(name)
+        if dtype in FLOATS:
+            sizes[dtype] = sizes.get(dtype, 0) + element_count(checkpoint.shape(name))
+    if not sizes:
+        raise ArtifactError(f"{checkpoint.path} has no weights in float16, bfloat16 or float32")
+    return max(sizes, key=lambda d: sizes[d])
+
+
+class Filling:
+    """Which tensor of a checkpoint belongs where in a model skeleton (on meta): matched and checked as a whole, placed in parts.
+
+    Float tensors become `dtype`; those of `compressed` layers stay as stored. A tensor of the wrong shape or dtype, a missing
+    one and one that the model has no place for are errors.
+
+    Attributes:
+        names: {name in the model: name in the checkpoint}.
+        foreign: the names are not those of the model, and only transformers knows how to convert them.
+    """
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        checkpoint: Checkpoint,
+        dtype: torch.dtype,
+        device: torch.device,
+        compressed: frozenset[str] = frozenset(),
+    ) -> None:
+        self.model, self.checkpoint, self.dtype, self.device = model, checkpoint, dtype, device
+        self._compressed = compressed
+        places = _places(model)
+        self._ties = {name: source for name, source in tied_names(model).items() if {name, source} <= places.keys()}
+        self.names = match_names(model, checkpoint.names(), places)
+        missing = sorted(places.keys() - self.names.keys() - _tied_away(self._ties, self.names))
+        unexpected = unplaced(model, checkpoint.names(), set(self.names.values()))
+        self.foreign = bool(missing and unexpected and not compressed)
+        if self.foreign:
+            return
+        if missing:
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it"
+            )
+        if unexpected:
+            close = difflib.get_close_matches(unexpected[0], places, n=1)
+            hint = f" (nearest: {close[0]})" if close else ""
+            raise ArtifactError(
+                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(unexpected)}{hint}"
+            )
+        _check(model, checkpoint, places, self.names, compressed)
+        self._keep = _keeps_float32(model, dtype)
+
+    def place(self, wanted: Callable[[str], bool] = lambda name: True) -> None:
+        """Read the tensors of the places that are `wanted` and put them there, on `device`."""
+        for name, stored in self.names.items():
+            if not wanted(name):
+                continue
+            value = self.checkpoint.get(stored)
+            if value.dtype in FLOATS and not _is_compressed(name, self._compressed):
+                value = value.to(torch.float32 if self._keep(name) else self.dtype)
+            set_tensor(self.model, name, value.to(self.device))
+
+    def tie(self) -> None:
+        """Share what config.json ties, among the tensors that were placed."""
+        _tie(self.model, self._ties, self.names)
+
+
+def fill(
+    model: PreTrainedModel,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: torch.device,
+    compressed: frozenset[str] = frozenset(),
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """Give every parameter and stored buffer of `model` (on meta) its tensor, see `Filling`; returns the filled model.
+
+    A plain checkpoint whose names are not those of the model (experts stored one by one, say) is read by transformers, which
+    knows the conversions; the model returned is then a new one.
+    """
+    filling = Filling(model, checkpoint, dtype, device, compressed)
+    if filling.foreign:
+        return _read_by_transformers(model, checkpoint, dtype, device, trust_remote_code)
+    filling.place()
+    filling.tie()
+    cast_unstored(model, dtype)
+    return model
+
+
+def to_device(model: nn.Module, device: torch.device) -> None:
+    """Move what `fill` did not place: buffers that are computed, not stored."""
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.device != device:
+                module._buffers[name] = buffer.to(device)
+
+
+def _places(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters and persistent buffers by name, tied ones under each of their names."""
+    result: dict[str, torch.Tensor] = {}
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for leaf, value in [*module._parameters.items(), *module._buffers.items()]:
+            if value is not None and leaf not in module._non_persistent_buffers_set:
+                result[f"{prefix}.{leaf}" if prefix else leaf] = value
+    return result
+
+
+def _tied_away(ties: dict[str, str], names: dict[str, str]) -> set[str]:
+    """Names that need no tensor of their own, since one they are tied to is stored."""
+    groups: dict[str, set[str]] = {}
+    for name, source in ties.items():
+        groups.setdefault(source, {source}).add(name)
+    return {member for group in groups.values() if group & names.keys() for member in group}
+
+
+def unplaced(model: PreTrainedModel, names: Collection[str], used: Collection[str]) -> list[str]:
+    """The stored `names` that are not `used`, and that nobody knows to be of no use to the model."""
+    patterns = [*_LEFTOVERS, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    found = [
+        n for n in names if n not in used and not any(re.search(p, n) for p in patterns) and not without_place(model, n)
+    ]
+    known = prediction_tensors(find_stacks(model), names) if found else set()
+    return [name for name in found if name not in known]
+
+
+def _check(
+    model: nn.Module,
+    checkpoint: Checkpoint,
+    places: dict[str, torch.Tensor],
+    names: dict[str, str],
+    compressed: frozenset[str],
+) -> None:
+    for name, stored in names.items():
+        place, shape, dtype = places[name], checkpoint.shape(stored), checkpoint.dtype(stored)
+        if tuple(place.shape) != shape:
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {stored} has shape {list(shape)}, {type(model).__name__} as config.json describes "
+                f"it needs {list(place.shape)}"
+            )
+        if dtype != place.dtype and not (dtype in FLOATS and place.dtype in FLOATS):
+            hint = ""
+            if not compressed and place.dtype in FLOATS:
+                hint = " (config.json has no quantization_config that would say how to read it)"
+            raise ArtifactError(
+                f"{checkpoint.path}: tensor {stored} is {_short(dtype)}, expected {_short(place.dtype)}{hint}"
+            )
+
+
+def _keeps_float32(model: PreTrainedModel, dtype: torch.dtype) -> Callable[[str], bool]:
+    """Which parameters stay float32 in a 16-bit model: the model class says so (routers, some norms)."""
+    parts: set[str] = set()
+    if dtype == torch.float16:
+        parts |= set(getattr(model, "_keep_in_fp32_modules", None) or ())
+    if dtype in (torch.float16, torch.bfloat16):
+        parts |= set(getattr(model, "_keep_in_fp32_modules_strict", None) or ())
+    pattern = re.compile("|".join(rf"(?:^|\.){part}(?:$|\.)" for part in sorted(parts))) if parts else None
+    return lambda name: pattern is not None and pattern.search(name) is not None
+
+
+def _is_compressed(name: str, compressed: frozenset[str]) -> bool:
+    return name.rpartition(".")[0] in compressed
+
+
+def _tie(model: PreTrainedModel, ties: dict[str, str], names: dict[str, str]) -> None:
+    """Share tensors as the config says. Where both are stored and differ they stay apart, as in transformers."""
+    for name, source in ties.items():
+        if name in names and source in names:
+            if torch.equal(model.get_parameter(name), model.get_parameter(source)):
+                set_tensor(model, name, model.get_parameter(source).data)
+        elif source in names:
+            set_tensor(model, name, model.get_parameter(source).data)
+        elif name in names:
+            set_tensor(model, source, model.get_parameter(name).data)
+            names = {**names, source: names[name]}
+    # Sharing the data is not enough for modules that compare parameters by identity.
+    for name, source in ties.items():
+        parent, _, leaf = name.rpartition(".")
+        if model.get_parameter(name).data_ptr() == model.get_parameter(source).data_ptr():
+            model.get_submodule(parent)._parameters[leaf] = model.get_parameter(source)
+
+
+def _read_by_transformers(
+    model: PreTrainedModel, checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, trust_remote_code: bool
+) -> PreTrainedModel:
+    try:
+        result: Any = type(model).from_pretrained(
+            str(checkpoint.path),
+            dtype=dtype,
+            use_safetensors=True,
+            output_loading_info=True,
+            trust_remote_code=trust_remote_code,
+        )
+    except (RuntimeError, ValueError, KeyError, OSError) as error:
+        text = str(error).strip().splitlines()
+        raise ArtifactError(f"{checkpoint.path} cannot be read: {text[0] if text else type(error).__name__}") from error
+    loaded, info = result
+    missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
+    if missing:
+        raise ArtifactError(f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it")
+    predicting = prediction_tensors(find_stacks(model), [*_places(model), *unexpected])
+    if left := [name for name in unexpected if name not in predicting]:
+        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(left)}")
+    return loaded.to(device).eval().requires_grad_(False)
+
+
+def _more(names: list[str]) -> str:
+    return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,1 @@
+"""Sampling options, logits to tokens, stopping, statistics."""

@@ -1,0 +1,113 @@
+"""What a caller may ask of one generation, checked before any work starts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from runtime.errors import RequestError
+from runtime.system.describe import integer, number, reject_unknown, show
+from runtime.system.sizes import byte_count
+
+__all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
+
+DEFAULT_NEW_TOKENS = 128
+_NOT_FOR_STREAMS = ("progress",)
+
+
+@dataclass(frozen=True)
+class GenerationOptions:
+    """Options of `Model.generate` and `Model.stream`.
+
+    Attributes:
+        max_new_tokens: stop after this many tokens, >= 1. None: 128, or fewer when the context has no room for them.
+        temperature: 0 takes the most likely token (greedy); above 0 samples from the logits divided by it.
+        top_k: sample among the k most likely tokens; None keeps all.
+        top_p: sample among the fewest tokens whose probabilities reach p, in (0, 1] (nucleus sampling, arXiv 1904.09751).
+        min_p: drop tokens less likely than this fraction of the most likely one, in [0, 1] (arXiv 2407.01082).
+        repetition_penalty: 1e-4 to 1e4; above 1 lowers the logits of tokens of the prompt and of the output
+            (CTRL, arXiv 1909.05858).
+        stop: a text or several; the output ends before the first one that appears.
+        seed: makes sampling reproducible: a prompt gives the same output whatever else is in its batch. A list gives each
+            prompt of a batch a seed of its own. None draws a fresh one.
+        ignore_eos: go on after an end-of-sequence token.
+        cache_memory: bytes, or a text like "2GB", that the KV cache of this call takes at most (engines with a paged cache, and
+            models whose cache is compressed).
+            None: 2 GB or a quarter of the memory that is free, whichever is less, and more only where one prompt needs it; for a
+            model loaded with `max_memory`, what that leaves.
+        prefill_chunk: most prompt tokens that are read in one step, beside the sequences that decode (engines with a paged
+            cache). None: as many as the engine takes.
+        progress: True draws a bar on stderr; a function is called with (finished prompts, all prompts). Not for streams.
+    """
+
+    max_new_tokens: int | None = None
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    stop: tuple[str, ...] = ()
+    seed: int | tuple[int, ...] | None = None
+    ignore_eos: bool = False
+    cache_memory: int | None = None
+    prefill_chunk: int | None = None
+    progress: bool | Callable[[int, int], Any] = False
+
+    @classmethod
+    def from_keywords(cls, keywords: Mapping[str, Any], function: str) -> GenerationOptions:
+        """Build from the keywords a user gave to `function` (named in messages).
+
+        Raises:
+            RequestError: an unknown name, a wrong type or a value out of range.
+        """
+        names = [field.name for field in fields(cls)]
+        if function == "stream":
+            names = [name for name in names if name not in _NOT_FOR_STREAMS]
+        reject_unknown(keywords, names, function)
+        return cls(**{name: _CHECKS[name](name, value) for name, value in keywords.items()})
+
+
+def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = () if value is None else (value,) if isinstance(value, str) else value
+    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"{name} must be a non-empty text or a list of them, not {show(value)}")
+    return tuple(stops)
+
+
+def _seeds(name: str, value: Any) -> int | tuple[int, ...]:
+    check = integer(0)
+    return tuple(check(name, seed) for seed in value) if isinstance(value, (tuple, list)) else check(name, value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {show(value)}")
+    return value
+
+
+def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
+    if not isinstance(value, bool) and not callable(value):
+        raise RequestError(f"{name} must be True, False or a function of (done, total), not {show(value)}")
+    return value
+
+
+_CHECKS: dict[str, Callable[[str, Any], Any]] = {
+    "max_new_tokens": _optional(integer(1)),
+    "temperature": number("a number >= 0", lambda v: v >= 0),
+    "top_k": _optional(integer(1)),
+    "top_p": number("above 0 and at most 1", lambda v: 0 < v <= 1),
+    "min_p": number("between 0 and 1", lambda v: 0 <= v <= 1),
+    # The bounds keep every float32 logit finite.
+    "repetition_penalty": number("above 0 (from 1e-4 to 1e4)", lambda v: 1e-4 <= v <= 1e4),
+    "stop": _stops,
+    "seed": _optional(_seeds),
+    "ignore_eos": _switch,
+    "cache_memory": _optional(byte_count),
+    "prefill_chunk": _optional(integer(1)),
+    "progress": _progress,
+}

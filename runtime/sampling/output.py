@@ -1,0 +1,85 @@
+"""What one sequence has produced so far, and when it is over."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Collection, Sequence
+from typing import Any, Literal
+
+from runtime.sampling.text import Detokenizer, StopMatcher, StopStrings
+
+FinishReason = Literal["length", "eos", "stop"]
+
+
+class SequenceOutput:
+    """Collects the tokens of one sequence; decides when it ends.
+
+    Attributes:
+        tokens: the new token ids that are certain to be part of the output. An end-of-sequence token is included, as in
+            transformers; tokens that touch a stop string are not.
+        text: the new text that is certain to be part of the output (empty when no tokenizer is given).
+        finish_reason: why the sequence ended; None while it runs.
+    """
+
+    def __init__(
+        self,
+        prompt: Sequence[int],
+        max_new_tokens: int,
+        eos: Collection[int] = (),
+        tokenizer: Any = None,
+        stops: StopStrings | Sequence[str] = (),
+    ) -> None:
+        self.text = ""
+        self.finish_reason: FinishReason | None = None
+        self._all: list[int] = []
+        self._limit = max_new_tokens
+        self._eos = frozenset(eos)
+        self._detokenizer = Detokenizer(tokenizer, prompt) if tokenizer is not None else None
+        self._stops = StopMatcher(stops)
+        self._length = 0  # characters that the tokens have given, held back ones included
+        self._ends: list[int] = []  # for the first tokens: where in the text each one ends
+
+    @property
+    def finished(self) -> bool:
+        return self.finish_reason is not None
+
+    @property
+    def tokens(self) -> list[int]:
+        if self._detokenizer is None or (self.finished and self.finish_reason != "stop"):
+            return self._all
+        return self._all[: bisect.bisect_right(self._ends, len(self.text))]
+
+    @property
+    def produced(self) -> int:
+        """How many tokens were decoded, those dropped because of a stop string included."""
+        return len(self._all)
+
+    @property
+    def left(self) -> int:
+        """How many more tokens it takes at most."""
+        return 0 if self.finished else self._limit - len(self._all)
+
+    def push(self, token: int) -> None:
+        """One more token from the model."""
+        self._all.append(token)
+        ended = token in self._eos
+        if self._detokenizer is not None and not ended:
+            self._add(self._detokenizer.push(token))
+        if self.finished:
+            return
+        if ended or len(self._all) >= self._limit:
+            if self._detokenizer is not None:
+                self._add(self._detokenizer.finish())
+            if not self.finished:
+                self.text += self._stops.finish()
+                self.finish_reason = "eos" if ended else "length"
+
+    def _add(self, piece: str) -> None:
+        if not piece:
+            return
+        self._length += len(piece)
+        # Tokens that gave no text yet (parts of one character) end where the text they waited for ends.
+        self._ends += [self._length] * (len(self._all) - len(self._ends))
+        self.text += self._stops.push(piece)
+        if self._stops.found:
+            self.finish_reason = "stop"

@@ -1,0 +1,154 @@
+"""Prompts as users give them, to token ids."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from runtime.errors import RequestError
+from runtime.system.describe import is_integer, show
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Token ids of each prompt, whether they came as text, and whether they came as a batch."""
+
+    ids: list[list[int]]
+    are_text: bool
+    are_batch: bool
+
+    def name(self, index: int) -> str:
+        """What messages call one of them."""
+        return f"prompt {index}" if self.are_batch else "the prompt"
+
+
+class PromptReader:
+    """Reads texts, token ids, and lists (tensors, arrays) of either.
+
+    Args:
+        tokenizer: a transformers tokenizer; None: texts are refused.
+        path: the model's directory, for messages.
+        vocab_size: ids are below it. context_length: most ids of a prompt; None: any number.
+    """
+
+    def __init__(self, tokenizer: Any, path: Path, vocab_size: int, context_length: int | None) -> None:
+        self._tokenizer = tokenizer
+        self._path = path
+        self._vocab_size = vocab_size
+        self._context_length = context_length
+        self._lock = threading.Lock()  # tokenizers change settings inside while they encode
+
+    def read(self, prompt: Any, what: str = "prompt") -> Prompts:
+        """Token ids of `prompt`, which messages call `what`.
+
+        Raises:
+            RequestError: not a prompt, empty, no Unicode, ids outside the vocabulary, too long. In a batch it says which.
+        """
+        if isinstance(prompt, str):
+            return Prompts([self._encode(prompt, f"the {what}")], True, False)
+        prompt = _plain(prompt)
+        if not isinstance(prompt, (list, tuple)):
+            raise RequestError(
+                f"{what} must be a text, a list of token ids, or a list of those, not a {type(prompt).__name__}"
+            )
+        if not prompt:
+            raise RequestError(f"the {what} is empty")
+        prompt = [part if isinstance(part, str) else _plain(part) for part in prompt]
+        if all(isinstance(part, str) for part in prompt):
+            return Prompts([self._encode(part, f"{what} {i}") for i, part in enumerate(prompt)], True, True)
+        if _are_ids(prompt):
+            return Prompts([self.check(prompt, f"the {what}")], False, False)
+        if all(isinstance(part, (list, tuple)) and _are_ids(part) for part in prompt):
+            return Prompts([self.check(part, f"{what} {i}") for i, part in enumerate(prompt)], False, True)
+        raise RequestError(f"{what} must be all texts or all token ids, not a mixture")
+
+    def check(self, ids: Sequence[int], name: str = "the prompt") -> list[int]:
+        """`ids` as Python integers, if they can be run."""
+        if not ids:
+            raise RequestError(f"{name} is empty")
+        if min(ids) < 0 or max(ids) >= self._vocab_size:
+            wrong = next(i for i in ids if not 0 <= i < self._vocab_size)
+            raise RequestError(f"token id {show(wrong)} is outside the vocabulary: ids are 0 to {self._vocab_size - 1}")
+        limit = self._context_length
+        if limit is not None and len(ids) > limit:
+            raise RequestError(f"{name} has {len(ids)} tokens, the model's context holds {limit}")
+        return [int(i) for i in ids]
+
+    def _encode(self, text: str, name: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError(f"{self._path} has no tokenizer: give token ids instead of a text")
+        if not text:
+            raise RequestError(f"{name} is empty")
+        try:
+            text.encode()
+            with self._lock:
+                ids = list(self._tokenizer(text)["input_ids"])
+        except (TypeError, UnicodeError) as error:
+            raise RequestError(f"{name} is not valid Unicode text: {error}") from error
+        return self.check(ids, name)
+
+
+def read_ids(input_ids: Any, name: str = "input_ids") -> torch.Tensor:
+    """Token ids `[batch, seq]` (a tensor or nested lists) as a tensor; what they are is the caller's to check.
+
+    Raises:
+        RequestError: no integers of that shape; `name` is what the message calls them.
+    """
+    try:
+        ids = torch.as_tensor(input_ids)
+    except (ValueError, TypeError, RuntimeError, OverflowError) as error:
+        raise RequestError(f"{name} must be token ids of shape [batch, seq], all rows equally long") from error
+    if (
+        ids.dim() != 2
+        or ids.numel() == 0
+        or ids.dtype.is_floating_point
+        or ids.dtype.is_complex
+        or ids.dtype == torch.bool
+    ):
+        raise RequestError(
+            f"{name} must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} "
+            f"of shape {list(ids.shape)}"
+        )
+    return ids.long()
+
+
+def read_mask(attention_mask: Any, ids: torch.Tensor) -> torch.Tensor | None:
+    """A mask as int64 `[batch, seq]` on the CPU, 1 = token; None where nothing is masked.
+
+    Raises:
+        RequestError: another shape than `ids`, other values than 0 and 1, or a row without a token.
+    """
+    if attention_mask is None:
+        return None
+    try:
+        mask = torch.as_tensor(attention_mask).cpu()
+    except (ValueError, TypeError, RuntimeError) as error:
+        raise RequestError("attention_mask must be 0 and 1 of shape [batch, seq]") from error
+    if mask.shape != ids.shape or not bool(((mask == 0) | (mask == 1)).all()):
+        raise RequestError(f"attention_mask must be 0 and 1 of shape {list(ids.shape)}, as input_ids")
+    if not bool((mask == 1).any(dim=1).all()):
+        raise RequestError("attention_mask must leave every row a token")
+    return None if bool((mask == 1).all()) else mask.long()
+
+
+def pad_right(rows: Sequence[Sequence[int]], fill: int = 0) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Rows of any lengths as ids and mask (1 = token; None when all are equally long), int64 `[rows, longest]`."""
+    longest = max(len(row) for row in rows)
+    ids = torch.tensor([[*row, *[fill] * (longest - len(row))] for row in rows])
+    lengths = torch.tensor([[len(row)] for row in rows])
+    mask = (torch.arange(longest)[None, :] < lengths).long()
+    return ids, None if bool(mask.all()) else mask
+
+
+def _plain(value: Any) -> Any:
+    """Tensors and arrays as lists."""
+    return value.tolist() if hasattr(value, "tolist") and hasattr(value, "shape") else value
+
+
+def _are_ids(values: Sequence[Any]) -> bool:
+    return all(type(value) is int or is_integer(value) for value in values)

@@ -1,0 +1,1 @@
+"""Machine and processes: memory, locks, directories, native builds."""

@@ -1,0 +1,135 @@
+"""C sources of this project as shared libraries: compiled once by the system's compiler, cached, loaded with ctypes.
+
+Every routine in C has a torch implementation beside it that computes the same; without a compiler that one runs (said once in
+the log). `COMPRESS_NATIVE=0` switches C off, `CC` chooses the compiler, `COMPRESS_CACHE` (default `~/.cache/compress`) says where
+the libraries are kept. A library is named by the hash of everything it depends on, so it is never out of date.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import tempfile
+from functools import cache
+from importlib import metadata
+from pathlib import Path
+
+from runtime.system import processes
+from runtime.system.directories import cache_directory, temporary
+from runtime.system.processes import how_it_ended
+
+# How to install what an optional part of this package needs.
+#
+# By the names of the packages, not as `compress[extra]`: who has this package from its repository would be given another one of that name
+# from the index.
+
+PACKAGE = "compress"
+
+
+def how_to_install(extra: str) -> str:
+    """A command line: `pip install 'optuna>=5'`."""
+    found = requirements(extra)
+    if not found:
+        return f"pip install -e '.[{extra}]' in a checkout of {PACKAGE}"
+    return f"pip install {' '.join(map(shlex.quote, found))}"
+
+
+def requirements(extra: str) -> list[str]:
+    """What an extra asks for on this machine, other extras in it spelled out; empty where the installed package does not say."""
+    from packaging.requirements import Requirement
+
+    try:
+        stated = [Requirement(text) for text in metadata.requires(PACKAGE) or []]
+    except metadata.PackageNotFoundError:
+        return []
+    found: dict[str, None] = {}
+    for requirement in stated:
+        if requirement.marker is None or not requirement.marker.evaluate({"extra": extra}):
+            continue
+        if requirement.name == PACKAGE:
+            found |= dict.fromkeys(text for other in sorted(requirement.extras) for text in requirements(other))
+        else:
+            requirement.marker = None
+            found[str(requirement)] = None
+    return list(found)
+
+
+FLAGS = ("-O3", "-std=c11", "-fPIC", "-shared", "-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast")
+#: Tried in this order: not every compiler and CPU knows how to tune for itself.
+TUNING = (("-march=native",), ("-mcpu=native",), ())
+_log = logging.getLogger("compress.native")
+
+
+@cache
+def library(source: Path, tunings: tuple[tuple[str, ...], ...] = TUNING) -> ctypes.CDLL | None:
+    """The compiled `source` (a C file, and the headers beside it), or None where there is no way to have it.
+
+    `tunings` are flags for the instruction set; the first that the compiler takes are used.
+    """
+    if os.environ.get("COMPRESS_NATIVE", "1") == "0":
+        return None
+    compiler = find_compiler()
+    if compiler is None:
+        _log.warning("no C compiler was found (cc, gcc, clang): %s runs in torch, which is slower", source.stem)
+        return None
+    reason = "unknown"
+    for tuning in tunings:
+        try:
+            return _load(source, compiler, (*FLAGS, *tuning))
+        except subprocess.CalledProcessError as error:
+            reason = _reason(error)
+        except (OSError, subprocess.TimeoutExpired) as error:
+            reason = str(error)
+    _log.warning("%s could not be compiled (%s): it runs in torch, which is slower", source.name, reason)
+    return None
+
+
+def _reason(error: subprocess.CalledProcessError) -> str:
+    said = (error.stderr or b"").decode(errors="replace").strip().splitlines()
+    # A compiler that starts others says so of theirs, and ends with a code of its own.
+    if any("Killed signal" in line for line in said):
+        return f"the compiler {how_it_ended(-signal.SIGKILL)}"
+    if error.returncode < 0:
+        return f"the compiler {how_it_ended(error.returncode)}"
+    return said[-1] if said else str(error)
+
+
+def find_compiler() -> str | None:
+    """The command that compiles C here, or None."""
+    return os.environ.get("CC") or next((c for c in ("cc", "gcc", "clang") if shutil.which(c)), None)
+
+
+def _load(source: Path, compiler: str, flags: tuple[str, ...]) -> ctypes.CDLL:
+    """The library from the cache, or from a private temporary directory where the cache cannot be used."""
+    try:
+        return ctypes.CDLL(str(_build(source, compiler, flags, cache_directory("native"))))
+    except OSError:  # not writable, not executable
+        return ctypes.CDLL(str(_build(source, compiler, flags, temporary() / "native")))
+
+
+def _build(source: Path, compiler: str, flags: tuple[str, ...], directory: Path) -> Path:
+    """Path of the library, compiled if it is not in the directory."""
+    code = b"".join(file.read_bytes() for file in [source, *sorted(source.parent.glob("*.h"))])
+    target = directory / f"{source.stem}-{_key(code, compiler, flags)}.so"
+    if target.exists():
+        return target
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=target.parent) as scratch:
+        built = Path(scratch) / target.name
+        command = [*shlex.split(compiler), *flags, str(source), "-o", str(built), "-lm"]
+        subprocess.run(command, check=True, capture_output=True, timeout=300)
+        built.replace(target)  # whole or not at all, whoever else compiles it at the same time
+    return target
+
+
+def _key(code: bytes, compiler: str, flags: tuple[str, ...]) -> str:
+    digest = hashlib.sha256(code)
+    for part in (compiler, *flags, processes.identity()):
+        digest.update(part.encode() + b"\0")
+    return digest.hexdigest()[:24]

@@ -1,0 +1,69 @@
+"""What this CPU is and can do, as Linux tells it; on other systems little is known and the portable way is taken."""
+
+from __future__ import annotations
+
+import platform
+import signal
+from functools import cache
+from pathlib import Path
+
+import torch
+
+#: Instructions that multiply matrices of a dtype, on x86 and ARM. AVX-512 without them emulates bfloat16 by way of float32.
+_PRODUCTS = {
+    torch.bfloat16: {"avx512_bf16", "amx_bf16", "bf16"},
+    torch.float16: {"avx512_fp16", "amx_fp16"},  # on ARM torch has no such product, whatever the CPU has
+    torch.int8: {"avx512_vnni", "avx_vnni", "amx_int8"},  # likewise
+}
+
+
+@cache
+def flags() -> frozenset[str]:
+    """Instruction sets (`flags` on x86, `Features` on ARM); empty where nobody says."""
+    line = next(iter(facts("flags", "Features")), "")
+    return frozenset(line.partition(":")[2].split())
+
+
+def facts(*names: str) -> list[str]:
+    """The distinct lines of /proc/cpuinfo that begin so, in order."""
+    try:
+        text = Path("/proc/cpuinfo").read_text(errors="replace")
+    except OSError:
+        return []
+    return list(dict.fromkeys(line for line in text.splitlines() if line.startswith(names)))
+
+
+@cache
+def identity() -> str:
+    """What tells this CPU from others that share a home directory."""
+    return "\n".join(
+        [platform.machine(), platform.processor(), *sorted(facts("model name", "cache size", "flags", "Features"))]
+    )
+
+
+def multiplies(dtype: torch.dtype) -> bool:
+    """Whether products of matrices of `dtype` run at full speed. Without such instructions, or without oneDNN, which uses them,
+    torch multiplies 16-bit matrices several times slower than float32 ones, and int8 ones tens of times.
+    """
+    return dtype not in _PRODUCTS or (torch.backends.mkldnn.is_available() and bool(_PRODUCTS[dtype] & flags()))
+
+
+# How a process that was started here ended, in words.
+
+
+def how_it_ended(code: int | None) -> str:
+    """What follows "the process ...", given its return code as `subprocess` tells it (None: it is not known)."""
+    if code is None:
+        return "ended without a word"
+    if code >= 0:
+        return f"ended with exit code {code}"
+    if -code == signal.SIGKILL:
+        return (
+            "was killed (SIGKILL), most likely by the kernel because the machine ran out of memory: close other programs, ask for "
+            "less at once, or use a machine with more"
+        )
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    return f"was ended by {name}"

@@ -29,7 +29,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import CudaEngine, ops, plain, take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
@@ -125,16 +125,16 @@ def copy_bandwidth(device: torch.device, size: int) -> float:
     return 2 * size / best
 
 
-def sequences(engine: CudaEngine, batch: int, context: int, steps: int) -> tuple[Any, Iterator[list[Piece]]]:
+def sequences(engine: CudaEngine, batch: int, context: int, steps: int) -> tuple[Any, Iterator[list[Chunk]]]:
     """A pool and the pieces of one step after another; each `next` wants the tokens sent to it."""
     each = -(-(context + steps) // engine.page_size)
     order = list(range(batch * each))
     random.Random(0).shuffle(order)
     tables = [order[row * each : (row + 1) * each] for row in range(batch)]
 
-    def pieces() -> Iterator[list[Piece]]:
+    def pieces() -> Iterator[list[Chunk]]:
         for place in range(context, context + steps):
-            yield [Piece([(place + row) % 97], place, table) for row, table in enumerate(tables)]
+            yield [Chunk([(place + row) % 97], place, table) for row, table in enumerate(tables)]
 
     return engine.new_pages(batch * each), pieces()
 
@@ -212,9 +212,9 @@ def check(model: Any, device: torch.device, fuse: bool) -> dict[str, Any]:
         engine = lean(model, device, graphs, fuse)
         pool = engine.new_pages(6)
         table = [4, 0, 3]
-        engine.step(pool, [Piece(ids[:70], 0, table)])
-        rows = [engine.step(pool, [Piece(ids[70:130], 70, table)])[0]]
-        rows += [engine.step(pool, [Piece([token], 130 + i, table)])[0] for i, token in enumerate(ids[130:])]
+        engine.step(pool, [Chunk(ids[:70], 0, table)])
+        rows = [engine.step(pool, [Chunk(ids[70:130], 70, table)])[0]]
+        rows += [engine.step(pool, [Chunk([token], 130 + i, table)])[0] for i, token in enumerate(ids[130:])]
         logits[graphs] = torch.stack(rows)
     out["logits"] = float((logits[True] - wanted).norm() / wanted.norm())
     out["graphs_differ"] = float((logits[True] - logits[False]).abs().max())

@@ -21,7 +21,7 @@ from runtime.decoding.sequence import Sequence
 from runtime.decoding.turns import Caller
 from runtime.drafting.drafters.base import Place
 from runtime.drafting.speculation import Speculation, Speculator
-from runtime.engines.base import PagedEngine, Piece, SpeculativeEngine
+from runtime.engines.base import Chunk, PagedEngine, SpeculativeEngine
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.output import SequenceOutput
 from runtime.sampling.sampling import generators, next_tokens, seen_tokens
@@ -212,7 +212,7 @@ class Scheduler:
             path = verdict.path
             if path:
                 # The last token was computed with the tree: its place is the one before the root's children.
-                piece = Piece((), sequence.computed, sequence.pages)
+                piece = Chunk((), sequence.computed, sequence.pages)
                 self._caller.run(cast(SpeculativeEngine, self._engine).keep, pool, piece, path)
             new = [*(tree.tokens[node] for node in path), verdict.token]
             output = sequence.output

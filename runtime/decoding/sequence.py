@@ -7,7 +7,7 @@ from collections.abc import Sequence as Ids
 import torch
 
 from runtime.decoding.pages import ROOT, Content, Pages
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.sampling.output import SequenceOutput
 from runtime.sampling.tree import Tree
 
@@ -86,13 +86,13 @@ class Sequence:
         """Whether the next token needs another page."""
         return self.computed == len(self.pages) * pages.size
 
-    def piece(self, count: int, tree: Tree | None = None) -> Piece:
+    def piece(self, count: int, tree: Tree | None = None) -> Chunk:
         """The next `count` tokens, for the engine; `tree`: what may follow the last of them, `count` being 1 then."""
         tokens = self.tokens[self.computed : self.computed + count]
         if tree is None or not len(tree):
-            return Piece(tokens, self.computed, self.pages)
+            return Chunk(tokens, self.computed, self.pages)
         parents = None if tree.is_chain else [-1, *(parent + 1 for parent in tree.parents)]
-        return Piece([*tokens, *tree.tokens], self.computed, self.pages, 1 + len(tree), parents)
+        return Chunk([*tokens, *tree.tokens], self.computed, self.pages, 1 + len(tree), parents)
 
     def stretch(self, count: int, pages: Pages, spare: int) -> int:
         """Pages for `count` drafted tokens after the next one, as long as more than `spare` are free; returns how many have a place."""

@@ -14,7 +14,7 @@ from runtime.decoding.loop import pad_left
 from runtime.decoding.turns import Caller, Turns
 from runtime.drafting.speculation import Speculation, Speculator
 from runtime.drafting.verify.base import Verdict
-from runtime.engines.base import DraftingEngine, Engine, Piece, Step
+from runtime.engines.base import Chunk, DraftingEngine, Engine, Step
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.output import SequenceOutput
 from runtime.sampling.sampling import generators, next_tokens, seen_tokens
@@ -67,10 +67,10 @@ class _Text:
     source: torch.Generator | None
     seen: torch.Tensor | None = None
 
-    def piece(self, tree: Tree) -> Piece:
+    def piece(self, tree: Tree) -> Chunk:
         """The last token, and what may follow it."""
         parents = None if tree.is_chain else [-1, *(parent - ROOT for parent in tree.parents)]
-        return Piece([self.tokens[-1], *tree.tokens], len(self.tokens) - 1, (), 1 + len(tree), parents)
+        return Chunk([self.tokens[-1], *tree.tokens], len(self.tokens) - 1, (), 1 + len(tree), parents)
 
     def push(self, new: Sequence[int]) -> int:
         """Tokens that follow, as long as it is not finished; returns how many."""

@@ -156,7 +156,7 @@ class Seq2SeqEngine(Protocol):
 
 
 @dataclass(frozen=True)
-class Piece:
+class Chunk:
     """Part of one sequence in a step: consecutive tokens that are not in the cache yet.
 
     Attributes:
@@ -201,7 +201,7 @@ class PagedEngine(Engine, Protocol):
     def new_pages(self, count: int) -> Any:
         """A pool of `count` pages, numbered from 0; its memory is taken as pages are first written."""
 
-    def step(self, pool: Any, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: Any, pieces: Sequence[Chunk]) -> torch.Tensor:
         """Write the pieces' keys and values; logits after the last token of each piece, float32 `[len(pieces), vocab]`."""
 
 
@@ -216,7 +216,7 @@ class SpeculativeEngine(PagedEngine, Protocol):
     trees: bool
 
     def verify(
-        self, pool: Any, pieces: Sequence[Piece], hidden: bool = False
+        self, pool: Any, pieces: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `step`: logits, float32 `[sum of the pieces' outputs, vocab]`, of each piece the last `outputs` tokens in their order.
 
@@ -229,7 +229,7 @@ class SpeculativeEngine(PagedEngine, Protocol):
                 hidden]`; None otherwise.
         """
 
-    def keep(self, pool: Any, piece: Piece, path: Sequence[int]) -> None:
+    def keep(self, pool: Any, piece: Chunk, path: Sequence[int]) -> None:
         """Of a verified piece, move the keys and values of the tokens `path` (ascending indices, one branch from its root on) to
         the positions from `piece.start` on. The others' are overwritten sooner or later.
         """
@@ -275,7 +275,7 @@ class Drafts(Protocol):
     def room(self) -> int | None:
         """How many drafted tokens of a text the next pass may verify, so that each is computed as it would be alone; None: any."""
 
-    def verify(self, pieces: Sequence[Piece]) -> Step:
+    def verify(self, pieces: Sequence[Chunk]) -> Step:
         """Of each text its last token, which is not in the cache yet, with what may follow it.
 
         Args:

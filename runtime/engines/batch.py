@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol, TypeVar
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 
 
 class Memory(Protocol):
@@ -33,7 +33,7 @@ class Source(Protocol[M]):
 
     def make_memory(self, count: int) -> M: ...
 
-    def read(self, memory: M, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+    def read(self, memory: M, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """Logits `[rows, vocab]` after the last token of each piece, or after `every` token."""
 
 
@@ -74,8 +74,8 @@ class Batch(Generic[M]):
         self.lengths = ends
         return logits
 
-    def _piece(self, row: int, tokens: list[int], start: int) -> Piece:
-        return Piece(tokens, self.lengths[row] + start, self.pages[row])
+    def _piece(self, row: int, tokens: list[int], start: int) -> Chunk:
+        return Chunk(tokens, self.lengths[row] + start, self.pages[row])
 
     def keep(self, engine: Source[M], rows: Sequence[int]) -> None:
         """Drop all sequences but these, and copy them to memory of their own size."""

@@ -25,7 +25,7 @@ from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.drafting.config.build import Target
 from runtime.drafting.drafters import kangaroo
 from runtime.drafting.drafters.base import Ask, Place
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
@@ -145,7 +145,7 @@ def test_the_runtime_proposes_what_was_trained(tmp_path: Path, layer: int, feed_
     for row in runs.rows(3, 40, seed=5).ids.tolist():
         pages = [0, 1]
         pool = engine.new_pages(2)
-        engine.step(pool, [Piece(row[:-1], 0, pages)])
+        engine.step(pool, [Chunk(row[:-1], 0, pages)])
         text = SimpleNamespace(tokens=row, prompt=40)
         ask = Ask(drafter.begin(text), text, 5, 5, place=Place(engine, pool, pages, 39, 25))
         (tree,) = drafter.draft([ask])

@@ -15,7 +15,7 @@ import torch
 from tiny_models import tokenizer
 
 from runtime.api.model import Model
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 NOTHING = -1
@@ -73,7 +73,7 @@ class PagedReference:
     def new_pages(self, count: int) -> torch.Tensor:
         return torch.full((count, self.page_size), NOTHING)
 
-    def step(self, pool: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
         assert pieces
         assert sum(len(piece.tokens) for piece in pieces) <= self.most_rows
         if self.fail_at == len(self.steps):
@@ -94,7 +94,7 @@ class PagedReference:
             rows.append(self.logits((*ids, *slots[self._places(piece)[piece.start :]].tolist())))
         return torch.stack(rows)
 
-    def _places(self, piece: Piece) -> list[int]:
+    def _places(self, piece: Chunk) -> list[int]:
         end = piece.start + len(piece.tokens)
         assert piece.tokens
         assert len(piece.pages) * self.page_size >= end

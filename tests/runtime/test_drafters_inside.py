@@ -25,7 +25,7 @@ from runtime.drafting.drafters.skip import Skip
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
 from runtime.sampling.tree import Tree
@@ -142,7 +142,7 @@ def turn(engine: Any, text: list[int], pool: Any = None, pages: list[int] | None
         pages = list(range(-(-(len(text) + 20) // engine.page_size)))
         pool = engine.new_pages(len(pages))
         if len(text) > 1:
-            engine.step(pool, [Piece(text[:-1], 0, pages)])
+            engine.step(pool, [Chunk(text[:-1], 0, pages)])
     assert pages is not None
     room = len(pages) * engine.page_size - len(text) + 1
     state = SimpleNamespace(tokens=text, prompt=len(text))
@@ -181,7 +181,7 @@ def test_a_draft_keeps_to_its_room(module: Any, draft: str, kind: str) -> None:
     drafter, engine = model.speculation.drafter, lean(model)
     text = list(range(20, 70))
     pool = engine.new_pages(1)
-    engine.step(pool, [Piece(text[:-1], 0, [0])])
+    engine.step(pool, [Chunk(text[:-1], 0, [0])])
     for length in (50, 61, 62, 63, 64):  # the last one's place is the page's last
         more = (text * 2)[:length]
         ask = turn(engine, more, pool, [0])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.batch import Batch
 
 SIZE = 4
@@ -30,7 +30,7 @@ class Engine:
     def make_memory(self, count: int) -> Memory:
         return Memory(count)
 
-    def read(self, memory: Memory, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+    def read(self, memory: Memory, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         self.steps += 1
         assert sum(len(piece.tokens) for piece in pieces) <= self.most_rows
         found = []

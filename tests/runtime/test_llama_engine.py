@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import runtime
-from runtime.engines.base import PagedEngine, Piece
+from runtime.engines.base import Chunk, PagedEngine
 from runtime.engines.native.engine import LlamaEngine, take_over
 from runtime.engines.native.parts import read_parts
 from runtime.engines.torch.engine import TorchEngine
@@ -108,10 +108,10 @@ def test_bits_do_not_depend_on_neighbours_pages_or_threads(grouped: tuple[TorchE
     alone = []
     for text in texts:
         pool = lean.new_pages(3)
-        alone.append(lean.step(pool, [Piece(text, 0, [0, 1, 2])])[0])
+        alone.append(lean.step(pool, [Chunk(text, 0, [0, 1, 2])])[0])
     pages = torch.randperm(20, generator=generator).tolist()
     pool = lean.new_pages(20)
-    pieces = [Piece(text, 0, pages[3 * i : 3 * i + 3]) for i, text in enumerate(texts)]
+    pieces = [Chunk(text, 0, pages[3 * i : 3 * i + 3]) for i, text in enumerate(texts)]
     before = torch.get_num_threads()
     try:
         for threads in (1, 2, 3, 5):
@@ -126,11 +126,11 @@ def test_a_shared_prefix_needs_its_pages_only_once(grouped: tuple[TorchEngine, L
     prefix = torch.randint(0, 400, (64,)).tolist()
     ends = [[1, 2, 3], [4, 5]]
     pool = lean.new_pages(3)
-    lean.step(pool, [Piece(prefix, 0, [0])])
-    shared = lean.step(pool, [Piece(end, 64, [0, 1 + i]) for i, end in enumerate(ends)])
+    lean.step(pool, [Chunk(prefix, 0, [0])])
+    shared = lean.step(pool, [Chunk(end, 64, [0, 1 + i]) for i, end in enumerate(ends)])
     for end, found in zip(ends, shared, strict=True):
         own = lean.new_pages(2)
-        assert torch.equal(lean.step(own, [Piece(prefix + end, 0, [0, 1])])[0], found)
+        assert torch.equal(lean.step(own, [Chunk(prefix + end, 0, [0, 1])])[0], found)
 
 
 def test_what_lies_in_unused_memory_is_never_seen(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
@@ -139,8 +139,8 @@ def test_what_lies_in_unused_memory_is_never_seen(grouped: tuple[TorchEngine, Ll
     clean, dirty = lean.new_pages(2), lean.new_pages(2)
     for tensor in dirty.tensors:
         tensor.fill_(float("nan"))
-    expected = lean.step(clean, [Piece(text, 0, [0, 1])])
-    assert torch.equal(lean.step(dirty, [Piece(text, 0, [0, 1])]), expected)
+    expected = lean.step(clean, [Chunk(text, 0, [0, 1])])
+    assert torch.equal(lean.step(dirty, [Chunk(text, 0, [0, 1])]), expected)
 
 
 def test_left_padding_and_dropped_rows(grouped: tuple[TorchEngine, LlamaEngine]) -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_llama_engine import SHAPES, engines, model_of
 
-from runtime.engines.base import Piece, SpeculativeEngine
+from runtime.engines.base import Chunk, SpeculativeEngine
 from runtime.engines.native.engine import LlamaEngine
 from runtime.kernels.cpu import library
 
@@ -33,7 +33,7 @@ def branch(parents: list[int], node: int) -> list[int]:
 def alone(engine: LlamaEngine, text: list[int]) -> torch.Tensor:
     """Logits after the last token, in a pool of its own."""
     pages = list(range(-(-len(text) // engine.page_size)))
-    return engine.read(engine.new_pages(len(pages)), [Piece(text, 0, pages)])[0]
+    return engine.read(engine.new_pages(len(pages)), [Chunk(text, 0, pages)])[0]
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -50,8 +50,8 @@ def test_branches_are_computed_as_if_alone(name: str, dtype: torch.dtype) -> Non
         pages = list(range(-(-(length + count) // engine.page_size)))
         draw.shuffle(pages)
         pool = engine.new_pages(len(pages))
-        engine.step(pool, [Piece(text, 0, pages)])
-        piece = Piece(tokens, length, pages, outputs=count, parents=parents)
+        engine.step(pool, [Chunk(text, 0, pages)])
+        piece = Chunk(tokens, length, pages, outputs=count, parents=parents)
         logits, hidden = engine.verify(pool, [piece], hidden=True)
         assert logits.shape[0] == count
         assert hidden is not None
@@ -67,7 +67,7 @@ def test_branches_are_computed_as_if_alone(name: str, dtype: torch.dtype) -> Non
         path = branch(parents, count - 1)
         engine.keep(pool, piece, path)
         kept = text + [tokens[index] for index in path]
-        after = engine.step(pool, [Piece([7], len(kept), pages)])[0]
+        after = engine.step(pool, [Chunk([7], len(kept), pages)])[0]
         assert torch.equal(after, alone(engine, [*kept, 7]))
 
 
@@ -77,13 +77,13 @@ def test_trees_chains_and_prompts_share_a_step() -> None:
     texts = [[draw.randrange(400) for _ in range(length)] for length in (70, 3, 20)]
     pool = engine.new_pages(9)
     pages = [[3, 1, 8], [0, 2], [5, 4]]
-    engine.step(pool, [Piece(text, 0, mine) for text, mine in zip(texts, pages, strict=True)])
+    engine.step(pool, [Chunk(text, 0, mine) for text, mine in zip(texts, pages, strict=True)])
     tree, parents = [5, 6, 7, 8], [-1, 0, 0, 2]
     prompt = [draw.randrange(400) for _ in range(12)]
     pieces: list[Any] = [
-        Piece(tree, 70, pages[0], outputs=4, parents=parents),
-        Piece([9, 10, 11], 3, pages[1], outputs=2),
-        Piece(prompt, 20, pages[2]),
+        Chunk(tree, 70, pages[0], outputs=4, parents=parents),
+        Chunk([9, 10, 11], 3, pages[1], outputs=2),
+        Chunk(prompt, 20, pages[2]),
     ]
     logits, hidden = engine.verify(pool, pieces)
     assert hidden is None

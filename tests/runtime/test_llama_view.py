@@ -13,7 +13,7 @@ from safetensors.torch import load_file
 from test_llama_engine import SHAPES, engines
 from without_halves import without
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import Recorder
 from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
@@ -42,9 +42,9 @@ def test_skipped_halves_are_as_good_as_gone(name: str) -> None:
             expected = without(copy.deepcopy(module), attention, mlp)(torch.tensor([text]), use_cache=False).logits[0]
         view = View(engine, range(4), attention, mlp)
         pool, pages = engine.new_pages(3), [2, 0]
-        found = view.read(pool, [Piece(text[:70], 0, pages)])
+        found = view.read(pool, [Chunk(text[:70], 0, pages)])
         assert close(found[0], expected[69])
-        assert close(view.read(pool, [Piece(text[70:], 70, pages)])[0], expected[99])
+        assert close(view.read(pool, [Chunk(text[70:], 70, pages)])[0], expected[99])
 
 
 @pytest.mark.parametrize("name", ["grouped", "tied", "qwen3", "mistral, window", "qwen2, some windows"])
@@ -57,11 +57,11 @@ def test_first_layers_by_themselves(name: str) -> None:
         head = module.get_output_embeddings()
         for count in (1, 3):
             view, pool = View(engine, range(count)), engine.new_pages(2)
-            states = view.states(pool, [Piece(text, 0, [0, 1])])
+            states = view.states(pool, [Chunk(text, 0, [0, 1])])
             assert close(states, out.hidden_states[count][0])
             expected = head(module.model.norm(out.hidden_states[count]))[0]
             assert close(view.head(states), expected)
-            assert close(view.read(pool, [Piece(text, 0, [0, 1])])[0], expected[-1])
+            assert close(view.read(pool, [Chunk(text, 0, [0, 1])])[0], expected[-1])
 
 
 def test_a_view_goes_on_from_what_the_whole_model_has_read() -> None:
@@ -70,9 +70,9 @@ def test_a_view_goes_on_from_what_the_whole_model_has_read() -> None:
     engine = engines(module)[1]
     text, more = ids(75), ids(5, 1)
     pool, pages = engine.new_pages(2), [1, 0]
-    engine.step(pool, [Piece(text, 0, pages)])
+    engine.step(pool, [Chunk(text, 0, pages)])
     view = View(engine, range(4), [1, 2], [0, 2])
-    found = torch.cat([view.read(pool, [Piece([token], 75 + at, pages)]) for at, token in enumerate(more)])
+    found = torch.cat([view.read(pool, [Chunk([token], 75 + at, pages)]) for at, token in enumerate(more)])
     with torch.no_grad():
         cache = module(torch.tensor([text]), use_cache=True).past_key_values
         part = without(copy.deepcopy(module), [1, 2], [0, 2])
@@ -88,12 +88,12 @@ def test_the_model_goes_on_as_if_nothing_had_been_drafted() -> None:
     for pool in (clean, used):
         for tensor in pool.tensors:
             tensor.zero_()
-        engine.step(pool, [Piece(text, 0, mine) for text, mine in zip(texts, pages, strict=True)])
+        engine.step(pool, [Chunk(text, 0, mine) for text, mine in zip(texts, pages, strict=True)])
     view = View(engine, range(4), [0], [3])
     for at in range(7):
-        view.read(used, [Piece([9 + at], len(text) + at, mine) for text, mine in zip(texts, pages, strict=True)])
+        view.read(used, [Chunk([9 + at], len(text) + at, mine) for text, mine in zip(texts, pages, strict=True)])
     assert not all(torch.equal(a, b) for a, b in zip(clean.tensors, used.tensors, strict=True))
-    new = [Piece(ids(7, 5), len(text), mine, 7) for text, mine in zip(texts, pages, strict=True)]
+    new = [Chunk(ids(7, 5), len(text), mine, 7) for text, mine in zip(texts, pages, strict=True)]
     assert torch.equal(engine.verify(clean, new)[0], engine.verify(used, new)[0])
     assert all(torch.equal(a, b) for a, b in zip(clean.tensors, used.tensors, strict=True))
 
@@ -101,13 +101,13 @@ def test_the_model_goes_on_as_if_nothing_had_been_drafted() -> None:
 def test_a_view_serves_many_pools_and_threads() -> None:
     engine = lean(loaded(gentle()))
     view, text = View(engine, range(2)), ids(70)
-    expected = view.read(engine.new_pages(2), [Piece(text, 0, [0, 1])])
+    expected = view.read(engine.new_pages(2), [Chunk(text, 0, [0, 1])])
     before = torch.get_num_threads()
     try:
         for threads in (1, 3):
             torch.set_num_threads(threads)
             for _ in range(3):
-                assert torch.equal(view.read(engine.new_pages(2), [Piece(text, 0, [1, 0])]), expected)
+                assert torch.equal(view.read(engine.new_pages(2), [Chunk(text, 0, [1, 0])]), expected)
     finally:
         torch.set_num_threads(before)
     assert len(view._bound) <= 1  # pools that are gone are forgotten
@@ -118,7 +118,7 @@ def test_what_layers_leave_is_recorded_once() -> None:
     engine = engines(module)[1]
     texts = [ids(length, length) for length in (70, 3, 64)]
     pages = [[0, 1], [2], [3]]
-    pieces = [Piece(text, 0, mine) for text, mine in zip(texts, pages, strict=True)]
+    pieces = [Chunk(text, 0, mine) for text, mine in zip(texts, pages, strict=True)]
     pool, plain = engine.new_pages(4), engine.new_pages(4)
     recorder = pool.recorder = Recorder()
     assert torch.equal(engine.step(pool, pieces), engine.step(plain, pieces))
@@ -135,7 +135,7 @@ def test_what_layers_leave_is_recorded_once() -> None:
     assert recorder.of([9], 0) is None
     assert recorder.of([0, 1], 64) is None
     before = recorder.states
-    engine.step(pool, [Piece([5], 70, [0, 1])])
+    engine.step(pool, [Chunk([5], 70, [0, 1])])
     assert recorder.states is before
 
 
@@ -147,9 +147,9 @@ def test_recorded_states_are_those_of_views(threads: int) -> None:
         torch.set_num_threads(threads)
         pool = engine.new_pages(1)
         recorder = pool.recorder = Recorder()
-        engine.step(pool, [Piece(text, 0, [0])])
+        engine.step(pool, [Chunk(text, 0, [0])])
         for count in (1, 2, 4):
-            states = View(engine, range(count)).states(engine.new_pages(1), [Piece(text, 0, [0])])
+            states = View(engine, range(count)).states(engine.new_pages(1), [Chunk(text, 0, [0])])
             assert torch.equal(recorder.of([0], 0)[count - 1], states)  # type: ignore[index]
     finally:
         torch.set_num_threads(before)
@@ -189,8 +189,8 @@ def test_an_adapter_is_a_layer_of_its_own(name: str, feed_forward: bool, tmp_pat
     pool, memory = engine.new_pages(2), found.make_memory(2)
     view = View(engine, range(2))
     for start, end in ((0, 66), (66, 67), (67, 80)):
-        states = view.states(pool, [Piece(text[start:end], start, [0, 1])])
-        logits = found.read(memory, [Piece(text[start:end], start, [1, 0])], states)
+        states = view.states(pool, [Chunk(text[start:end], start, [0, 1])])
+        logits = found.read(memory, [Chunk(text[start:end], start, [1, 0])], states)
         assert close(logits[0], expected[end - 1])
 
 

@@ -11,7 +11,7 @@ import torch
 from speculation_cases import VOCABULARY, Scripted, answers, model_over, prompts, speculation
 from test_speculative_loop import CPU, drafting, module_of
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.torch import drafts as torch_drafts
 from runtime.engines.torch import probe
 from runtime.engines.torch.drafts import TorchDrafts
@@ -25,15 +25,15 @@ def module() -> Any:
 
 
 # ---------------------------------------------------------------- the cache
-def random_piece(start: int, draw: random.Random) -> Piece:
+def random_piece(start: int, draw: random.Random) -> Chunk:
     """A tree of up to 7 nodes behind a token, or a chain."""
     count = draw.randint(1, 8)
     ids = [draw.randrange(VOCABULARY) for _ in range(count)]
     parents = None if draw.random() < 0.3 else [-1, *(draw.randrange(index) for index in range(1, count))]
-    return Piece(ids, start, (), count, parents)
+    return Chunk(ids, start, (), count, parents)
 
 
-def branch(piece: Piece, node: int) -> list[int]:
+def branch(piece: Chunk, node: int) -> list[int]:
     found = []
     while node >= 0:
         found.append(node)

@@ -11,7 +11,7 @@ import torch
 
 from compress.distill.train.teacher import Teacher
 from runtime.drafting.drafters.parts.target import TargetParts
-from runtime.engines.base import Piece, SpeculativeEngine
+from runtime.engines.base import Chunk, SpeculativeEngine
 from runtime.engines.torch.drafts import states_of
 from runtime.errors import RequestError
 
@@ -149,7 +149,7 @@ class _Verified:
         size = len(rows[0]) if len(rows) > 1 else engine.most_rows
         for start in range(0, len(rows[0]), size):
             pieces = [
-                Piece(row[start : start + size], start, range(index * pages, (index + 1) * pages))
+                Chunk(row[start : start + size], start, range(index * pages, (index + 1) * pages))
                 for index, row in enumerate(rows)
             ]
             hidden = engine.verify(pool, pieces, hidden=True)[1]

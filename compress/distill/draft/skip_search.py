@@ -16,7 +16,7 @@ from compress.distill.draft.speedup import VerifyCost, best_length, tokens_of, w
 from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
 from compress.distill.train.data import check_rows
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.errors import RequestError
@@ -62,7 +62,7 @@ class DraftTrials:
             pages = list(range(page, page + shared))
             page += shared
             for begin in range(0, length, engine.most_rows):
-                engine.read(self._pool, [Piece(row[begin : begin + engine.most_rows], begin, pages)])
+                engine.read(self._pool, [Chunk(row[begin : begin + engine.most_rows], begin, pages)])
             for start in starts:
                 mine = list(range(page, page + own))
                 page += own
@@ -113,13 +113,13 @@ class DraftTrials:
         size = self.engine.most_rows
         return [list(indices[begin : begin + size]) for begin in range(0, len(indices), size)]
 
-    def _step(self, group: Sequence[int], step: int) -> list[Piece]:
+    def _step(self, group: Sequence[int], step: int) -> list[Chunk]:
         """The token before the one that is looked for: all of a draft that was accepted so far is what the model wrote."""
         pieces = []
         for index in group:
             start, pages = self._pieces[index]
             token = self._last[index] if step == 0 else int(self.written[index, step - 1])
-            pieces.append(Piece([token], start + step, pages))
+            pieces.append(Chunk([token], start + step, pages))
         return pieces
 
 

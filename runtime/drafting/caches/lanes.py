@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 
 
 @dataclass(eq=False)
@@ -126,7 +126,7 @@ class PagedLanes:
                 if now:
                     lane = lanes[index]
                     self._reserve(lane, len(lane.tokens) + len(now))
-                    pieces.append(Piece(now, len(lane.tokens), lane.pages))
+                    pieces.append(Chunk(now, len(lane.tokens), lane.pages))
                     places.append((index, not after))
                     lane.tokens += now
                     rows -= len(now)
@@ -139,7 +139,7 @@ class PagedLanes:
             waiting = later
         return [torch.stack(column) for column in zip(*found, strict=True)]
 
-    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+    def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
         """Logits after the last token of each piece; subclasses give more of what is there, a row a piece."""
         return (self._engine.step(self._memory, pieces),)
 
@@ -193,11 +193,11 @@ class PagedAheadLanes(PagedLanes):
                 self.feed([lane], [own[:-1]])
                 own = own[-1:]
             self._reserve(lane, len(lane.tokens) + len(own) + len(extra))
-            pieces.append(Piece([*own, *extra], len(lane.tokens), lane.pages, 1 + len(extra)))
+            pieces.append(Chunk([*own, *extra], len(lane.tokens), lane.pages, 1 + len(extra)))
             lane.tokens += own
         return self._verify(pieces)
 
-    def _verify(self, pieces: Sequence[Piece]) -> list[torch.Tensor]:
+    def _verify(self, pieces: Sequence[Chunk]) -> list[torch.Tensor]:
         """Logits of the outputs of each piece."""
         logits: torch.Tensor = self._engine.verify(self._memory, pieces)[0]
         return list(logits.split([piece.outputs for piece in pieces]))
@@ -220,7 +220,7 @@ class PagedTreeLanes(PagedAheadLanes):
         for lane, new, above in zip(lanes, tokens, parents, strict=True):
             start = len(lane.tokens)
             self._reserve(lane, start + len(above))
-            pieces.append(Piece(new, start, lane.pages, len(new), above, len(above) - len(new)))
+            pieces.append(Chunk(new, start, lane.pages, len(new), above, len(above) - len(new)))
         found = []
         for part in _passes([len(new) for new in tokens], self.most_rows):
             found += self._verify(pieces[part])

@@ -45,7 +45,7 @@ class Place:
 
     Attributes:
         engine: the target's. pool: its pages' memory, as `PagedEngine.step` takes it.
-        pages: of the text, as of `Piece`.
+        pages: of the text, as of `Chunk`.
         start: tokens of the text that are in the cache: all but the last.
         room: tokens that the pages have room for from `start` on.
     """

@@ -13,7 +13,7 @@ from runtime.drafting.caches.lanes import PagedLanes
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.drafters.base import Ask, Drafter, Text
 from runtime.drafting.drafters.model import Candidates, ModelDrafter
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
 
@@ -108,7 +108,7 @@ class _Depth:
     def make_memory(self, count: int) -> Any:
         return self._engine.make_memory(count)
 
-    def step(self, pool: Any, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: Any, pieces: Sequence[Chunk]) -> torch.Tensor:
         return self._view.read(pool, pieces)
 
 

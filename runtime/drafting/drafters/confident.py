@@ -13,7 +13,7 @@ from runtime.config.ranges import Range, bounded
 from runtime.drafting.caches.lanes import Lane, PagedLanes
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.model import ModelDrafter
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError, RequestError
 from runtime.sampling.tree import Tree
 
@@ -85,7 +85,7 @@ class StateLanes(PagedLanes):
         logits, self.states = self._ends(lanes, tokens)
         return logits
 
-    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+    def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
         logits, hidden = self._engine.verify(self._memory, pieces, hidden=True)
         ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
         return logits, hidden[ends.to(hidden.device)]

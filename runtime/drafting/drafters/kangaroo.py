@@ -17,7 +17,7 @@ from runtime.drafting.drafters.base import Place
 from runtime.drafting.drafters.draft_model import DRAFT
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.sublayers import Inside, Spot, engine_of, settings_of
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError
 from runtime.system.describe import is_integer
 
@@ -50,9 +50,9 @@ class AdapterLanes(PagedLanes):
         self._places = {id(lane.pages): cast(Spot, lane).here for lane in lanes}
         return super().feed(lanes, tokens)
 
-    def _pass(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, ...]:
+    def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
         places = [self._places[id(piece.pages)] for piece in pieces]
-        there = [Piece(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
+        there = [Chunk(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
         return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
 
     def close(self, lane: Lane) -> None:

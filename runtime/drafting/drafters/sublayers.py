@@ -14,7 +14,7 @@ from runtime.drafting.config.amounts import OF_THE_WHOLE
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.drafters.base import Ask, Place, Text
 from runtime.drafting.drafters.model import ModelDrafter
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.sampling.tree import Tree
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class ViewLanes:
 
     def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         spots = [lane for lane in lanes if isinstance(lane, Spot)]
-        pieces = [Piece(new, spot.length, spot.here.pages) for spot, new in zip(spots, tokens, strict=True)]
+        pieces = [Chunk(new, spot.length, spot.here.pages) for spot, new in zip(spots, tokens, strict=True)]
         for spot, new in zip(spots, tokens, strict=True):
             spot.length += len(new)
         return self.view.read(spots[0].here.pool, pieces)

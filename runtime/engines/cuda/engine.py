@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.batch import Batch
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Store
@@ -105,12 +105,12 @@ class CudaEngine:
         """Give back the memory that waits for the next pool."""
         self._store.trim()
 
-    def step(self, pool: Pool | Memory, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: Pool | Memory, pieces: Sequence[Chunk]) -> torch.Tensor:
         """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
         return self.verify(pool, pieces)[0]
 
     def verify(
-        self, pool: Pool | Memory, pieces: Sequence[Piece], hidden: bool = False
+        self, pool: Pool | Memory, pieces: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `SpeculativeEngine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own.
 
@@ -121,12 +121,12 @@ class CudaEngine:
         with self._lock, self._on_device(), torch.inference_mode():
             return self._run(memory, pieces, hidden)
 
-    def keep(self, pool: Pool | Memory, piece: Piece, path: Sequence[int]) -> None:
+    def keep(self, pool: Pool | Memory, piece: Chunk, path: Sequence[int]) -> None:
         """As `SpeculativeEngine.keep`: the beginning of a chain is where it should be."""
         if list(path) != list(range(len(path))):
             raise ValueError(f"{list(path)} is not the beginning of a chain")
 
-    def _run(self, memory: Memory, pieces: Sequence[Piece], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def _run(self, memory: Memory, pieces: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
         if any(piece.parents is not None for piece in pieces):
             raise ValueError("this engine verifies chains, no trees")
         # Where each piece's rows are in what is returned, and the rows that are computed in decode steps.
@@ -135,7 +135,7 @@ class CudaEngine:
         decoding = [i for i, piece in enumerate(pieces) if piece.outputs == len(piece.tokens)]
         reading = [i for i, piece in enumerate(pieces) if piece.outputs < len(piece.tokens)]
         rows = [
-            Piece([token], piece.start + place, piece.pages)
+            Chunk([token], piece.start + place, piece.pages)
             for piece in (pieces[i] for i in decoding)
             for place, token in enumerate(piece.tokens)
         ]
@@ -163,13 +163,13 @@ class CudaEngine:
             memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
         return memory.steps
 
-    def read(self, memory: Memory, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+    def read(self, memory: Memory, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """All tokens of the pieces in one pass, without a graph: logits after the last of each piece, or after `every` token."""
         with self._lock, self._on_device(), torch.inference_mode():
             return self._read(memory, pieces, [len(piece.tokens) if every else 1 for piece in pieces], False)[0]
 
     def _read(
-        self, memory: Memory, pieces: Sequence[Piece], outputs: Sequence[int], hidden: bool
+        self, memory: Memory, pieces: Sequence[Chunk], outputs: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """As `read`: logits after the last `outputs` tokens of each piece, and what the head reads of all, if that is wanted."""
         page, parts = self.page_size, self.parts

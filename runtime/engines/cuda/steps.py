@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.cuda.cache import Memory
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.graphs import Capture, Captured, Plain
@@ -59,7 +59,7 @@ class Steps:
         """The batch size that so many sequences are computed in."""
         return next(size for size in self.buckets if size >= rows)
 
-    def run(self, pieces: Sequence[Piece], hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+    def run(self, pieces: Sequence[Chunk], hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits `[len(pieces), vocabulary]` of pieces of one token each, at most as many as the largest bucket.
 
         Views: the next run overwrites them.
@@ -83,7 +83,7 @@ class Steps:
         ids, positions, slots = self._numbers[: 3 * size].view(3, size)
         return Rows(ids, positions, slots)
 
-    def _fill(self, pieces: Sequence[Piece], size: int) -> None:
+    def _fill(self, pieces: Sequence[Chunk], size: int) -> None:
         memory, page = self._memory, self._memory.page_size
         padding = size - len(pieces)
         tables: list[list[int]] = []

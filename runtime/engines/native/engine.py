@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.batch import Batch
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
@@ -41,7 +41,7 @@ class Branches:
         slots: int32, of all branches one after another.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[Chunk]) -> None:
         position: list[int] = []
         base: list[int] = []
         path: list[int] = []
@@ -83,7 +83,7 @@ class Recorder:
         self.states: torch.Tensor | None = None
         self._places: dict[tuple[int, int], slice] = {}
 
-    def fill(self, pieces: Sequence[Piece], states: torch.Tensor) -> None:
+    def fill(self, pieces: Sequence[Chunk], states: torch.Tensor) -> None:
         """The step is done."""
         self.states, row = states, 0
         for piece in pieces:
@@ -187,23 +187,23 @@ class LlamaEngine:
         """As `new_pages`: nothing is kept for the next."""
         return self.new_pages(count)
 
-    def step(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+    def step(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
         return self.read(pool, pieces)
 
-    def read(self, memory: Pool, pieces: Sequence[Piece], every: bool = False) -> torch.Tensor:
+    def read(self, memory: Pool, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
         """Logits after the last token of each piece, or after `every` token, in one pass."""
         ends = list(accumulate(len(piece.tokens) for piece in pieces))
         return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])[0]
 
     def verify(
-        self, pool: Pool, pieces: Sequence[Piece], hidden: bool = False
+        self, pool: Pool, pieces: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         ends = accumulate(len(piece.tokens) for piece in pieces)
         outputs = [row for piece, end in zip(pieces, ends, strict=True) for row in range(end - piece.outputs, end)]
         logits, x = self._run(pool, pieces, outputs)
         return logits, self._normed(x) if hidden else None
 
-    def keep(self, pool: Pool, piece: Piece, path: Sequence[int]) -> None:
+    def keep(self, pool: Pool, piece: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
         if moves:
             source, target = (torch.tensor([piece.start + each for each in side]) for side in zip(*moves, strict=True))
@@ -219,7 +219,7 @@ class LlamaEngine:
         return x * scale * parts.final_norm
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         """One pass over all tokens of the pieces: logits of the rows `outputs`, and the residual stream after the last layer."""
         ready = self.prepare(pool.decoder, pieces, outputs)
         recorder, pool.recorder = pool.recorder, None
@@ -233,7 +233,7 @@ class LlamaEngine:
         return ready.logits, ready.x
 
     def prepare(
-        self, decoder: Decoder, pieces: Sequence[Piece], outputs: Sequence[int], x: torch.Tensor | None = None
+        self, decoder: Decoder, pieces: Sequence[Chunk], outputs: Sequence[int], x: torch.Tensor | None = None
     ) -> Ready:
         """A step of all layers of a decoder, to be run in the same thread before the next is prepared.
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine, Pool
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
@@ -49,12 +49,12 @@ class View:
         self._bound: weakref.WeakKeyDictionary[Pool, Decoder] = weakref.WeakKeyDictionary()
         self._unbound = self._decoder(engine.parts.blocks)
 
-    def read(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+    def read(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
         """Logits after the last token of each piece, float32 `[pieces, vocab]`."""
         ends = accumulate(len(piece.tokens) for piece in pieces)
         return self._run(pool, pieces, [end - 1 for end in ends])[0]
 
-    def states(self, pool: Pool, pieces: Sequence[Piece]) -> torch.Tensor:
+    def states(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
         """The residual stream after the last layer, float32 `[tokens of all pieces, hidden]`."""
         return self._run(pool, pieces, ())[1]
 
@@ -65,7 +65,7 @@ class View:
         for part in states.split(self.engine.most_rows):
             count = len(part)
             ready = self.engine.prepare(
-                self._unbound, [Piece(range(count), 0, (0,))], range(count), part.contiguous().clone()
+                self._unbound, [Chunk(range(count), 0, (0,))], range(count), part.contiguous().clone()
             )
             ready.step.last = 0
             self.engine.compute(ready.step)
@@ -79,7 +79,7 @@ class View:
         return head_bytes(self.engine) + sum(block_bytes(blocks[layer], skip) for layer, skip in self._skips.items())
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         decoder = self._bound.get(pool)
         if decoder is None:
             decoder = self._bound[pool] = self._decoder(pool.blocks)
@@ -210,7 +210,7 @@ class Adapter:
         return AdapterPool(self, count)
 
     @torch.inference_mode()
-    def read(self, memory: AdapterPool, pieces: Sequence[Piece], states: torch.Tensor) -> torch.Tensor:
+    def read(self, memory: AdapterPool, pieces: Sequence[Chunk], states: torch.Tensor) -> torch.Tensor:
         """Logits after the last token of each piece, float32 `[pieces, vocab]`.
 
         Args:

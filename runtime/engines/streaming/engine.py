@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from runtime.engines.base import Engine, Piece
+from runtime.engines.base import Chunk, Engine
 from runtime.engines.choose import lean
 from runtime.engines.native.engine import LlamaEngine, Pool
 from runtime.engines.native.parts import Parts
@@ -245,7 +245,7 @@ class StreamedLlama(LlamaEngine):
         self._runs = list(_runs(len(parts.blocks), moves))
         self._lock = threading.RLock()
 
-    def _run(self, pool: Pool, pieces: Sequence[Piece], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
             return super()._run(pool, pieces, outputs)
 

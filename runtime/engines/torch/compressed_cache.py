@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from runtime.config.fields import PolicyError
-from runtime.engines.base import Piece, Step
+from runtime.engines.base import Chunk, Step
 from runtime.engines.torch.drafts import states_of
 from runtime.errors import CompressError
 from runtime.kv_cache import drafts
@@ -174,7 +174,7 @@ class HeldDrafts:
         return found
 
     @torch.inference_mode()
-    def verify(self, pieces: Sequence[Piece]) -> Step:
+    def verify(self, pieces: Sequence[Chunk]) -> Step:
         (piece,) = pieces
         assert piece.parents is None, "chains only"
         device = self._engine.device

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from runtime.engines.base import Piece, Step
+from runtime.engines.base import Chunk, Step
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
@@ -151,7 +151,7 @@ class TorchDrafts:
         return Step(logits, None if hidden is None else hidden.float())
 
     @torch.inference_mode()
-    def verify(self, pieces: Sequence[Piece]) -> Step:
+    def verify(self, pieces: Sequence[Chunk]) -> Step:
         device = self._engine.device
         self._lengths = [piece.start for piece in pieces]
         seen = real = None
@@ -259,7 +259,7 @@ class TorchDrafts:
             layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-def _packed(pieces: Sequence[Piece]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+def _packed(pieces: Sequence[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
     """A batch of pieces, padded on the right.
 
     Returns:

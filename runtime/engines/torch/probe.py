@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.torch.drafts import TorchDrafts
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ def _error(engine: TorchEngine, start: int) -> float:
     positions = torch.arange(longest, device=device)[None] - shift
     drafts.read(ids[:, :longest], (positions >= 0).long(), positions.clamp(min=0))
     pieces = [
-        Piece(ids[row, longest : longest + len(parents)].tolist(), count, (), parents=parents)
+        Chunk(ids[row, longest : longest + len(parents)].tolist(), count, (), parents=parents)
         for row, (count, parents) in enumerate(zip(_PROMPTS, _PARENTS, strict=True))
     ]
     found, _ = drafts.verify(pieces)

@@ -8,7 +8,7 @@ import sys
 import cuda_models
 import torch
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, plain, rotary_store
 from runtime.kernels.triton.interpreter import repair
 
@@ -79,9 +79,9 @@ def whole(name: str) -> None:
     assert which.decoder.ops.name == "triton", which.decoder.ops
     ids = random.Random(0).choices(range(101), k=38)
     pool = which.new_pages(4)
-    which.step(pool, [Piece(ids[:35], 0, [3, 0, 2])])
-    which.step(pool, [Piece(ids[35:36], 35, [3, 0, 2])])
-    logits, _ = which.verify(pool, [Piece(ids[36:], 36, [3, 0, 2], outputs=2)])
+    which.step(pool, [Chunk(ids[:35], 0, [3, 0, 2])])
+    which.step(pool, [Chunk(ids[35:36], 35, [3, 0, 2])])
+    logits, _ = which.verify(pool, [Chunk(ids[36:], 36, [3, 0, 2], outputs=2)])
     with torch.inference_mode():
         wanted = cuda_models.build(name)(torch.tensor([ids])).logits[0, -2:]
     torch.testing.assert_close(logits, wanted, rtol=2e-4, atol=2e-4)

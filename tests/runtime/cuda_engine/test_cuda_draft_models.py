@@ -19,7 +19,7 @@ from runtime.drafting.drafters.confident import Confident, StateLanes
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.staged import Staged
 from runtime.drafting.lengths.fixed import Fixed
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import take_over
 from runtime.engines.torch.engine import TorchEngine
 
@@ -116,12 +116,12 @@ def test_reading_is_guarded_as_any_other_computation() -> None:
     which = lean()
     memory = which.make_memory(2)
     for _ in range(2):  # the second is a decode step
-        assert which.read(memory, [Piece([5, 6], 0, [1])]).is_inference()
-        assert which.step(memory, [Piece([7], 2, [1])]).is_inference()
+        assert which.read(memory, [Chunk([5, 6], 0, [1])]).is_inference()
+        assert which.step(memory, [Chunk([7], 2, [1])]).is_inference()
     read = threading.Event()
 
     def other() -> None:
-        which.read(memory, [Piece([5, 6], 0, [1])])
+        which.read(memory, [Chunk([5, 6], 0, [1])])
         read.set()
 
     with which._lock:

@@ -22,7 +22,7 @@ from speculation_cases import (
 from test_cuda_graphs import Fake
 
 from runtime.drafting.lengths.goodput import Goodput
-from runtime.engines.base import Piece, SpeculativeEngine
+from runtime.engines.base import Chunk, SpeculativeEngine
 
 Truth = Callable[..., torch.Tensor]
 
@@ -62,14 +62,14 @@ def test_tokens_of_a_chain_are_computed_as_if_alone(name: str, buckets: tuple[in
     starts = [31, 14, 20, 0, 0]
     for ids, start, table in zip(every, starts, tables, strict=True):
         if start:
-            which.step(pool, [Piece(ids[:start], start - start, table)])
+            which.step(pool, [Chunk(ids[:start], start - start, table)])
     # Two chains, one across a page; one token; two prompts, of which one is a token long.
     pieces = [
-        Piece(every[0][31:40], 31, tables[0], outputs=9),
-        Piece(every[3][:25], 0, tables[3]),
-        Piece(every[1][14:17], 14, tables[1], outputs=3),
-        Piece(every[4][:1], 0, tables[4]),
-        Piece(every[2][20:21], 20, tables[2]),
+        Chunk(every[0][31:40], 31, tables[0], outputs=9),
+        Chunk(every[3][:25], 0, tables[3]),
+        Chunk(every[1][14:17], 14, tables[1], outputs=3),
+        Chunk(every[4][:1], 0, tables[4]),
+        Chunk(every[2][20:21], 20, tables[2]),
     ]
     for _ in range(4):
         order = draw.sample(range(5), 5)
@@ -95,16 +95,16 @@ def test_rejected_tokens_are_overwritten(truth: Truth) -> None:
     which = engine(build("Llama"))
     ids, wrong = tokens(40), tokens(40, 9)
     pool, table = which.new_pages(3), [2, 0, 1]
-    which.step(pool, [Piece(ids[:10], 0, table)])
+    which.step(pool, [Chunk(ids[:10], 0, table)])
     place, draw = 10, random.Random(0)
     while place < 38:
         right = draw.randint(0, 3)
         chain = [*ids[place : place + 1 + right], *wrong[: draw.randint(0, 4)]][: 40 - place]
-        piece = Piece(chain, place, table, outputs=len(chain))
+        piece = Chunk(chain, place, table, outputs=len(chain))
         logits, _ = which.verify(pool, [piece])
         right = min(right, len(chain) - 1)
         close(logits[: 1 + right], truth("Llama", ids)[place : place + 1 + right])
-        which.keep(pool, Piece((), place + 1, table), list(range(right)))
+        which.keep(pool, Chunk((), place + 1, table), list(range(right)))
         place += 1 + right
 
 
@@ -112,9 +112,9 @@ def test_trees_are_refused() -> None:
     which = engine(build("Llama"))
     pool = which.new_pages(1)
     with pytest.raises(ValueError, match="no trees"):
-        which.verify(pool, [Piece([1, 2, 3], 0, [0], outputs=3, parents=[-1, 0, 0])])
+        which.verify(pool, [Chunk([1, 2, 3], 0, [0], outputs=3, parents=[-1, 0, 0])])
     with pytest.raises(ValueError, match=r"\[1\] is not the beginning"):
-        which.keep(pool, Piece((), 1, [0]), [1])
+        which.keep(pool, Chunk((), 1, [0]), [1])
 
 
 def test_chains_replay_graphs(truth: Truth) -> None:
@@ -122,7 +122,7 @@ def test_chains_replay_graphs(truth: Truth) -> None:
     fake = Fake()
     which = engine(build("Qwen3"), buckets=(1, 2, 4, 8), capture=fake)
     ids, pool = tokens(30), which.new_pages(4)
-    which.step(pool, [Piece(ids[:9], 0, [3, 1]), Piece(ids[:20], 0, [0, 2])])
+    which.step(pool, [Chunk(ids[:9], 0, [3, 1]), Chunk(ids[:20], 0, [0, 2])])
     assert fake.replays == []
     for count, hidden, replayed in (
         (3, False, 0),
@@ -132,7 +132,7 @@ def test_chains_replay_graphs(truth: Truth) -> None:
         (9, False, None),
         (3, True, 1),
     ):
-        pieces = [Piece(ids[9 : 9 + count], 9, [3, 1], outputs=count)]
+        pieces = [Chunk(ids[9 : 9 + count], 9, [3, 1], outputs=count)]
         found, states = which.verify(pool, pieces, hidden)
         close(found, truth("Qwen3", ids)[9 : 9 + count])
         if states is not None:
@@ -141,7 +141,7 @@ def test_chains_replay_graphs(truth: Truth) -> None:
             assert fake.replays[-1] == replayed
     assert fake.replays == [0, 0, 1, 2, 3, 2, 1]  # 9 rows are one step of 8 and one of 1
     # Many rows of other sequences than before: their page tables come along.
-    pieces = [Piece(ids[20:24], 20, [0, 2], outputs=4), Piece(ids[9:13], 9, [3, 1], outputs=4)]
+    pieces = [Chunk(ids[20:24], 20, [0, 2], outputs=4), Chunk(ids[9:13], 9, [3, 1], outputs=4)]
     close(which.verify(pool, pieces)[0], torch.cat([truth("Qwen3", ids)[20:24], truth("Qwen3", ids)[9:13]]))
 
 
@@ -205,10 +205,10 @@ def test_chains_on_a_gpu(truth: Truth) -> None:
         which = take_over(TorchEngine(build(name).to(cuda), cuda), page_size=16)
         assert which is not None
         pool = which.new_pages(3)
-        which.step(pool, [Piece(ids[:10], 0, [2, 0, 1])])
+        which.step(pool, [Chunk(ids[:10], 0, [2, 0, 1])])
         for count in (5, 5, 9):
             logits, hidden = which.verify(
-                pool, [Piece(ids[10 : 10 + count], 10, [2, 0, 1], outputs=count)], hidden=True
+                pool, [Chunk(ids[10 : 10 + count], 10, [2, 0, 1], outputs=count)], hidden=True
             )
             wanted = truth(name, ids)[10 : 10 + count]
             torch.testing.assert_close(logits.cpu(), wanted, rtol=2e-3, atol=2e-3)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_models import FAMILIES, build, engine
 
-from runtime.engines.base import PagedEngine, Piece
+from runtime.engines.base import Chunk, PagedEngine
 from runtime.engines.cuda import CudaEngine, take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
@@ -29,7 +29,7 @@ def feed(
     """The tokens in pieces that end at `cuts`: (last token, logits after it)."""
     out = []
     for end in [*cuts, len(ids)]:
-        out.append((end - 1, which.step(pool, [Piece(ids[start:end], start, pages)])[0]))
+        out.append((end - 1, which.step(pool, [Chunk(ids[start:end], start, pages)])[0]))
         start = end
     return out
 
@@ -81,7 +81,7 @@ def test_ragged_steps_with_permuted_pages(name: str, truth: Truth) -> None:
         pieces, ends = [], []
         for i in chosen:
             count = min(len(every[i]) - done[i], chance.choice([1, 1, 1, 7, 20]))
-            pieces.append(Piece(every[i][done[i] : done[i] + count], done[i], tables[i]))
+            pieces.append(Chunk(every[i][done[i] : done[i] + count], done[i], tables[i]))
             done[i] += count
             ends.append(done[i] - 1)
         logits = which.step(pool, pieces)
@@ -95,11 +95,11 @@ def test_a_prefix_is_stored_once(truth: Truth) -> None:
     which = engine(build("Llama"))
     pool = which.new_pages(5)
     prefix, a, b = tokens(32), tokens(9, 1), tokens(9, 2)
-    which.step(pool, [Piece(prefix, 0, [3, 1])])
-    both = which.step(pool, [Piece(a, 32, [3, 1, 0]), Piece(b, 32, [3, 1, 4])])
+    which.step(pool, [Chunk(prefix, 0, [3, 1])])
+    both = which.step(pool, [Chunk(a, 32, [3, 1, 0]), Chunk(b, 32, [3, 1, 4])])
     close(both[0], truth("Llama", prefix + a)[-1])
     close(both[1], truth("Llama", prefix + b)[-1])
-    both = which.step(pool, [Piece([7], 41, [3, 1, 0]), Piece([8], 41, [3, 1, 4])])
+    both = which.step(pool, [Chunk([7], 41, [3, 1, 0]), Chunk([8], 41, [3, 1, 4])])
     close(both[0], truth("Llama", [*prefix, *a, 7])[-1])
     close(both[1], truth("Llama", [*prefix, *b, 8])[-1])
 
@@ -122,8 +122,8 @@ def test_numbers_do_not_depend_on_the_batch() -> None:
     tables = [[0], [1, 2], [3, 4, 5]]
     pool = which.new_pages(6)
     for ids, table in zip(every, tables, strict=True):
-        which.step(pool, [Piece(ids[:-1], 0, table)])
-    pieces = [Piece(ids[-1:], len(ids) - 1, table) for ids, table in zip(every, tables, strict=True)]
+        which.step(pool, [Chunk(ids[:-1], 0, table)])
+    pieces = [Chunk(ids[-1:], len(ids) - 1, table) for ids, table in zip(every, tables, strict=True)]
     together = which.step(pool, pieces)
     for row, piece in zip(together, pieces, strict=True):
         assert torch.equal(which.step(pool, [piece])[0], row)
@@ -132,7 +132,7 @@ def test_numbers_do_not_depend_on_the_batch() -> None:
 def test_more_sequences_than_the_largest_bucket_holds_come_back_in_their_order() -> None:
     which = engine(build("Llama"), buckets=(2,))
     pool = which.new_pages(4)
-    pieces = [Piece([3], 0, [1]), Piece(tokens(5), 0, [0]), Piece([4], 0, [2]), Piece([5], 0, [3])]
+    pieces = [Chunk([3], 0, [1]), Chunk(tokens(5), 0, [0]), Chunk([4], 0, [2]), Chunk([5], 0, [3])]
     logits = which.step(pool, pieces)
     for row, piece in zip(logits, pieces, strict=True):
         assert torch.equal(which.step(pool, [piece])[0], row)
@@ -142,9 +142,9 @@ def test_more_sequences_than_the_largest_bucket_holds_come_back_in_their_order()
 def test_logits_outlive_the_next_step() -> None:
     which = engine(build("Llama"))
     pool = which.new_pages(1)
-    first = which.step(pool, [Piece([3], 0, [0])])
+    first = which.step(pool, [Chunk([3], 0, [0])])
     kept = first.clone()
-    which.step(pool, [Piece([4], 1, [0])])
+    which.step(pool, [Chunk([4], 1, [0])])
     assert torch.equal(first, kept)
 
 
@@ -152,9 +152,9 @@ def test_more_positions_than_the_model_has() -> None:
     which = engine(build("Llama", max_position_embeddings=32))
     pool = which.new_pages(3)
     with pytest.raises(RequestError, match="32"):
-        which.step(pool, [Piece([1], 32, [0, 1, 2])])
+        which.step(pool, [Chunk([1], 32, [0, 1, 2])])
     with pytest.raises(RequestError, match="32"):
-        which.step(pool, [Piece(tokens(33), 0, [0, 1, 2])])
+        which.step(pool, [Chunk(tokens(33), 0, [0, 1, 2])])
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral, window"])
@@ -213,7 +213,7 @@ def test_memory_goes_without_the_garbage_collector() -> None:
 
     which = engine(build("Llama"))
     pool = which.new_pages(4)
-    which.step(pool, [Piece([1], 0, [0])])
+    which.step(pool, [Chunk([1], 0, [0])])
     gone = weakref.ref(pool.memory)
     gc.disable()
     try:

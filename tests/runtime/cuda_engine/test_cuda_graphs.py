@@ -10,7 +10,7 @@ import pytest
 import torch
 from cuda_models import build, engine
 
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import steps
 from runtime.engines.cuda.graphs import Computation
 
@@ -59,7 +59,7 @@ def test_one_capture_a_bucket_and_a_replay_a_step(truth: Callable[..., torch.Ten
         if not chosen:
             continue
         buckets.append(next(size for size in (1, 2, 4, 8) if size >= len(chosen)))
-        logits = which.step(pool, [Piece([every[row][done[row]]], done[row], tables[row]) for row in chosen])
+        logits = which.step(pool, [Chunk([every[row][done[row]]], done[row], tables[row]) for row in chosen])
         for row, found in zip(chosen, logits, strict=True):
             torch.testing.assert_close(found, truth("Llama", every[row])[done[row]], rtol=2e-4, atol=2e-4)
             done[row] += 1
@@ -73,21 +73,21 @@ def test_graphs_stay_with_the_memory() -> None:
     which = engine(build("Llama"), capture=fake)
     for _ in range(3):
         pool = which.new_pages(2)
-        which.step(pool, [Piece([1], 0, [1])])
+        which.step(pool, [Chunk([1], 0, [1])])
         del pool
     assert len(fake.captures) == 1
     assert len(fake.replays) == 3
-    which.step(which.new_pages(3), [Piece([1], 0, [2])])  # larger: other memory, other graphs
+    which.step(which.new_pages(3), [Chunk([1], 0, [2])])  # larger: other memory, other graphs
     assert len(fake.captures) == 2
 
 
 def test_padding_touches_no_page_of_anybody() -> None:
     which = engine(build("Llama"), buckets=(1, 4), capture=Fake())
     pool = which.new_pages(6)
-    which.step(pool, [Piece([row + 1], 0, [row]) for row in range(4)])  # all four rows have had real pages
+    which.step(pool, [Chunk([row + 1], 0, [row]) for row in range(4)])  # all four rows have had real pages
     memory = pool.memory
     before = [tensor.clone() for tensor in [*memory.keys, *memory.values]]
-    which.step(pool, [Piece([9], 1, [2]), Piece([8], 1, [0])])
+    which.step(pool, [Chunk([9], 1, [2]), Chunk([8], 1, [0])])
     for old, new in zip(before, [*memory.keys, *memory.values], strict=True):
         changed = {tuple(at) for at in (old != new).flatten(2).any(-1).nonzero().tolist()}
         assert changed - {(memory.scratch, 0)} == {(2, 1), (0, 1)}
@@ -102,14 +102,14 @@ def test_padding_touches_no_page_of_anybody() -> None:
 def test_page_tables_are_sent_only_when_they_change(monkeypatch: pytest.MonkeyPatch) -> None:
     which = engine(build("Llama"), buckets=(2,), capture=Fake())
     pool = which.new_pages(4)
-    assert which.step(pool, [Piece([1], 0, [3]), Piece([2], 0, [1])]).shape == (2, 101)
+    assert which.step(pool, [Chunk([1], 0, [3]), Chunk([2], 0, [1])]).shape == (2, 101)
     assert pool.memory.steps is not None
     filled = [list(row) for row in pool.memory.steps._filled]
     lists = list(map(id, pool.memory.steps._filled))
-    which.step(pool, [Piece([1], 1, [3, 2]), Piece([2], 1, [1])])  # a page taken ahead is not needed yet
+    which.step(pool, [Chunk([1], 1, [3, 2]), Chunk([2], 1, [1])])  # a page taken ahead is not needed yet
     assert pool.memory.steps._filled == filled
     assert list(map(id, pool.memory.steps._filled)) == lists
-    which.step(pool, [Piece([1], 16, [3, 2]), Piece([2], 2, [1])])
+    which.step(pool, [Chunk([1], 16, [3, 2]), Chunk([2], 2, [1])])
     assert pool.memory.steps._tables[:, :2].tolist() == [[3, 2], [1, 4]]
 
 
@@ -126,7 +126,7 @@ def test_a_capture_that_fails_is_said_once(caplog: pytest.LogCaptureFixture, mon
     pool, same = which.new_pages(2), other.new_pages(2)
     with caplog.at_level(logging.WARNING):
         for place in range(3):
-            pieces = [Piece([place], place, [0]), Piece([place + 5], place, [1])][: 1 + place % 2]
+            pieces = [Chunk([place], place, [0]), Chunk([place + 5], place, [1])][: 1 + place % 2]
             assert torch.equal(which.step(pool, pieces), other.step(same, pieces))
     assert len(tried) == 1
     assert [record.getMessage().count("not permitted when") for record in caplog.records] == [1]
@@ -151,7 +151,7 @@ def test_an_embedding_that_cannot_be_captured_runs_before_the_graph(truth: Calla
     pool = which.new_pages(1)
     ids = [5, 6, 7]
     for place, token in enumerate(ids):
-        logits = which.step(pool, [Piece([token], place, [0])])[0]
+        logits = which.step(pool, [Chunk([token], place, [0])])[0]
         torch.testing.assert_close(logits, truth("Llama", ids)[place], rtol=2e-4, atol=2e-4)
     assert odd.seen == 3
 
@@ -169,9 +169,9 @@ def test_cuda_graphs_compute_what_plain_calls_do() -> None:
     for pages in (8, 8, 30):  # the second pool has the memory of the first, the third has other
         pool, same = which.new_pages(pages), other.new_pages(pages)
         for each, memory in ((which, pool), (other, same)):
-            each.step(memory, [Piece(range(20), 0, [5, 2]), Piece([3, 4], 0, [7])])
+            each.step(memory, [Chunk(range(20), 0, [5, 2]), Chunk([3, 4], 0, [7])])
         for place in range(9):
-            pieces = [Piece([place], 20 + place, [5, 2]), Piece([place], 2 + place, [7])][: 1 + place % 2]
+            pieces = [Chunk([place], 20 + place, [5, 2]), Chunk([place], 2 + place, [7])][: 1 + place % 2]
             assert torch.equal(which.step(pool, pieces), other.step(same, pieces))
         assert set(pool.memory.steps._captured) == {1, 2}
         assert all(type(graph).__name__ == "_Graph" for graph in pool.memory.steps._captured.values())

@@ -11,7 +11,7 @@ from torch import nn
 
 from runtime import formats
 from runtime import kernels as table
-from runtime.engines.base import Piece
+from runtime.engines.base import Chunk
 from runtime.engines.llama_structure import Joined, Part
 from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
@@ -196,9 +196,9 @@ def test_an_engine_over_compressed_layers() -> None:
         assert len(which.parts.blocks[0].qkv.layers) == (1 if fuse else 3)
         assert len(which.parts.blocks[0].gate_up.layers) == (1 if fuse else 2)
         pool = which.new_pages(2)
-        which.step(pool, [Piece(ids[:17], 0, [1, 0])])
+        which.step(pool, [Chunk(ids[:17], 0, [1, 0])])
         torch.testing.assert_close(
-            which.step(pool, [Piece(ids[17:18], 17, [1, 0])])[0], wanted[17], rtol=1e-3, atol=1e-3
+            which.step(pool, [Chunk(ids[17:18], 17, [1, 0])])[0], wanted[17], rtol=1e-3, atol=1e-3
         )
         with torch.inference_mode():  # transformers still can
             torch.testing.assert_close(model(torch.tensor([ids])).logits[0], wanted, rtol=1e-3, atol=1e-3)

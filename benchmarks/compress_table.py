@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""The tables of the README from the JSON of `compress_vs_peers.py`: `python benchmarks/compress_table.py [--check]`.
+"""The tables of docs/results/weights.md from the JSON of `compress_vs_peers.py`: `python benchmarks/compress_table.py [--check]`.
 
 `--check` prints instead the cells where ours misses the aim: perplexity within 0.3 % of the better peer, at least twice as fast
 as the faster peer, at most half the memory of the smaller one.

@@ -5,7 +5,7 @@
     python benchmarks/compress_vs_peers.py --peers ~/peers                  all cells on the bundled checkpoint
     python benchmarks/compress_vs_peers.py --peers ~/peers --only 'gptq-*' --tools ours,gptqmodel --force
     python benchmarks/compress_vs_peers.py --peers ~/peers --shape 1.1b     time and memory on a random Llama of 1.1B weights
-    python benchmarks/compress_table.py                                     the tables of the README
+    python benchmarks/compress_table.py                                     the tables of docs/results/weights.md
 
 Every run is a process of its own; its wall time and peak memory are those of the whole process, imports, loading and saving
 included; `load_before` is the load average of the machine at its start (times taken on a busy machine say little). What it

@@ -46,7 +46,7 @@ def measure(bits: int, seed: int, joint: bool, work: Path) -> dict[str, Any]:
 
 
 def main() -> None:
-    """All runs, and the table of the README."""
+    """All runs, and the table of docs/results/weights.md."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2, 3])
     parser.add_argument("--table", action="store_true", help="only print the table of what was measured")

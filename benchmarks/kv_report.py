@@ -1,6 +1,7 @@
-"""What `kv_quality.py` found: tables, the picture for the README, and whether we are ahead of kvpress.
+"""What `kv_quality.py` found: tables, the plot, and whether we are ahead of kvpress.
 
-    python benchmarks/kv_report.py [--result FILE] [--plot docs/kv_quality.svg] [--report docs/kv_quality.md] [--readme README.md]
+    python benchmarks/kv_report.py [--result FILE] [--plot docs/images/kv_quality.svg] [--report docs/results/kv_quality.md]
+                                   [--summary docs/results/kv_cache.md]
 
 Each kind of job (a task at a length) has a table of its own. Numbers are means over seeds; noise is the standard error of the difference
 over seeds.
@@ -19,7 +20,7 @@ from typing import Any
 HERE = Path(__file__).resolve().parent
 RESULT = HERE / "results" / "kv_quality.json"
 DOCS = HERE.parent / "docs"
-MARKS = ("<!-- kv quality: python benchmarks/kv_report.py --readme README.md -->", "<!-- /kv quality -->")
+MARKS = ("<!-- kv quality: python benchmarks/kv_report.py -->", "<!-- /kv quality -->")
 
 
 @dataclass(frozen=True)
@@ -221,9 +222,9 @@ def _selections(found: list[dict[str, Any]], budgets: list[float], panel: Panel)
 
 
 def summary(result: dict[str, Any]) -> str:
-    """The table of the README: the best of each tool at each budget, and how far our versions of their methods are from theirs."""
+    """The summary table: the best of each tool at each budget, and how far our versions of their methods are from theirs."""
     budgets = budgets_of(result)
-    head = ["ours / kvpress", *(f"{100 * b:g} %" for b in budgets), "smallest as good as the full cache"]
+    head = ["compress / kvpress", *(f"{100 * b:g} %" for b in budgets), "smallest as good as the full cache"]
     lines = ["| " + " | ".join(head) + " |", "|---" + "|---:" * len(budgets) + "|---|"]
     compared = []
     for panel in panels(result):
@@ -311,9 +312,9 @@ def _draw_panel(axis: Any, found: list[dict[str, Any]], panel: Panel) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--result", type=Path, default=RESULT)
-    parser.add_argument("--plot", type=Path, default=DOCS / "kv_quality.svg")
-    parser.add_argument("--report", type=Path, default=DOCS / "kv_quality.md", help="every table")
-    parser.add_argument("--readme", type=Path, help="whose table between the marks is written anew")
+    parser.add_argument("--plot", type=Path, default=DOCS / "images" / "kv_quality.svg")
+    parser.add_argument("--report", type=Path, default=DOCS / "results" / "kv_quality.md", help="every table")
+    parser.add_argument("--summary", type=Path, help="page whose table between the marks is rewritten")
     arguments = parser.parse_args()
     result = json.loads(arguments.result.read_text())
     intro = (
@@ -323,11 +324,11 @@ def main() -> None:
     arguments.report.write_text(intro + text(result))
     print(summary(result))
     draw(result, arguments.plot)
-    if arguments.readme:
-        before, rest = arguments.readme.read_text().split(MARKS[0])
+    if arguments.summary:
+        before, rest = arguments.summary.read_text().split(MARKS[0])
         after = rest.split(MARKS[1])[1]
         table = summary(result)
-        arguments.readme.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
+        arguments.summary.write_text(f"{before}{MARKS[0]}\n{table}\n{MARKS[1]}{after}")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from compress.report.plots import plot_tradeoff
 
 HERE = Path(__file__).resolve().parent
 RESULTS = HERE / "results" / "methods_bundled.json"
-PICTURE = HERE.parent / "docs" / "tradeoff"
+PICTURE = HERE.parent / "docs" / "images" / "tradeoff"
 MODEL = HERE.parent / "recipes" / "checkpoints" / "stdlib-4m"
 
 
@@ -118,7 +118,7 @@ def machine() -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> str:
-    """Markdown table for the README."""
+    """Markdown table for docs/results/weights.md."""
     before = rows[0]
     out = [
         "| method | bits a weight | tensors | perplexity | change | KL (nats) | same top token |",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """What benchmarks/structured.py measured, drawn: perplexity against parameters and against measured latency, a row a model.
 
-python benchmarks/structured_plot.py bundled.json gpt2.json --out docs/structure.svg
+python benchmarks/structured_plot.py bundled.json gpt2.json --out docs/images/structure.svg
 """
 
 from __future__ import annotations

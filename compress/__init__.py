@@ -76,7 +76,9 @@ def draft(
     Args:
         artifact: its directory.
         recipe: as of `apply`; only its draft stage and its calibration text count.
-        set, device, quiet: as of `apply`.
+        set: as of `apply`.
+        device: as of `apply`.
+        quiet: as of `apply`.
 
     Returns:
         What the manifest then says of the draft; None in all but the main process.
@@ -123,7 +125,7 @@ def sweep(
     """Compress a checkpoint with many values of a recipe: a grid or a search, in processes here or on a Ray cluster.
 
     Args:
-        sweep: a YAML file, the name of a bundled sweep, or a dictionary with a sweep's keys (docs/sweep.md).
+        sweep: a YAML file, the name of a bundled sweep, or a dictionary with a sweep's keys (docs/guides/sweep.md).
         model: a checkpoint directory or hub id, instead of the recipe's.
         output: directory of the sweep, instead of the file's.
         set: overrides of the recipe for all trials, such as `"calibration.samples=64"`.
@@ -131,7 +133,8 @@ def sweep(
         resume: go on with the sweep in `output`, or extend it by values or trials that were added.
         retry: with `resume`, try those trials again that failed or were refused.
         overwrite: replace what an earlier sweep wrote to `output`.
-        device, quiet: as of `apply`.
+        device: as of `apply`.
+        quiet: no progress on stderr.
         max_memory: what the trials that run at a time may take together; None: what is free. Each has its share.
 
     Returns:

@@ -73,7 +73,7 @@ def _describe(kind: _Kind, method: Method) -> dict[str, Any]:
     description, _, source = text.partition("\n\nSource: ")
     inline = re.search(r"\(([^()]*arXiv[^()]*)\)", description)
     paper = re.split(r"(?<=\d)\.\s+(?=[A-Z])", source)[0] or (inline[1] if inline else "none")
-    beside = "" if kind.key else "\n\nBeside its own fields: depth, nodes, lengths, acceptance (docs/speculative.md)."
+    beside = "" if kind.key else "\n\nBeside its own fields: depth, nodes, lengths, acceptance (docs/guides/draft.md)."
     return {
         "name": method.name,
         "stage": kind.stage,

@@ -90,13 +90,13 @@ def load(
             more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. A draft model counts
             too, with a cache of its own; texts that do not fit in that are decoded without drafts. Only causal language models can be
             loaded under a bound.
-        kv_cache: how keys and values are held: a published name ("kivi", "snapkv", ...), a mapping such as {"keys": "int4", "values":
-            "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`; docs/kv_cache.md). None: as the artifact
-            says, if it does; False: as they come. What `compress apply` calibrated for the artifact is used where a policy needs it.
-        drafter: what proposes tokens that the model then verifies several at a time (docs/speculative.md): a name ("lookup", "suffix",
-            "recycling", ...), the directory of a draft model, settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance":
-            "exact", "lengths": "goodput"}), a list of these (the first that knows something proposes), or a `Drafter`. None: what the
-            artifact brings, if it does; False: nothing. Texts stay those of plain decoding.
+        kv_cache: compression of the cache of keys and values: a published name ("kivi", "snapkv", ...), a mapping such as {"keys":
+            "int4", "values": "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`, docs/guides/kv_cache.md).
+            None: as the artifact says; False: a plain cache. A policy uses what `compress apply` calibrated for the artifact.
+        drafter: speculative decoding (docs/guides/draft.md): a name ("lookup", "suffix", "recycling", ...), the directory of a draft model,
+            settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance": "exact", "lengths": "goodput"}), a list of these
+            (the first that expects enough proposes), or a `Drafter`. None: the artifact's own draft, if it has one; False: none. The
+            output stays that of plain decoding.
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Raises:

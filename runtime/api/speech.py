@@ -57,8 +57,9 @@ class SpeechModel(Seq2SeqModel):
             source: the path of a .wav file (16-bit PCM, at `listener.rate`), a waveform (floats `[samples]` at that rate: a tensor, an
                 array or a list), features (floats `[a, b]` as the feature extractor gives them), or a list of any of these (a tensor of
                 three dimensions is a list of features). A sound must fit the window that the model hears at once.
-            language, task: as the checkpoint's generation_config.json names them (a language by code or English name); None: what that
-                file says, and where it leaves the language open, the one that is heard.
+            language: a code or English name, as the checkpoint's generation_config.json has it; None: what that file says, and where it
+                leaves the language open, the one that is detected.
+            task: as that file names it; None: its default.
             options: as `Seq2SeqModel.generate`'s.
 
         Returns:

@@ -1,4 +1,4 @@
-"""What the benchmarks of caches say, on results of a few cells made by hand: the README's claims rest on these sums."""
+"""What the benchmarks of caches say, on results of a few cells made by hand: the tables of docs/results rest on these sums."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ MODELS = Table(
     Method("dynamic-tree", f"{_HERE}.model_tree:DynamicTree", {"confidence": 0.0}),
     Method("large-tree", f"{_HERE}.model_tree:LargeTree", {"confidence": 0.0}),
     Method("staged", f"{_HERE}.staged:Staged"),
-    Method("parallel", f"{_HERE}.parallel:Parallel"),
+    Method("parallel", f"{_HERE}.model:Parallel"),
     Method("confident", f"{_HERE}.confident:Confident", {"confidence": 0.0}),
     Method("nested", f"{_HERE}.cascade:Cascade"),
 )

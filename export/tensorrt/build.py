@@ -1,29 +1,24 @@
-"""From a bundle's ONNX file to a plan: network, builder configuration, profiles, timing cache, serialization."""
+"""TensorRT engine out of an ONNX file: parser, builder configuration, profiles, timing cache, serialization."""
 
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from export.target import Progress
-from export.tensorrt.layers import Layers
-from export.tensorrt.listeners import make_logger, make_monitor, reasons
 from export.tensorrt.model import DecoderModel
-from export.tensorrt.native import build_native, why_not
 from export.tensorrt.options import TensorrtOptions
-from export.tensorrt.parsed import build_parsed
-from export.tensorrt.profiles import Limits, Range, native_profiles, parsed_profiles
-from export.tensorrt.refit import write_constants
-from export.tensorrt.weights import OnnxWeights
-from runtime.errors import CompressError, RequestError
+from export.tensorrt.profiles import Limits, Range, profiles
+from runtime.errors import CompressError
 from runtime.system.sizes import byte_count
 
 PLAN = "engine.plan"
-CONSTANTS = "engine.safetensors"  # of a stripped plan of native layers
-_NEEDED = ("add_attention_v2", "add_kv_cache_update", "add_rotary_embedding")
+_ERRORS = 5  # of the log, that a message repeats
+_PARSER_ERRORS = 3
 
 
 @dataclass(frozen=True)
@@ -33,7 +28,7 @@ class Request:
     Attributes:
         onnx: the model in TensorRT's dialect. folder: where the plan goes.
         model, size: what is built, and for which limits.
-        dtype: `DataType` member of floats. sparse: modules that are 2:4. aliases: of `OnnxWeights`.
+        dtype: `DataType` member of floats. sparse: whether there are 2:4 weights.
         options: of the target.
     """
 
@@ -42,19 +37,15 @@ class Request:
     model: DecoderModel
     size: Limits
     dtype: str
-    sparse: tuple[str, ...]
-    aliases: dict[str, str]
+    sparse: bool
     options: TensorrtOptions
-
-    def weights(self) -> OnnxWeights:
-        return OnnxWeights(self.onnx, self.aliases)
 
 
 def build_engine(trt: Any, request: Request, progress: Progress) -> dict[str, Any]:
     """Write `engine.plan` (and what a stripped plan needs) into the request's folder.
 
     Returns:
-        Facts for the manifest: route, inputs and outputs, profiles, flags, TensorRT's version.
+        Facts for the manifest: inputs and outputs, profiles, flags, TensorRT's version.
 
     Raises:
         RequestError: an option that this TensorRT or this model does not allow. CompressError: TensorRT failed; its log says why.
@@ -64,32 +55,32 @@ def build_engine(trt: Any, request: Request, progress: Progress) -> dict[str, An
     builder = trt.Builder(logger)
     # Since 11.0 networks are always strongly typed and the flag is ignored; before, it has to be set.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    route = choose_route(network, request, progress)
-    progress.phase(f"network ({'TensorRT layers' if route == 'native' else 'ONNX parser'})", 1)
-    keep, profiles = _fill(trt, network, logger, route, request)
+    progress.phase("parsing the network", 1)
+    parser = _parse(trt, network, logger, request.onnx)
+    shapes = _shapes(network, request)
     progress.step()
     config = _configure(trt, builder, request, progress)
-    _add_profiles(builder, config, profiles)
+    _add_profiles(builder, config, shapes)
     cache = _read_timings(config, options.timing_cache, progress)
     plan = builder.build_serialized_network(network, config)
+    del parser  # it holds the weights, which the build reads
     if plan is None:
-        raise CompressError(f"TensorRT could not build the engine: {reasons(logger)}")
+        raise CompressError(
+            f"TensorRT could not build the engine: {'; '.join(logger.errors[:_ERRORS]) or 'its log says no reason'}"
+        )
     (request.folder / PLAN).write_bytes(memoryview(plan))
     if cache is not None:
         _write_timings(config, Path(options.timing_cache or ""))
-    constants = None
-    if options.refit == "stripped":
-        constants = _keep_constants(request, keep)
     return {
-        "network": route,
+        "network": "onnx",
         "plan": PLAN,
-        "constants": constants,
+        "constants": request.onnx.name if options.refit == "stripped" else None,
         "tensorrt": str(trt.__version__),
         "inputs": [_describe(network.get_input(i)) for i in range(network.num_inputs)],
         "outputs": [_describe(network.get_output(i)) for i in range(network.num_outputs)],
         "layers": network.num_layers,
-        "profiles": [{name: [list(s) for s in shapes] for name, shapes in p.items()} for p in profiles],
-        "sparse_weights": bool(request.sparse),
+        "profiles": [{name: [list(s) for s in ranges] for name, ranges in p.items()} for p in shapes],
+        "sparse_weights": request.sparse,
         "weight_streaming": options.weight_streaming,
         "refit": options.refit,
         "version_compatible": options.version_compatible,
@@ -97,37 +88,38 @@ def build_engine(trt: Any, request: Request, progress: Progress) -> dict[str, An
     }
 
 
-def choose_route(network: Any, request: Request, progress: Progress) -> str:
-    """`native` or `onnx`.
+def _parse(trt: Any, network: Any, logger: Any, path: Path) -> Any:
+    """Parse an ONNX file, its external data beside it, into `network`.
+
+    Returns:
+        The parser; keep it until the network is built, because it holds the weights.
 
     Raises:
-        RequestError: native layers are wanted, and they cannot say the model.
+        CompressError: the parser refused it; one sentence with node, operator and reason of the first errors.
     """
-    wanted = request.options.network
-    if wanted == "onnx":
-        return "onnx"
-    lacking = [name for name in _NEEDED if not hasattr(network, name)]
-    reason = f"this TensorRT has no {lacking[0]}" if lacking else why_not(request.model, request.weights())
-    if reason is None:
-        return "native"
-    if wanted == "native":
-        raise RequestError(f"option network is native, but {reason}; choose onnx")
-    progress.info(f"  the network comes from the ONNX parser, because {reason}")
-    return "onnx"
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse_from_file(str(path)):
+        errors = [_sentence(parser.get_error(index)) for index in range(min(parser.num_errors, _PARSER_ERRORS))]
+        rest = parser.num_errors - len(errors)
+        more = f" (and {rest} more)" if rest > 0 else ""
+        raise CompressError(f"TensorRT's parser refused {path.name}: {'; '.join(errors) or 'it says no reason'}{more}")
+    return parser
 
 
-def _fill(trt: Any, network: Any, logger: Any, route: str, request: Request) -> tuple[Any, list[dict[str, Range]]]:
-    """The network's layers, and its profiles. What is returned first must live until the network is built."""
-    if route == "native":
-        layers = build_native(trt, network, request.weights(), request.model, request.size, request.dtype)
-        return layers, native_profiles(request.model, request.size)
-    parser = build_parsed(trt, network, logger, request.onnx)
+def _sentence(error: Any) -> str:
+    operator, node = error.node_operator(), error.node_name()
+    where = f"{operator} {node}".strip() or f"node {error.node()}"
+    return f"{where}: {' '.join(error.desc().split())}"
+
+
+def _shapes(network: Any, request: Request) -> list[dict[str, Range]]:
+    """Profiles of the inputs that the network has."""
     named = {network.get_input(i).name for i in range(network.num_inputs)}
-    profiles = [{n: s for n, s in p.items() if n in named} for p in parsed_profiles(request.model, request.size)]
-    missing = sorted(named - set(profiles[0]))
+    found = [{n: s for n, s in p.items() if n in named} for p in profiles(request.model, request.size)]
+    missing = sorted(named - set(found[0]))
     if missing:
         raise CompressError(f"{request.onnx.name} has input {missing[0]}, which no profile is known for")
-    return parser, profiles
+    return found
 
 
 def _configure(trt: Any, builder: Any, request: Request, progress: Progress) -> Any:
@@ -184,13 +176,52 @@ def _write_timings(config: Any, path: Path) -> None:
     os.replace(beside, path)
 
 
-def _keep_constants(request: Request, keep: Any) -> str:
-    """What is put back into a stripped plan when it is loaded: a file of constants, or the ONNX file itself."""
-    if isinstance(keep, Layers):
-        write_constants(keep.used, request.folder / CONSTANTS)
-        return CONSTANTS
-    return request.onnx.name
-
-
 def _describe(tensor: Any) -> Mapping[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
+
+
+def make_logger(trt: Any, progress: Progress) -> Any:
+    """An `ILogger` that warns through `progress` and keeps errors in `.errors` for the message of a failed build."""
+
+    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.ILogger.__init__(self)
+            self.errors: list[str] = []
+
+        def log(self, severity: Any, msg: str) -> None:
+            text = " ".join(msg.split())
+            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
+                self.errors.append(text)
+            elif severity == trt.ILogger.Severity.WARNING:
+                progress.info(f"  TensorRT: {text}")
+
+    return Logger()
+
+
+def make_monitor(trt: Any, progress: Progress) -> Any:
+    """An `IProgressMonitor` that shows the outermost phases as bars. TensorRT calls it from several threads."""
+
+    class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]
+        def __init__(self) -> None:
+            trt.IProgressMonitor.__init__(self)
+            self._lock = threading.Lock()
+            self._shown: str | None = None
+
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
+            with self._lock:
+                if not parent_phase:
+                    self._shown = phase_name
+                    progress.phase(phase_name, num_steps)
+
+        def step_complete(self, phase_name: str, step: int) -> bool:
+            with self._lock:
+                if phase_name == self._shown:
+                    progress.step()
+            return True  # go on
+
+        def phase_finish(self, phase_name: str) -> None:
+            with self._lock:
+                if phase_name == self._shown:
+                    self._shown = None
+
+    return Monitor()

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
 
 from export.folder import write_json
 from export.target import Conversion
-from export.tensorrt.build_file import read_entries
 from export.tensorrt.model import DecoderModel
 from export.tensorrt.options import FIXED_BY_BUNDLE, TensorrtOptions
-from export.tensorrt.profiles import Limits, native_profiles, parsed_profiles
+from export.tensorrt.profiles import Limits, profiles
 from runtime.checkpoint.artifact import sha256
 from runtime.errors import ArtifactError, RequestError
 
@@ -20,12 +21,60 @@ BUILD = "build.json"
 ONNX, DATA = "model.onnx", "model.onnx.data"
 PROBE = "probe.safetensors"
 SCHEMA_VERSION = 2
-#: Versions that the builder was written against; the first is the oldest with the layers of the native network.
-VERSIONS = {"onnx": ">=10.13", "native": ">=11.0", "api_checked": "11.4.0.106"}
+#: Versions that the builder was written against.
+VERSIONS = {"onnx": ">=10.13", "api_checked": "11.4.0.106"}
 #: Entries that the writer of the ONNX file fills in.
 CONTENT = (
-    "options", "dtype", "sparse", "aliases", "artifact", "conversions", "losses", "changed", "rounds_inputs", "rules",
+    "options", "dtype", "sparse", "artifact", "conversions", "losses", "changed", "rounds_inputs", "rules",
 )  # fmt: skip
+
+
+class FileEntry(BaseModel):
+    """A file of the bundle."""
+
+    bytes: NonNegativeInt
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
+
+
+class ConversionEntry(BaseModel):
+    """See `export.target.Conversion`."""
+
+    what: str
+    modules: tuple[str, ...]
+    exact: bool
+    bytes: int | None = None
+
+
+class BuildFile(BaseModel):
+    """The entries of `build.json` that finishing a bundle reads; what people read (versions, profiles, rules) may say anything."""
+
+    options: TensorrtOptions
+    dtype: Literal["FLOAT", "HALF", "BF16"]
+    sparse: list[str]
+    artifact: dict[str, Any]
+    conversions: list[ConversionEntry]
+    losses: dict[str, float]
+    changed: bool
+    rounds_inputs: bool
+    model: DecoderModel
+    limits: Limits
+    files: dict[str, FileEntry]
+
+
+def read_entries(path: Path, text: str) -> BuildFile:
+    """The entries of `build.json`.
+
+    Raises:
+        ArtifactError: one is missing or of the wrong type; the sentence names file and entry.
+    """
+    try:
+        return BuildFile.model_validate_json(text, strict=True)
+    except ValidationError as error:
+        first = error.errors()[0]
+        entry = ".".join(str(part) for part in first["loc"]) or "content"
+        if first["type"] == "missing":
+            raise ArtifactError(f"{path} has no entry {entry}, which an engine is built from") from error
+        raise ArtifactError(f"{path}: entry {entry} is {first['input']!r:.60}: {first['msg']}") from error
 
 
 def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
@@ -41,16 +90,12 @@ def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size
         "kind": "tensorrt-bundle",
         "tensorrt": VERSIONS,
         **content,
-        "model": model.as_dict(),
+        "model": asdict(model),
         "limits": asdict(size),
-        "profiles": {"onnx": parsed_profiles(model, size)} | _native(model, size),
+        "profiles": {"onnx": profiles(model, size)},
         "files": files,
     }
     write_json(folder / BUILD, value)
-
-
-def _native(model: DecoderModel, size: Limits) -> dict[str, Any]:
-    return {} if model.unknown is not None else {"native": native_profiles(model, size)}
 
 
 class Bundle:

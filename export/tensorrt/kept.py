@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
+from export.changed import Expected
 from export.tensorrt.bundle import PROBE
-from export.tensorrt.reference import Expected
 from export.verify import Logits, Probe
 from runtime.errors import ArtifactError, CompressError
 

@@ -14,11 +14,8 @@ from export.target import Job
 from export.tensorrt.bundle import ONNX
 from export.tensorrt.fits import conversions, expressible
 from export.tensorrt.model import read_model
-from export.tensorrt.native import norm_names
-from export.tensorrt.prove import precision
-from export.tensorrt.reference import changed_modules
+from export.tensorrt.prove import changed_modules, precision
 from export.tensorrt.rules import check
-from export.tensorrt.weights import OnnxWeights
 from runtime.errors import CompressError, RequestError
 
 #: torch name -> TensorRT's `DataType` member.
@@ -57,7 +54,6 @@ def write_onnx(job: Job, folder: Path) -> dict[str, Any]:
         "options": job.options.model_dump(mode="json", exclude_unset=True),
         "dtype": TYPES[name],
         "sparse": json.loads(sparse),
-        "aliases": _aliases(job, folder / ONNX, getattr(torch, name)),
         "artifact": job.source.describe(),
         "conversions": [asdict(c) for c in conversions(job.source, job.options)],
         "losses": job.losses,
@@ -99,13 +95,3 @@ def bytes_needed(source: Source, dtype: str | None) -> int:
             codes += rows * columns * (1 if weights.bits > 4 else 0.6)  # with a scale for every 64
     onnx = max(source.bytes, int(codes + dense * width))
     return int((onnx + max(onnx, codes + dense * 4)) * 1.1) + (64 << 20)
-
-
-def _aliases(job: Job, path: Path, dtype: Any) -> dict[str, str]:
-    """Which initializers stand for the norms whose weights tracing merged with equal ones."""
-    model = read_model(job.source)
-    if model.unknown is not None:
-        return {}
-    values = {name: job.source.dense(name).to(dtype).contiguous() for name in norm_names(model)}
-    wanted = {name: value.view(torch.uint8).numpy().tobytes() for name, value in values.items()}
-    return OnnxWeights(path).add_aliases(wanted)

@@ -19,7 +19,8 @@ class TensorrtOptions(Options):
     require_engine: bool = False
     """Refuse (exit code 2) where no engine can be built."""
     network: Literal["auto", "native", "onnx"] = "auto"
-    """native: TensorRT's own layers for attention, cache and rotation; onnx: its parser; auto: native where the model is known."""
+    """The network always comes from TensorRT's ONNX parser; `native`, which earlier versions built of TensorRT's own layers, is
+    said to be built so too."""
     max_batch: int = Field(8, ge=1)
     """Sequences in one step; larger batches are worked through in parts."""
     max_length: int = Field(2048, ge=2)

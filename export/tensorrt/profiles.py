@@ -53,25 +53,7 @@ def limits(options: TensorrtOptions, model: DecoderModel) -> Limits:
     return Limits(options.max_batch, length, prompt, options.optimum_batch, optimum_prompt)
 
 
-def native_profiles(model: DecoderModel, size: Limits) -> list[dict[str, Range]]:
-    """{input: shapes} of prefill and decode, for `export.tensorrt.native`."""
-    best, most = size.optimum_batch, size.max_batch
-    result = []
-    for least_s, best_s, most_s in ((1, size.optimum_prompt, size.max_prompt), (1, 1, 1)):
-        profile: dict[str, Range] = dict.fromkeys(
-            ("input_ids", "position_ids"), ((1, least_s), (best, best_s), (most, most_s))
-        )
-        profile["logits_indices"] = ((1, 1), (best, 1), (most, most_s))
-        profile["write_indices"] = profile["key_value_lengths"] = ((1,), (best,), (most,))
-        tail = (model.kv_heads, size.max_length, model.head_dim)
-        for layer in range(model.layers):
-            for kind in ("key", "value"):
-                profile[f"cache.{layer}.{kind}"] = ((1, *tail), (best, *tail), (most, *tail))
-        result.append(profile)
-    return result
-
-
-def parsed_profiles(model: DecoderModel, size: Limits) -> list[dict[str, Range]]:
+def profiles(model: DecoderModel, size: Limits) -> list[dict[str, Range]]:
     """{input: shapes} of prefill and decode, for the ONNX graph. The mask is as long as past and sequence together in each of the
     three shapes, because TensorRT holds dimensions of one name equal."""
     best, most = size.optimum_batch, size.max_batch

@@ -1,27 +1,30 @@
-"""How a bundle or an engine is proven: logits and tokens beside those that the artifact (changed alike) gives.
+"""Proof of a bundle or an engine: logits and tokens beside those of the artifact, or of the artifact with the same change made.
 
 A bundle's graph runs in ONNX Runtime, in float32 where that has no kernels for its type; an engine runs on the GPU itself.
 """
 
 from __future__ import annotations
 
+import json
 import tempfile
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from export.changed import Change, Expected, expect_changed
+from export.onnx.grid import TENSORRT
 from export.source import Source
-from export.target import missing_packages, needs
+from export.target import Job, missing_packages, needs
 from export.tensorrt.bundle import ONNX
-from export.tensorrt.host import HostSession, NoKernelError
+from export.tensorrt.fits import dropped_activations
 from export.tensorrt.kept import KeptProbe, compare_kept
-from export.tensorrt.reference import Expected
 from export.tensorrt.twin import write_twin
-from export.verify import Logits, compare_logits, compare_tokens
-from runtime.errors import RequestError
+from export.verify import compare_logits, compare_tokens, probe
+from runtime.api.model import Model
+from runtime.engines.onnx.engine import OnnxEngine
+from runtime.errors import ArtifactError, CompressError, RequestError
 
 #: Mean KL and distance of two logits that arithmetic may swap, by `DataType` member and whether inputs are rounded to int8 or fp8.
 #: float32: only the order of sums differs. 16 bits: every activation is rounded. Rounded inputs: a sum in another order may put one
@@ -66,6 +69,31 @@ class Proof:
     notes: list[str]
 
 
+@dataclass(frozen=True)
+class Unfinished:
+    """An export that has no `export.json` yet, as engines read one."""
+
+    path: Path
+    facts: dict[str, Any]
+
+
+class NoKernelError(Exception):
+    """ONNX Runtime has no kernel for an operator at a type; the message is its own."""
+
+
+def changed_modules(job: Job) -> list[str]:
+    """Layers that do not compute what they do in the artifact; `job.losses` is filled by the writer."""
+    names = {*job.losses, *dropped_activations(job.source)}
+    return [name for name in job.source.entries if name in names]
+
+
+def expect(job: Job) -> Expected:
+    """Run the artifact, and where it is changed the changed one, on the CPU in float32. One model is in memory at a time."""
+    if not changed_modules(job):
+        return Expected(probe(job))
+    return expect_changed(job.source, Change(TENSORRT, frozenset(job.losses), dropped_activations(job.source)))
+
+
 def precision(source: Source, dtype: str) -> Precision:
     """Of an export of `source` in `dtype`, a `DataType` member."""
     compute = getattr(torch, _NAMES[dtype])
@@ -77,21 +105,23 @@ def precision(source: Source, dtype: str) -> Precision:
     return Precision(dtype, rounds, widens)
 
 
-def compare(
-    expected: Expected,
-    logits: Logits,
-    generate: Callable[[list[list[int]], int], list[list[int]]],
-    limits: tuple[float, float],
-) -> dict[str, Any]:
+def compare(expected: Expected, engine: Any, export: Any, limits: tuple[float, float]) -> dict[str, Any]:
     """Logits and tokens of an engine beside the expected ones, and what the change costs, if there is one.
 
     Raises:
         CompressError: it does not compute what the artifact, changed alike, computes.
     """
-    probe, (kl_limit, tie) = expected.probe, limits
-    kept = isinstance(probe, KeptProbe)
-    metrics = compare_kept(probe, logits, kl_limit) if kept else compare_logits(probe, logits, kl_limit)  # type: ignore[arg-type]
-    return metrics | compare_tokens(probe, generate, tie) | expected.change
+    found, (kl_limit, tie) = expected.probe, limits
+    model = Model(engine, None, export, frozenset())
+
+    def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
+        return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
+
+    if isinstance(found, KeptProbe):
+        metrics = compare_kept(found, model.logits, kl_limit)
+    else:
+        metrics = compare_logits(found, model.logits, kl_limit)
+    return metrics | compare_tokens(found, generate, tie) | expected.change
 
 
 def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
@@ -107,7 +137,7 @@ def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
     missing = "it has no bfloat16 kernels on CPUs"
     if found.dtype != "BF16":
         try:
-            return _run(folder / ONNX, expected, found.limits, "", [])
+            return _run(folder, _NAMES[found.dtype], expected, found.limits, "", [])
         except NoKernelError as error:
             missing = str(error)
     if found.dtype == "FLOAT":
@@ -115,14 +145,34 @@ def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
     kind = _NAMES[found.dtype]
     note = f"ONNX Runtime ran the graph and its {kind} constants in float32, not in {kind}: {missing}"
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.twin") as beside:
-        twin = write_twin(folder / ONNX, Path(beside))
+        write_twin(folder / ONNX, Path(beside))
+        limits = found.of_twin().limits
         try:
-            return _run(twin, expected, found.of_twin().limits, " (the float32 twin of the graph)", [note])
+            return _run(Path(beside), "float32", expected, limits, " (the float32 twin of the graph)", [note])
         except NoKernelError as error:
             return Proof("", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({error})"])
 
 
-def _run(path: Path, expected: Expected, limits: tuple[float, float], what: str, notes: list[str]) -> Proof:
-    session = HostSession(path)
-    metrics = compare(expected, session.logits, session.generate, limits)
-    return Proof(f"ONNX Runtime {session.version}{what}", metrics, notes)
+def _run(
+    folder: Path, dtype: str, expected: Expected, limits: tuple[float, float], what: str, notes: list[str]
+) -> Proof:
+    """Proof by ONNX Runtime of the graph in `folder`; NoKernelError where that lacks a kernel."""
+    import onnx
+    import onnxruntime
+    from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
+
+    properties = onnx.load(str(folder / ONNX), load_external_data=False).metadata_props
+    facts = json.loads(next(p.value for p in properties if p.key == "compress.model"))
+    # The graph as it is written: fused, 4-bit products would round their inputs to int8, and fp8 ones are refused.
+    export: Any = Unfinished(folder, facts | {"dtype": dtype, "session": {"session.disable_quant_qdq": "1"}})
+    try:
+        metrics = compare(expected, OnnxEngine(export, torch.device("cpu"), "auto", None), export, limits)
+    except Exception as error:
+        cause = error.__cause__ or error
+        said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        if isinstance(cause, NoKernel):
+            raise NoKernelError(said) from error
+        if isinstance(error, CompressError) and not isinstance(error, ArtifactError):
+            raise
+        raise CompressError(f"ONNX Runtime refuses {ONNX}: {said}") from error
+    return Proof(f"ONNX Runtime {onnxruntime.__version__}{what}", metrics, notes)

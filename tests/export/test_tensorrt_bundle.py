@@ -60,9 +60,9 @@ def test_a_bundle_of_a_bundle_is_refused(bundle: Path, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("entry", "value"),
     [
-        ("dtype", _GONE), ("dtype", "INT4"), ("sparse", [3]), ("aliases", {"a": 1}), ("artifact", []), ("changed", "yes"),
+        ("dtype", _GONE), ("dtype", "INT4"), ("sparse", [3]), ("artifact", []), ("changed", "yes"),
         ("rounds_inputs", _GONE), ("losses", {"a": "b"}), ("conversions", _GONE), ("conversions.0", "text"),
-        ("conversions", [{"what": "x"}]), ("model", {}), ("model.layers", "2"), ("model.rotation", None), ("limits.max_batch", _GONE),
+        ("conversions", [{"what": "x"}]), ("model", {}), ("model.layers", "2"), ("limits.max_batch", _GONE),
         ("limits.max_batch", "8"), ("options.max_batch", "many"), ("options.nonsense", 1), ("files", []), ("files.model\\.onnx", _GONE),
         ("files.model\\.onnx.bytes", "12"), ("files.model\\.onnx.bytes", _GONE), ("files.model\\.onnx.sha256", None),
     ],
@@ -86,6 +86,29 @@ def test_a_wrong_entry_is_named(
     with pytest.raises(ArtifactError, match=rf"build\.json.* entry {entry}") as caught:
         export.export(copy, "tensorrt", tmp_path / "out", quiet=True)
     assert "\n" not in str(caught.value)
+
+
+def test_a_bundle_of_an_earlier_version_is_finished(
+    made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the entries that the network of TensorRT's own layers was made from."""
+    copy = tmp_path / "bundle"
+    export.export(made("dense"), "tensorrt", copy, quiet=True, verify=False, bundle=True, dtype="float32")
+    install(monkeypatch)
+    content = json.loads((copy / "build.json").read_text())
+    content["aliases"] = {"model.norm.weight": "val_0"}
+    content["model"] |= {
+        "heads": 4,
+        "hidden": 128,
+        "unknown": None,
+        "eps": 1e-5,
+        "rotation": [1.0],
+        "norms": False,
+        "tied": True,
+    }
+    (copy / "build.json").write_text(json.dumps(content))
+    result = export.export(copy, "tensorrt", tmp_path / "out", quiet=True, verify=False)
+    assert result.facts["engine"] is True
 
 
 # ---------------------------------------------------------------- TensorRT that cannot be imported

@@ -12,9 +12,9 @@ import torch
 from fake_tensorrt.install import install
 
 import export
+from export.changed import Expected
 from export.tensorrt import kept
 from export.tensorrt.kept import KeptProbe, compare_kept, load_expected, save_expected
-from export.tensorrt.reference import Expected
 from export.tensorrt.rules import attention
 from export.verify import Probe, compare_logits, compare_tokens
 from runtime.errors import ArtifactError, CompressError, RequestError

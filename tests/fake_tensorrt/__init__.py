@@ -1,5 +1,5 @@
-"""A stand-in for the tensorrt module: the real names and arguments (`api.json`, made from the bindings 11.4), layers that are
-recorded, shapes and types that are propagated and checked, and engines that compute with torch what the layers' documentation says.
+"""A stand-in for the tensorrt module: the real names and arguments (`api.json`, made from the bindings 11.4), and engines whose parsed
+ONNX file ONNX Runtime computes.
 
 It proves that the builder builds the model and that the runtime runs an engine; it says nothing about TensorRT itself.
 """

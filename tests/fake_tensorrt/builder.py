@@ -4,14 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-
-from fake_tensorrt.compute import TORCH, decode, run, want
 from fake_tensorrt.listing import Listed
-from fake_tensorrt.network import TYPE, INetworkDefinition, values_of
+from fake_tensorrt.network import INetworkDefinition
 
 PLANS: dict[int, Any] = {}
-FREE = (3, 7)  # two values for every free dimension; what differs between them is free in the output too
 
 
 class HostMemory(bytes):
@@ -91,8 +87,7 @@ class Builder(Listed):
 
     def do_build_serialized_network(self, network: Any, config: Any) -> HostMemory:
         _check_profiles(network, config)
-        if network._onnx is None:
-            propagate(network)
+        assert network._onnx is not None, "an empty network"
         monitor = config.progress_monitor
         if monitor is not None:
             monitor.phase_start("Building", None, 2)
@@ -101,8 +96,7 @@ class Builder(Listed):
             monitor.phase_finish("Tactics")
             assert all(monitor.step_complete("Building", step) for step in range(2))
             monitor.phase_finish("Building")
-        weights = {name: (w._kind.name, values_of(w).copy()) for name, w in network._names.items()}
-        PLANS[len(PLANS)] = {"network": network, "config": config, "weights": weights}
+        PLANS[len(PLANS)] = {"network": network, "config": config}
         Builder.last = (network, config)
         return HostMemory(f"plan {len(PLANS) - 1}".encode())
 
@@ -117,42 +111,3 @@ def _check_profiles(network: Any, config: Any) -> None:
                 assert len(shape) == len(tensor.shape), f"{tensor.name}: rank"
                 assert all(a in (-1, b) for a, b in zip(tensor.shape, shape, strict=True)), f"{tensor.name}: {shape}"
         assert set(shapes) <= {tensor.name for tensor in network._inputs}, "a profile names what is no input"
-
-
-def propagate(network: Any) -> None:
-    """Shape and type of every tensor: the layers run on memory without content, once for each of two values of what is free."""
-    found = [_shapes(network, value) for value in FREE]
-    for layer in network._layers:
-        first, second = (table[layer._output] for table in found)
-        shape = [a if a == b else -1 for a, b in zip(first.shape, second.shape, strict=True)]
-        kind = next(name for name, dtype in TORCH.items() if dtype == first.dtype)
-        kind = layer._arguments["weights"]._kind.name if layer._kind == "constant" else kind
-        layer._output._state |= {"shape": tuple(shape), "dtype": TYPE[kind]}
-
-
-def _shapes(network: Any, free: int) -> dict[Any, torch.Tensor]:
-    table = {
-        tensor: torch.empty(
-            [free if n == -1 else n for n in tensor.shape], dtype=TORCH[tensor.dtype.name], device="meta"
-        )
-        for tensor in network._inputs
-    }
-    for layer in network._layers:
-        table[layer._output] = run(layer, table.__getitem__, _constant_shape)
-    for tensor in network._outputs:
-        assert tensor in table, "an output of another network"
-    return table
-
-
-def _constant_shape(layer: Any) -> torch.Tensor:
-    weights, shape = layer._arguments["weights"], tuple(layer._arguments["shape"])
-    count = 1
-    for size in shape:
-        count *= size
-    want(weights._count == count, layer, f"{weights._count} numbers for the shape {shape}")
-    return torch.empty(shape, dtype=TORCH[weights._kind.name], device="meta")
-
-
-def constant(layer: Any, data: Any) -> torch.Tensor:
-    """The value of a constant layer from the bytes of its weights."""
-    return decode(layer._arguments["weights"]._kind.name, tuple(layer._arguments["shape"]), data)

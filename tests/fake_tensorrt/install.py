@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
@@ -14,7 +14,7 @@ import fake_tensorrt
 
 
 class HostGpu:
-    """A GPU that is the CPU. A captured graph does again what was enqueued while it was captured, with the addresses of then."""
+    """A GPU that is the CPU."""
 
     device = torch.device("cpu")
     capability = (9, 0)
@@ -23,9 +23,6 @@ class HostGpu:
     @contextmanager
     def work(self) -> Iterator[None]:
         yield
-
-    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        return enqueue
 
     def synchronize(self) -> None:
         pass

@@ -87,6 +87,4 @@ def _tensor(value: Any) -> Any:
     proto = value.type.tensor_type
     shape = tuple(int(d.dim_value) if d.HasField("dim_value") else -1 for d in proto.shape.dim)
     kind = KINDS[onnx.TensorProto.DataType.Name(proto.elem_type)]
-    tensor = ITensor._make(name=value.name, dtype=TYPE[kind], shape=shape)
-    tensor._source = None
-    return tensor
+    return ITensor._make(name=value.name, dtype=TYPE[kind], shape=shape)

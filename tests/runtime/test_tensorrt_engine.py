@@ -1,4 +1,4 @@
-"""The TensorRT engine on the stand-in: buffers, profiles, the aliased cache, ping-pong, graphs; tokens are those of the torch engine."""
+"""The TensorRT engine on the stand-in: buffers that alternate, profiles, refusals; tokens are those of the torch engine."""
 
 from __future__ import annotations
 
@@ -30,20 +30,20 @@ def checkpoint(tiny_llama: Callable[..., Path]) -> Path:
 
 
 @pytest.fixture(scope="module")
-def exports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """`exports("native")`, `exports("onnx")`: directories of engines in float32."""
+def exports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`exports(weight_streaming=True)`: directory of an engine in float32, built once."""
     import export
 
     made: dict[str, Path] = {}
 
-    def make(network: str, **options: Any) -> Path:
-        key = repr((network, options))
+    def make(**options: Any) -> Path:
+        key = repr(options)
         if key not in made:
-            out = tmp_path_factory.mktemp("engine") / network
+            out = tmp_path_factory.mktemp("engine") / "engine"
             with pytest.MonkeyPatch.context() as patch:
                 install(patch)
                 export.export(
-                    checkpoint, "tensorrt", out, quiet=True, verify=False, network=network, dtype="float32",
+                    checkpoint, "tensorrt", out, quiet=True, verify=False, dtype="float32",
                     max_batch=BATCH, max_length=LENGTH, max_prompt=PROMPT, optimum_prompt=4, **options,
                 )  # fmt: skip
             made[key] = out
@@ -52,10 +52,10 @@ def exports(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> Calla
     return make
 
 
-@pytest.fixture(params=["native", "onnx"])
-def model(request: pytest.FixtureRequest, exports: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+@pytest.fixture
+def model(exports: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     install(monkeypatch)
-    return runtime.load(exports(request.param), device="cpu")
+    return runtime.load(exports(), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -84,42 +84,18 @@ def test_logits_of_every_position(model: Any, truth: Any) -> None:
     assert torch.allclose(found, truth.logits(ids), atol=2e-4)
 
 
-def test_a_padded_batch_goes_on_where_it_was(exports: Any, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Native rows of different lengths, several tokens after a past: every row as it would be alone."""
-    install(monkeypatch)
-    engine = runtime.load(exports("native"), device="cpu").engine
+def test_a_padded_batch_goes_on_where_it_was(model: Any, truth: Any) -> None:
+    """Rows of different lengths, several tokens after a past: every row as it would be alone."""
     first = torch.tensor([[0, 0, 5, 6, 7], [1, 2, 3, 4, 5], [0, 0, 0, 0, 9]])
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1], [0, 0, 0, 0, 1]])
-    second = torch.tensor([[0, 8, 9], [6, 7, 8], [0, 0, 10]])
-    later = torch.tensor([[0, 1, 1], [1, 1, 1], [0, 0, 1]])
-    cache = engine.new_cache()
-    engine.forward(first, cache, mask, None)
-    found = engine.forward(second, cache, torch.cat([mask, later], 1), None)
-    assert cache.parts[0].lengths == [5, 8, 2]
-    for row, ids in enumerate([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 6, 7, 8], [9, 10]]):
-        alone = truth.logits([ids])[0]
-        own = int(later[row].sum())
-        assert torch.allclose(found[row, 3 - own :], alone[-own:], atol=2e-4)
-        assert bool((found[row, : 3 - own] == 0).all())
-
-
-def test_a_full_row_is_not_overwritten(exports: Any, truth: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One row fills the cache to its end while another still reads its prompt: padding has no room there."""
-    install(monkeypatch)
-    engine = runtime.load(exports("native"), device="cpu").engine
-    cache = engine.new_cache()
-    long = torch.arange(LENGTH - 2) + 3
-    both = torch.stack([long, long + 50])
-    mask = torch.ones_like(both)
-    mask[1, :-4] = 0
-    engine.forward(both, cache, mask, None)
-    step = torch.tensor([[0] * 18 + [4, 5], list(range(20))])
-    later = torch.ones(2, 20, dtype=torch.int64)
-    later[0, :18] = 0
-    found = engine.forward(step, cache, torch.cat([mask, later], 1), None, last_only=True)
-    assert cache.parts[0].lengths == [LENGTH, 24]
-    for row, ids in enumerate([[*long.tolist(), 4, 5], [*both[1, -4:].tolist(), *range(20)]]):
-        assert torch.allclose(found[row, 0], truth.logits([ids])[0, -1], atol=2e-4)
+    second, later = torch.tensor([[8, 9], [7, 8], [0, 10]]), torch.tensor([[1, 1], [1, 1], [1, 1]])
+    cache, both = model.engine.new_cache(), torch.cat([mask, later], 1)
+    places = (both.cumsum(1) - 1).clamp(min=0)
+    model.engine.forward(first, cache, mask, places[:, :5])
+    found = model.engine.forward(second, cache, both, places[:, 5:])
+    assert cache.parts[0].length == 7
+    for row, ids in enumerate([[5, 6, 7, 8, 9], [1, 2, 3, 4, 5, 7, 8], [9, 0, 10]]):
+        assert torch.allclose(found[row], truth.logits([ids])[0, -2:], atol=2e-4)
 
 
 # ---------------------------------------------------------------- cache
@@ -152,36 +128,6 @@ def test_two_caches_do_not_disturb_each_other(model: Any, truth: Any) -> None:
         assert text[start:] == truth.generate(text[:start], max_new_tokens=8, ignore_eos=True)
 
 
-# ---------------------------------------------------------------- graphs
-def test_a_repeated_decode_step_becomes_a_graph(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    engine = runtime.load(exports("native"), device="cpu").engine
-    cache = engine.new_cache()
-    engine.forward(torch.tensor([[5, 6], [7, 8]]), cache, None, None)
-    step = torch.tensor([[1], [2]])
-    for _ in range(2):
-        engine.forward(step, cache, None, None, True)
-    assert engine.session.captured == 0  # TensorRT runs a shape before it is captured
-    for _ in range(4):
-        engine.forward(step, cache, None, None, True)
-    assert engine.session.captured == 1
-    engine.keep_rows(cache, torch.tensor([1]))  # other addresses: the graph would write into memory that is gone
-    for _ in range(2):
-        engine.forward(step[:1], cache, None, None, True)
-    assert engine.session.captured == 1
-    for _ in range(2):
-        engine.forward(step[:1], cache, None, None, True)
-    assert engine.session.captured == 2
-
-
-def test_the_parsers_engine_has_no_graph_because_its_shapes_grow(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    install(monkeypatch)
-    model = runtime.load(exports("onnx"), device="cpu")
-    model.generate([5, 6], max_new_tokens=8, ignore_eos=True)
-    assert model.engine.session.captured == 0
-    assert model.engine.padding_is_exact is False
-
-
 # ---------------------------------------------------------------- limits and refusals
 def test_more_than_the_engine_was_built_for_is_refused(model: Any) -> None:
     with pytest.raises(RequestError, match=f"context holds {LENGTH}"):
@@ -194,7 +140,7 @@ def test_more_than_the_engine_was_built_for_is_refused(model: Any) -> None:
 
 def test_a_shape_outside_the_profile_is_said(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    session = runtime.load(exports("native"), device="cpu").engine.session
+    session = runtime.load(exports(), device="cpu").engine.session
     with pytest.raises(CompressError, match=r"input_ids of shape \[1, 8\] lies outside the engine's profile 0"):
         session.run(0, {"input_ids": torch.zeros(1, PROMPT + 1, dtype=torch.int64)}, {})
 
@@ -202,16 +148,16 @@ def test_a_shape_outside_the_profile_is_said(exports: Any, monkeypatch: pytest.M
 def test_options_that_are_fixed_are_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     with pytest.raises(RequestError, match="built without weight streaming"):
-        runtime.load(exports("native"), device="cpu", max_memory="1GB")
+        runtime.load(exports(), device="cpu", max_memory="1GB")
     with pytest.raises(RequestError, match="dtype is fixed when a TensorRT engine is built"):
-        runtime.load(exports("native"), device="cpu", dtype="float16")
+        runtime.load(exports(), device="cpu", dtype="float16")
     with pytest.raises(RequestError, match="kernels is fixed"):
-        runtime.load(exports("native"), device="cpu", kernels="reference")
+        runtime.load(exports(), device="cpu", kernels="reference")
 
 
 def test_weight_streaming_takes_a_budget(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    path = exports("native", weight_streaming=True)
+    path = exports(weight_streaming=True)
     assert runtime.load(path, device="cpu").engine.session.engine.weight_streaming_budget_v2 == 4321
     bounded = runtime.load(path, device="cpu", max_memory=(64 << 20) + 4096 + 1000)
     assert bounded.engine.session.engine.weight_streaming_budget_v2 == 1000
@@ -221,7 +167,7 @@ def test_weight_streaming_takes_a_budget(exports: Any, monkeypatch: pytest.Monke
 
 def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     trt: Any = install(monkeypatch)
-    path = exports("native")
+    path = exports()
     trt.__version__ = "11.9.0"
     with pytest.raises(ArtifactError, match=r"was built with TensorRT 11\.4\.\S+, and 11\.9\.0 is installed"):
         runtime.load(path, device="cpu")
@@ -233,9 +179,16 @@ def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.Mon
         runtime.load(path, device="cpu")
 
 
+def test_an_engine_of_tensorrts_own_layers_is_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    install(monkeypatch)
+    facts = runtime.load(exports(), device="cpu").artifact.facts
+    with pytest.raises(ArtifactError, match="earlier version"):
+        load_tensorrt(SimpleNamespace(path=exports(), facts={**facts, "network": "native"}), torch.device("cpu"), {})
+
+
 def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    facts = runtime.load(exports("native"), device="cpu").artifact.facts
+    facts = runtime.load(exports(), device="cpu").artifact.facts
     (tmp_path / "engine.plan").write_bytes(b"nonsense")
     with pytest.raises(ArtifactError, match="TensorRT cannot use"):
         load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
@@ -246,11 +199,11 @@ def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: py
 
 def test_without_a_gpu_it_says_so(exports: Any) -> None:
     with pytest.raises(RequestError, match="runs on an NVIDIA GPU, not on cpu"):
-        runtime.load(exports("native"), device="cpu")
+        runtime.load(exports(), device="cpu")
 
 
 def test_without_tensorrt_it_says_what_to_install(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "make_gpu", lambda device: HostGpu())
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(RequestError, match="needs tensorrt, which is not installed: pip install"):
-        runtime.load(exports("native"), device="cpu")
+        runtime.load(exports(), device="cpu")

@@ -1,10 +1,9 @@
-"""The engine of TensorRT exports; `export.tensorrt` writes them. What they are is in `export.json` under "tensorrt"."""
+"""Engine of TensorRT exports, which `export.tensorrt` writes; their facts are in `export.json` under "tensorrt"."""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -12,70 +11,11 @@ from typing import Any, Protocol
 
 import torch
 
-from runtime.engines.tensorrt.native import NativeEngine, NativeRows
-from runtime.engines.tensorrt.parsed import ParsedEngine, ParsedRows
+from runtime.engines.tensorrt.cache import Rows, Sizes
 from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.system.native import how_to_install
 from runtime.system.sizes import byte_count
-
-# Weights back into a stripped plan, from the file beside it (`export.tensorrt.refit` writes it) or from the ONNX file.
-
-
-def put_weights(trt: Any, logger: Any, engine: Any, constants: Path) -> None:
-    """Give `engine` all weights that its plan lacks.
-
-    Raises:
-        ArtifactError: the file is missing or damaged. CompressError: TensorRT refused a weight.
-    """
-    if not constants.is_file():
-        raise ArtifactError(f"{constants} is missing; the plan has no weights without it")
-    if constants.suffix == ".onnx":
-        _from_onnx(trt, logger, engine, constants)
-    else:
-        _from_constants(trt, logger, engine, constants)
-
-
-def _from_onnx(trt: Any, logger: Any, engine: Any, path: Path) -> None:
-    refitter = trt.Refitter(engine, logger)
-    parser = trt.OnnxParserRefitter(refitter, logger)
-    if not parser.refit_from_file(str(path)):
-        reason = " ".join(parser.get_error(0).desc().split()) if parser.num_errors else "it says no reason"
-        raise CompressError(f"TensorRT refused the weights of {path.name}: {reason}")
-    _finish(refitter, path)
-
-
-def _from_constants(trt: Any, logger: Any, engine: Any, path: Path) -> None:
-    import numpy as np
-    from safetensors import SafetensorError, safe_open
-
-    refitter = trt.Refitter(engine, logger)
-    keep = []  # TensorRT reads them when it refits
-    try:
-        with safe_open(path, "np") as file:
-            kinds = json.loads((file.metadata() or {})["constants"])
-            # All: before any is set, TensorRT calls none missing (only partners of those that were set).
-            for name in refitter.get_all_weights():
-                if name not in kinds:
-                    raise CompressError(f"{path.name} lacks {name}, which the plan needs")
-                data = np.ascontiguousarray(file.get_tensor(name))
-                keep.append(data)
-                kind = getattr(trt.DataType, kinds[name]["dtype"])
-                weights = trt.Weights(kind, data.ctypes.data, int(kinds[name]["count"]))
-                if not refitter.set_named_weights(name, weights):
-                    raise CompressError(f"TensorRT refused the weight {name} of {path.name}")
-    except (SafetensorError, KeyError, ValueError, AttributeError, TypeError) as error:
-        raise ArtifactError(f"{path} is damaged: {error}") from error
-    _finish(refitter, path)
-
-
-def _finish(refitter: Any, path: Path) -> None:
-    missing = refitter.get_missing_weights()
-    if missing:
-        raise CompressError(f"{path.name} lacks {missing[0]}, which the plan needs")
-    if not refitter.refit_cuda_engine():
-        raise CompressError(f"TensorRT could not put the weights of {path.name} into the engine; its log says why")
-
 
 _SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
 
@@ -94,7 +34,7 @@ class Exported(Protocol):
 class TensorrtCache:
     """Rows of a batch, in parts of at most as many as the engine was built for."""
 
-    parts: list[Any] = field(default_factory=list)
+    parts: list[Rows] = field(default_factory=list)
 
 
 class TensorrtEngine:
@@ -105,17 +45,16 @@ class TensorrtEngine:
         facts: of `export.json`.
     """
 
+    padding_is_exact = False  # what TensorRT's attention makes of a row that is masked whole is not documented
+
     def __init__(self, session: Session, facts: dict[str, Any]) -> None:
         self.session, self.device = session, session.gpu.device
-        self.native = facts["network"] == "native"
-        self.core: NativeEngine | ParsedEngine = (NativeEngine if self.native else ParsedEngine)(session, facts)
-        self.vocab_size = self.core.vocabulary
-        self.context_length: int | None = self.core.max_length
-        # Native rows know no padding. What the parser's attention makes of a row that is masked whole, TensorRT does not say.
-        self.padding_is_exact = self.native
+        self.sizes = Sizes(session, facts)
+        self.vocab_size = self.sizes.vocabulary
+        self.context_length: int | None = self.sizes.max_length
         stat = session.trt.EngineStat.TOTAL_WEIGHTS_SIZE
         self.weight_bytes = int(session.engine.get_engine_stat(stat))
-        self.description = f"TensorRT {session.trt.__version__} ({'native layers' if self.native else 'ONNX parser'})"
+        self.description = f"TensorRT {session.trt.__version__}"
 
     def explain(self) -> dict[str, str]:
         """{"engine": what computes it}; TensorRT fuses layers into kernels of its own."""
@@ -131,10 +70,8 @@ class TensorrtEngine:
     @torch.inference_mode()
     def keep_rows(self, cache: TensorrtCache, rows: torch.Tensor) -> None:
         places = [(p, r) for p, part in enumerate(cache.parts) for r in range(part.rows)]
-        kept = [places[row] for row in rows.tolist()]
-        size = self.core.max_batch
-        kind: Any = NativeRows if self.native else ParsedRows
-        cache.parts = [kind.join(self.core, cache.parts, kept[i : i + size]) for i in range(0, len(kept), size)]
+        kept, size = [places[row] for row in rows.tolist()], self.sizes.max_batch
+        cache.parts = [Rows.join(self.sizes, cache.parts, kept[i : i + size]) for i in range(0, len(kept), size)]
 
     # ---------------------------------------------------------------- computing
     @torch.inference_mode()
@@ -149,36 +86,20 @@ class TensorrtEngine:
         cache = TensorrtCache() if cache is None else cache
         batch, width = input_ids.shape
         if not cache.parts:
-            size = self.core.max_batch
-            cache.parts = [self.core.new_rows(min(size, batch - start)) for start in range(0, batch, size)]
+            size = self.sizes.max_batch
+            cache.parts = [Rows(self.sizes, min(size, batch - start)) for start in range(0, batch, size)]
+        past = cache.parts[0].length
+        if attention_mask is None:
+            attention_mask = torch.ones(batch, past + width, dtype=torch.int64)
+        if position_ids is None:
+            position_ids = torch.arange(past, past + width).expand(batch, width)
         logits, start = [], 0
         for part in cache.parts:
             rows = slice(start, start + part.rows)
-            mask = None if attention_mask is None else attention_mask[rows]
-            if self.native:
-                logits.append(
-                    part.forward(input_ids[rows], None if mask is None else mask[:, -width:].cpu(), last_only)
-                )
-            else:
-                places = None if position_ids is None else position_ids[rows]
-                logits.append(self._parsed(part, input_ids[rows], mask, places, last_only))
+            ids, mask, places = (each[rows].to(self.device) for each in (input_ids, attention_mask, position_ids))
+            logits.append(part.forward(ids, mask, places, last_only))
             start += part.rows
         return torch.cat(logits) if len(logits) > 1 else logits[0]
-
-    def _parsed(
-        self,
-        part: ParsedRows,
-        ids: torch.Tensor,
-        mask: torch.Tensor | None,
-        places: torch.Tensor | None,
-        last_only: bool,
-    ) -> torch.Tensor:
-        rows, width = ids.shape
-        if mask is None:
-            mask = torch.ones(rows, part.length + width, dtype=torch.int64, device=self.device)
-        if places is None:
-            places = torch.arange(part.length, part.length + width, device=self.device).expand(rows, width)
-        return part.forward(ids.to(self.device), mask.to(self.device), places.to(self.device), last_only)
 
 
 def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
@@ -198,6 +119,10 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
             f"no engine was built in {export.path}; finish it, on a machine with TensorRT and the GPU that is to run it, with "
             f"{finishing(str(export.path))}"
         )
+    if facts.get("network") != "onnx":
+        raise ArtifactError(
+            f"{export.path} was built of TensorRT's own layers by an earlier version, which this one does not run; export it again"
+        )
     bound = _check_options(options, facts)
     gpu = make_gpu(device)
     trt = _api(facts)
@@ -205,10 +130,30 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
     logger = make_logger(trt)
     runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
     if facts["refit"] == "stripped":
-        put_weights(trt, logger, engine, export.path / str(facts["constants"]))
+        _put_weights(trt, logger, engine, export.path / str(facts["constants"]))
     if facts["weight_streaming"]:
         engine.weight_streaming_budget_v2 = _budget(engine, bound)
     return TensorrtEngine(Session(trt, engine, gpu, (runtime, logger)), facts)
+
+
+def _put_weights(trt: Any, logger: Any, engine: Any, path: Path) -> None:
+    """Give `engine`, whose plan is stripped, its weights back from the ONNX file beside it.
+
+    Raises:
+        ArtifactError: the file is missing. CompressError: TensorRT refused a weight, or lacks one.
+    """
+    if not path.is_file():
+        raise ArtifactError(f"{path} is missing; the plan has no weights without it")
+    refitter = trt.Refitter(engine, logger)
+    parser = trt.OnnxParserRefitter(refitter, logger)
+    if not parser.refit_from_file(str(path)):
+        reason = " ".join(parser.get_error(0).desc().split()) if parser.num_errors else "it says no reason"
+        raise CompressError(f"TensorRT refused the weights of {path.name}: {reason}")
+    missing = refitter.get_missing_weights()
+    if missing:
+        raise CompressError(f"{path.name} lacks {missing[0]}, which the plan needs")
+    if not refitter.refit_cuda_engine():
+        raise CompressError(f"TensorRT could not put the weights of {path.name} into the engine; its log says why")
 
 
 def finishing(bundle: str) -> str:

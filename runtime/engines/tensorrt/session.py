@@ -1,10 +1,10 @@
-"""A TensorRT engine with its contexts: tensors are bound by address, a step that repeats becomes a CUDA graph."""
+"""TensorRT engine with its execution contexts; tensors are bound by address."""
 
 from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,6 @@ from runtime.errors import ArtifactError, CompressError
 
 _log = logging.getLogger("compress.tensorrt")
 PREFILL, DECODE = 0, 1  # profiles, as export.tensorrt.profiles numbers them
-STEADY = 2  # equal steps that TensorRT runs before one is captured; it asks for at least one
 DTYPES = {
     "FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32, "INT64": torch.int64,
     "BOOL": torch.bool,
@@ -49,13 +48,6 @@ class Gpu:
             yield
         current.wait_stream(self._stream)
 
-    def capture(self, enqueue: Callable[[], None]) -> Callable[[], None]:
-        """A function that does again what `enqueue` does, as one CUDA graph. Nothing runs while it is captured."""
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=self._stream):
-            enqueue()
-        return graph.replay
-
     def synchronize(self) -> None:
         self._stream.synchronize()
 
@@ -73,9 +65,6 @@ class Session:
         self._scratch = torch.empty(max(1, int(engine.device_memory_size_v2)), dtype=torch.uint8, device=gpu.device)
         self._contexts = [self._context(profile) for profile in (PREFILL, DECODE)]
         self._bound: list[dict[str, tuple[int, tuple[int, ...]]]] = [{}, {}]
-        self._steady = 0
-        self._replay: Callable[[], None] | None = None
-        self.captured = 0  # graphs made so far
 
     def _context(self, profile: int) -> Any:
         context = self.engine.create_execution_context(self.trt.ExecutionContextAllocationStrategy.USER_MANAGED)
@@ -93,27 +82,14 @@ class Session:
         Raises:
             CompressError: a shape outside the profile, or TensorRT failed.
         """
-        moved = self._bind(profile, inputs, outputs)
-        if profile == DECODE:
-            self._steady = 0 if moved else self._steady + 1
-            if moved:
-                self._replay = None
-        with self.gpu.work():
-            if profile == DECODE and self._replay is None and self._steady >= STEADY:
-                self._replay = self.gpu.capture(lambda: self._enqueue(profile))
-                self.captured += 1
-            if profile == DECODE and self._replay is not None:
-                self._replay()
-            else:
-                self._enqueue(profile)
-
-    def _enqueue(self, profile: int) -> None:
+        self._bind(profile, inputs, outputs)
         context = self._contexts[profile]
-        if not context.execute_async_v3(self.gpu.handle):
-            raise CompressError("TensorRT failed to run the engine; its log says why")
+        with self.gpu.work():
+            if not context.execute_async_v3(self.gpu.handle):
+                raise CompressError("TensorRT failed to run the engine; its log says why")
 
-    def _bind(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> bool:
-        """Tell the context shapes and addresses; True when one of them is new."""
+    def _bind(self, profile: int, inputs: Mapping[str, torch.Tensor], outputs: Mapping[str, torch.Tensor]) -> None:
+        """Tell the context shapes and addresses that are new."""
         context, bound = self._contexts[profile], self._bound[profile]
         moved = False
         for name, tensor in [*inputs.items(), *outputs.items()]:
@@ -133,7 +109,6 @@ class Session:
             vague = context.infer_shapes()
             if vague:
                 raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
-        return moved
 
 
 def make_logger(trt: Any) -> Any:

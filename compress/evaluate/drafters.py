@@ -81,7 +81,7 @@ def compare(
     """
     import runtime
     from runtime.api.model import Model
-    from runtime.drafting.config.build import Target, choose_speculation, why_not
+    from runtime.drafting.config.build import Target, choose_speculation
     from runtime.drafting.config.target import UnfitError
 
     if text is not None:
@@ -91,7 +91,7 @@ def compare(
         raise RequestError(f"{model} holds a {type(loaded).__name__}; drafters are for causal language models")
     if not isinstance(loaded.artifact, Artifact):
         raise RequestError(f"--drafters: {model} is an export, whose engine cannot take tokens back; give the artifact")
-    reason = why_not(loaded.engine)
+    reason = loaded.engine.why_not_drafts()
     if reason is not None:
         raise RequestError(f"--drafters: {reason}")
     target = Target(loaded.artifact, loaded.engine, bool(options.get("trust_remote_code")))

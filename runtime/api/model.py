@@ -13,10 +13,10 @@ import torch
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
-from runtime.decoding.request import Request
+from runtime.decoding.request import Decoding, Request
 from runtime.decoding.turns import Caller, Turns
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import Engine
+from runtime.engines.base import Chunk, Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.progress import reporting
@@ -137,16 +137,10 @@ class Model:
     def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> Request:
         options = GenerationOptions.from_keywords(keywords, function)
         prompts = self._reader.read(prompt)
-        return Request(
-            self.engine,
-            self._turns,
-            prompts,
-            options,
-            self.tokenizer,
-            self.eos_token_ids,
-            self.artifact.path,
-            self.speculation,
+        decoding = Decoding(
+            self.engine, self._turns, self.tokenizer, self.eos_token_ids, self.artifact.path, self.speculation
         )
+        return Request(decoding, prompts, options)
 
     def _store(self, stats: GenerationStats) -> None:
         self._last = self._own.last = stats
@@ -157,7 +151,7 @@ class Model:
         ids = read_ids(input_ids)
         for row in ids.tolist():
             self._reader.check(row)
-        return Caller(self._turns).run(self.engine.forward, ids.to(self.engine.device), None, None, None)
+        return Caller(self._turns).run(self.engine.logits, ids.to(self.engine.device))
 
     @overload
     def score(self, text: str | list[int]) -> Score: ...
@@ -174,13 +168,14 @@ class Model:
         return scores if texts.are_batch else scores[0]
 
     def _score(self, ids: list[int]) -> Score:
-        cache, caller = self.engine.new_cache(), Caller(self._turns)
+        engine, caller = self.engine, Caller(self._turns)
+        pages = range(-(-len(ids) // engine.page_size))
+        pool = caller.run(engine.new_pages, len(pages))
         total = 0.0
-        for start in range(0, len(ids) - 1, _SCORE_CHUNK):
-            end = min(start + _SCORE_CHUNK, len(ids) - 1)
-            chunk = torch.tensor([ids[start:end]], device=self.engine.device)
-            positions = torch.arange(start, end, device=self.engine.device)[None]
-            logits = caller.run(self.engine.forward, chunk, cache, None, positions)[0]
+        size = min(_SCORE_CHUNK, engine.most_rows)
+        for start in range(0, len(ids) - 1, size):
+            end = min(start + size, len(ids) - 1)
+            logits = caller.run(engine.read, pool, [Chunk(ids[start:end], start, pages)], True)
             following = torch.tensor(ids[start + 1 : end + 1], device=self.engine.device)
             chosen = torch.log_softmax(logits, dim=-1).gather(-1, following[:, None])
             total += float(chosen.double().sum())

@@ -9,8 +9,7 @@ import torch
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
-from runtime.decoding.loop import GROUP_ROWS
-from runtime.decoding.request import room, seeds_of
+from runtime.decoding.request import GROUP_ROWS, room, seeds_of
 from runtime.decoding.seq2seq import Beginning, decode
 from runtime.decoding.turns import Caller, Turns
 from runtime.engines.base import Seq2SeqEngine

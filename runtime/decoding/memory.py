@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from runtime.engines.base import Engine, PagedEngine
+from runtime.engines.base import Engine
 from runtime.errors import RequestError
 from runtime.system.memory import available_bytes
 
@@ -13,7 +13,7 @@ _SHARE = 0.25  # of the memory that is free, for a call that says nothing
 _MOST = 0.75  # of it, where a single prompt needs more than that
 
 
-def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
+def pool_pages(engine: Engine, positions: Sequence[int], cache_memory: int | None, drafts: int = 0) -> int:
     """How many pages the pool of a call gets: what all requests together could use, as far as the memory bound allows.
 
     Args:
@@ -27,9 +27,8 @@ def pool_pages(engine: PagedEngine, positions: Sequence[int], cache_memory: int 
     """
     pages = [-(-count // engine.page_size) for count in positions]
     largest = max(pages)
-    budget: int | None = getattr(engine, "cache_budget", None)
-    if cache_memory is None and budget is not None:
-        bound = int(min(budget, _MOST * available_bytes(engine.device))) // engine.page_bytes
+    if cache_memory is None and engine.cache_budget is not None:
+        bound = int(min(engine.cache_budget, _MOST * available_bytes(engine.device))) // engine.page_bytes
         left = _gigabytes(bound * engine.page_bytes)
         limit, fewer = f"max_memory leaves {left}: raise it, ", "ask for fewer max_new_tokens or set cache_memory"
     elif cache_memory is None:
@@ -64,11 +63,10 @@ def cache_bound(engine: Engine, needs: Sequence[int], cache_memory: int | None) 
         RequestError: a prompt alone needs more.
     """
     most = int(_MOST * available_bytes(engine.device))
-    budget: int | None = getattr(engine, "cache_budget", None)
     if cache_memory is not None:
         bound, limit = cache_memory, f"cache_memory allows {_gigabytes(cache_memory)}: raise it"
-    elif budget is not None:
-        bound = min(budget, most)
+    elif engine.cache_budget is not None:
+        bound = min(engine.cache_budget, most)
         limit = f"max_memory leaves {_gigabytes(bound)}: raise it, set cache_memory"
     else:
         bound, limit = most, f"{_gigabytes(most)} of the free memory can be used"

@@ -1,125 +1,165 @@
-"""One call of generate or stream: prompts read, options checked, outputs waiting to be filled."""
+"""One call of generate or stream: prompts read, options checked, outputs waiting to be filled, and which are decoded together."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runtime.decoding.loop import decode, groups
 from runtime.decoding.memory import cache_bound, pool_pages
 from runtime.decoding.scheduler import Scheduler
-from runtime.decoding.speculative_loop import decode_speculatively
+from runtime.decoding.sequence import Sequence as Decoded
 from runtime.decoding.turns import Caller, Turns
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import Engine, PagedEngine
+from runtime.engines.base import Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import DEFAULT_NEW_TOKENS, GenerationOptions
 from runtime.sampling.output import SequenceOutput
 from runtime.sampling.prompts import Prompts
+from runtime.sampling.sampling import generators
 from runtime.sampling.stats import GenerationStats
 from runtime.sampling.text import StopStrings
+
+GROUP_ROWS = 64
+# Padding that a group may always hold, in tokens, and as a share of its own tokens.
+FREE_PADDING = 1024
+PADDING_SHARE = 0.25
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """What all calls on a model have in common.
+
+    Attributes:
+        engine: that computes.
+        turns: of the model; calls in other threads take turns with this one.
+        tokenizer: None when the model has none.
+        eos: tokens that end a sequence.
+        path: the model's directory, for messages.
+        speculation: of the model; None: plain decoding.
+    """
+
+    engine: Engine
+    turns: Turns
+    tokenizer: Any
+    eos: Collection[int]
+    path: Path
+    speculation: Speculation | None = None
+
+    @property
+    def drafts(self) -> Speculation | None:
+        """The speculation, unless it was switched off."""
+        return None if self.speculation is None or self.speculation.off is not None else self.speculation
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts, by their numbers, that one scheduler decodes over a pool of so many pages, with drafts or without."""
+
+    rows: Sequence[int]
+    pages: int
+    drafts: bool = True
 
 
 class Request:
     """Everything that can be wrong with a call is found when it is made, before any work.
 
-    Args:
-        turns: of the model; calls in other threads take turns with this one.
-        tokenizer: None when the model has none.
-        eos: tokens that end a text.
-        path: the model's directory, for messages.
-        speculation: of the model; None: plain decoding.
-
     Attributes:
         outputs: one a prompt, in the order of the prompts.
     """
 
-    def __init__(
-        self,
-        engine: Engine,
-        turns: Turns,
-        prompts: Prompts,
-        options: GenerationOptions,
-        tokenizer: Any,
-        eos: Collection[int],
-        path: Path,
-        speculation: Speculation | None = None,
-    ) -> None:
-        self._speculation = speculation
+    def __init__(self, decoding: Decoding, prompts: Prompts, options: GenerationOptions) -> None:
         self.prompts = prompts
         self.progress = options.progress
-        self._engine = engine
-        self._turns = turns
-        self._options = options
+        self._decoding, self._options = decoding, options
         self._seeds = seeds_of(options, len(prompts.ids))
+        engine, tokenizer = decoding.engine, decoding.tokenizer
         if options.stop and tokenizer is None:
-            raise RequestError(f"stop needs a tokenizer, and {path} has none")
+            raise RequestError(f"stop needs a tokenizer, and {decoding.path} has none")
         used = tokenizer if prompts.are_text or options.stop else None
-        ends = frozenset() if options.ignore_eos else frozenset(eos)
+        ends = frozenset() if options.ignore_eos else frozenset(decoding.eos)
         stops = StopStrings(options.stop)
         rooms = [
             room(len(ids), options.max_new_tokens, engine.context_length, prompts.name(i))
             for i, ids in enumerate(prompts.ids)
         ]
-        self._pages: int | None = None
-        self._needs: list[int] | None = None  # bytes that each prompt's cache takes, and how many all of a group may
-        self._bound = 0
-        held = getattr(engine, "held", None)
-        if isinstance(engine, PagedEngine):
-            # The last new token never enters the cache.
-            positions = [len(ids) + new - 1 for ids, new in zip(prompts.ids, rooms, strict=True)]
-            drafting = speculation if speculation is not None and speculation.off is None else None
-            nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
-            self._pages = pool_pages(engine, positions, options.cache_memory, nodes)
-        elif held is not None:
-            self._needs = [held.need(len(ids), new) for ids, new in zip(prompts.ids, rooms, strict=True)]
-            self._bound = cache_bound(engine, self._needs, options.cache_memory)
-        elif options.cache_memory is not None:
-            raise RequestError(f"cache_memory needs an engine with a paged KV cache, and {path} runs on one without")
+        self._batches = self._rows(rooms) if engine.lockstep else self._paged(rooms)
         self.outputs = [
             SequenceOutput(ids, new, ends, used, stops) for ids, new in zip(prompts.ids, rooms, strict=True)
         ]
 
     def run(self, store: Callable[[GenerationStats], None]) -> Generator[int, None, None]:
         """Decode; yields after every step how many prompts ended in it. The statistics are stored however it ends."""
-        stats = GenerationStats()
+        stats, decoding, ids = GenerationStats(), self._decoding, self.prompts.ids
+        sources = generators(self._options, self._seeds)
         try:
-            yield from self._paged(stats) if self._pages is not None else self._padded(stats)
+            for batch in self._batches:
+                sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in batch.rows]
+                speculation = decoding.drafts if batch.drafts else None
+                caller = Caller(decoding.turns)
+                yield from Scheduler(
+                    decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation
+                ).run()
         finally:
             stats.finish_reasons = tuple(output.finish_reason or "stopped by the caller" for output in self.outputs)
             store(stats)
 
-    def _paged(self, stats: GenerationStats) -> Iterator[int]:
-        engine, pages = self._engine, self._pages
-        assert isinstance(engine, PagedEngine)
-        assert pages is not None
-        caller = Caller(self._turns)
-        scheduler = Scheduler(
-            engine, pages, self.prompts.ids, self._options, self.outputs, self._seeds, stats, caller, self._speculation
-        )
-        return scheduler.run()
+    def _paged(self, rooms: Sequence[int]) -> list[Batch]:
+        """All prompts at once, in as many pages as they use and memory has."""
+        # The last new token never enters the cache.
+        positions = [len(ids) + new - 1 for ids, new in zip(self.prompts.ids, rooms, strict=True)]
+        drafting = self._decoding.drafts
+        nodes = 0 if drafting is None else getattr(drafting.lengths, "nodes", 1)
+        pages = pool_pages(self._decoding.engine, positions, self._options.cache_memory, nodes)
+        return [Batch(range(len(positions)), pages)]
 
-    def _padded(self, stats: GenerationStats) -> Iterator[int]:
-        ids, caller, speculation = self.prompts.ids, Caller(self._turns), self._speculation
-        lengths = [len(prompt) for prompt in ids]
-        for rows in groups(lengths, self._engine.padding_is_exact, self._needs, self._bound):
-            group = (
-                self._engine,
-                [ids[i] for i in rows],
-                self._options,
-                [self.outputs[i] for i in rows],
-                [self._seeds[i] for i in rows],
-                stats,
+    def _rows(self, rooms: Sequence[int]) -> list[Batch]:
+        """Groups of similar lengths, each with a page for every prompt."""
+        engine, memory = self._decoding.engine, self._options.cache_memory
+        needs, bound = None, 0
+        held = getattr(engine, "held", None)
+        if held is not None:
+            needs = [held.need(len(ids), new) for ids, new in zip(self.prompts.ids, rooms, strict=True)]
+            bound = cache_bound(engine, needs, memory)
+        elif memory is not None:
+            raise RequestError(
+                f"cache_memory needs an engine with a paged KV cache, and {self._decoding.path} runs on one without"
             )
-            # Over compressed caches drafts are verified text by text, while one pass gives every text of a group a token.
-            pays = self._needs is None or len(rows) == 1
-            if speculation is not None and speculation.off is None and pays:
-                yield from decode_speculatively(*group, speculation, caller)
-            else:
-                yield from decode(*group, caller)
+        made = groups([len(ids) for ids in self.prompts.ids], engine.padding_is_exact, needs, bound)
+        # Over compressed caches drafts are verified one by one, while one pass gives every sequence of a group a token.
+        return [Batch(rows, len(rows), held is None or len(rows) == 1) for rows in made]
+
+
+def groups(
+    lengths: Sequence[int], padding_is_exact: bool, needs: Sequence[int] | None = None, bound: int = 0
+) -> list[list[int]]:
+    """Which prompts (by index) are decoded together: few enough for memory, and of similar lengths, longest first.
+
+    Args:
+        lengths: tokens of each prompt.
+        padding_is_exact: False: only prompts of equal length may share a group.
+        needs: bytes that each prompt's cache takes; None: nobody knows.
+        bound: bytes that all caches of a group may take, where that is known.
+    """
+    result: list[list[int]] = []
+    longest = total = taken = 0
+    for row in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        length, need = lengths[row], needs[row] if needs is not None else 0
+        if result and len(result[-1]) < GROUP_ROWS and taken + need <= bound:
+            padding = longest * (len(result[-1]) + 1) - (total + length)
+            allowed = max(FREE_PADDING, PADDING_SHARE * total) if padding_is_exact else 0
+            if padding <= allowed:
+                result[-1].append(row)
+                total += length
+                taken += need
+                continue
+        result.append([row])
+        longest = total = length
+        taken = need
+    return [sorted(group) for group in result]
 
 
 def room(prompt: int, wanted: int | None, context: int | None, name: str = "the prompt") -> int:

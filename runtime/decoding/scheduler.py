@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as Ids
-from typing import Any, NamedTuple, cast
+from collections.abc import Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 
@@ -21,10 +20,9 @@ from runtime.decoding.sequence import Sequence
 from runtime.decoding.turns import Caller
 from runtime.drafting.drafters.base import Place
 from runtime.drafting.speculation import Speculation, Speculator
-from runtime.engines.base import Chunk, PagedEngine, SpeculativeEngine
+from runtime.engines.base import Chunk, Engine
 from runtime.sampling.options import GenerationOptions
-from runtime.sampling.output import SequenceOutput
-from runtime.sampling.sampling import generators, next_tokens, seen_tokens
+from runtime.sampling.sampling import next_tokens, seen_tokens
 from runtime.sampling.stats import GenerationStats
 from runtime.sampling.tree import Tree
 
@@ -46,8 +44,7 @@ class Scheduler:
 
     Args:
         pages: how many pages the pool has; every single request must fit in it (`runtime.decoding.memory`).
-        outputs: one a prompt; each says when its sequence is over.
-        seeds: one a prompt; used when `options.temperature` is above 0.
+        sequences: the requests, in their order; each output says when its sequence is over.
         stats: counted in, also when the caller stops early.
         caller: whose turn it is, where threads share the engine.
         speculation: of the model; None: every step gives a sequence one token.
@@ -55,12 +52,10 @@ class Scheduler:
 
     def __init__(
         self,
-        engine: PagedEngine,
+        engine: Engine,
         pages: int,
-        prompts: Ids[Ids[int]],
+        sequences: Iterable[Sequence],
         options: GenerationOptions,
-        outputs: Ids[SequenceOutput],
-        seeds: Ids[int],
         stats: GenerationStats,
         caller: Caller,
         speculation: Speculation | None = None,
@@ -71,31 +66,34 @@ class Scheduler:
         self._stats = stats
         self._caller = caller
         self._most_sequences = max(1, min(MOST_SEQUENCES, engine.most_rows // 2))
-        self._chunk = min(options.prefill_chunk or engine.most_rows, engine.most_rows)
-        rows = zip(prompts, outputs, generators(options, seeds), strict=True)
+        chunk = None if engine.lockstep else options.prefill_chunk
+        self._chunk = min(chunk or engine.most_rows, engine.most_rows)
         # Both in the order of the request, and all of `_running` before all of `_waiting`: who runs is never younger than
         # who waits. That is why nobody ever waits for a page of a sequence that was put aside.
-        self._waiting = deque(Sequence(prompt, output, generator) for prompt, output, generator in rows)
+        self._waiting = deque(sequences)
         self._running: list[Sequence] = []
         self._no_room = False  # for the next in line, until somebody ends
         self._speculator: Speculator | None = None
-        if speculation is not None and speculation.off is None:
-            if not isinstance(engine, SpeculativeEngine):
-                raise TypeError(f"{type(engine).__name__} verifies no drafts")  # refused when the model was loaded
+        if speculation is not None:
             self._speculator = Speculator(
-                speculation, options, stats, engine.trees, engine.most_rows, engine.vocab_size
+                speculation, options, stats, engine.trees, engine.draft_rows, engine.vocab_size
             )
 
     def run(self) -> Iterator[int]:
         """Fill the outputs until all are finished; yields after every step how many ended in it."""
-        stats = self._stats
+        stats, engine, pool = self._stats, self._engine, None
         stats.sequences += len(self._waiting)
         try:
-            pool = self._caller.run(self._engine.new_pages, self.pages.count)
+            pool = self._caller.run(engine.new_pages, self.pages.count, self._speculator is not None)
             while self._running or self._waiting:
                 yield self._step(pool)
         finally:
             # No turn is taken here: a stream may be thrown away anywhere, in the middle of somebody's step too.
+            if pool is not None:
+                usage = engine.usage(pool, self.pages.touched)
+                stats.cache_bytes = max(stats.cache_bytes, usage.bytes)
+                stats.read_tokens += usage.read_tokens
+                stats.held_tokens += usage.held_tokens
             for sequence in self._running:
                 sequence.leave(self.pages)
             self._running = []
@@ -130,7 +128,7 @@ class Scheduler:
                 and hidden is not None
                 and sequence.computed < sequence.prompt
             ):
-                read = sequence.piece(count).tokens
+                read = sequence.chunk(count).tokens
                 self._caller.run(
                     self._speculator.read, sequence, sequence.computed, read, hidden[token : token + count]
                 )
@@ -150,7 +148,6 @@ class Scheduler:
             seconds = time.perf_counter() - started - self._drafting
             speculator.timed(row, seconds, self._drafting, stats.new_tokens - written)
         stats.steps += 1
-        stats.cache_bytes = max(stats.cache_bytes, self.pages.touched * self._engine.page_bytes)
         seconds = time.perf_counter() - started
         stats.decode_seconds += seconds * decoding / rows
         stats.prefill_seconds += seconds * (rows - decoding) / rows
@@ -159,12 +156,11 @@ class Scheduler:
     def _compute(
         self, pool: Any, parts: list[tuple[Sequence, int]], trees: list[Tree]
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        pieces = [sequence.piece(count, tree) for (sequence, count), tree in zip(parts, trees, strict=True)]
+        chunks = [sequence.chunk(count, tree) for (sequence, count), tree in zip(parts, trees, strict=True)]
         speculator = self._speculator
         if speculator is None or not (self._drafted or speculator.hidden):
-            return self._caller.run(self._engine.step, pool, pieces), None
-        engine = cast(SpeculativeEngine, self._engine)
-        return self._caller.run(engine.verify, pool, pieces, speculator.hidden)
+            return self._caller.run(self._engine.step, pool, chunks), None
+        return self._caller.run(self._engine.verify, pool, chunks, speculator.hidden)
 
     # ---------------------------------------------------------------- drafts
     def _drafts(self, pool: Any, parts: list[tuple[Sequence, int]]) -> list[Tree]:
@@ -184,6 +180,9 @@ class Scheduler:
         rooms = [text.output.left - 1 for text in texts]
         if context is not None:
             rooms = [min(room, context - len(text.tokens)) for room, text in zip(rooms, texts, strict=True)]
+        most = self._caller.run(self._engine.draft_room, pool)
+        if most is not None:
+            rooms = [min(room, most) for room in rooms]
         rows = sum(count for _, count in parts)
 
         def place(index: int, count: int) -> Place:
@@ -212,8 +211,8 @@ class Scheduler:
             path = verdict.path
             if path:
                 # The last token was computed with the tree: its place is the one before the root's children.
-                piece = Chunk((), sequence.computed, sequence.pages)
-                self._caller.run(cast(SpeculativeEngine, self._engine).keep, pool, piece, path)
+                accepted = Chunk((), sequence.computed, sequence.pages)
+                self._caller.run(self._engine.keep, pool, accepted, path)
             new = [*(tree.tokens[node] for node in path), verdict.token]
             output = sequence.output
             if not output.produced:
@@ -297,7 +296,8 @@ class Scheduler:
         while self._waiting and free > 0 and len(self._running) < self._most_sequences:
             sequence = self._waiting[0]
             # A page for each that runs is kept back, so that nobody is let in only to be put aside again.
-            if not sequence.enter(self.pages, spare=len(self._running)):
+            spare = 0 if self._engine.lockstep else len(self._running)
+            if not sequence.enter(self.pages, spare):
                 self._no_room = True
                 return
             self._waiting.popleft()

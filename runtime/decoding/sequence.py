@@ -86,7 +86,7 @@ class Sequence:
         """Whether the next token needs another page."""
         return self.computed == len(self.pages) * pages.size
 
-    def piece(self, count: int, tree: Tree | None = None) -> Chunk:
+    def chunk(self, count: int, tree: Tree | None = None) -> Chunk:
         """The next `count` tokens, for the engine; `tree`: what may follow the last of them, `count` being 1 then."""
         tokens = self.tokens[self.computed : self.computed + count]
         if tree is None or not len(tree):

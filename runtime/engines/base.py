@@ -1,63 +1,155 @@
-"""What decoding needs of an engine. One file an engine in this folder; `runtime/api/load.py` picks the one that fits the directory."""
+"""Interfaces of engines: causal models compute tokens to logits over a pool of pages, encoders and encoder-decoders whole batches."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
 
-class Engine(Protocol):
-    """A loaded causal language model.
+@dataclass(frozen=True)
+class Chunk:
+    """Part of one sequence in a step: consecutive tokens that are not in the cache yet.
 
     Attributes:
-        device: where inputs must be.
-        vocab_size: width of the logits; ids are 0..vocab_size-1.
+        tokens: their ids, at least one.
+        start: position of the first of them; everything before is in the cache already.
+        pages: the sequence's pages in order; position p is in `pages[p // page_size]` at `p % page_size`. They cover the tokens.
+        outputs: of how many of the last tokens the logits are wanted; only `Engine.verify` takes more than 1.
+        parents: for tokens that form a tree, the index of the one before each (parents come first; -1: what is cached comes before).
+            A token's position is then `start` and the number of those before it in its branch, and it sees its branch alone; its
+            keys and values are where those of the token at `start` + its index would be. None: one after another.
+        cached: of a tree, how many tokens were computed by chunks before this one (with the same `start`); `parents` says theirs too,
+            `tokens` are those that come after them.
+    """
+
+    tokens: Sequence[int]
+    start: int
+    pages: Sequence[int]
+    outputs: int = 1
+    parents: Sequence[int] | None = None
+    cached: int = 0
+
+
+class Usage(NamedTuple):
+    """What the KV cache of a call took: bytes at its largest, and tokens that steps read and could have read (0 without a selection)."""
+
+    bytes: int
+    read_tokens: int = 0
+    held_tokens: int = 0
+
+
+class Engine(ABC):
+    """A loaded causal language model, whose KV cache is a pool of pages.
+
+    Which page belongs to whom is the scheduler's business (`runtime.decoding`); a page that several sequences begin with is named
+    by each of them. On engines with `lockstep` a page is a row of a batch (`runtime.engines.rows`). On the others the numbers of a
+    sequence do not depend on what else is in the step, nor on how its tokens are cut into chunks.
+
+    Attributes:
+        device: where the logits are.
+        vocab_size: ids are 0..vocab_size-1.
+        logits_width: width of the logits.
         context_length: most positions the model was made for; None when it has no limit.
-        padding_is_exact: False when a left-padded row is not computed as it would be alone; such batches are decoded in
-            groups of equal length.
         weight_bytes: memory the weights take as they are held (packed).
         description: what computes, in a few words.
+        page_size: positions a page holds.
+        page_bytes: memory of one page, all layers together.
+        most_rows: tokens that one step takes at most, over all its chunks.
+        draft_rows: tokens that a step of drafts should have at most.
+        trees: whether chunks may have `parents`; else they are chains.
+        lockstep: all sequences of a pool begin in its first step, with their whole prompts, and take part in every step until they end.
+        padding_is_exact: False when a left-padded row of a lockstep engine is not computed as it would be alone.
+        cache_budget: bytes that the pages of a call may take where it says nothing; only engines under a bound have it.
     """
 
     device: torch.device
     vocab_size: int
     context_length: int | None
-    padding_is_exact: bool
     weight_bytes: int
+    description: str
+    page_size: int
+    page_bytes: int
+    most_rows: int
+    trees: bool = False
+    lockstep: bool = False
+    padding_is_exact: bool = True
+    cache_budget: int | None = None
 
     @property
-    def description(self) -> str: ...
+    def logits_width(self) -> int:
+        return self.vocab_size
 
-    def new_cache(self) -> Any:
-        """An empty KV cache; it grows with every `forward`."""
+    @property
+    def draft_rows(self) -> int:
+        return self.most_rows
 
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cache: Any,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        """Logits, float32 `[batch, seq or 1, vocab]`.
+    @abstractmethod
+    def new_pages(self, count: int, drafts: bool = False) -> Any:
+        """A pool of `count` pages, numbered from 0; its memory is taken as pages are first written.
 
         Args:
-            input_ids: int64 `[batch, seq]`, the tokens after those in `cache`.
-            cache: from `new_cache`, or None to keep nothing.
-            attention_mask: int64 `[batch, cached + seq]`, 1 = token, 0 = padding; None: no padding anywhere.
-            position_ids: int64 `[batch, seq]`; None: counted from the cached length.
-            last_only: only the last position's logits are wanted.
+            drafts: tokens may be taken back, and `verify` will be called.
         """
 
-    def keep_rows(self, cache: Any, rows: torch.Tensor) -> None:
-        """Drop all sequences of `cache` but `rows` (int64 indices), in that order, and free their memory."""
+    @abstractmethod
+    def read(self, pool: Any, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
+        """Write the chunks' keys and values; logits after the last token of each chunk, or after `every` token, float32 `[rows, vocab]`."""
 
-    def cache_bytes(self, cache: Any) -> int:
-        """Memory that `cache` holds."""
+    def step(self, pool: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """As `read`, in the way that is fastest for decoding: logits after the last token of each chunk."""
+        return self.read(pool, chunks)
 
+    @abstractmethod
+    def verify(
+        self, pool: Any, chunks: Sequence[Chunk], hidden: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `step`: logits, float32 `[sum of the chunks' outputs, vocab]`, of each chunk the last `outputs` tokens in their order.
+
+        Tokens that turn out wrong are simply overwritten. Numbers of a branch are those that its tokens would get alone.
+
+        Args:
+            pool: from `new_pages`.
+            chunks: of the step.
+            hidden: also give what the head reads (the last block's output after the final norm), float32 `[tokens of all chunks,
+                hidden]`; None otherwise.
+        """
+
+    @abstractmethod
+    def keep(self, pool: Any, chunk: Chunk, path: Sequence[int]) -> None:
+        """Of a verified chunk, move the keys and values of the tokens `path` (ascending indices, one branch from its root on) to
+        the positions from `chunk.start` on. The others' are overwritten sooner or later.
+        """
+
+    def draft_room(self, pool: Any) -> int | None:
+        """How many drafted tokens of a sequence the next step may verify, so that each is computed as it would be alone; None: any."""
+        return None
+
+    def why_not_drafts(self) -> str | None:
+        """The reason why it verifies no drafts for this model, found by trying too; None: it does."""
+        return None
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of every position, int64 `[batch, seq]` to float32 `[batch, seq, vocab]`; nothing is kept."""
+        batch, width = input_ids.shape
+        # Written in place: with a large vocabulary the logits are the most of what a call takes.
+        logits = torch.empty(batch, width, self.logits_width, device=self.device)
+        pages = range(-(-width // self.page_size))
+        pool = self.new_pages(len(pages))
+        for ids, row in zip(input_ids.tolist(), logits, strict=True):
+            for start in range(0, width, self.most_rows):
+                chunk = Chunk(ids[start : start + self.most_rows], start, pages)
+                row[start : start + self.most_rows] = self.read(pool, [chunk], every=True)
+        return logits
+
+    def usage(self, pool: Any, touched: int) -> Usage:
+        """What a pool took, of which so many pages were written."""
+        return Usage(touched * self.page_bytes)
+
+    @abstractmethod
     def explain(self) -> dict[str, str]:
         """{module name: what computes it}."""
 
@@ -153,166 +245,3 @@ class Seq2SeqEngine(Protocol):
 
     def explain(self) -> dict[str, str]:
         """{module name: what computes it}."""
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """Part of one sequence in a step: consecutive tokens that are not in the cache yet.
-
-    Attributes:
-        tokens: their ids, at least one.
-        start: position of the first of them; everything before is in the cache already.
-        pages: the sequence's pages in order; position p is in `pages[p // page_size]` at `p % page_size`. They cover the tokens.
-        outputs: of how many of the last tokens the logits are wanted; only `SpeculativeEngine.verify` takes more than 1.
-        parents: for tokens that form a tree, the index of the one before each (parents come first; -1: what is cached comes before).
-            A token's position is then `start` and the number of those before it in its branch, and it sees its branch alone; its
-            keys and values are where those of the token at `start` + its index would be. None: one after another.
-        cached: of a tree, how many tokens were computed by pieces before this one (with the same `start`); `parents` says theirs too,
-            `tokens` are those that come after them.
-    """
-
-    tokens: Sequence[int]
-    start: int
-    pages: Sequence[int]
-    outputs: int = 1
-    parents: Sequence[int] | None = None
-    cached: int = 0
-
-
-@runtime_checkable
-class PagedEngine(Engine, Protocol):
-    """An engine whose KV cache is a pool of pages, so that sequences of any lengths share a step and a prefix is stored once.
-
-    Which page belongs to whom is the scheduler's business (`runtime.decoding`); a page that several sequences begin with is named
-    by each of them. Numbers of one sequence do not depend on what else is in the step, nor on how its tokens are cut into
-    pieces.
-
-    Attributes:
-        page_size: positions a page holds.
-        page_bytes: memory of one page, all layers together.
-        most_rows: tokens that one step takes at most, over all its pieces.
-        cache_budget: bytes that the pages of a call may take where it says nothing; only engines under a bound have it.
-    """
-
-    page_size: int
-    page_bytes: int
-    most_rows: int
-
-    def new_pages(self, count: int) -> Any:
-        """A pool of `count` pages, numbered from 0; its memory is taken as pages are first written."""
-
-    def step(self, pool: Any, pieces: Sequence[Chunk]) -> torch.Tensor:
-        """Write the pieces' keys and values; logits after the last token of each piece, float32 `[len(pieces), vocab]`."""
-
-
-@runtime_checkable
-class SpeculativeEngine(PagedEngine, Protocol):
-    """A paged engine that computes tokens which may turn out wrong: those of a step that are not kept are simply overwritten.
-
-    Attributes:
-        trees: whether pieces may have `parents`; else they are chains.
-    """
-
-    trees: bool
-
-    def verify(
-        self, pool: Any, pieces: Sequence[Chunk], hidden: bool = False
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `step`: logits, float32 `[sum of the pieces' outputs, vocab]`, of each piece the last `outputs` tokens in their order.
-
-        Numbers of a branch are those that its tokens would get alone.
-
-        Args:
-            pool: from `new_pages`.
-            pieces: of the step.
-            hidden: also give what the head reads (the last block's output after the final norm), float32 `[tokens of all pieces,
-                hidden]`; None otherwise.
-        """
-
-    def keep(self, pool: Any, piece: Chunk, path: Sequence[int]) -> None:
-        """Of a verified piece, move the keys and values of the tokens `path` (ascending indices, one branch from its root on) to
-        the positions from `piece.start` on. The others' are overwritten sooner or later.
-        """
-
-
-# What speculative decoding needs of an engine with a cache of its own, one a call and not one of pages.
-
-
-class Step(NamedTuple):
-    """What a forward pass says.
-
-    Attributes:
-        logits: float32 `[rows, vocab]`.
-        hidden: what the head reads (the last block's output after the final norm), float32 `[tokens, hidden]`; None where nobody asked.
-    """
-
-    logits: torch.Tensor
-    hidden: torch.Tensor | None
-
-
-class Drafts(Protocol):
-    """The cache of texts that are written several tokens at a time: what is computed and turns out wrong is taken back.
-
-    Attributes:
-        trees: whether pieces may have `parents`; else they are chains.
-        most_rows: tokens that a pass should have at most, over all texts.
-        nbytes: memory of the cache.
-    """
-
-    trees: bool
-    most_rows: int
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def read(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Step:
-        """The prompts, padded on the left, int64 `[batch, longest]` each; `mask`: 1 = token, None: no padding.
-
-        Returns:
-            Logits after each prompt; hidden states of all prompts' tokens, one prompt after another, padding left out.
-        """
-
-    def room(self) -> int | None:
-        """How many drafted tokens of a text the next pass may verify, so that each is computed as it would be alone; None: any."""
-
-    def verify(self, pieces: Sequence[Chunk]) -> Step:
-        """Of each text its last token, which is not in the cache yet, with what may follow it.
-
-        Args:
-            pieces: one a text; `pages` mean nothing.
-
-        Returns:
-            Logits and hidden states of every token of the pieces, one piece after another.
-        """
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Of each text's last piece only these tokens stay: ascending indices, 0 (the text's own last token) first, one branch."""
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        """Drop all texts but these, in that order; before `keep` is called, or after."""
-
-
-@runtime_checkable
-class DraftingEngine(Engine, Protocol):
-    """An engine that verifies drafts, for most models.
-
-    Attributes:
-        most_rows: tokens that a pass of drafts should have at most, over all texts.
-    """
-
-    @property
-    def most_rows(self) -> int: ...
-
-    def why_not_drafts(self) -> str | None:
-        """The reason why it verifies none for this model, found by trying too; None: it does."""
-
-    def new_drafts(self, batch: int, hidden: bool) -> Drafts:
-        """An empty cache.
-
-        Args:
-            batch: how many texts.
-            hidden: hidden states will be asked for.
-
-        Raises:
-            RequestError: it verifies no drafts for this model, as far as can be told without trying.
-        """

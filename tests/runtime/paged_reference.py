@@ -15,7 +15,8 @@ import torch
 from tiny_models import tokenizer
 
 from runtime.api.model import Model
-from runtime.engines.base import Chunk
+from runtime.engines.base import Chunk, Engine
+from runtime.engines.rows import RowEngine
 
 Logits = Callable[[tuple[int, ...]], torch.Tensor]
 NOTHING = -1
@@ -44,15 +45,14 @@ def of_module(module: Any) -> Logits:
     return logits
 
 
-class PagedReference:
-    """See `runtime.engines.base.PagedEngine`.
+class PagedReference(Engine):
+    """See `runtime.engines.base.Engine`.
 
     Attributes:
-        steps: the pieces of every step, as (start, tokens).
+        steps: the chunks of every step, as (start, tokens).
         fail_at: the step (counted from 0) that raises; None: none.
     """
 
-    padding_is_exact = True
     device = torch.device("cpu")
     weight_bytes = 1000
     description = "a reference that reads token ids back"
@@ -60,7 +60,7 @@ class PagedReference:
     def __init__(
         self, logits: Logits, page_size: int = 4, most_rows: int = 24, vocab: int = 400, context: int | None = 128
     ) -> None:
-        self.logits = logits
+        self.following = logits
         self.page_size = page_size
         self.page_bytes = 100
         self.most_rows = most_rows
@@ -69,54 +69,79 @@ class PagedReference:
         self.steps: list[list[tuple[int, tuple[int, ...]]]] = []
         self.fail_at: int | None = None
 
-    # ---------------------------------------------------------------- pages
-    def new_pages(self, count: int) -> torch.Tensor:
+    def new_pages(self, count: int, drafts: bool = False) -> torch.Tensor:
         return torch.full((count, self.page_size), NOTHING)
 
-    def step(self, pool: torch.Tensor, pieces: Sequence[Chunk]) -> torch.Tensor:
-        assert pieces
-        assert sum(len(piece.tokens) for piece in pieces) <= self.most_rows
+    def read(self, pool: torch.Tensor, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
+        assert chunks
+        assert sum(len(chunk.tokens) for chunk in chunks) <= self.most_rows
         if self.fail_at == len(self.steps):
             raise OSError("the engine broke")
-        self.steps.append([(piece.start, tuple(piece.tokens)) for piece in pieces])
+        self.steps.append([(chunk.start, tuple(chunk.tokens)) for chunk in chunks])
         slots = pool.view(-1)
-        # Before anything is written: what a piece builds on must be there from earlier steps.
-        before = [slots[self._places(piece)[: piece.start]].tolist() for piece in pieces]
+        # Before anything is written: what a chunk builds on must be there from earlier steps.
+        before = [slots[self._places(chunk)[: chunk.start]].tolist() for chunk in chunks]
         written: set[int] = set()
-        for piece in pieces:
-            places = self._places(piece)[piece.start :]
+        for chunk in chunks:
+            places = self._places(chunk)[chunk.start :]
             assert written.isdisjoint(places), "two sequences write to one place"
             written.update(places)
-            slots[places] = torch.tensor(piece.tokens)
+            slots[places] = torch.tensor(chunk.tokens)
         rows = []
-        for piece, ids in zip(pieces, before, strict=True):
-            assert NOTHING not in ids, "a piece builds on positions that were never computed"
-            rows.append(self.logits((*ids, *slots[self._places(piece)[piece.start :]].tolist())))
+        for chunk, ids in zip(chunks, before, strict=True):
+            assert NOTHING not in ids, "a chunk builds on positions that were never computed"
+            own = slots[self._places(chunk)[chunk.start :]].tolist()
+            ends = range(1 if every else len(own), len(own) + 1)
+            rows += [self.following((*ids, *own[:end])) for end in ends]
         return torch.stack(rows)
 
-    def _places(self, piece: Chunk) -> list[int]:
-        end = piece.start + len(piece.tokens)
-        assert piece.tokens
-        assert len(piece.pages) * self.page_size >= end
-        return [piece.pages[p // self.page_size] * self.page_size + p % self.page_size for p in range(end)]
+    def _places(self, chunk: Chunk) -> list[int]:
+        end = chunk.start + len(chunk.tokens)
+        assert chunk.tokens
+        assert len(chunk.pages) * self.page_size >= end
+        return [chunk.pages[p // self.page_size] * self.page_size + p % self.page_size for p in range(end)]
 
-    # ---------------------------------------------------------------- engine
+    def verify(self, pool: Any, chunks: Any, hidden: bool = False) -> Any:
+        raise AssertionError("nobody drafts here")
+
+    def keep(self, pool: Any, chunk: Any, path: Any) -> None:
+        raise AssertionError("nobody drafts here")
+
+    def explain(self) -> dict[str, str]:
+        return {"everything": "reference"}
+
+
+class RowReference(RowEngine):
+    """A reference without pages: its cache is the token ids of the rows, padding left out."""
+
+    device = torch.device("cpu")
+    weight_bytes = 1000
+    description = "a reference that keeps rows"
+
+    def __init__(self, logits: Logits, vocab: int = 400, context: int | None = 128) -> None:
+        self.following, self.vocab_size, self.context_length = logits, vocab, context
+
     def new_cache(self) -> list[list[int]]:
         return []
 
     def forward(
-        self, input_ids: torch.Tensor, cache: Any, mask: Any, positions: Any, last_only: bool = False
+        self, input_ids: torch.Tensor, cache: Any, attention_mask: Any, position_ids: Any, last_only: bool = False
     ) -> torch.Tensor:
-        rows = [[] for _ in input_ids] if cache is None else cache
+        rows = [] if cache is None else cache
         if not rows:
             rows.extend([] for _ in input_ids)
-        result = []
-        for row, new in zip(rows, input_ids.tolist(), strict=True):
-            start = len(row)
-            row.extend(new)
-            ends = range(len(row) if last_only else start + 1, len(row) + 1)
-            result.append(torch.stack([self.logits(tuple(row[:end])) for end in ends]))
-        return torch.stack(result)
+        width = input_ids.shape[1]
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask[:, -width:]
+        result = torch.zeros(len(rows), 1 if last_only else width, self.vocab_size)
+        for row, new, real, found in zip(rows, input_ids.tolist(), mask.tolist(), result, strict=True):
+            for place, (token, is_token) in enumerate(zip(new, real, strict=True)):
+                if is_token:
+                    row.append(token)
+                    if not last_only or place == width - 1:
+                        found[0 if last_only else place] = self.following(tuple(row))
+        if position_ids is not None:
+            assert position_ids[:, -1].tolist() == [len(row) - 1 for row in rows]
+        return result
 
     def keep_rows(self, cache: list[list[int]], rows: torch.Tensor) -> None:
         cache[:] = [cache[row] for row in rows.tolist()]

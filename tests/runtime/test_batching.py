@@ -13,13 +13,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from paged_reference import PagedReference, hashed, model_of, of_module
+from paged_reference import PagedReference, RowReference, hashed, model_of, of_module
 from tiny_models import llama
 
-from runtime.decoding import loop, scheduler
-from runtime.decoding.loop import groups
+from runtime.decoding import request, scheduler
 from runtime.decoding.pages import ROOT, Pages
-from runtime.engines.base import PagedEngine
+from runtime.decoding.request import groups
 from runtime.errors import RequestError
 
 
@@ -60,7 +59,7 @@ def test_200_greedy_requests_give_what_each_gives_alone(tiny: Any, pools: list[P
     prompts = random_prompts(200, seed=0)
     engine = PagedReference(tiny, page_size=2)
     model = model_of(engine, eos=range(20))
-    assert isinstance(engine, PagedEngine)
+    assert not engine.lockstep
     alone = [model.generate(prompt, max_new_tokens=8) for prompt in prompts]
     assert len({len(output) for output in alone}) > 1, "some should end early"
     engine.steps.clear()
@@ -129,18 +128,23 @@ def test_any_pool_gives_the_same(
     assert model.stats["prompt_tokens"] == sum(len(p) for p in prompts)
 
 
-def test_it_is_the_padded_loop_for_engines_without_pages(tiny: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both ways of decoding, the same options, the same results: text with stop strings, sampling, streams."""
-    paged = model_of(PagedReference(tiny))
+def test_rows_and_pages_give_the_same(tiny: Any) -> None:
+    """Both kinds of caches, the same options, the same results: text with stop strings, sampling, streams, many prompts."""
+    paged, rows = model_of(PagedReference(tiny)), model_of(RowReference(tiny))
+    assert rows.engine.lockstep
     prompts = ["Once upon a time", "cat", "def add(a, b):"]
     for options in ({}, {"temperature": 1.0, "seed": 3}, {"stop": ["e", "zz"]}, {"repetition_penalty": 1.3}):
         expected = paged.generate(prompts, max_new_tokens=12, **options)
         assert ["".join(paged.stream(p, max_new_tokens=12, **options)) for p in prompts] == expected
-        with monkeypatch.context() as patch:
-            patch.setattr(PagedReference, "step", property())  # hasattr is False: no PagedEngine any more
-            assert not isinstance(paged.engine, PagedEngine)
-            for prompt, result in zip(prompts, expected, strict=True):
-                assert paged.generate(prompt, max_new_tokens=12, **options) == result
+        assert rows.generate(prompts, max_new_tokens=12, **options) == expected
+        assert ["".join(rows.stream(p, max_new_tokens=12, **options)) for p in prompts] == expected
+    many = random_prompts(90, seed=4)
+    assert rows.generate(many, max_new_tokens=8) == paged.generate(many, max_new_tokens=8)
+    for name in ("prompt_tokens", "new_tokens", "sequences", "finish_reasons"):
+        assert rows.stats[name] == paged.stats[name]
+    ids = [list(range(5, 40)), list(range(7, 42))]
+    assert torch.equal(rows.logits(ids), paged.logits(ids))
+    assert rows.score(ids[0]) == paged.score(ids[0])
 
 
 # -------------------------------------------------------------------- what a step holds
@@ -274,8 +278,8 @@ def test_the_pool_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[Any] = []
     new_pages = engine.new_pages
 
-    def watched(count: int) -> torch.Tensor:
-        pool = new_pages(count)
+    def watched(count: int, drafts: bool) -> torch.Tensor:
+        pool = new_pages(count, drafts)
         alive.append(weakref.ref(pool))
         return pool
 
@@ -366,9 +370,9 @@ def test_groups_hold_every_prompt_once_and_little_padding(lengths: list[int], ex
     assert sorted(row for group in made for row in group) == list(range(len(lengths)))
     for group in made:
         own = [lengths[row] for row in group]
-        assert len(group) <= loop.GROUP_ROWS
+        assert len(group) <= request.GROUP_ROWS
         padding = max(own) * len(own) - sum(own)
-        assert padding <= (max(loop.FREE_PADDING, loop.PADDING_SHARE * sum(own)) if exact else 0)
+        assert padding <= (max(request.FREE_PADDING, request.PADDING_SHARE * sum(own)) if exact else 0)
 
 
 # -------------------------------------------------------------------- overhead

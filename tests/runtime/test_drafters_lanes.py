@@ -27,7 +27,7 @@ def test_lanes_grow_and_share_memory() -> None:
     opened = [lanes.open() for _ in texts]
     found = lanes.feed(opened, texts)
     for row, text in zip(found, texts, strict=True):
-        assert torch.equal(row, lean.forward(torch.tensor([text]), None, None, None, True)[0, -1])
+        assert torch.equal(row, lean.logits(torch.tensor([text]))[0, -1])
     lanes.cut(opened[0], 1)
     again = lanes.feed([opened[0]], [texts[0][1:] or [9]])
     if len(texts[0]) > 1:
@@ -95,5 +95,5 @@ def test_branches_of_a_lane_are_computed_level_by_level() -> None:
     (first,) = lanes.branch([lane], [[1, 2]], [[ROOT, ROOT]])
     (second,) = lanes.branch([lane], [[3, 4]], [[ROOT, ROOT, 1, 0]])
     for row, branch in ((first[0], [1]), (first[1], [2]), (second[0], [2, 3]), (second[1], [1, 4])):
-        assert torch.equal(row, lean.forward(torch.tensor([text + branch]), None, None, None, True)[0, -1])
+        assert torch.equal(row, lean.logits(torch.tensor([text + branch]))[0, -1])
     assert lane.tokens == text

@@ -176,7 +176,7 @@ def test_trees_hold_the_likeliest_nodes(kind: str) -> None:
     for _ in range(3):
         following = []
         for reach, path in level:
-            logits = engine.forward(torch.tensor([[*text, *path]]), None, None, None, True)[0, -1]
+            logits = engine.logits(torch.tensor([[*text, *path]]))[0, -1]
             p = torch.softmax(logits, -1)
             values, ids = p.topk(3)
             following += [(reach * float(v), (*path, int(i))) for v, i in zip(values, ids, strict=True)]
@@ -263,7 +263,7 @@ def test_a_parallel_draft_reads_masks_once(lanes: str) -> None:
     engine = engines(draft_model())[0]
     for _ in range(3):
         tree = own.draft([Ask(lane, state, 9, 9)])[0]
-        logits = engine.forward(torch.tensor([[*text, 17, 17, 17, 17]]), None, None, None)[0, -5:]
+        logits = engine.logits(torch.tensor([[*text, 17, 17, 17, 17]]))[0, -5:]
         assert tree.tokens == logits.argmax(-1).tolist()
         assert tree.is_chain
         text += [*tree.tokens[:2], 30]

@@ -23,7 +23,7 @@ from transformers import (
 )
 
 import runtime
-from runtime.engines.base import Chunk, PagedEngine
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine, take_over
 from runtime.engines.native.parts import read_parts
 from runtime.engines.torch.engine import TorchEngine
@@ -86,19 +86,18 @@ def grouped() -> tuple[TorchEngine, LlamaEngine]:
 def test_logits_are_those_of_transformers(name: str) -> None:
     plain, lean = engines(model_of(name))
     ids = torch.randint(0, 400, (2, 150))
-    expected = plain.forward(ids, None, None, None)
-    found = lean.forward(ids, None, None, None)
+    expected, found = plain.logits(ids), lean.logits(ids)
     assert float((found - expected).norm() / expected.norm()) < 1e-5
 
 
 def test_bits_do_not_depend_on_how_a_text_is_cut(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
     _, lean = grouped
-    ids = torch.randint(0, 400, (3, 150))
-    whole = lean.forward(ids, None, None, None)
-    cache, parts = lean.new_cache(), []
+    text = torch.randint(0, 400, (150,)).tolist()
+    whole = lean.logits(torch.tensor([text]))[0]
+    pool, parts = lean.new_pages(3), []
     for start, end in ((0, 1), (1, 64), (64, 70), (70, 71), (71, 150)):
-        parts.append(lean.forward(ids[:, start:end], cache, None, None))
-    assert torch.equal(torch.cat(parts, 1), whole)
+        parts.append(lean.read(pool, [Chunk(text[start:end], start, [2, 0, 1])], every=True))
+    assert torch.equal(torch.cat(parts), whole)
 
 
 def test_bits_do_not_depend_on_neighbours_pages_or_threads(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
@@ -143,26 +142,11 @@ def test_what_lies_in_unused_memory_is_never_seen(grouped: tuple[TorchEngine, Ll
     assert torch.equal(lean.step(dirty, [Chunk(text, 0, [0, 1])]), expected)
 
 
-def test_left_padding_and_dropped_rows(grouped: tuple[TorchEngine, LlamaEngine]) -> None:
-    _, lean = grouped
-    texts = [torch.randint(0, 400, (length,)).tolist() for length in (5, 90, 33)]
-    ids = torch.tensor([[0] * (90 - len(t)) + t for t in texts])
-    mask = torch.tensor([[0] * (90 - len(t)) + [1] * len(t) for t in texts])
-    cache = lean.new_cache()
-    first = lean.forward(ids, cache, mask, None, last_only=True)[:, 0]
-    for text, found in zip(texts, first, strict=True):
-        assert torch.equal(lean.forward(torch.tensor([text]), None, None, None)[0, -1], found)
-    lean.keep_rows(cache, torch.tensor([2, 0]))
-    second = lean.forward(torch.tensor([[7], [8]]), cache, None, None, last_only=True)[:, 0]
-    for text, token, found in ((texts[2], 7, second[0]), (texts[0], 8, second[1])):
-        assert torch.equal(lean.forward(torch.tensor([[*text, token]]), None, None, None)[0, -1], found)
-
-
 def test_a_nan_in_the_weights_reaches_the_logits() -> None:
     model = model_of("grouped")
     model.model.layers[1].mlp.up_proj.weight.data[3, 5] = float("nan")
     _, lean = engines(model)
-    assert torch.isnan(lean.forward(torch.tensor([[1, 2, 3]]), None, None, None)).any()
+    assert torch.isnan(lean.logits(torch.tensor([[1, 2, 3]]))).any()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -171,7 +155,7 @@ def test_sixteen_bit_models(dtype: torch.dtype) -> None:
     exact, _ = engines(copy.deepcopy(model).float())  # the same rounded weights
     plain, lean = engines(model)
     ids = torch.randint(0, 400, (1, 100))
-    truth, theirs, ours = (engine.forward(ids, None, None, None) for engine in (exact, plain, lean))
+    truth, theirs, ours = (engine.logits(ids) for engine in (exact, plain, lean))
     # Only the cache is rounded in ours, everything in theirs.
     assert float((ours - truth).norm()) <= 1.05 * float((theirs - truth).norm())
 
@@ -239,7 +223,7 @@ def unrounded(artifact: Path) -> TorchEngine:
 def test_a_compressed_model_runs_in_c_with_the_references_numbers(artifact: Path) -> None:
     lean = runtime.load(artifact)
     assert isinstance(lean.engine, LlamaEngine)
-    assert isinstance(lean.engine, PagedEngine)
+    assert not lean.engine.lockstep
     assert "C" in lean.stats["engine"]
     assert set(lean.explain().values()) >= {"int4-c"}
     ids = torch.randint(0, 400, (2, 80))

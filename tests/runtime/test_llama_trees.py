@@ -9,7 +9,7 @@ import pytest
 import torch
 from test_llama_engine import SHAPES, engines, model_of
 
-from runtime.engines.base import Chunk, SpeculativeEngine
+from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
 from runtime.kernels.cpu import library
 
@@ -40,7 +40,6 @@ def alone(engine: LlamaEngine, text: list[int]) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_branches_are_computed_as_if_alone(name: str, dtype: torch.dtype) -> None:
     engine = engines(model_of(name).to(dtype))[1]
-    assert isinstance(engine, SpeculativeEngine)
     assert engine.trees
     draw = random.Random(name)
     for length, count in ((1, 5), (60, 9), (63, 3), (64, 20), (127, 70)):

@@ -139,8 +139,8 @@ def test_many_prompts_are_decoded_in_groups(model: Model, monkeypatch: pytest.Mo
         return forward(input_ids, *rest, **options)
 
     monkeypatch.setattr(model.engine, "forward", watched)
-    monkeypatch.setattr("runtime.decoding.loop.GROUP_ROWS", 7)
-    monkeypatch.setattr("runtime.decoding.loop.FREE_PADDING", 10)
+    monkeypatch.setattr("runtime.decoding.request.GROUP_ROWS", 7)
+    monkeypatch.setattr("runtime.decoding.request.FREE_PADDING", 10)
     seen: list[tuple[int, int]] = []
     together = model.generate(prompts, max_new_tokens=6, progress=lambda done, total: seen.append((done, total)))
     assert together == alone

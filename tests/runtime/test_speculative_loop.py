@@ -23,7 +23,6 @@ from tiny_models import llama, tokenizer
 from runtime.drafting.drafters.base import Ask, Drafter
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
-from runtime.engines.base import DraftingEngine, SpeculativeEngine
 from runtime.engines.torch.engine import TorchEngine
 from runtime.sampling.tree import ROOT, Tree
 
@@ -86,8 +85,7 @@ def test_greedy_texts_are_those_of_plain_decoding(family: str) -> None:
     module = module_of(family)
     plain = model_over(TorchEngine(module, CPU))
     engine = plain.engine
-    assert isinstance(engine, DraftingEngine)
-    assert not isinstance(engine, SpeculativeEngine)
+    assert engine.lockstep
     assert engine.why_not_drafts() is None
     texts = prompts(24, 70)
     truth = answers(plain, texts, max_new_tokens=32)
@@ -212,7 +210,8 @@ def test_stop_strings_and_streams() -> None:
     # A stream that nobody reads to its end.
     drafter = model.speculation.drafter
     stream = model.stream(texts[0], max_new_tokens=60)
-    next(stream)
+    for _ in range(9):  # so far that something was drafted
+        next(stream)
     stream.close()
     assert drafter.begun == drafter.ended + 1  # it is ended in a turn, which the next call takes
     model.generate(texts[:1], max_new_tokens=3)

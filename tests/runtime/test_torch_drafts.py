@@ -13,9 +13,9 @@ from test_speculative_loop import CPU, drafting, module_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.torch import drafts as torch_drafts
-from runtime.engines.torch import probe
-from runtime.engines.torch.drafts import TorchDrafts
+from runtime.engines.torch.drafts import TreePool
 from runtime.engines.torch.engine import TorchEngine
+from runtime.engines.torch.probe import probe
 from runtime.errors import RequestError
 
 
@@ -25,19 +25,19 @@ def module() -> Any:
 
 
 # ---------------------------------------------------------------- the cache
-def random_piece(start: int, draw: random.Random) -> Chunk:
+def random_chunk(row: int, start: int, draw: random.Random) -> Chunk:
     """A tree of up to 7 nodes behind a token, or a chain."""
     count = draw.randint(1, 8)
     ids = [draw.randrange(VOCABULARY) for _ in range(count)]
     parents = None if draw.random() < 0.3 else [-1, *(draw.randrange(index) for index in range(1, count))]
-    return Chunk(ids, start, (), count, parents)
+    return Chunk(ids, start, (row,), count, parents)
 
 
-def branch(piece: Chunk, node: int) -> list[int]:
+def branch(chunk: Chunk, node: int) -> list[int]:
     found = []
     while node >= 0:
         found.append(node)
-        node = node - 1 if piece.parents is None else piece.parents[node]
+        node = node - 1 if chunk.parents is None else chunk.parents[node]
     return found[::-1]
 
 
@@ -56,11 +56,8 @@ def test_whatever_is_kept_the_rest_leaves_no_trace(
     module = module_of(family, **changes)
     engine, draw = TorchEngine(module, CPU), random.Random(holes)
     texts = prompts(5, 30, seed=holes)
-    drafts = TorchDrafts(engine, 5, True)
-    longest = max(map(len, texts))
-    ids = torch.tensor([[0] * (longest - len(text)) + text for text in texts])
-    places = torch.arange(longest)[None] - torch.tensor([[longest - len(text)] for text in texts])
-    logits, hidden = drafts.read(ids, (places >= 0).long(), places.clamp(min=0))
+    pool, rows = TreePool(engine, module), list(range(5))
+    logits, hidden = pool.run([Chunk(text, 0, (row,)) for row, text in enumerate(texts)], hidden=True)
     assert hidden is not None
     assert len(hidden) == sum(map(len, texts))
     widest = 0
@@ -73,31 +70,33 @@ def test_whatever_is_kept_the_rest_leaves_no_trace(
     for row, text in enumerate(texts):
         torch.testing.assert_close(logits[row], alone(text), atol=1e-3, rtol=1e-3)
     for step in range(14):
-        pieces = [random_piece(len(text), draw) for text in texts]
-        logits, hidden = drafts.verify(pieces)
+        chunks = [random_chunk(row, len(text), draw) for row, text in zip(rows, texts, strict=True)]
+        logits, hidden = pool.run(chunks, hidden=True)
         assert hidden is not None
         row, paths = 0, []
-        for text, piece in zip(texts, pieces, strict=True):
-            node = draw.randrange(len(piece.tokens))
-            path = branch(piece, node)
-            kept = [*text, *(piece.tokens[index] for index in path)]
+        for text, chunk in zip(texts, chunks, strict=True):
+            node = draw.randrange(len(chunk.tokens))
+            path = branch(chunk, node)
+            kept = [*text, *(chunk.tokens[index] for index in path)]
             torch.testing.assert_close(logits[row + node], alone(kept), atol=2e-3, rtol=2e-3)
             paths.append(path[: draw.randint(1, len(path))])
-            row += len(piece.tokens)
+            row += len(chunk.tokens)
         assert row == len(logits) == len(hidden)
-        if step in (5, 9):
-            rows = draw.sample(range(len(texts)), len(texts) - 1)
-            drafts.keep_rows(rows)
-            texts, pieces, paths = ([each[i] for i in rows] for each in (texts, pieces, paths))
-        drafts.keep(paths)
+        if step in (5, 9):  # rows that leave are those that the next step does not name
+            left = sorted(draw.sample(range(len(texts)), len(texts) - 1))
+            rows, texts, chunks, paths = ([each[i] for i in left] for each in (rows, texts, chunks, paths))
+        for number, path in zip(rows, paths, strict=True):
+            engine.keep(pool, Chunk((), 0, (number,)), [node - 1 for node in path[1:]])
         texts = [
-            [*text, *(piece.tokens[index] for index in path)]
-            for text, piece, path in zip(texts, pieces, paths, strict=True)
+            [*text, *(chunk.tokens[index] for index in path)]
+            for text, chunk, path in zip(texts, chunks, paths, strict=True)
         ]
-        for kind in drafts._columns:
+        if step not in (5, 9):  # otherwise done by the next step
+            pool.settle()
+        for kind in pool._columns if step not in (5, 9) else ():
             width, longest = kind.places.shape[1], max(map(len, texts))
             for number in kind.layers:
-                layer = drafts._cache.layers[number]
+                layer = pool.cache.layers[number]
                 assert layer.keys.shape[2] == layer.values.shape[2] == width
             if holes < 5:
                 assert width <= (min(kind.window, longest) if kind.window else longest) + holes
@@ -110,14 +109,14 @@ def test_one_text_has_no_holes(module: Any, monkeypatch: pytest.MonkeyPatch) -> 
     text = prompts(1, 30, seed=2)[0]
     truth = answers(model_over(TorchEngine(module, CPU)), [text], max_new_tokens=60, ignore_eos=True)
     widths = []
-    keep = TorchDrafts.keep
+    keep = TreePool._keep
 
-    def noting(self: TorchDrafts, paths: Any) -> None:
+    def noting(self: TreePool, paths: Any) -> None:
         keep(self, paths)
         widths.append(self._columns[0].places.shape[1])
         assert self._lengths == [widths[-1]]
 
-    monkeypatch.setattr(TorchDrafts, "keep", noting)
+    monkeypatch.setattr(TreePool, "_keep", noting)
     model = drafting(module, Scripted(truth))
     assert model.generate(text, max_new_tokens=60, ignore_eos=True) == truth[tuple(text)]
     assert len(widths) == model.stats["steps"] - 2  # not after the prompt, not at the end
@@ -148,14 +147,14 @@ def test_models_that_verify_no_drafts_say_why(family: str, options: Any, reason:
 
 def test_a_model_that_ignores_masks_is_found_out(module: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = TorchEngine(module, CPU)
-    assert probe.why_not(engine) is None
+    assert probe(engine, engine.module) is None
     forward = TorchEngine.forward
 
     def causal(self: Any, ids: Any, cache: Any, mask: Any, positions: Any, last_only: bool = False) -> Any:
         return forward(self, ids, cache, None if mask is not None and mask.dim() == 4 else mask, positions, last_only)
 
     monkeypatch.setattr(TorchEngine, "forward", causal)
-    assert "does not compute the branches of a draft as if they were alone" in str(probe.why_not(engine))
+    assert "does not compute the branches of a draft as if they were alone" in str(probe(engine, engine.module))
 
     def refuses(self: Any, ids: Any, cache: Any, mask: Any, positions: Any, last_only: bool = False) -> Any:
         if mask is not None and mask.dim() == 4:
@@ -164,7 +163,7 @@ def test_a_model_that_ignores_masks_is_found_out(module: Any, monkeypatch: pytes
 
     monkeypatch.setattr(TorchEngine, "forward", refuses)
     expected = "LlamaForCausalLM does not take the mask of a token tree: masks have two dimensions"
-    assert probe.why_not(engine) == expected
+    assert probe(engine, engine.module) == expected
 
 
 def test_other_attention_functions_are_refused(module: Any) -> None:

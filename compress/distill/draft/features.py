@@ -11,7 +11,7 @@ import torch
 
 from compress.distill.train.teacher import Teacher
 from runtime.drafting.drafters.parts.target import TargetParts
-from runtime.engines.base import Chunk, SpeculativeEngine
+from runtime.engines.base import Chunk, Engine
 from runtime.engines.torch.drafts import states_of
 from runtime.errors import RequestError
 
@@ -70,7 +70,7 @@ class Features:
         if isinstance(target, Model):
             parts = TargetParts.of(target.engine, "target")
             module: Any = getattr(target.engine, "module")  # noqa: B009
-            if isinstance(target.engine, SpeculativeEngine):
+            if not target.engine.lockstep:
                 return cls(_Verified(target.engine), parts, module, base, keep_bytes)
             return cls(_Forward(module), parts, module, base, keep_bytes)
         if not isinstance(target, PreTrainedModel):
@@ -129,7 +129,7 @@ class Features:
 class _Verified:
     """States of a paged engine, row by row, in steps as large as it takes."""
 
-    def __init__(self, engine: SpeculativeEngine) -> None:
+    def __init__(self, engine: Engine) -> None:
         self._engine = engine
 
     def __call__(self, ids: torch.Tensor) -> torch.Tensor:

@@ -96,7 +96,7 @@ def _check_depth(lengths: Lengths, target: Target, path: Path) -> None:
 
 def _check_rows(lengths: Lengths, target: Target, path: Path) -> None:
     """UnfitError where a tree is larger than what the engine verifies at once."""
-    rows, nodes = getattr(target.engine, "most_rows", None), getattr(lengths, "nodes", 1)
+    rows, nodes = getattr(target.engine, "draft_rows", None), getattr(lengths, "nodes", 1)
     if rows is not None and nodes >= rows:
         raise UnfitError(
             path,

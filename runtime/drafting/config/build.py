@@ -26,10 +26,9 @@ from runtime.drafting.config.registry import (
     SELF,
     configured,
 )
-from runtime.drafting.config.target import Target, UnfitError, why_not
+from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import SpeculativeEngine
 from runtime.errors import ArtifactError, RequestError
 
 _log = logging.getLogger("compress.speculation")
@@ -191,7 +190,7 @@ def _confident(draft: Any, path: Path, candidates: Any, settings: Mapping[str, A
     if not (path / FILE).is_file():
         raise PolicyError(("method",), f"{path} has no head that foresees acceptance; use chain")
     hidden = getattr(getattr(draft.engine, "module", None), "config", None)
-    if not isinstance(draft.engine, SpeculativeEngine) or hidden is None:
+    if draft.engine.lockstep or hidden is None:
         raise UnfitError(
             ("method",), f"confident needs the states of the draft, which {draft.engine.description} does not give"
         )
@@ -249,7 +248,7 @@ def _part(value: Any, path: tuple[str | int, ...], target: Target) -> Drafter:
 
 # What `drafter=` asks for: a name, settings, the directory of a draft model, several of them, a drafter of the caller's own.
 
-__all__ = ["CHOICE", "Target", "check_written", "choose_speculation", "is_none", "why_not"]
+__all__ = ["CHOICE", "Target", "check_written", "choose_speculation", "is_none"]
 
 WHERE = "drafter"
 _OFF = ("none", "off")
@@ -296,7 +295,7 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
             raise RequestError(
                 f"drafter: {target.artifact.path} brings no draft; name one, such as 'lookup', or a directory"
             )
-    reason = why_not(target.engine)
+    reason = target.engine.why_not_drafts()
     if reason is not None:
         raise RequestError(f"drafter: {reason}")
     return _made(value, target, where)
@@ -307,7 +306,7 @@ def _unasked(target: Target) -> Speculation | None:
     own = brought(target.artifact, target.engine.device)
     if own is None or is_none(own.value):
         return None
-    reason = why_not(target.engine)
+    reason = target.engine.why_not_drafts()
     if reason is None:
         try:
             return _made(own.value, replace(target, lenient=True), own.where)

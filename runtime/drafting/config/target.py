@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.config.fields import PolicyError
-from runtime.engines.base import SpeculativeEngine
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -50,14 +49,3 @@ def other_target(path: Path, own: Any, target: Artifact) -> RequestError:
         f"drafter: {path} is a draft of another target: it was made for fingerprint {theirs}, and that of {target.path} is {mine}; "
         "`compress draft` makes one for it"
     )
-
-
-def why_not(engine: Any) -> str | None:
-    """Why an engine verifies no drafts; None: it does."""
-    if isinstance(engine, SpeculativeEngine):
-        return None
-    reason = getattr(engine, "why_not_drafts", None)
-    if reason is None:
-        return f"{engine.description} verifies no drafts: it cannot take tokens back"
-    found: str | None = reason()
-    return found

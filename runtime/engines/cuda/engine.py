@@ -19,14 +19,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Chunk
-from runtime.engines.batch import Batch
+from runtime.engines.base import Chunk, Engine
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Store
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.graphs import Capture, CudaGraphs
 from runtime.engines.cuda.parts import Parts, read_parts, why_not
-from runtime.engines.cuda.prefill import PieceAttention
+from runtime.engines.cuda.prefill import ChunkAttention
 from runtime.engines.cuda.steps import Steps
 from runtime.errors import RequestError
 
@@ -40,8 +39,8 @@ UNLIMITED = 1 << 17  # positions, where a model names no limit
 _log = logging.getLogger("compress.engine")
 
 
-class CudaEngine:
-    """See `runtime.engines.base.SpeculativeEngine`. Made by `take_over`.
+class CudaEngine(Engine):
+    """See `runtime.engines.base.Engine`. Made by `take_over`.
 
     Args:
         page_size: positions of a page: 16, 32, or a multiple of 64.
@@ -49,9 +48,6 @@ class CudaEngine:
         capture: how a decode step is captured; None: it is not. `take_over` gives CUDA graphs on CUDA devices.
         computing: `ops.choose(device)` by default.
     """
-
-    padding_is_exact = True
-    trees = False
 
     def __init__(
         self,
@@ -79,13 +75,9 @@ class CudaEngine:
         with self._on_device():
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
         self._store = Store(lambda count: Memory(parts, page_size, count, self.device))
-        self._lock = threading.RLock()  # `forward` reads in parts
-
-    @property
-    def description(self) -> str:
-        """What computes, in a few words."""
-        graphs = "no graphs" if self._capture is None else "decode steps as CUDA graphs"
-        return f"lean decoder, {self.decoder.ops.name} kernels, {graphs}"
+        self._lock = threading.RLock()
+        graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
+        self.description = f"lean decoder, {self.decoder.ops.name} kernels, {graphs}"
 
     @property
     def logits_width(self) -> int:
@@ -96,7 +88,7 @@ class CudaEngine:
         return self.torch_engine.explain()
 
     # ---------------------------------------------------------------- pages
-    def new_pages(self, count: int) -> Pool:
+    def new_pages(self, count: int, drafts: bool = False) -> Pool:
         """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
         with self._on_device():
             return self._store.pool(count)
@@ -105,39 +97,38 @@ class CudaEngine:
         """Give back the memory that waits for the next pool."""
         self._store.trim()
 
-    def step(self, pool: Pool | Memory, pieces: Sequence[Chunk]) -> torch.Tensor:
-        """As `PagedEngine.step`. Nothing waits for the device: the logits are on it."""
-        return self.verify(pool, pieces)[0]
+    def step(self, pool: Pool | Memory, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """As `Engine.step`. Nothing waits for the device: the logits are on it."""
+        return self.verify(pool, chunks)[0]
 
     def verify(
-        self, pool: Pool | Memory, pieces: Sequence[Chunk], hidden: bool = False
+        self, pool: Pool | Memory, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `SpeculativeEngine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own.
+        """As `Engine.verify`, for chains. A drafted token is a row of a decode step, as if it were a sequence of its own.
 
         Args:
             pool: also what `make_memory` gave.
         """
-        memory = pool.memory if isinstance(pool, Pool) else pool
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._run(memory, pieces, hidden)
+            return self._run(_memory(pool), chunks, hidden)
 
-    def keep(self, pool: Pool | Memory, piece: Chunk, path: Sequence[int]) -> None:
-        """As `SpeculativeEngine.keep`: the beginning of a chain is where it should be."""
+    def keep(self, pool: Pool | Memory, chunk: Chunk, path: Sequence[int]) -> None:
+        """As `Engine.keep`: the beginning of a chain is where it should be."""
         if list(path) != list(range(len(path))):
             raise ValueError(f"{list(path)} is not the beginning of a chain")
 
-    def _run(self, memory: Memory, pieces: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
-        if any(piece.parents is not None for piece in pieces):
+    def _run(self, memory: Memory, chunks: Sequence[Chunk], hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if any(chunk.parents is not None for chunk in chunks):
             raise ValueError("this engine verifies chains, no trees")
-        # Where each piece's rows are in what is returned, and the rows that are computed in decode steps.
-        logits_at = list(accumulate((piece.outputs for piece in pieces), initial=0))
-        states_at = list(accumulate((len(piece.tokens) for piece in pieces), initial=0))
-        decoding = [i for i, piece in enumerate(pieces) if piece.outputs == len(piece.tokens)]
-        reading = [i for i, piece in enumerate(pieces) if piece.outputs < len(piece.tokens)]
+        # Where each chunk's rows are in what is returned, and the rows that are computed in decode steps.
+        logits_at = list(accumulate((chunk.outputs for chunk in chunks), initial=0))
+        states_at = list(accumulate((len(chunk.tokens) for chunk in chunks), initial=0))
+        decoding = [i for i, chunk in enumerate(chunks) if chunk.outputs == len(chunk.tokens)]
+        reading = [i for i, chunk in enumerate(chunks) if chunk.outputs < len(chunk.tokens)]
         rows = [
-            Chunk([token], piece.start + place, piece.pages)
-            for piece in (pieces[i] for i in decoding)
-            for place, token in enumerate(piece.tokens)
+            Chunk([token], chunk.start + place, chunk.pages)
+            for chunk in (chunks[i] for i in decoding)
+            for place, token in enumerate(chunk.tokens)
         ]
         logits: list[torch.Tensor] = []
         states: list[torch.Tensor] = []
@@ -148,7 +139,7 @@ class CudaEngine:
             if x is not None:
                 states.append(x.to(torch.float32, copy=True))
         if reading:
-            found, x = self._read(memory, [pieces[i] for i in reading], [pieces[i].outputs for i in reading], hidden)
+            found, x = self._read(memory, [chunks[i] for i in reading], [chunks[i].outputs for i in reading], hidden)
             logits.append(found.float())
             if x is not None:
                 states.append(x.float())
@@ -163,35 +154,36 @@ class CudaEngine:
             memory.steps = Steps(self.decoder, memory, self.buckets, self._width, self._capture)
         return memory.steps
 
-    def read(self, memory: Memory, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        """All tokens of the pieces in one pass, without a graph: logits after the last of each piece, or after `every` token."""
+    def read(self, pool: Pool | Memory, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
+        """As `Engine.read`: all tokens of the chunks in one pass, without a graph."""
+        outputs = [len(chunk.tokens) if every else 1 for chunk in chunks]
         with self._lock, self._on_device(), torch.inference_mode():
-            return self._read(memory, pieces, [len(piece.tokens) if every else 1 for piece in pieces], False)[0]
+            return self._read(_memory(pool), chunks, outputs, False)[0].float()
 
     def _read(
-        self, memory: Memory, pieces: Sequence[Chunk], outputs: Sequence[int], hidden: bool
+        self, memory: Memory, chunks: Sequence[Chunk], outputs: Sequence[int], hidden: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """As `read`: logits after the last `outputs` tokens of each piece, and what the head reads of all, if that is wanted."""
+        """As `read`: logits after the last `outputs` tokens of each chunk, and what the head reads of all, if that is wanted."""
         page, parts = self.page_size, self.parts
         ids: list[int] = []
         positions: list[int] = []
         slots: list[int] = []
         cached: list[int] = []
         ends: list[int] = []
-        for piece, count in zip(pieces, outputs, strict=True):
-            end = piece.start + len(piece.tokens)
+        for chunk, count in zip(chunks, outputs, strict=True):
+            end = chunk.start + len(chunk.tokens)
             if end > self._width * page:
                 raise RequestError(f"position {end - 1} is past the {self._width * page} that the model was made for")
-            pages = piece.pages
+            pages = chunk.pages
             mine = [pages[place // page] * page + place % page for place in range(end)]
-            ids += piece.tokens
-            positions += range(piece.start, end)
-            slots += mine[piece.start :]
+            ids += chunk.tokens
+            positions += range(chunk.start, end)
+            slots += mine[chunk.start :]
             cached += mine
             ends += range(len(ids) - count, len(ids))
         rows = Rows(*torch.tensor([ids, positions, slots], dtype=torch.int32).to(self.device))
-        starts, counts = [piece.start for piece in pieces], [len(piece.tokens) for piece in pieces]
-        attention = PieceAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
+        starts, counts = [chunk.start for chunk in chunks], [len(chunk.tokens) for chunk in chunks]
+        attention = ChunkAttention(starts, counts, torch.tensor(cached).to(self.device), parts.scale)
 
         def attend(layer: int, q: torch.Tensor) -> torch.Tensor:
             return attention(q, memory.keys[layer], memory.values[layer], parts.blocks[layer].window)
@@ -203,32 +195,6 @@ class CudaEngine:
         x = decoder.states(embedded, rows, memory, attend)
         return parts.head(x if wanted is None else x[wanted]), x
 
-    # ---------------------------------------------------------------- engine
-    def new_cache(self) -> Batch[Memory]:
-        return Batch()
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cache: Batch[Memory] | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens. No graphs."""
-        cache = cache if cache is not None else Batch()
-        with self._lock, self._on_device(), torch.inference_mode():
-            return cache.forward(self, input_ids, attention_mask, last_only)
-
-    def keep_rows(self, cache: Batch[Memory], rows: torch.Tensor) -> None:
-        with self._lock, self._on_device(), torch.inference_mode():
-            cache.keep(self, rows.tolist())
-
-    def cache_bytes(self, cache: Any) -> int:
-        """Of a cache from `new_cache` or a pool from `new_pages`."""
-        memory = cache.memory
-        return 0 if memory is None else memory.count * self.page_bytes
-
     def make_memory(self, count: int) -> Memory:
         """Pages that no pool shares."""
         return Memory(self.parts, self.page_size, count, self.device)
@@ -238,14 +204,18 @@ class CudaEngine:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
 
+def _memory(pool: Pool | Memory) -> Memory:
+    return pool.memory if isinstance(pool, Pool) else pool
+
+
 def _in_order(
     found: Sequence[torch.Tensor], order: Sequence[int], starts: Sequence[int], shape: tuple[int, torch.device]
 ) -> torch.Tensor:
-    """Rows of pieces that were computed in another order than they are wanted in.
+    """Rows of chunks that were computed in another order than they are wanted in.
 
     Args:
-        found: the rows of the pieces `order`, one after another, `[rows, n]` each.
-        starts: where those of each piece begin in the result, and how many there are.
+        found: the rows of the chunks `order`, one after another, `[rows, n]` each.
+        starts: where those of each chunk begin in the result, and how many there are.
         shape: n, and the device, where there are none.
     """
     if not found:
@@ -253,7 +223,7 @@ def _in_order(
     together = found[0] if len(found) == 1 else torch.cat(list(found))
     if list(order) == list(range(len(order))):
         return together
-    here = [row for piece in order for row in range(starts[piece], starts[piece + 1])]
+    here = [row for chunk in order for row in range(starts[chunk], starts[chunk + 1])]
     back = sorted(range(len(here)), key=here.__getitem__)
     return together[torch.tensor(back, device=together.device)]
 

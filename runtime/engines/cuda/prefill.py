@@ -1,4 +1,4 @@
-"""Attention of pieces of many tokens: each token sees its sequence's earlier ones in the cache, and those of its piece before it."""
+"""Attention of chunks of many tokens: each token sees its sequence's earlier ones in the cache, and those of its chunk before it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch.nn import functional
 
-# All pieces of a step in one call: torch's variable-length flash attention, where this torch has it and it computes what it should.
+# All chunks of a step in one call: torch's variable-length flash attention, where this torch has it and it computes what it should.
 
 _log = logging.getLogger("compress.engine")
 _WANTED = {"scale", "window_size", "enable_gqa"}  # of its arguments; younger than the function
@@ -29,7 +29,7 @@ def function() -> Callable[..., Any] | None:
 
 
 class Ends:
-    """Where the pieces' queries and keys end, on the device, and the longest of each."""
+    """Where the chunks' queries and keys end, on the device, and the longest of each."""
 
     def __init__(self, starts: Sequence[int], counts: Sequence[int], device: torch.device) -> None:
         keys = [start + count for start, count in zip(starts, counts, strict=True)]
@@ -39,7 +39,7 @@ class Ends:
 
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Ends, scale: float, window: int) -> torch.Tensor:
-    """`[rows, heads, head_dim]`; keys and values of the pieces one after another, `[sum of lengths, kv_heads, head_dim]`."""
+    """`[rows, heads, head_dim]`; keys and values of the chunks one after another, `[sum of lengths, kv_heads, head_dim]`."""
     compute = function()
     assert compute is not None
     return compute(
@@ -50,7 +50,7 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Ends, scale:
 
 @cache
 def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
-    """Whether `attend` gives the right numbers here: tried once, on pieces with and without a cached beginning."""
+    """Whether `attend` gives the right numbers here: tried once, on chunks with and without a cached beginning."""
 
     if function() is None or dtype not in (torch.float16, torch.bfloat16):
         return False
@@ -62,8 +62,8 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
 
     lengths = [start + count for start, count in zip(starts, counts, strict=True)]
     q, k, v = random(sum(counts), heads), random(sum(lengths), kv_heads), random(sum(lengths), kv_heads)
-    pieces = zip(q.split(counts), k.split(lengths), v.split(lengths), starts, strict=True)
-    wanted = torch.cat([piece_attention(*piece, size**-0.5, window) for piece in pieces]).float()
+    chunks = zip(q.split(counts), k.split(lengths), v.split(lengths), starts, strict=True)
+    wanted = torch.cat([chunk_attention(*chunk, size**-0.5, window) for chunk in chunks]).float()
     try:
         found = attend(q, k, v, Ends(starts, counts, device), size**-0.5, window).float()
         error = float((found - wanted).abs().max())
@@ -76,13 +76,13 @@ def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, s
     return True
 
 
-MOST_SCORES = 1 << 25  # of a mask: longer pieces are cut
+MOST_SCORES = 1 << 25  # of a mask: longer chunks are cut
 
 
-def piece_attention(
+def chunk_attention(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int
 ) -> torch.Tensor:
-    """Causal attention of one piece.
+    """Causal attention of one chunk.
 
     Args:
         q: `[tokens, heads, head_dim]`, at positions start ...
@@ -114,13 +114,13 @@ def piece_attention(
     return torch.cat(out, dim=2)[0].transpose(0, 1)
 
 
-class PieceAttention:
-    """Attention of the pieces of a step, whose rows lie one after another.
+class ChunkAttention:
+    """Attention of the chunks of a step, whose rows lie one after another.
 
     Args:
-        starts: position of each piece's first token. counts: its tokens.
-        slots: int64, on the device: where the positions 0 .. start + count - 1 of each piece's sequence are in the cache, one
-            piece after another.
+        starts: position of each chunk's first token. counts: its tokens.
+        slots: int64, on the device: where the positions 0 .. start + count - 1 of each chunk's sequence are in the cache, one
+            chunk after another.
     """
 
     def __init__(self, starts: Sequence[int], counts: Sequence[int], slots: torch.Tensor, scale: float) -> None:
@@ -135,5 +135,5 @@ class PieceAttention:
             if self._ends is None:
                 self._ends = Ends(self._starts, self._counts, q.device)
             return attend(q, k, v, self._ends, self._scale, window)
-        pieces = zip(q.split(self._counts), k.split(self._lengths), v.split(self._lengths), self._starts, strict=True)
-        return torch.cat([piece_attention(*piece, self._scale, window) for piece in pieces])
+        chunks = zip(q.split(self._counts), k.split(self._lengths), v.split(self._lengths), self._starts, strict=True)
+        return torch.cat([chunk_attention(*chunk, self._scale, window) for chunk in chunks])

@@ -1,4 +1,4 @@
-"""The lean CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
+"""Native CPU engine: a Llama-like decoder whose whole step runs in C, with a paged KV cache.
 
 It takes over a transformers model whose layers are compressed (the same weights, nothing is copied) where every part of its blocks is one
 that decoder.h knows; `read_parts` says what is missing otherwise, and the torch engine runs the model instead. The residual stream, norms
@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk
-from runtime.engines.batch import Batch
+from runtime.engines.base import Chunk, Engine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
@@ -28,11 +27,11 @@ if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
 
 
-# Where the rows of a step stand whose pieces may be trees, as decoder.h reads it.
+# Where the rows of a step stand whose chunks may be trees, as decoder.h reads it.
 
 
 class Branches:
-    """For each row of the pieces, one after another:
+    """For each row of the chunks, one after another:
 
     Attributes:
         position: int64 `[rows]`, in its text.
@@ -41,24 +40,24 @@ class Branches:
         slots: int32, of all branches one after another.
     """
 
-    def __init__(self, pieces: Sequence[Chunk]) -> None:
+    def __init__(self, chunks: Sequence[Chunk]) -> None:
         position: list[int] = []
         base: list[int] = []
         path: list[int] = []
         slots: list[int] = []
         slot: list[int] = []
-        for piece in pieces:
-            count, start = len(piece.tokens), piece.start
-            slot += range(start + piece.cached, start + piece.cached + count)
+        for chunk in chunks:
+            count, start = len(chunk.tokens), chunk.start
+            slot += range(start + chunk.cached, start + chunk.cached + count)
             base += [start] * count
-            if piece.parents is None:
+            if chunk.parents is None:
                 position += range(start, start + count)
                 path += [-1] * count
                 continue
             branches: list[list[int]] = []
-            for index, parent in enumerate(piece.parents):
+            for index, parent in enumerate(chunk.parents):
                 branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
-            branches = branches[piece.cached :]
+            branches = branches[chunk.cached :]
             lengths = [len(branch) for branch in branches]
             position += [start + length - 1 for length in lengths]
             path += accumulate(lengths[:-1], initial=len(slots))
@@ -76,22 +75,22 @@ class Recorder:
     """What every layer of one step leaves in the residual stream; `Pool.recorder` of the step's pool.
 
     Attributes:
-        states: float32 `[layers, tokens of all pieces, hidden]`; None before the step.
+        states: float32 `[layers, tokens of all chunks, hidden]`; None before the step.
     """
 
     def __init__(self) -> None:
         self.states: torch.Tensor | None = None
         self._places: dict[tuple[int, int], slice] = {}
 
-    def fill(self, pieces: Sequence[Chunk], states: torch.Tensor) -> None:
+    def fill(self, chunks: Sequence[Chunk], states: torch.Tensor) -> None:
         """The step is done."""
         self.states, row = states, 0
-        for piece in pieces:
-            self._places[_place(piece.pages, piece.start)] = slice(row, row + len(piece.tokens))
-            row += len(piece.tokens)
+        for chunk in chunks:
+            self._places[_place(chunk.pages, chunk.start)] = slice(row, row + len(chunk.tokens))
+            row += len(chunk.tokens)
 
     def of(self, pages: Sequence[int], start: int) -> torch.Tensor | None:
-        """`[layers, tokens, hidden]` of the piece of these pages that began at `start`; None: there was none."""
+        """`[layers, tokens, hidden]` of the chunk of these pages that began at `start`; None: there was none."""
         rows = self._places.get(_place(pages, start))
         return None if rows is None or self.states is None else self.states[:, rows]
 
@@ -137,11 +136,10 @@ class Ready(NamedTuple):
     held: tuple[Any, ...]
 
 
-class LlamaEngine:
-    """See `runtime.engines.base.SpeculativeEngine`. Made by `take_over`."""
+class LlamaEngine(Engine):
+    """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
-    padding_is_exact = True
     trees = True
 
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
@@ -160,11 +158,8 @@ class LlamaEngine:
         self._embedding: nn.Module = self.module.get_input_embeddings()
         self._rotary = (torch.empty(0), torch.empty(0))
         self._local = threading.local()
-
-    @property
-    def description(self) -> str:
-        """What computes, in a few words."""
-        return f"decoder in C ({self._library.isa_name().decode()}, {self.parts.decoder.digits}-digit activations)"
+        digits = parts.decoder.digits
+        self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
 
     @property
     def logits_width(self) -> int:
@@ -180,34 +175,30 @@ class LlamaEngine:
         return found
 
     # ---------------------------------------------------------------- pages
-    def new_pages(self, count: int) -> Pool:
+    def new_pages(self, count: int, drafts: bool = False) -> Pool:
         return Pool(self.parts, count)
 
     def make_memory(self, count: int) -> Pool:
         """As `new_pages`: nothing is kept for the next."""
         return self.new_pages(count)
 
-    def step(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
-        return self.read(pool, pieces)
-
-    def read(self, memory: Pool, pieces: Sequence[Chunk], every: bool = False) -> torch.Tensor:
-        """Logits after the last token of each piece, or after `every` token, in one pass."""
-        ends = list(accumulate(len(piece.tokens) for piece in pieces))
-        return self._run(memory, pieces, range(ends[-1]) if every else [end - 1 for end in ends])[0]
+    def read(self, pool: Pool, chunks: Sequence[Chunk], every: bool = False) -> torch.Tensor:
+        ends = list(accumulate(len(chunk.tokens) for chunk in chunks))
+        return self._run(pool, chunks, range(ends[-1]) if every else [end - 1 for end in ends])[0]
 
     def verify(
-        self, pool: Pool, pieces: Sequence[Chunk], hidden: bool = False
+        self, pool: Pool, chunks: Sequence[Chunk], hidden: bool = False
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        ends = accumulate(len(piece.tokens) for piece in pieces)
-        outputs = [row for piece, end in zip(pieces, ends, strict=True) for row in range(end - piece.outputs, end)]
-        logits, x = self._run(pool, pieces, outputs)
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        outputs = [row for chunk, end in zip(chunks, ends, strict=True) for row in range(end - chunk.outputs, end)]
+        logits, x = self._run(pool, chunks, outputs)
         return logits, self._normed(x) if hidden else None
 
-    def keep(self, pool: Pool, piece: Chunk, path: Sequence[int]) -> None:
+    def keep(self, pool: Pool, chunk: Chunk, path: Sequence[int]) -> None:
         moves = [(index, place) for place, index in enumerate(path) if index != place]
         if moves:
-            source, target = (torch.tensor([piece.start + each for each in side]) for side in zip(*moves, strict=True))
-            pages = torch.tensor(piece.pages, dtype=torch.int32)
+            source, target = (torch.tensor([chunk.start + each for each in side]) for side in zip(*moves, strict=True))
+            pages = torch.tensor(chunk.pages, dtype=torch.int32)
             self._library.decoder_copy(
                 ctypes.byref(pool.decoder), pages.data_ptr(), len(moves), source.data_ptr(), target.data_ptr()
             )
@@ -219,9 +210,9 @@ class LlamaEngine:
         return x * scale * parts.final_norm
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
-        """One pass over all tokens of the pieces: logits of the rows `outputs`, and the residual stream after the last layer."""
-        ready = self.prepare(pool.decoder, pieces, outputs)
+    def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """One pass over all tokens of the chunks: logits of the rows `outputs`, and the residual stream after the last layer."""
+        ready = self.prepare(pool.decoder, chunks, outputs)
         recorder, pool.recorder = pool.recorder, None
         if recorder is None:
             self._compute(ready.step, pool)
@@ -229,37 +220,37 @@ class LlamaEngine:
         states = torch.empty(len(self.parts.blocks), *ready.x.shape)
         ready.step.record = states.data_ptr()
         self._compute(ready.step, pool)
-        recorder.fill(pieces, states)
+        recorder.fill(chunks, states)
         return ready.logits, ready.x
 
     def prepare(
-        self, decoder: Decoder, pieces: Sequence[Chunk], outputs: Sequence[int], x: torch.Tensor | None = None
+        self, decoder: Decoder, chunks: Sequence[Chunk], outputs: Sequence[int], x: torch.Tensor | None = None
     ) -> Ready:
         """A step of all layers of a decoder, to be run in the same thread before the next is prepared.
 
         Args:
             decoder: a pool's, or of a part of it.
-            pieces: at least one token.
+            chunks: at least one token.
             outputs: rows whose logits are wanted.
             x: float32 `[tokens, hidden]`, contiguous, what the first layer reads; it is overwritten. None: the tokens' embeddings.
         """
-        if len(pieces) == 1 and len(pieces[0].tokens) == 1:  # the common step: no loops in Python
-            piece = pieces[0]
-            ids = torch.tensor(piece.tokens)
-            sequence, position = torch.zeros(1, dtype=torch.int32), torch.tensor([piece.start])
-            last = piece.start
+        if len(chunks) == 1 and len(chunks[0].tokens) == 1:  # the common step: no loops in Python
+            chunk = chunks[0]
+            ids = torch.tensor(chunk.tokens)
+            sequence, position = torch.zeros(1, dtype=torch.int32), torch.tensor([chunk.start])
+            last = chunk.start
         else:
-            ids = torch.tensor([token for piece in pieces for token in piece.tokens])
-            counts = torch.tensor([len(piece.tokens) for piece in pieces])
-            sequence = torch.arange(len(pieces), dtype=torch.int32).repeat_interleave(counts)
-            position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in pieces])
-            last = max(p.start + len(p.tokens) for p in pieces) - 1
+            ids = torch.tensor([token for chunk in chunks for token in chunk.tokens])
+            counts = torch.tensor([len(chunk.tokens) for chunk in chunks])
+            sequence = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
+            position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in chunks])
+            last = max(p.start + len(p.tokens) for p in chunks) - 1
         branches = None
-        if any(piece.parents is not None for piece in pieces):
-            branches = Branches(pieces)
+        if any(chunk.parents is not None for chunk in chunks):
+            branches = Branches(chunks)
             position, last = branches.position, int(branches.position.max())
-        width = max(len(piece.pages) for piece in pieces)
-        pages = torch.tensor([[*piece.pages, *[0] * (width - len(piece.pages))] for piece in pieces], dtype=torch.int32)
+        width = max(len(chunk.pages) for chunk in chunks)
+        pages = torch.tensor([[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks], dtype=torch.int32)
         if x is None:
             x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
         cosine, sine = self._rotation(last + 1)
@@ -313,29 +304,6 @@ class LlamaEngine:
             cosine, sine = self.parts.rotation(count)
             self._rotary = (cosine, sine)
         return cosine, sine
-
-    # ---------------------------------------------------------------- engine
-    def new_cache(self) -> Batch[Pool]:
-        return Batch()
-
-    def forward(
-        self,
-        input_ids: torch.Tensor,
-        cache: Batch[Pool] | None,
-        attention_mask: torch.Tensor | None,
-        position_ids: torch.Tensor | None,
-        last_only: bool = False,
-    ) -> torch.Tensor:
-        """As `Engine.forward`; padding must be on the left, and positions count each row's own tokens."""
-        return (cache or Batch()).forward(self, input_ids, attention_mask, last_only)
-
-    def keep_rows(self, cache: Batch[Pool], rows: torch.Tensor) -> None:
-        cache.keep(self, rows.tolist())
-
-    def cache_bytes(self, cache: Any) -> int:
-        """Of a cache from `new_cache` or a pool from `new_pages`."""
-        pool = cache.memory if isinstance(cache, Batch) else cache
-        return 0 if pool is None else pool.count * self.page_bytes
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:

@@ -10,6 +10,7 @@ import torch
 from runtime.checkpoint.export_directory import Export
 from runtime.engines.onnx.seq2seq import OnnxSeq2SeqEngine
 from runtime.engines.onnx.session import DTYPES, Session, file_bytes, session_entries
+from runtime.engines.rows import RowEngine
 from runtime.errors import ArtifactError, RequestError
 
 # The engine of encoders exported to ONNX; see `runtime.engines.base.EncoderEngine`.
@@ -57,8 +58,8 @@ class OnnxCache:
     length: int = 0
 
 
-class OnnxEngine:
-    """Runs `model.onnx`; see `runtime.engines.base.Engine`.
+class OnnxEngine(RowEngine):
+    """Runs `model.onnx`; see `runtime.engines.rows.RowEngine`.
 
     Args:
         export: the directory.

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 import torch
 
+from runtime.engines.rows import RowEngine
 from runtime.engines.tensorrt.cache import Rows, Sizes
 from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
 from runtime.errors import ArtifactError, CompressError, RequestError
@@ -37,8 +38,8 @@ class TensorrtCache:
     parts: list[Rows] = field(default_factory=list)
 
 
-class TensorrtEngine:
-    """Runs a plan; see `runtime.engines.base.Engine`.
+class TensorrtEngine(RowEngine):
+    """Runs a plan; see `runtime.engines.rows.RowEngine`.
 
     Args:
         session: the deserialized plan.

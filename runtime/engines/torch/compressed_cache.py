@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 
 from runtime.config.fields import PolicyError
-from runtime.engines.base import Chunk, Step
-from runtime.engines.torch.drafts import states_of
 from runtime.errors import CompressError
 from runtime.kv_cache import drafts
 from runtime.kv_cache.cache import CompressedCache, prepare
 from runtime.kv_cache.estimate import needed_bytes
 from runtime.kv_cache.kernels import explain
-from runtime.kv_cache.layer import STEP_TOKENS, CompressedLayer
+from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.policy.checks import check_asked, check_module, probe
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
@@ -26,9 +24,6 @@ from runtime.kv_cache.store import Store
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from runtime.engines.torch.engine import TorchEngine
-
 
 _log = logging.getLogger("compress.kv_cache")
 
@@ -128,72 +123,14 @@ class HeldCache:
         """A mask of prompts and what follows them, with the prefix: rows are padding first, then tokens."""
         return None if mask is None else torch.cat([mask, mask.new_ones(len(mask), len(self.prefix))], 1)
 
+    def why_not_drafts(self) -> str | None:
+        """Why drafts cannot be verified over these caches; None: they can."""
+        from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
-# Verification of drafts over a compressed cache: one text at a time, chains only, as many tokens as change nothing of the text.
-
-
-def why_not(held: HeldCache) -> str | None:
-    """Why drafts cannot be verified over a compressed cache; None: they can."""
-    from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
-
-    reason = drafts.why_not(held.plan)
-    if reason is not None:
-        return f"the cache is compressed ({held.description}): {reason}"
-    for layer in held.new().layers:
-        if not isinstance(layer, CompressedLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
-            return f"the model caches with {type(layer).__name__} too, which takes no tokens back"
-    return None
-
-
-class HeldDrafts:
-    """See `runtime.engines.base.Drafts`, for one text. Made by `TorchEngine.new_drafts`."""
-
-    trees = False
-    most_rows = STEP_TOKENS
-
-    def __init__(self, engine: TorchEngine, hidden: bool) -> None:
-        self._engine, self._hidden = engine, hidden
-        self._cache = engine.new_cache()
-        self._given = 0  # tokens of the last pass
-
-    @property
-    def nbytes(self) -> int:
-        return self._engine.cache_bytes(self._cache)
-
-    def room(self) -> int | None:
-        return drafts.room(self._cache)
-
-    @torch.inference_mode()
-    def read(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Step:
-        assert len(ids) == 1, "texts over compressed caches are decoded one by one"
-        found = self._pass(ids, positions, True)
-        for layer in self._cache.layers:
-            # Sliding windows keep what they no longer need until it is known what is taken back. The prompt stays.
-            if not isinstance(layer, CompressedLayer) and hasattr(layer, "activate_past_recording"):
-                layer.activate_past_recording()
-        return found
-
-    @torch.inference_mode()
-    def verify(self, pieces: Sequence[Chunk]) -> Step:
-        (piece,) = pieces
-        assert piece.parents is None, "chains only"
-        device = self._engine.device
-        positions = torch.arange(piece.start, piece.start + len(piece.tokens), device=device)[None]
-        self._given = len(piece.tokens)
-        return self._pass(torch.tensor([piece.tokens], device=device), positions, False)
-
-    def _pass(self, ids: torch.Tensor, positions: torch.Tensor, last_only: bool) -> Step:
-        with states_of(self._engine.module, self._hidden) as states:
-            logits = self._engine.forward(ids, self._cache, None, positions, last_only)
-        # Tokens that the policy puts before the prompt are nobody's.
-        hidden = states[0][0, -ids.shape[1] :].float() if states else None
-        return Step(logits[0], hidden)
-
-    @torch.inference_mode()
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        (path,) = paths
-        self._cache.crop(len(path) - self._given)
-        self._given = len(path)
-
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        assert list(rows) == [0], "there is one text"
+        reason = drafts.why_not(self.plan)
+        if reason is not None:
+            return f"the cache is compressed ({self.description}): {reason}"
+        for layer in self.new().layers:
+            if not isinstance(layer, CompressedLayer) and type(layer) not in (DynamicLayer, DynamicSlidingWindowLayer):
+                return f"the model caches with {type(layer).__name__} too, which takes no tokens back"
+        return None

@@ -1,6 +1,7 @@
-"""Verification of drafts by transformers' modules: one pass over a batch of token trees, whose branches a mask keeps apart.
+"""Pools of transformers' modules in which drafts are verified: token trees over a plain cache, chains over a compressed one.
 
-What is accepted of each row differs, so that the cache gets holes, which nothing sees; when they are too many all rows close up.
+One pass computes a batch of trees, whose branches a mask keeps apart. What is accepted of each row differs, so that the cache gets
+holes, which nothing sees; when they are too many all rows close up.
 """
 
 from __future__ import annotations
@@ -13,13 +14,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from runtime.engines.base import Chunk, Step
+from runtime.engines.base import Chunk
+from runtime.engines.rows import RowEngine, RowPool, pad_left
+from runtime.kv_cache import drafts
+from runtime.kv_cache.layer import CompressedLayer
 
 if TYPE_CHECKING:
-    from runtime.engines.torch.engine import TorchEngine
+    from transformers import PreTrainedModel
 
-
-# Which columns of a cache hold what: layers that see equally far have the same ones.
+MOST_ROWS = 512
+# Holes that a row of the cache may always have, and as a share of its columns.
+FREE_HOLES = 16
+HOLES_SHARE = 0.25
+_MASKS = ("sdpa", "eager")  # attention functions that take any mask
 
 HOLE = -1  # the place of what a column holds and nobody may see
 _KINDS = {"full_attention", "sliding_attention"}
@@ -33,7 +40,7 @@ class Columns:
         kind: of attention, as configs say it.
         layers: their indices.
         window: tokens that each token sees, its own included; 0: all before it.
-        places: int64 `[batch, columns]`: the position in its text of what a column holds, or `HOLE`.
+        places: int64 `[batch, columns]`: the position in its sequence of what a column holds, or `HOLE`.
     """
 
     kind: str
@@ -48,7 +55,7 @@ class Columns:
         return seen & (places > positions[:, :, None] - self.window) if self.window else seen
 
     def needed(self, lengths: Sequence[int]) -> int:
-        """Columns that would do, for texts of these lengths."""
+        """Columns that would do, for sequences of these lengths."""
         return max(min(length, self.window or length) for length in lengths)
 
 
@@ -80,21 +87,18 @@ def gathered(states: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return states.gather(2, index[:, None, :, None].expand(-1, states.shape[1], -1, states.shape[3]))
 
 
-MOST_ROWS = 512
-# Holes that a row of the cache may always have, and as a share of its columns.
-FREE_HOLES = 16
-HOLES_SHARE = 0.25
-_MASKS = ("sdpa", "eager")  # attention functions that take any mask
+def why_not(module: PreTrainedModel, places: bool) -> str | None:
+    """Why drafts cannot be verified for a model over a plain cache, as its class and its config say; None: nothing is against it.
 
-
-def why_not(engine: TorchEngine) -> str | None:
-    """Why drafts cannot be verified for a model over a plain cache, as its class and its config say; None: nothing is against it."""
-    module, config = engine.module, engine.module.config.get_text_config(decoder=True)
+    Args:
+        places: whether padding changes nothing for its tokens, since they are given their positions.
+    """
+    config = module.config.get_text_config(decoder=True)
     name = type(module).__name__
     found = columns(config)
     if isinstance(found, str):
         return f"{name} {found}"
-    if not engine.padding_is_exact:
+    if not places:
         return f"{name} takes no positions, and counts tokens by the columns of its cache, which drafts leave holes in"
     if getattr(config, "alibi", False) or "local" in (getattr(config, "attention_layers", None) or ()):
         return f"{name} counts distances by the columns of its cache, which drafts leave holes in"
@@ -106,75 +110,97 @@ def why_not(engine: TorchEngine) -> str | None:
     return None
 
 
-class TorchDrafts:
-    """See `runtime.engines.base.Drafts`. Made by `TorchEngine.new_drafts`."""
+class DraftPool(RowPool):
+    """Base class: rows that keep a path of their last draft, which the next step or drop settles.
 
-    trees = True
-    most_rows = MOST_ROWS
+    Args:
+        engine: that computes.
+        module: its model, whose decoder gives hidden states.
+    """
 
-    def __init__(self, engine: TorchEngine, batch: int, hidden: bool) -> None:
+    def __init__(self, engine: RowEngine, module: PreTrainedModel, cache: Any = None) -> None:
+        super().__init__(engine, cache)
+        self._module = module
+        self._width = 0  # tokens of a row in the last pass, as far as they are not settled
+
+    def _pass(
+        self, inputs: tuple[torch.Tensor, ...], mask: Any, hidden: bool, last_only: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits, and hidden states `[batch, seq, hidden]` where they are asked for."""
+        ids, positions = inputs
+        with states_of(self._module, hidden) as states:
+            logits = self.engine.forward(ids, self.cache, mask, positions, last_only)
+        return logits, states[0].float() if states else None
+
+    def settle(self) -> None:
+        """Of the last pass only what was accepted stays."""
+        if self._width:
+            self._keep([[0, *(1 + node for node in self.paths.get(page, ()))] for page in self.pages])
+        self.paths.clear()
+        self._width = 0
+
+    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """Of each row's last pass these tokens stay: ascending indices, 0 (the sequence's own last token) first, one branch."""
+        raise NotImplementedError
+
+
+class TreePool(DraftPool):
+    """Rows over a plain cache, whose chunks may be trees."""
+
+    def __init__(self, engine: RowEngine, module: PreTrainedModel) -> None:
         from transformers import DynamicCache
 
-        config = engine.module.config.get_text_config(decoder=True)
+        # Not of the model's config: windows are cut here, where it is known which token is in which column.
+        super().__init__(engine, module, DynamicCache())
+        config = module.config.get_text_config(decoder=True)
         found = columns(config)
         assert not isinstance(found, str), "asked of why_not before"
-        self._engine, self._hidden = engine, hidden
         self._eager = config._attn_implementation == "eager"
-        # Not of the model's config: windows are cut here, where it is known which token is in which column.
-        self._cache: Any = DynamicCache()
         self._columns = found
-        self._lengths = [0] * batch
-        # Of the last pass: positions `[batch, width]`, on the engine's device.
-        self._last = torch.zeros(batch, 0, dtype=torch.int64)
-
-    @property
-    def nbytes(self) -> int:
-        return self._engine.cache_bytes(self._cache)
-
-    def room(self) -> int | None:
-        return None
+        self._lengths: list[int] = []
+        self._last = torch.zeros(
+            0, 0, dtype=torch.int64
+        )  # positions of the last pass `[batch, width]`, on the engine's device
 
     # ---------------------------------------------------------------- passes
     @torch.inference_mode()
-    def read(self, ids: torch.Tensor, mask: torch.Tensor | None, positions: torch.Tensor) -> Step:
-        with states_of(self._engine.module, self._hidden) as states:
-            logits = self._engine.forward(ids, self._cache, mask, positions, True)[:, -1]
+    def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        ids, mask, positions = pad_left([chunk.tokens for chunk in chunks], self.engine.device)
+        logits, states = self._pass((ids, positions), mask, hidden, True)
         places = positions if mask is None else positions.masked_fill(mask == 0, HOLE)
         for kind in self._columns:
             kind.places = places
-        self._lengths = (positions[:, -1] + 1).tolist()
+        self._lengths = [len(chunk.tokens) for chunk in chunks]
         self._last = places[:, :0]
         self._trim()
-        hidden = None
-        if states:
-            hidden = states[0].flatten(0, 1) if mask is None else states[0][mask > 0]
-        return Step(logits, None if hidden is None else hidden.float())
+        if states is not None:
+            states = states.flatten(0, 1) if mask is None else states[mask > 0]
+        return logits[:, -1], states
 
     @torch.inference_mode()
-    def verify(self, pieces: Sequence[Chunk]) -> Step:
-        device = self._engine.device
-        self._lengths = [piece.start for piece in pieces]
+    def _extend(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        self.settle()
+        device = self.engine.device
+        self._lengths = [chunk.start for chunk in chunks]
         seen = real = None
-        if all(len(piece.tokens) == 1 for piece in pieces):
-            ids, positions = torch.tensor([[[p.tokens[0]] for p in pieces], [[p.start] for p in pieces]], device=device)
+        if all(len(chunk.tokens) == 1 for chunk in chunks):
+            ids, positions = torch.tensor([[[c.tokens[0]] for c in chunks], [[c.start] for c in chunks]], device=device)
         else:
-            numbers, tree, real = _packed(pieces)
+            numbers, tree, real = _packed(chunks)
             ids, positions = torch.from_numpy(numbers).to(device)
             seen = torch.from_numpy(tree).to(device)
-        mask = self._mask(positions, seen)
-        with states_of(self._engine.module, self._hidden) as states:
-            logits = self._engine.forward(ids, self._cache, mask, positions)
-        self._last = positions
-        flat = [each.flatten(0, 1) for each in (logits, *states)]
+        logits, states = self._pass((ids, positions), self._seen(positions, seen), hidden, False)
+        self._last, self._width = positions, positions.shape[1]
+        flat = [each.flatten(0, 1) for each in (logits, states) if each is not None]
         if real is not None:
             wanted = torch.from_numpy(real).to(device)
             flat = [each[wanted] for each in flat]
-        return Step(flat[0], flat[1].float() if states else None)
+        return flat[0], flat[1] if hidden else None
 
-    def _mask(self, positions: torch.Tensor, seen: torch.Tensor | None) -> Any:
-        """What the model takes as its attention mask: who sees what of the cache and of the pieces themselves."""
+    def _seen(self, positions: torch.Tensor, seen: torch.Tensor | None) -> Any:
+        """What the model takes as its attention mask: who sees what of the cache and of the chunks themselves."""
         if seen is None and not any(kind.window for kind in self._columns):
-            # One token a text, as in plain decoding: the same mask, so the same kernels.
+            # One token a sequence, as in plain decoding: the same mask, so the same kernels.
             places = self._columns[0].places
             if all(length == places.shape[1] for length in self._lengths):
                 return None
@@ -187,14 +213,14 @@ class TorchDrafts:
                 new = own & (positions[:, None] > positions[:, :, None] - kind.window)
             whole = torch.cat([kind.visible(positions), new], 2)[:, None]
             if self._eager:
-                dtype = self._engine.module.dtype
+                dtype = self._module.dtype
                 whole = torch.zeros((), dtype=dtype, device=whole.device).masked_fill(~whole, torch.finfo(dtype).min)
             masks[kind.kind] = whole
         return masks if len(masks) > 1 else next(iter(masks.values()))
 
     # ---------------------------------------------------------------- what stays
     @torch.inference_mode()
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
         width = self._last.shape[1]
         most = max(map(len, paths))
         straight = all(list(path) == list(range(most)) for path in paths)
@@ -226,9 +252,9 @@ class TorchDrafts:
             self._close_up(kind)
 
     @torch.inference_mode()
-    def keep_rows(self, rows: Sequence[int]) -> None:
-        index = torch.tensor(rows, device=self._engine.device)
-        self._engine.keep_rows(self._cache, index)
+    def _drop(self, rows: Sequence[int]) -> None:
+        super()._drop(rows)
+        index = torch.tensor(rows, device=self.engine.device)
         for kind in self._columns:
             kind.places = kind.places[index]
         self._last = self._last[index]
@@ -255,33 +281,72 @@ class TorchDrafts:
 
     def _change(self, kind: Columns, change: Any) -> None:
         for number in kind.layers:
-            layer = self._cache.layers[number]
+            layer = self.cache.layers[number]
             layer.keys, layer.values = change(layer.keys), change(layer.values)
 
 
-def _packed(pieces: Sequence[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
-    """A batch of pieces, padded on the right.
+class ChainPool(DraftPool):
+    """One row over a compressed cache, whose chunks are chains."""
+
+    @torch.inference_mode()
+    def _begin(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert len(chunks) == 1, "sequences over compressed caches are decoded one by one"
+        found = self._read(chunks[0], hidden, True)
+        for layer in self.cache.layers:
+            # Sliding windows keep what they no longer need until it is known what is taken back. The prompt stays.
+            if not isinstance(layer, CompressedLayer) and hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+        return found
+
+    @torch.inference_mode()
+    def _extend(self, chunks: Sequence[Chunk], every: bool, hidden: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        (chunk,) = chunks
+        assert chunk.parents is None, "chains only"
+        self.settle()
+        self._width = len(chunk.tokens)
+        return self._read(chunk, hidden, False)
+
+    def _read(self, chunk: Chunk, hidden: bool, last_only: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+        device, count = self.engine.device, len(chunk.tokens)
+        positions = torch.arange(chunk.start, chunk.start + count, device=device)[None]
+        logits, states = self._pass((torch.tensor([chunk.tokens], device=device), positions), None, hidden, last_only)
+        # Tokens that the policy puts before the prompt are nobody's.
+        return logits[0], None if states is None else states[0, -count:]
+
+    @torch.inference_mode()
+    def _keep(self, paths: Sequence[Sequence[int]]) -> None:
+        (path,) = paths
+        self.cache.crop(len(path) - self._width)
+
+    def room(self) -> int:
+        """How many drafted tokens the next pass may verify, so that each is computed as it would be alone."""
+        self.settle()
+        return drafts.room(self.cache)
+
+
+def _packed(chunks: Sequence[Chunk]) -> tuple[np.ndarray[Any, Any], np.ndarray[Any, Any], np.ndarray[Any, Any] | None]:
+    """A batch of chunks, padded on the right.
 
     Returns:
         Ids and positions, int64 `[2, batch, width]`; who sees whom, bool `[batch, width, width]` (padding sees itself: attention to
         nothing is not a number); where the real tokens are in `batch * width`, int64, or None: there is no padding.
     """
-    width = max(len(piece.tokens) for piece in pieces)
-    numbers = np.zeros((2, len(pieces), width), dtype=np.int64)
-    seen = np.zeros((len(pieces), width, width), dtype=bool)
+    width = max(len(chunk.tokens) for chunk in chunks)
+    numbers = np.zeros((2, len(chunks), width), dtype=np.int64)
+    seen = np.zeros((len(chunks), width, width), dtype=bool)
     seen[:] = np.eye(width, dtype=bool)
     real = []
-    for row, piece in enumerate(pieces):
-        count = len(piece.tokens)
-        numbers[0, row, :count] = piece.tokens
-        if piece.parents is None:
-            numbers[1, row, :count] = np.arange(piece.start, piece.start + count)
+    for row, chunk in enumerate(chunks):
+        count = len(chunk.tokens)
+        numbers[0, row, :count] = chunk.tokens
+        if chunk.parents is None:
+            numbers[1, row, :count] = np.arange(chunk.start, chunk.start + count)
             seen[row, :count, :count] = np.tri(count, dtype=bool)
         else:
-            for index, parent in enumerate(piece.parents):
+            for index, parent in enumerate(chunk.parents):
                 if parent >= 0:
                     seen[row, index] |= seen[row, parent]
-            numbers[1, row, :count] = piece.start - 1 + seen[row, :count].sum(1)
+            numbers[1, row, :count] = chunk.start - 1 + seen[row, :count].sum(1)
         real.append(np.arange(row * width, row * width + count))
     full = all(len(each) == width for each in real)
     return numbers, seen, None if full else np.concatenate(real)

@@ -10,7 +10,11 @@ import torch
 from torch import nn
 
 from runtime.checkpoint.artifact import Artifact
+from runtime.engines.rows import RowEngine, RowPool
+from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, why_not
+from runtime.engines.torch.probe import probe
 from runtime.errors import ArtifactError, RequestError
+from runtime.kv_cache.layer import STEP_TOKENS
 from runtime.layers.install import install_compressed
 from runtime.modeling.linear_modules import is_matrix
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
@@ -20,7 +24,6 @@ from runtime.system.memory import return_memory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.engines.base import Drafts
     from runtime.engines.torch.compressed_cache import HeldCache
     from runtime.kv_cache.policy.policy import Policy
 
@@ -28,8 +31,8 @@ if TYPE_CHECKING:
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class TorchEngine:
-    """Runs a transformers causal language model; see `runtime.engines.base.Engine`.
+class TorchEngine(RowEngine):
+    """Runs a transformers causal language model over one batch of rows.
 
     Attributes:
         held: how keys and values are compressed; None: a plain cache.
@@ -125,35 +128,35 @@ class TorchEngine:
 
     # ---------------------------------------------------------------- drafts
     @property
-    def most_rows(self) -> int:
-        """As `runtime.engines.base.DraftingEngine`."""
-        from runtime.engines.torch import compressed_cache, drafts
+    def trees(self) -> bool:  # type: ignore[override]
+        return self.held is None
 
-        return drafts.MOST_ROWS if self.held is None else compressed_cache.HeldDrafts.most_rows
+    @property
+    def draft_rows(self) -> int:
+        return MOST_ROWS if self.held is None else STEP_TOKENS
 
-    def why_not_drafts(self) -> str | None:
-        """As `runtime.engines.base.DraftingEngine`."""
-        reason = self._against_drafts()
-        if reason is None and self.held is None:
-            from runtime.engines.torch import probe
+    def new_pages(self, count: int, drafts: bool = False) -> RowPool:
+        """As `Engine.new_pages`; over a compressed cache drafts of one sequence are verified.
 
-            reason = probe.why_not(self)
-        return reason
-
-    def new_drafts(self, batch: int, hidden: bool) -> Drafts:
-        """As `runtime.engines.base.DraftingEngine`; over a compressed cache `batch` must be 1."""
-        from runtime.engines.torch.compressed_cache import HeldDrafts
-        from runtime.engines.torch.drafts import TorchDrafts
-
+        Raises:
+            RequestError: no drafts are verified for this model, as far as can be told without trying.
+        """
+        if not drafts:
+            return RowPool(self)
         reason = self._against_drafts()
         if reason is not None:
             raise RequestError(f"drafter: {reason}")
-        return TorchDrafts(self, batch, hidden) if self.held is None else HeldDrafts(self, hidden)
+        return TreePool(self, self.module) if self.held is None else ChainPool(self, self.module)
+
+    def draft_room(self, pool: RowPool) -> int | None:
+        return pool.room() if isinstance(pool, ChainPool) else None
+
+    def why_not_drafts(self) -> str | None:
+        reason = self._against_drafts()
+        return probe(self, self.module) if reason is None and self.held is None else reason
 
     def _against_drafts(self) -> str | None:
-        from runtime.engines.torch import compressed_cache, drafts
-
-        return drafts.why_not(self) if self.held is None else compressed_cache.why_not(self.held)
+        return why_not(self.module, self.padding_is_exact) if self.held is None else self.held.why_not_drafts()
 
 
 def explain_modules(module: nn.Module) -> dict[str, str]:

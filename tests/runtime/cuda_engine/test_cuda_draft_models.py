@@ -93,7 +93,7 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
         found = lanes.feed(opened, last)
         states = lanes.states
         for row, state, tokens in zip(found, states, (lane.tokens for lane in opened), strict=True):
-            wanted = which.forward(torch.tensor([tokens]), None, None, None, True)[0, -1]
+            wanted = which.logits(torch.tensor([tokens]))[0, -1]
             torch.testing.assert_close(row, wanted, rtol=2e-4, atol=2e-4)
             torch.testing.assert_close(which.parts.head(state), row, rtol=2e-4, atol=2e-4)
     assert fake.replays

@@ -22,7 +22,7 @@ from speculation_cases import (
 from test_cuda_graphs import Fake
 
 from runtime.drafting.lengths.goodput import Goodput
-from runtime.engines.base import Chunk, SpeculativeEngine
+from runtime.engines.base import Chunk
 
 Truth = Callable[..., torch.Tensor]
 
@@ -52,7 +52,7 @@ def lean(**options: Any) -> Any:
 def test_tokens_of_a_chain_are_computed_as_if_alone(name: str, buckets: tuple[int, ...], truth: Truth) -> None:
     """Beside prompts and single tokens, in any order, with pages anywhere; more rows than a step takes go in several."""
     which = engine(build(name), buckets=buckets)
-    assert isinstance(which, SpeculativeEngine)
+    assert which.why_not_drafts() is None
     assert not which.trees
     draw = random.Random(name)
     every = [tokens(length, length) for length in (40, 17, 33, 25, 1)]

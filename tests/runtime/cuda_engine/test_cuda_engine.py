@@ -11,7 +11,7 @@ import pytest
 import torch
 from cuda_models import FAMILIES, build, engine
 
-from runtime.engines.base import Chunk, PagedEngine
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import CudaEngine, take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import RequestError
@@ -56,10 +56,10 @@ def test_unfused_and_fused_agree(name: str, truth: Truth) -> None:
 
 def test_it_is_a_paged_engine() -> None:
     which = engine(build("Llama"))
-    assert isinstance(which, PagedEngine)
+    assert not which.lockstep
     assert which.page_bytes == 2 * 2 * 16 * 2 * 16 * 4
     pool = which.new_pages(3)
-    assert which.cache_bytes(pool) == 3 * which.page_bytes
+    assert which.usage(pool, 2).bytes == 2 * which.page_bytes
     assert "plain" in which.description or "torch" in which.description
     assert len(which.explain()) == 15
 
@@ -158,25 +158,17 @@ def test_more_positions_than_the_model_has() -> None:
 
 
 @pytest.mark.parametrize("name", ["Llama", "Mistral, window"])
-def test_forward_with_padding_and_fewer_rows(name: str, truth: Truth) -> None:
+def test_logits_of_all_tokens(name: str, truth: Truth) -> None:
     which = engine(build(name))
-    every = [tokens(9, 1), tokens(20, 2), tokens(1, 3)]
-    width = max(map(len, every))
-    ids = torch.tensor([[0] * (width - len(row)) + row for row in every])
-    mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in every])
-    for last_only in (True, False):
-        cache = which.new_cache()
-        logits = which.forward(ids, cache, mask, None, last_only)
-        for row, found in zip(every, logits, strict=True):
-            wanted = truth(name, row)
-            close(found[-1:] if last_only else found[width - len(row) :], wanted[-1:] if last_only else wanted)
-        which.keep_rows(cache, torch.tensor([1, 0]))
-        assert which.cache_bytes(cache) == 3 * which.page_bytes
-        for _ in range(3):
-            logits = which.forward(torch.tensor([[5], [6]]), cache, None, None, True)
-        close(logits[0, 0], truth(name, [*every[1], 5, 5, 5])[-1])
-        close(logits[1, 0], truth(name, [*every[0], 6, 6, 6])[-1])
-    close(which.forward(ids[1:2], None, None, None)[0], truth(name, every[1]))
+    every = [tokens(20, 1), tokens(20, 2)]
+    for row, found in zip(every, which.logits(torch.tensor(every)), strict=True):
+        close(found, truth(name, row))
+    pool = which.new_pages(2)
+    found = [
+        which.read(pool, [Chunk(every[0][part], part.start, [1, 0])], every=True)
+        for part in (slice(0, 9), slice(9, 20))
+    ]
+    close(torch.cat(found), truth(name, every[0]))
 
 
 def test_bfloat16_is_near() -> None:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from runtime.engines.cuda import prefill
-from runtime.engines.cuda.prefill import PieceAttention, piece_attention
+from runtime.engines.cuda.prefill import ChunkAttention, chunk_attention
 
 
 def plain(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, start: int, scale: float, window: int) -> torch.Tensor:
@@ -32,7 +32,7 @@ def test_a_piece(start: int, window: int, heads: tuple[int, int], most: int, mon
     monkeypatch.setattr("runtime.engines.cuda.prefill.MOST_SCORES", most)
     torch.manual_seed(0)
     q, (k, v) = torch.randn(10, heads[0], 8), torch.randn(2, start + 10, heads[1], 8)
-    found = piece_attention(q, k, v, start, 0.3, window)
+    found = chunk_attention(q, k, v, start, 0.3, window)
     torch.testing.assert_close(found.double(), plain(q, k, v, start, 0.3, window), rtol=1e-5, atol=1e-5)
 
 
@@ -56,7 +56,7 @@ def stand_in(off: int = 0) -> Any:
         assert window_size[1] == 0
         window = window_size[0] + 1 + (off if window_size[0] >= 0 else 0)
         parts = zip(query.split(counts), key.split(lengths), value.split(lengths), strict=True)
-        return torch.cat([piece_attention(q, k, v, len(k) - len(q), scale, window) for q, k, v in parts])
+        return torch.cat([chunk_attention(q, k, v, len(k) - len(q), scale, window) for q, k, v in parts])
 
     return compute
 
@@ -93,7 +93,7 @@ def test_all_pieces_at_once_and_one_by_one() -> None:
     slots = torch.cat([table[at // page] * page + at % page for table, at in zip(tables, places, strict=True)])
     q = torch.randn(sum(counts), 4, 16).to(torch.bfloat16)
     for window in (0, 4):
-        found = PieceAttention(starts, counts, slots, 0.25)(q, keys, values, window)
+        found = ChunkAttention(starts, counts, slots, 0.25)(q, keys, values, window)
         k, v = keys.flatten(0, 1)[slots], values.flatten(0, 1)[slots]
         together = stand_in()
         ends = prefill.Ends(starts, counts, torch.device("cpu"))

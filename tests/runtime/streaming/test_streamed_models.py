@@ -145,7 +145,7 @@ def test_threads_take_turns(artifacts: dict[str, Path], load_streamed: Load, nam
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(model.generate, prompt, max_new_tokens=6) for _ in range(3) for prompt in PROMPTS]
         assert [job.result(60) for job in jobs] == expected * 3
-        batches = [pool.submit(model.engine.forward, BATCH, None, None, None) for _ in range(4)]
+        batches = [pool.submit(model.engine.logits, BATCH) for _ in range(4)]
         assert all(torch.equal(job.result(60), batches[0].result(60)) for job in batches)
 
 

@@ -37,11 +37,11 @@ COMMANDS = (
     "methods",
 )
 
-# What a command that was interrupted leaves.
+#: How an interrupted command continues.
 _GO_ON = {
-    "apply": "; what is finished is kept: go on with the same command and --resume",
-    "draft": "; what is finished is kept: the same command goes on",
-    "sweep": "; what is finished is kept: go on with the same command and --resume",
+    "apply": "; finished work is kept: run the same command with --resume to continue",
+    "draft": "; finished work is kept: run the same command to continue",
+    "sweep": "; finished work is kept: run the same command with --resume to continue",
 }
 
 _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact anywhere.
@@ -49,10 +49,10 @@ _HELP = """Compress Hugging Face checkpoints once, offline; run the artifact any
 \b
 Start here:
   compress recipes                            ready recipes
-  compress plan  llama_w4_sparse              what a recipe would do; nothing is run
+  compress plan  llama_w4_sparse              what a recipe would do, without running it
   compress apply llama_w4_sparse              compress the bundled model
   compress generate out/llama_w4_sparse "def read_lines(path):"
-  compress export --target onnx               carry it to another engine
+  compress export --target onnx               write it for another engine
 """
 
 
@@ -67,7 +67,7 @@ def build(commands: Iterable[str] = COMMANDS) -> typer.Typer:
     def options(
         version: bool = typer.Option(False, "--version", help="Print the version.", callback=_version, is_eager=True),
         debug: bool = typer.Option(
-            False, "--debug", help="Show the traceback of an error; stands anywhere in the line."
+            False, "--debug", help="Show the traceback of an error; allowed anywhere on the line."
         ),
     ) -> None:
         pass
@@ -99,13 +99,13 @@ def main(arguments: list[str] | None = None) -> int:
             _fail(f"stopped by {stop.signal}{hint}", stop.code, options, debug)
         return stop.code
     except BrokenPipeError:
-        # The reader of stdout (`head`, say) has seen enough. Python would complain once more when it flushes at exit.
+        # The reader of stdout (`head`, say) is gone. Python would raise again when it flushes at exit.
         sys.stdout = None  # type: ignore[assignment]
         return 0
     except CompressError as error:
         return _fail(str(error), error.exit_code, options, debug)
     except MemoryError:
-        return _fail("out of memory; a smaller calibration.batch_size or sequence_length needs less", 1, options, debug)
+        return _fail("out of memory; reduce calibration.batch_size or calibration.sequence_length", 1, options, debug)
     except OSError as error:
         return _fail(_os_error(error), 1, options, debug)
     except Exception as error:
@@ -114,10 +114,10 @@ def main(arguments: list[str] | None = None) -> int:
         ):  # typer's own errors; which module they live in differs between its versions
             return _fail(_usage(error), 2, options, debug)
         if type(error).__name__ == "OutOfMemoryError":
-            text = "the device is out of memory; a smaller calibration.batch_size needs less, --device cpu uses the machine's"
+            text = "the device is out of memory; reduce calibration.batch_size, or use --device cpu"
             return _fail(text, 1, options, debug)
         first = (str(error).strip().splitlines() or [""])[0]
-        hint = "" if debug else "; --debug shows where"
+        hint = "" if debug else "; --debug shows the traceback"
         return _fail(f"unexpected {type(error).__name__}: {first}{hint}", 1, options, debug)
 
 
@@ -160,7 +160,7 @@ def _usage(error: BaseException) -> str:
 def _os_error(error: OSError) -> str:
     where = f" ({error.filename})" if error.filename else ""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return f"the disk is full{where}; free some space and go on with the same command and --resume"
+        return f"the disk is full{where}; free some space, then run the same command with --resume"
     return f"{error.strerror or error}{where}"
 
 

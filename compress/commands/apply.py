@@ -1,4 +1,4 @@
-"""`compress apply`: run a recipe, show what it cost and won, and let the artifact speak."""
+"""Command `compress apply`: runs a recipe and shows its effect on size and quality."""
 
 from __future__ import annotations
 
@@ -37,24 +37,24 @@ def apply(
     model: str | None = MODEL,
     output: Path | None = OUTPUT,
     set_: list[str] = SET,
-    resume: bool = typer.Option(False, "--resume", help="Go on with an unfinished run in the output directory."),
+    resume: bool = typer.Option(False, "--resume", help="Continue an unfinished run in the output directory."),
     overwrite: bool = typer.Option(
-        False, "--overwrite", help="Replace what an earlier run wrote to the output directory."
+        False, "--overwrite", help="Replace the results of an earlier run in the output directory."
     ),
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     prompt: str | None = typer.Option(
         None,
         "--prompt",
-        help="Let the artifact continue this text at the end (default: the recipe's `sample`; '' for none).",
+        help="Prompt to continue with the finished artifact (default: the recipe's `sample`; '' for none).",
     ),
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Compress a checkpoint as a recipe says.
+    """Compress a checkpoint with a recipe.
 
-    The output is a Hugging Face directory that `runtime.load()` runs. A run that was interrupted, even by kill -9, goes on
-    with --resume and ends with the same bytes. Exit code 1 with a complete artifact: a limit of `evaluate` is exceeded.
+    The output is a Hugging Face directory that `runtime.load()` runs. --resume continues an interrupted run, even after
+    kill -9, and gives the same bytes. Exit code 1 with a complete artifact means that a limit of `evaluate` is exceeded.
 
     \b
     Examples:
@@ -63,7 +63,7 @@ def apply(
       compress apply llama_w4 --set stages.0.quantize.group_size=64 --set calibration.data=my.txt
       compress apply llama_w4 --resume
       compress apply llama_w4 --model ~/models/7b --output out/7b --max-memory 6GB
-      torchrun --nproc-per-node 2 -m compress apply llama_w4     shared by two processes
+      torchrun --nproc-per-node 2 -m compress apply llama_w4     two processes share the run
     """
     from compress.core.processes import is_first
     from compress.recipe import load
@@ -80,7 +80,7 @@ def apply(
             artifact = run(loaded, resume=resume, overwrite=overwrite, device=device, quiet=quiet, max_memory=limit)
         except LimitError as error:
             artifact, failure = error.result, error
-        if not is_first():  # the main process speaks for all
+        if not is_first():  # rank 0 prints for all
             return
         remember_artifact(artifact.path)
         wanted = prompt if prompt is not None else loaded.sample
@@ -92,7 +92,7 @@ def apply(
 
 
 def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | None:
-    """What the finished artifact writes; None, with a word of why, where this machine cannot run it as it will be."""
+    """Continuation of `prompt` by the finished artifact; None, with the reason on stderr, where this machine cannot run it."""
     import runtime
     from compress.core.progress import memory_bytes
 
@@ -100,9 +100,9 @@ def _sample(path: Path, prompt: str, device: str, limit: int | None) -> str | No
     try:
         return str(runtime.load(path, device=device, max_memory=bound).generate(prompt, max_new_tokens=SAMPLE_TOKENS))
     except RequestError as error:
-        left = "" if limit is None else f" with what is left of --max-memory {size(limit)} beside the process itself"
+        left = "" if limit is None else f" within what the process leaves of --max-memory {size(limit)}"
         print(
-            f"compress: {path} is complete; its sample cannot be written on this machine{left}: {error}",
+            f"compress: {path} is complete; this machine cannot run its sample{left}: {error}",
             file=sys.stderr,
         )
         return None
@@ -135,9 +135,9 @@ def _show(result: dict[str, Any]) -> None:
         rows.append(
             ("perplexity (held-out text)", f"{old:.4g}", f"{new:.4g}", f"{metrics['perplexity_increase']:+.1%}")
         )
-        if "kl" in metrics:  # not where the two have other tokens
-            rows.append(("KL to the original, nats a token", "", f"{metrics['kl']:.4g}", ""))
-            rows.append(("same most likely token", "", f"{metrics['top1_agreement']:.1%}", ""))
+        if "kl" in metrics:  # absent where the vocabularies differ
+            rows.append(("KL divergence from the original, nats per token", "", f"{metrics['kl']:.4g}", ""))
+            rows.append(("same top-1 token", "", f"{metrics['top1_agreement']:.1%}", ""))
     if "cosine" in metrics:
         cosine = metrics["cosine"]
         rows.append(("cosine similarity of embeddings", "", f"{cosine['mean']:.4f}", f"worst {cosine['min']:.4f}"))
@@ -150,7 +150,7 @@ def _show(result: dict[str, Any]) -> None:
     if "draft" in result:
         show_draft(result["draft"])
     times = ", ".join(f"{phase} {duration(seconds)}" for phase, seconds in result["seconds"].items())
-    done = f"Time: {times}." if times else "It was finished already, and is as it was written."
+    done = f"Time: {times}." if times else "Already finished; nothing was changed."
     print(f"{done} Peak memory: {size(result['peak_memory'])}.")
     path = _quoted(result["path"])
     if "sample" in result:
@@ -159,10 +159,10 @@ def _show(result: dict[str, Any]) -> None:
         )
     print(f"\nWritten to {result['path']}. Next:")
     if "cosine" not in metrics:
-        print(f'  compress generate {path} "import os"      let it write')
-    print(f"  compress inspect {path} --verify          what is stored, and whether it is intact")
-    print(f"  compress export {path} --list             other engines it can be carried to")
-    print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          every layer, every byte")
+        print(f'  compress generate {path} "import os"      generate text')
+    print(f"  compress inspect {path} --verify          list the tensors and check every file")
+    print(f"  compress export {path} --list             list the engines it can be exported to")
+    print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          see every layer")
 
 
 def _quoted(text: str) -> str:

@@ -1,4 +1,4 @@
-"""`compress bench`: speed and memory of an artifact, beside the uncompressed model in transformers."""
+"""Command `compress bench`: speed and memory of an artifact, and the comparison of drafters."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ def register(app: typer.Typer) -> None:
 def bench(
     model: str = PATH,
     reference: str | None = typer.Option(
-        None, "--reference", "-r", help="A plain checkpoint, run by transformers in bfloat16, to compare with."
+        None, "--reference", "-r", help="A plain checkpoint to compare with, run by transformers in bfloat16."
     ),
     prompt_tokens: int | None = typer.Option(
-        None, "--prompt-tokens", "-p", min=1, help="Length of the (random) prompts.  [default: 128; with --drafters 64]"
+        None, "--prompt-tokens", "-p", min=1, help="Tokens of the random prompts.  [default: 128; with --drafters 64]"
     ),
     new_tokens: int = typer.Option(64, "--new-tokens", "-n", min=2, help="Tokens to decode."),
-    batch_size: int = typer.Option(1, "--batch-size", "-b", min=1, help="Prompts at once."),
-    repeat: int = typer.Option(3, "--repeat", min=1, help="Rounds after a warm-up; medians are shown."),
+    batch_size: int = typer.Option(1, "--batch-size", "-b", min=1, help="Prompts per batch."),
+    repeat: int = typer.Option(3, "--repeat", min=1, help="Rounds after a warm-up; the medians are shown."),
     device: str = DEVICE,
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
@@ -51,20 +51,20 @@ def bench(
     drafters: bool = typer.Option(
         False,
         "--drafters",
-        help="Measure every drafter that fits beside plain decoding, and keep the best for this artifact.",
+        help="Compare every drafter that fits with plain decoding, and store the best in the artifact.",
     ),
     text: str | None = typer.Option(
         None,
         "--text",
-        help="With --drafters: a text file whose pieces are the prompts (default: prose, code, chat, edits).",
+        help="With --drafters: a text file to cut prompts from (default: prose, code, chat, edits).",
     ),
     save: bool = typer.Option(
-        True, "--save/--no-save", help="With --drafters: write the best into the artifact's drafter.json."
+        True, "--save/--no-save", help="With --drafters: write the best to the artifact's drafter.json."
     ),
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Measure speed: load time, prefill and decode in tokens a second, memory, and which kernels computed it.
+    """Measure speed: load time, prefill and decode in tokens per second, memory, and the kernels used.
 
     Each model runs in a process of its own.
 
@@ -84,7 +84,7 @@ def bench(
         compare_drafters(model, options, text, prompt_tokens, new_tokens, batch_size, repeat, save, as_json)
         return
     if text is not None:
-        raise RequestError("--text gives prompts to --drafters; add it")
+        raise RequestError("--text gives prompts for --drafters; add --drafters")
     prompt_tokens = prompt_tokens or _PROMPT
     shape = (prompt_tokens, new_tokens, batch_size, repeat)
     with stdout_reserved(as_json):
@@ -102,32 +102,32 @@ def _show(result: dict[str, Any]) -> None:
     base = result.get("reference")
     rows = []
     for label, key, faster in (
-        ("prefill, tokens a second", "prefill_tokens_per_second", True),
-        ("decode, tokens a second", "decode_tokens_per_second", True),
-        ("first token after, seconds", "first_token_seconds", False),
-        ("loading, seconds", "load_seconds", False),
+        ("prefill, tokens per second", "prefill_tokens_per_second", True),
+        ("decode, tokens per second", "decode_tokens_per_second", True),
+        ("time to first token, seconds", "first_token_seconds", False),
+        ("load time, seconds", "load_seconds", False),
     ):
         ratio = "" if not base else f"{result[key] / base[key] if faster else base[key] / result[key]:.2f}x"
         rows.append((label, _number(result[key]), _number(base[key]) if base else "", ratio))
     for label, key in (
         ("weights in memory", "weight_bytes"),
-        ("keys and values at their largest", "cache_bytes"),
-        ("memory grown by loading", "resident_bytes"),
-        ("largest memory of the process", "peak_bytes"),
-        ("largest memory on the device", "device_peak_bytes"),
+        ("KV cache, peak", "cache_bytes"),
+        ("resident memory added by loading", "resident_bytes"),
+        ("peak memory of the process", "peak_bytes"),
+        ("peak memory on the device", "device_peak_bytes"),
     ):
         if key in result:
             other = base.get(key) if base else None
             ratio = f"{other / result[key]:.2f}x" if other and result[key] > 0 else ""
             rows.append((label, size(result[key]), size(other) if other is not None else "", ratio))
         if key == "cache_bytes" and result.get("kv_cache_read_share") is not None:
-            rows.append(("of the tokens held, read by a step", f"{result['kv_cache_read_share']:.1%}", "", ""))
+            rows.append(("share of cached tokens read per step", f"{result['kv_cache_read_share']:.1%}", "", ""))
     print_table("", ("", "model", "reference" if base else "", "better by" if base else ""), rows, right=(1, 2, 3))
     print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
     print(f"Runs on: {result['decoder']}")
     for kernel, count in result["kernels"].items():
         print(f"Kernels: {kernel}: {count} layer{'s' if count != 1 else ''}")
-    shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new ones"
+    shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new tokens"
     print(f"{shape}; {result['device']}, {result['threads']} threads; medians of {result['repeat']} rounds.")
 
 
@@ -135,7 +135,7 @@ def _number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-# `compress bench --drafters`: which drafter makes an artifact fastest here.
+# `compress bench --drafters`: the fastest drafter of an artifact on this machine.
 
 
 def compare_drafters(
@@ -175,13 +175,13 @@ def compare_drafters(
         speeds = [f"{entry['speedup'][kind]:.2f}x" if entry.get("speedup") else "" for kind in kinds]
         accepted = "nothing drafted" if entry["mean_accepted"] is None else f"{entry['mean_accepted']:.2f}"
         rows.append((entry["name"], *speeds, f"{entry['overall']:.2f}x", accepted))
-    print_table("", ("drafter", *kinds, "over all", "accepted of a draft"), rows, right=tuple(range(1, len(kinds) + 3)))
+    print_table("", ("drafter", *kinds, "overall", "accepted per draft"), rows, right=tuple(range(1, len(kinds) + 3)))
     print(
-        f"Times faster than plain decoding: {result['prompts']} prompts, {new_tokens} new tokens each, {batch_size} at a time."
+        f"Speedup over plain decoding: {result['prompts']} prompts, {new_tokens} new tokens each, batches of {batch_size}."
     )
     for name, reason in result["skipped"].items():
         print(f"{name} does not fit: {reason}")
-    print(f"Best: {result['best']}" + (f"; kept in {result['saved']}, which runtime.load reads" if save else ""))
+    print(f"Best: {result['best']}" + (f"; stored in {result['saved']}, which runtime.load follows" if save else ""))
 
 
 def _save(result: dict[str, Any], device: Any) -> Path:

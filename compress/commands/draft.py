@@ -1,4 +1,4 @@
-"""`compress draft`: give a finished artifact a draft, or another one."""
+"""Command `compress draft`: makes or replaces the draft of a finished artifact."""
 
 from __future__ import annotations
 
@@ -24,17 +24,16 @@ def draft(
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Make the draft of a finished artifact, or replace the one that it has.
+    """Make or replace the draft of a finished artifact, for speculative decoding.
 
-    Of the recipe only its draft stage and its calibration text count. The artifact is as it was until the new draft is complete.
-    A run that was interrupted, even by kill -9, goes on when the same command is given again. Several processes share the
-    training when a launcher starts them.
+    Only the recipe's draft stage and calibration text are used. The artifact stays unchanged until the new draft is complete.
+    The same command continues an interrupted run, even after kill -9. Processes of a launcher share the training.
 
     \b
     Examples:
       compress draft out/llama_w4 llama_w4_draft
       compress draft out/llama_w4 my.yaml --set stages.1.draft.learning_rate=3e-4
-      accelerate launch -m compress.cli draft out/llama_w4 my.yaml             a process on every GPU
+      accelerate launch -m compress.cli draft out/llama_w4 my.yaml             one process per GPU
       torchrun --nproc_per_node 2 -m compress.cli draft out/llama_w4 my.yaml --device cpu
     """
     from compress.recipe import load
@@ -44,7 +43,7 @@ def draft(
         from compress.run.redraft import redraft
 
         made = redraft(artifact, loaded, device=device, quiet=quiet)
-    if made is None:  # the main process speaks for all
+    if made is None:  # rank 0 prints for all
         return
     if as_json:
         print_json({"path": str(artifact), "draft": made})
@@ -54,5 +53,5 @@ def draft(
 
 def _show(artifact: Path, made: dict[str, Any]) -> None:
     show_draft(made)
-    print(f"Made by {made['method']} and written to {artifact}, which decodes with it from now on.")
-    print(f"  compress bench {artifact} --drafters      whether it is the fastest here")
+    print(f"Made by {made['method']} and written to {artifact}, which now decodes with it.")
+    print(f"  compress bench {artifact} --drafters      compare it with other drafters on this machine")

@@ -1,4 +1,4 @@
-"""What `compress methods` says about drafters, and about the acceptance and the lengths that may stand beside any of them."""
+"""Listing of drafters, acceptance rules and length policies for `compress methods`."""
 
 from __future__ import annotations
 
@@ -73,7 +73,9 @@ def _describe(kind: _Kind, method: Method) -> dict[str, Any]:
     description, _, source = text.partition("\n\nSource: ")
     inline = re.search(r"\(([^()]*arXiv[^()]*)\)", description)
     paper = re.split(r"(?<=\d)\.\s+(?=[A-Z])", source)[0] or (inline[1] if inline else "none")
-    beside = "" if kind.key else "\n\nBeside its own fields: depth, nodes, lengths, acceptance (docs/guides/draft.md)."
+    beside = (
+        "" if kind.key else "\n\nEvery drafter also takes depth, nodes, lengths and acceptance (docs/guides/draft.md)."
+    )
     return {
         "name": method.name,
         "stage": kind.stage,

@@ -1,4 +1,4 @@
-"""`compress eval`: quality, size and speed of a model on text, or on lm-eval's tasks."""
+"""Command `compress eval`: quality, size and speed of a model on text, or on lm-eval tasks."""
 
 from __future__ import annotations
 
@@ -23,30 +23,30 @@ def evaluate_model(
         "bundled",
         "--text",
         "-t",
-        help="A .txt, .jsonl or .parquet file, or a data set id; default: the bundled held-out text.",
+        help="A .txt, .jsonl or .parquet file, or a datasets id; bundled: the bundled held-out text.",
     ),
     sequence_length: int | None = typer.Option(
         None,
         "--sequence-length",
         "-s",
         min=2,
-        help="Tokens of a window (default 256, or the model's context if shorter).",
+        help="Tokens per window (default: 256, or the model's context if shorter).",
     ),
     samples: int | None = typer.Option(
-        None, "--samples", min=1, help="Only the first windows (default: the whole text)."
+        None, "--samples", min=1, help="Score only the first windows (default: the whole text)."
     ),
-    batch_size: int = typer.Option(8, "--batch-size", min=1, help="Windows in one forward pass."),
+    batch_size: int = typer.Option(8, "--batch-size", min=1, help="Windows per forward pass."),
     reference: str | None = typer.Option(
         None, "--reference", "-r", help="The uncompressed model: adds KL divergence and agreement with it."
     ),
     tasks: str | None = typer.Option(
         None,
         "--tasks",
-        help="Names of lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]').",
+        help="lm-eval tasks, separated by commas, instead of a text (pip install 'compress\\[eval]').",
     ),
-    task_path: Path | None = typer.Option(None, "--task-path", help="Directory with lm-eval task files of your own."),
+    task_path: Path | None = typer.Option(None, "--task-path", help="Directory with your own lm-eval task files."),
     num_fewshot: int | None = typer.Option(None, "--num-fewshot", min=0, help="Examples in the prompt of a task."),
-    limit: int | None = typer.Option(None, "--limit", min=1, help="Only the first requests of each task."),
+    limit: int | None = typer.Option(None, "--limit", min=1, help="Run only the first requests of each task."),
     device: str = DEVICE,
     kernels: str = KERNELS,
     dtype: str | None = DTYPE,
@@ -55,10 +55,10 @@ def evaluate_model(
     trust_remote_code: bool = TRUST,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Measure a model: perplexity on text; with --reference also KL divergence and agreement; size and speed.
+    """Measure perplexity, size and speed; with --reference also KL divergence and agreement.
 
-    The text is cut into windows without overlap, and every token but the first of a window is scored. Where the artifact or --kv-cache
-    gives a policy, the last quarter of each window is scored from the compressed cache of the rest too, against a plain one.
+    The text is split into windows without overlap; every token of a window but the first is scored. With a cache policy (the artifact's or
+    --kv-cache), the last quarter of each window is also scored from the compressed cache of the rest, and compared with a plain cache.
 
     \b
     Examples:
@@ -71,7 +71,7 @@ def evaluate_model(
     names = _names(tasks)
     _check_combination(names, text, reference, task_path, num_fewshot, limit)
     if names and kv_cache is not None:
-        raise RequestError("--kv-cache does not go with --tasks: likelihoods of answers are computed without a cache")
+        raise RequestError("--kv-cache cannot be used with --tasks, which score answers without a cache")
     with stdout_reserved(as_json):
         from compress.evaluate import evaluate, evaluate_tasks
         from compress.evaluate.lm_eval import require_lm_eval
@@ -102,17 +102,17 @@ def evaluate_model(
 def _names(tasks: str | None) -> list[str]:
     names = [name.strip() for name in (tasks or "").split(",") if name.strip()]
     if tasks is not None and not names:
-        raise RequestError("--tasks names no task; give names such as arc_easy,hellaswag")
+        raise RequestError("--tasks is empty; give names such as arc_easy,hellaswag")
     return names
 
 
 def _check_combination(
     tasks: list[str], text: str, reference: str | None, path: Path | None, fewshot: int | None, limit: int | None
 ) -> None:
-    """An option that would be ignored is an error: the user believes it has an effect."""
+    """Refuse options that would be ignored."""
     if tasks:
         given = {"--text": text != "bundled", "--reference": reference is not None}
-        why = "does not go with --tasks: tasks bring their own text and compare with their own answers"
+        why = "cannot be used with --tasks, which bring their own text and answers"
     else:
         given = {"--task-path": path is not None, "--num-fewshot": fewshot is not None, "--limit": limit is not None}
         why = "needs --tasks"
@@ -126,20 +126,20 @@ def _show(result: dict[str, Any]) -> None:
     rows = [("perplexity", f"{result['perplexity']:.5g}", f"{base['perplexity']:.5g}" if base else "")]
     if base:
         rows += [
-            ("increase of the perplexity", f"{result['perplexity_increase']:+.2%}", ""),
-            ("KL to the reference, nats a token", f"{result['kl']:.5g}", ""),
-            ("same most likely token", f"{result['top1_agreement']:.2%}", ""),
+            ("perplexity increase", f"{result['perplexity_increase']:+.2%}", ""),
+            ("KL divergence from the reference, nats per token", f"{result['kl']:.5g}", ""),
+            ("same top-1 token", f"{result['top1_agreement']:.2%}", ""),
         ]
     for label, key in (("size of the tensors on disk", "bytes"), ("weights in memory", "weight_bytes")):
         rows.append((label, size(result[key]), size(base[key]) if base else ""))
     rows.append(
         (
-            "bits a weight, all weights",
+            "bits per weight, all weights",
             f"{result['bits_per_weight']:.3g}",
             f"{base['bits_per_weight']:.3g}" if base else "",
         )
     )
-    rows.append(("tokens read a second", f"{result['tokens_per_second']:,.0f}", ""))
+    rows.append(("tokens scored per second", f"{result['tokens_per_second']:,.0f}", ""))
     print_table("", ("", "model", "reference" if base else ""), rows, right=(1, 2))
     print(f"{result['tokens']:,} tokens scored in {result['windows']} windows of {result['sequence_length']}.")
     if "kv_cache" in result:

@@ -1,4 +1,4 @@
-"""`compress export`: carry an artifact to another engine, and prove it."""
+"""Command `compress export`: writes an artifact for another engine and verifies it."""
 
 from __future__ import annotations
 
@@ -22,36 +22,38 @@ def register(app: typer.Typer) -> None:
 
 def export(
     artifact: str | None = typer.Argument(
-        None, metavar="[ARTIFACT]", help="An artifact (default: the one that `apply` wrote last from this folder)."
+        None, metavar="[ARTIFACT]", help="An artifact (default: the last one that `apply` wrote from this directory)."
     ),
-    target: str | None = typer.Option(None, "--target", "-t", help="What to write; see --list."),
+    target: str | None = typer.Option(None, "--target", "-t", help="Target to write; see --list."),
     output: Path | None = typer.Option(
-        None, "--output", "-o", help="Directory to write (default: ARTIFACT-TARGET, beside the artifact)."
+        None, "--output", "-o", help="Output directory (default: ARTIFACT-TARGET, beside the artifact)."
     ),
-    list_: bool = typer.Option(False, "--list", help="Show which targets fit the artifact, and why the others do not."),
+    list_: bool = typer.Option(
+        False, "--list", help="List the targets that fit the artifact, and why the others do not."
+    ),
     set_: list[str] = typer.Option(
-        [], "--set", help="OPTION=VALUE of the target, such as dtype=float16; may be repeated (`--list` names them)."
+        [], "--set", help="OPTION=VALUE of the target, such as dtype=float16; repeatable (--list names the options)."
     ),
     ort: bool | None = typer.Option(
         None, "--ort", help="onnx: ONNX Runtime's own operators (MatMulNBits, GroupQueryAttention)."
     ),
     layout: str | None = typer.Option(None, "--layout", help="huggingface: compressed-tensors or gptq."),
-    bundle: bool | None = typer.Option(None, "--bundle", help="tensorrt: write the build bundle, build no engine."),
+    bundle: bool | None = typer.Option(None, "--bundle", help="tensorrt: write the build bundle instead of an engine."),
     require_engine: bool | None = typer.Option(
-        None, "--require-engine", help="tensorrt: fail (exit code 2) where no engine can be built."
+        None, "--require-engine", help="tensorrt: fail (exit code 2) if no engine can be built."
     ),
     requantize: bool | None = typer.Option(
-        None, "--requantize", help="Round weights anew where the target cannot hold their grid; the loss is reported."
+        None, "--requantize", help="Requantize weights whose grid the target cannot hold, and report the loss."
     ),
     verify: bool = typer.Option(
         True, "--verify/--no-verify", help="Load the export back and compare it with the artifact."
     ),
-    overwrite: bool = typer.Option(False, "--overwrite", help="Replace what an earlier export wrote to the output."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier export in the output directory."),
     trust_remote_code: bool = TRUST,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Carry an artifact to another engine; what was written is loaded back and compared with the artifact.
+    """Export an artifact to another engine, load the result back and compare it with the artifact.
 
     \b
     Examples:
@@ -65,14 +67,14 @@ def export(
     if artifact is None:
         artifact = last_artifact()
         if not as_json and not quiet:
-            typer.echo(f"Artifact: {artifact}, the last one that `compress apply` wrote from this folder.", err=True)
+            typer.echo(f"Artifact: {artifact}, the last one that `compress apply` wrote from this directory.", err=True)
     if list_:
         _list(artifact, trust_remote_code, as_json)
         return
     if target is None:
         from export.targets import names
 
-        raise RequestError(f"--target is missing; it is one of {', '.join(names())} (--list shows which fit)")
+        raise RequestError(f"--target is missing; give one of {', '.join(names())} (--list shows which fit)")
     flags = {"ort": ort, "layout": layout, "bundle": bundle, "require_engine": require_engine, "requantize": requantize}
     options = _assignments(set_) | {name: value for name, value in flags.items() if value is not None}
     import export as package
@@ -96,11 +98,11 @@ def _assignments(given: list[str]) -> dict[str, Any]:
     for text in given:
         name, equals, value = text.partition("=")
         if not equals or not name.strip():
-            raise RequestError(f"--set {text!r} is not OPTION=VALUE, such as dtype=float16")
+            raise RequestError(f"--set {text!r} must be OPTION=VALUE, such as dtype=float16")
         try:
             options[name.strip().replace("-", "_")] = yaml.safe_load(value)
         except yaml.YAMLError as error:
-            raise RequestError(f"--set {text!r}: the value is no valid YAML") from error
+            raise RequestError(f"--set {text!r}: the value is not valid YAML") from error
     return options
 
 
@@ -159,5 +161,5 @@ def _show(artifact: str, result: Exported) -> None:
     # The artifact is named here too: with --quiet and none on the command line, nothing else would say which one it was.
     print(
         f"{artifact} written to {result.path}: {size(result.bytes)} in {duration(result.seconds)}. "
-        "README.md there shows how to run it."
+        "Its README.md shows how to run it."
     )

@@ -1,4 +1,4 @@
-"""`compress generate`: let an artifact continue a text."""
+"""Command `compress generate`: generates text from a prompt, or transcribes a sound."""
 
 from __future__ import annotations
 
@@ -31,27 +31,29 @@ def register(app: typer.Typer) -> None:
 def generate(
     model: str = PATH,
     prompt: str = typer.Argument(
-        ..., metavar="PROMPT", help="The text to continue; - reads it from stdin. Of a model that hears, a .wav file."
+        ..., metavar="PROMPT", help="The prompt; - reads it from stdin. For speech models, a .wav file."
     ),
     max_new_tokens: int | None = typer.Option(
-        None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default 128)."
+        None, "--max-new-tokens", "-n", min=1, help="Stop after this many tokens (default: 128)."
     ),
-    temperature: float = typer.Option(
-        0.0, "--temperature", "-T", help="0: always the most likely token; above: sample."
-    ),
+    temperature: float = typer.Option(0.0, "--temperature", "-T", help="0: greedy; above 0: sample."),
     top_k: int | None = typer.Option(None, "--top-k", help="Sample among the k most likely tokens."),
-    top_p: float = typer.Option(1.0, "--top-p", help="Sample among the fewest tokens that reach this probability."),
-    min_p: float = typer.Option(0.0, "--min-p", help="Drop tokens less likely than this share of the most likely."),
-    repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: repeat less."),
-    stop: list[str] = typer.Option([], "--stop", help="End before this text; may be repeated."),
-    seed: int | None = typer.Option(None, "--seed", help="Makes sampling reproducible."),
-    language: str | None = typer.Option(None, "--language", help="Of the sound, for models that hear: en, german, ..."),
-    task: str | None = typer.Option(None, "--task", help="For models that hear: transcribe or translate."),
-    stream: bool = typer.Option(False, "--stream", help="Show the text while it is made."),
+    top_p: float = typer.Option(
+        1.0, "--top-p", help="Sample among the most likely tokens that together reach this probability."
+    ),
+    min_p: float = typer.Option(0.0, "--min-p", help="Drop tokens less likely than this fraction of the most likely."),
+    repetition_penalty: float = typer.Option(1.0, "--repetition-penalty", help="Above 1: discourage repetition."),
+    stop: list[str] = typer.Option([], "--stop", help="Stop before this text; repeatable."),
+    seed: int | None = typer.Option(None, "--seed", help="Make sampling reproducible."),
+    language: str | None = typer.Option(
+        None, "--language", help="Speech models: language of the sound (en, german, ...)."
+    ),
+    task: str | None = typer.Option(None, "--task", help="Speech models: transcribe or translate."),
+    stream: bool = typer.Option(False, "--stream", help="Print the text as it is generated."),
     verify: bool | None = typer.Option(
         None,
         "--verify/--no-verify",
-        help="Check every file against its SHA-256 first; told nothing, up to 1 GiB of them.",
+        help="Check every file against its SHA-256 first (default: if there is at most 1 GiB).",
         show_default=False,
     ),
     device: str = DEVICE,
@@ -62,9 +64,9 @@ def generate(
     kv_cache: str | None = KV_CACHE,
     drafter: str | None = DRAFTER,
     trust_remote_code: bool = TRUST,
-    as_json: bool = typer.Option(False, "--json", help="Print one JSON object: the text and its statistics."),
+    as_json: bool = typer.Option(False, "--json", help="Print one JSON object with the text and its statistics."),
 ) -> None:
-    """Continue a text. Only what is new is printed; speed goes to stderr.
+    """Generate text from a prompt. Only the new text goes to stdout; the speed goes to stderr.
 
     \b
     Examples:
@@ -114,7 +116,7 @@ def generate(
 
 def _speed(stats: dict[str, Any]) -> str:
     text = (
-        f"{stats['new_tokens']} tokens, {stats['tokens_per_second']:.1f} a second; "
+        f"{stats['new_tokens']} tokens, {stats['tokens_per_second']:.1f} per second; "
         f"prompt of {stats['prompt_tokens']} tokens read in {stats['prefill_seconds']:.2f} s"
     )
     if stats.get("drafted_tokens"):

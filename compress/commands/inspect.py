@@ -1,4 +1,4 @@
-"""`compress inspect`: what an artifact holds, from its headers and manifest, and whether its files are intact."""
+"""Command `compress inspect`: lists the tensors of an artifact from its headers and manifest, and checks its files."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def register(app: typer.Typer) -> None:
 def inspect(
     artifact: str = typer.Argument(..., metavar="ARTIFACT", help="An artifact, or a plain Hugging Face checkpoint."),
     verify: bool = typer.Option(
-        False, "--verify", help="Compare every file with its SHA-256 in the manifest; exit 1 when one differs."
+        False, "--verify", help="Compare every file with its SHA-256 in the manifest; exit code 1 if one differs."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Show what is stored: every tensor with its format, bits, zeros and bytes. No tensor is loaded.
+    """List every tensor with its format, bits, sparsity and bytes, without loading any.
 
     \b
     Examples:
@@ -124,7 +124,7 @@ def _show(result: dict[str, Any]) -> None:
             )
             for row in tensors
         ]  # fmt: skip
-        print_table("", ("tensor", "", "format", "bits", "zeros", "before", "bytes"), rows, right=(3, 4, 5, 6))
+        print_table("", ("tensor", "action", "format", "bits", "sparsity", "before", "bytes"), rows, right=(3, 4, 5, 6))
     else:
         rows = [(row["name"], row["dtype"], "×".join(map(str, row["shape"])), size(row["bytes"])) for row in tensors]
         print_table("", ("tensor", "dtype", "shape", "bytes"), rows, right=(3,))
@@ -147,11 +147,11 @@ def _show(result: dict[str, Any]) -> None:
     metrics = result.get("metrics") or {}
     if "after" in metrics:
         before, after = metrics["before"]["perplexity"], metrics["after"]["perplexity"]
-        compared = f"KL {metrics['kl']:.4g} nats a token" if "kl" in metrics else metrics.get("reason", "")
+        compared = f"KL {metrics['kl']:.4g} nats per token" if "kl" in metrics else metrics.get("reason", "")
         print(f"Perplexity {before:.4g} -> {after:.4g} ({after / before - 1:+.1%}), {compared}")
     if "cosine" in metrics:
         print(
             f"Cosine similarity of embeddings: {metrics['cosine']['mean']:.4f} (worst {metrics['cosine']['min']:.4f})"
         )
     if result["verified_files"] is not None:
-        print(f"Verified: all {result['verified_files']} files are as they were written.")
+        print(f"Verified: all {result['verified_files']} files match their SHA-256.")

@@ -1,4 +1,4 @@
-"""What `compress methods` says about the cache stage: published methods, and the scores, shares, codecs and selections they are made of."""
+"""Listing of cache policies for `compress methods`: published methods, and their scores, budgets, codecs and selections."""
 
 from __future__ import annotations
 

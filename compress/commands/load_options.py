@@ -1,4 +1,4 @@
-"""Options of the commands that load a model to run it, and what `runtime.load` gets from them."""
+"""Options of the commands that run a model, and the keywords of `runtime.load` they give."""
 
 from __future__ import annotations
 
@@ -12,30 +12,28 @@ from runtime.errors import RequestError
 PATH = typer.Argument(
     ..., metavar="MODEL", help="An artifact, or a plain Hugging Face checkpoint (directory or hub id)."
 )
-DEVICE = typer.Option("auto", "--device", help="Where it runs: auto, cpu, cuda, cuda:1.")
+DEVICE = typer.Option("auto", "--device", help="Device to run on: auto, cpu, cuda, cuda:1.")
 KERNELS = typer.Option(
     "auto",
     "--kernels",
-    help="auto, fast (activations rounded to int8 where that is faster), or the name of a kernel (`reference` is plain torch).",
+    help="auto, fast (int8 activations where that is faster), or a kernel's name (`reference` is plain torch).",
 )
-DTYPE = typer.Option(
-    None, "--dtype", help="Compute in float32, float16 or bfloat16 (default: what the checkpoint has)."
-)
-THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: as torch decides).")
+DTYPE = typer.Option(None, "--dtype", help="Compute dtype: float32, float16 or bfloat16 (default: the checkpoint's).")
+THREADS = typer.Option(None, "--threads", min=1, help="CPU threads (default: torch's choice).")
 MAX_MEMORY = typer.Option(
     None,
     "--max-memory",
-    help='Memory for weights, such as "2GB": blocks that do not fit are read from disk as they are needed.',
+    help='Memory limit for the model, such as "2GB": blocks that do not fit are read from disk while others compute.',
 )
 
 
 def _no_option(value: str | None) -> str | None:
-    """A drafter's name never begins with a dash: that is the next option, which was taken for the value that is missing."""
+    """Refuse a value that begins with a dash: it is the next option, and the drafter's name is missing."""
     if value is not None and value.startswith("-"):
         from runtime.drafting.config.registry import FREE, SELF
 
         allowed = f"a name ({', '.join([*FREE.names, *SELF.names])}), the directory of a draft model, a JSON object or list, or none"
-        raise RequestError(f"--drafter: {value!r} is an option and no drafter; expected {allowed}")
+        raise RequestError(f"--drafter: {value!r} is an option, not a drafter; expected {allowed}")
     return value
 
 
@@ -43,18 +41,18 @@ KV_CACHE = typer.Option(
     None,
     "--kv-cache",
     metavar="POLICY",
-    help="How keys and values are held: a published name (`compress methods`), a JSON object, a .json file, or none; default: as "
-    "the artifact says.",
+    help="KV-cache compression: a published method (`compress methods`), a JSON object, a .json file, or none (default: the "
+    "artifact's policy).",
 )
 DRAFTER = typer.Option(
     None,
     "--drafter",
     metavar="DRAFTER",
     callback=_no_option,
-    help="What proposes tokens that the model verifies several at a time: a name (lookup, suffix, ...), the directory of a draft model, "
-    "a JSON object or list, or none; default: as the artifact says.",
+    help="Speculative decoding: a drafter's name (lookup, suffix, ...), the directory of a draft model, a JSON object or list, or "
+    "none (default: the artifact's own draft).",
 )
-TRUST = typer.Option(False, "--trust-remote-code", help="Let the checkpoint bring Python code that is run.")
+TRUST = typer.Option(False, "--trust-remote-code", help="Run Python code that the checkpoint brings.")
 
 
 def load_options(
@@ -75,7 +73,7 @@ def load_options(
 
 
 def read_drafter(value: str | None) -> Any:
-    """What --drafter says: JSON where it begins like JSON, else a name or a directory; RequestError where nothing is called so."""
+    """Value of --drafter: JSON if it begins like JSON, else a name or a directory. RequestError: no such drafter."""
     if value is None:
         return None
     written: Any = value
@@ -83,7 +81,7 @@ def read_drafter(value: str | None) -> Any:
         try:
             written = json.loads(value)
         except ValueError as error:
-            raise RequestError(f"--drafter: {value!r} is no JSON: {error}") from None
+            raise RequestError(f"--drafter: {value!r} is not JSON: {error}") from None
     from runtime.drafting.config.build import check_written
 
     check_written(written, "--drafter")

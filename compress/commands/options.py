@@ -19,11 +19,11 @@ RECIPE = typer.Argument(
 )
 MODEL = typer.Option(None, "--model", "-m", help="Checkpoint directory or hub id, instead of the recipe's.")
 OUTPUT = typer.Option(None, "--output", "-o", help="Directory of the artifact, instead of the recipe's.")
-SET = typer.Option([], "--set", help="KEY=VALUE: change the recipe, such as stages.0.quantize.bits=3; may be repeated.")
+SET = typer.Option([], "--set", help="Change a recipe key, as in stages.0.quantize.bits=3; repeatable.")
 MAX_MEMORY = typer.Option(
     None,
     "--max-memory",
     metavar="SIZE",
-    help='What the process may take of the machine\'s memory, all in all, such as "6GB"; a run that cannot do with it is refused.',
+    help='Memory limit of the whole process, such as "6GB"; a run that cannot keep it is refused.',
 )
-DEVICE = typer.Option("auto", "--device", help="Where the work is done: auto, cpu, cuda, cuda:1.")
+DEVICE = typer.Option("auto", "--device", help="Device to compute on: auto, cpu, cuda, cuda:1.")

@@ -1,4 +1,4 @@
-"""Printing: tables for people, one JSON object for programs, and units."""
+"""Output of the commands: tables for people, one JSON object for programs, units."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import typer
 from runtime.errors import CompressError
 from runtime.system.sizes import size
 
-# What the commands say of the passes that made another model before its layers were compressed.
+# Passes that change the model before its layers are compressed.
 
 
 def show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
@@ -36,7 +36,7 @@ def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
     label = f"recovery by {made['recover']}"
     if "perplexity_before" in made and "perplexity_after" in made:
         return (
-            f"{label}, perplexity of rows held out of its text",
+            f"{label}, perplexity of held-out rows",
             f"{made['perplexity_before']:.4g}",
             f"{made['perplexity_after']:.4g}",
             "",
@@ -74,7 +74,7 @@ def print_json(value: Any) -> None:
 
 
 def end(result: dict[str, Any], failure: CompressError | None, show: Callable[[dict[str, Any]], None] | None) -> None:
-    """What a command has to say in the end, with `show` or (None) as JSON; and the exit code of what it found wrong with it."""
+    """Print a command's result with `show`, or as JSON (None), and exit with the code of `failure`, if any."""
     if failure is not None:
         result = {**result, "error": str(failure), "exit_code": failure.exit_code}
     (show or print_json)(result)
@@ -126,38 +126,36 @@ def print_table(
 
 
 def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequence[str] = ()) -> None:
-    """How a policy holds keys and values, and what a sequence's cache then takes, about, beside a plain cache of the same model."""
-    calibrated = f"    (to be calibrated: {', '.join(needs)})" if needs else ""
+    """Print a cache policy and the approximate bytes of sequences, beside those of a plain cache."""
+    calibrated = f"    (calibrates: {', '.join(needs)})" if needs else ""
     print(f"KV cache: {description}{calibrated}")
     for row in sizes:
-        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%} of the {size(row['full_bytes'])} of a plain cache of this model"
-        print(f"  {row['tokens']:,} tokens of a text: about {size(row['bytes'])}, {share}")
+        share = f"{row['bytes'] / max(row['full_bytes'], 1):.0%} of a plain cache ({size(row['full_bytes'])})"
+        print(f"  {row['tokens']:,} tokens: about {size(row['bytes'])}, {share}")
 
 
 def show_cache_quality(metrics: dict[str, Any]) -> None:
-    """What a compressed cache does to the perplexity of what follows a prompt, as `through_cache` has measured it; else nothing."""
+    """Print the measured effect of a compressed cache on the perplexity of what follows a prompt, if there is one."""
     facts = metrics.get("kv_cache") or {}
     if "perplexity_with_cache" in metrics:
         print(
             f"  perplexity with it {metrics['perplexity_with_cache']:.4g}, {facts['plain_perplexity']:.4g} with a plain cache "
             f"({metrics['perplexity_increase_with_cache']:+.2%}): {facts['tokens']:,} tokens after prompts of {facts['prompt_tokens']}; "
-            f"KL {facts['kl']:.4g} nats a token, same most likely token {facts['top1_agreement']:.1%}"
+            f"KL {facts['kl']:.4g} nats per token, same top-1 token {facts['top1_agreement']:.1%}"
         )
     if "tokens_each" in metrics:
         print(f"  {own_tokens(metrics)}")
     if "perplexity_increase_overall" in metrics:
-        print(
-            f"  increase of the perplexity by weights and cache together: {metrics['perplexity_increase_overall']:+.2%}"
-        )
+        print(f"  perplexity increase by weights and cache together: {metrics['perplexity_increase_overall']:+.2%}")
     if "warning" in facts:
         print(f"  {facts['warning']}")
 
 
 def own_tokens(metrics: dict[str, Any]) -> str:
-    """What tokens of a cache are, where a cut vocabulary has other ones than the source."""
+    """Explanation of token counts where the artifact's vocabulary is smaller than the source's."""
     return (
-        f"tokens of the cache are the artifact's own, of which {metrics['tokens_each']:.3f} are as much text as one of the source's; "
-        "weights and cache together are counted a token of the source's"
+        f"cache figures are per token of the artifact, {metrics['tokens_each']:.3f} of which span one token of the source; "
+        "weights and cache together are per token of the source"
     )
 
 
@@ -169,11 +167,11 @@ def duration(seconds: float) -> str:
     return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
-# What the commands say of a draft that was made.
+# Drafts.
 
 
 def show_draft(made: Mapping[str, Any]) -> None:
-    """A line for each kind of text, from the manifest's `draft`: acceptance before and after, and the speedup that it promises."""
+    """Print acceptance before and after training and the predicted speedup, one line per kind of text (manifest's `draft`)."""
     rows = []
     before, after, worth = (made["facts"].get(name) or {} for name in ("before", "after", "worth"))
     speedups = []
@@ -183,11 +181,11 @@ def show_draft(made: Mapping[str, Any]) -> None:
         told = ""
         if promised is not None:
             speedups.append(promised)
-            told = f"{promised:.2f} times"
+            told = f"{promised:.2f}x"
         rows.append((kind.replace("_", "-"), f"{old['acceptance']:.1%}", f"{new['acceptance']:.1%}", told))
-    columns = (f"draft ({made['method']}): accepted when greedy", "before", "after", "faster, by what it reads")
+    columns = (f"draft ({made['method']}): greedy acceptance", "before", "after", "predicted speedup")
     print_table("", columns, rows, right=(1, 2, 3))
     if speedups and max(speedups) <= 1:
         print(
-            "That promises nothing: it is right too seldom for what it reads. Decoding will not use it where it does not pay."
+            "No speedup is predicted: too few tokens are accepted for what the draft reads. Decoding skips it where it does not pay."
         )

@@ -1,4 +1,4 @@
-"""`compress plan`: what a recipe would do, without doing it."""
+"""Command `compress plan`: tensors, sizes, memory, disk and time of a recipe, without running it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def plan(
     max_memory: str | None = MAX_MEMORY,
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Say what `apply` would do: tensors, sizes, memory, disk, time. Nothing is run, nothing is written; for a budget of latency, models
-    of zeros are timed.
+    """Show what `apply` would do: tensors, sizes, memory, disk and time.
 
-    Exit code 2 when the run could not fit; `apply` makes the same check before it starts.
+    Nothing is compressed or written; only a latency budget times small models of zeros. Exit code 2: the run would not fit, which
+    `apply` checks too before it starts.
 
     \b
     Examples:
@@ -64,9 +64,9 @@ def _show(result: dict[str, Any]) -> None:
     for tensor in result["tensors"]:
         how = ", ".join(part for part in (tensor["method"], tensor["format"]) if part)
         before, after = tensor["bytes_before"], tensor["bytes_after"]
-        action = "cut" if tensor["action"] == "copied" and after < before else tensor["action"]
+        action = "shrunk" if tensor["action"] == "copied" and after < before else tensor["action"]
         rows.append((tensor["name"], action, how, size(before), size(after)))
-    print_table("", ("tensor", "what happens", "method, format", "before", "after"), rows, right=(3, 4))
+    print_table("", ("tensor", "action", "method, format", "before", "after"), rows, right=(3, 4))
     for text in result["passes"]:
         print(f"First: {text}")
     before, after = result["bytes_before"], result["bytes_after"]
@@ -74,13 +74,13 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Tensors: {size(before)} -> {size(after)} ({before / max(after, 1):.2f} times smaller)")
     print(f"Memory: about {size(result['peak_memory'])} of {size(result['available_memory'])} available")
     parts = ", ".join(f"{name} {size(count)}" for name, count in result["memory"].items() if count)
-    print(f"  that is process, workspace, hidden states and the largest of the rest: {parts}")
+    print(f"  process, workspace and hidden states, plus the largest of the other parts: {parts}")
     if result["bounds"]:
-        print(f"  done to need less: {result['bounds']}")
+        print(f"  to stay within the limit: {result['bounds']}")
     if result["device_memory"]:
         print(f"GPU: about {size(result['device_memory'])} of {size(result['available_device_memory'])} available")
     print(f"Disk: about {size(result['disk_needed'])} of {size(result['disk_free'])} free")
     if result["kv_cache"] is not None:
         show_cache(result["kv_cache"]["description"], result["kv_cache"]["bytes"], result["kv_cache"]["needs"])
-    more = f", and what the draft takes ({result['draft']})" if result["draft"] else ""
+    more = f" plus the draft ({result['draft']})" if result["draft"] else ""
     print(f"Calibration: {result['calibration_tokens']:,} tokens    Time: about {duration(result['seconds'])}{more}")

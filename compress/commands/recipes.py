@@ -1,4 +1,4 @@
-"""`compress recipes`: what comes with the package."""
+"""Command `compress recipes`: the bundled recipes and sweeps."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def list_recipes(context: typer.Context, as_json: bool = _JSON) -> None:
     \b
     Examples:
       compress recipes
-      compress recipes show llama_w4              print it: the start of your own
-      compress recipes show llama_w4 > mine.yaml
+      compress recipes show llama_w4              print one
+      compress recipes show llama_w4 > mine.yaml  start your own
     """
     if context.invoked_subcommand is not None:
         return
@@ -37,17 +37,15 @@ def list_recipes(context: typer.Context, as_json: bool = _JSON) -> None:
         return
     rows = [(entry["name"], ", ".join(entry["stages"]), entry["description"]) for entry in entries]
     print_table("", ("recipe", "stages", "what it does"), rows)
-    print("Run one with: compress apply NAME          Read one with: compress recipes show NAME\n")
-    print_table(
-        "", ("sweep", "of the recipe", "what it tries"), [(s["name"], s["recipe"], s["description"]) for s in sweeps]
-    )
-    print("Run one with: compress sweep NAME          Read one with: compress recipes show NAME")
+    print("Run: compress apply NAME          Print: compress recipes show NAME\n")
+    print_table("", ("sweep", "recipe", "what it varies"), [(s["name"], s["recipe"], s["description"]) for s in sweeps])
+    print("Run: compress sweep NAME          Print: compress recipes show NAME")
 
 
 def show_recipe(
     name: str = typer.Argument(..., help="Name of a bundled recipe or sweep, or a file."), as_json: bool = _JSON
 ) -> None:
-    """Print a recipe (or a sweep) as it is written; with --json, validated and with every default filled in."""
+    """Print a recipe or sweep as written; with --json, validated and with every default filled in."""
     from compress.core.resources import bundled_sweeps
     from compress.recipe import find_recipe
 

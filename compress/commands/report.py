@@ -1,4 +1,4 @@
-"""`compress report`: the page of one artifact, or a plot that compares several."""
+"""Command `compress report`: the page of one artifact, or a table and plot of several."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ def register(app: typer.Typer) -> None:
 def report(
     artifacts: list[Path] = typer.Argument(..., metavar="ARTIFACT", help="One artifact, or several to compare."),
     output: Path | None = typer.Option(
-        None, "--output", "-o", help="Where the page goes (default: report.html in the artifact)."
+        None, "--output", "-o", help="File of the page (default: report.html in the artifact)."
     ),
     plot: Path | None = typer.Option(
-        None, "--plot", help="Draw size against perplexity of all the artifacts: a .svg, .png or .pdf file."
+        None, "--plot", help="Plot size against perplexity of the artifacts: a .svg, .png or .pdf file."
     ),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
     """Write the report page of an artifact, or compare several in a table and a plot.
 
-    The page stands alone: no network, no other files. Everything in it comes from the artifact; nothing is measured again.
+    The page is self-contained. Everything in it comes from the artifact; nothing is measured again.
 
     \b
     Examples:
@@ -38,7 +38,7 @@ def report(
     """
     several = len(artifacts) > 1
     if output is not None and (several or plot is not None):
-        raise RequestError("--output is for the page of one artifact; a comparison is drawn with --plot")
+        raise RequestError("--output is for the page of one artifact; use --plot to draw a comparison")
     written: list[Path] = []
     rows: list[dict[str, Any]] = []
     with stdout_reserved(as_json):
@@ -73,5 +73,5 @@ def _show(rows: list[dict[str, Any]]) -> None:
                 f"{row['perplexity'] / original['perplexity'] - 1:+.1%}" if known and original and row is not original else "",
             )
         )  # fmt: skip
-    columns = ("artifact", "methods", "size", "bits a weight", "perplexity", "change")
+    columns = ("artifact", "methods", "size", "bits per weight", "perplexity", "change")
     print_table("", columns, cells, right=(2, 3, 4, 5))

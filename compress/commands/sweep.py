@@ -1,4 +1,4 @@
-"""`compress sweep`: many values of one recipe, and which of them are worth their size."""
+"""Command `compress sweep`: many values of one recipe, and their Pareto front."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ MAX_MEMORY = typer.Option(
     None,
     "--max-memory",
     metavar="SIZE",
-    help='What trials that run at a time may take together, such as "12GB"; each has its share.',
+    help='Memory limit of concurrent trials together, such as "12GB".',
 )
 
 
@@ -40,24 +40,20 @@ def sweep(
     output: Path | None = typer.Option(None, "--output", "-o", help="Directory of the sweep, instead of the file's."),
     set_: list[str] = SET,
     jobs: int | None = typer.Option(
-        None, "--jobs", "-j", min=1, help="Trials at a time, in processes of this machine."
+        None, "--jobs", "-j", min=1, help="Concurrent trials, each in a process of its own."
     ),
-    resume: bool = typer.Option(False, "--resume", help="Go on with the sweep in the output directory, or extend it."),
-    retry: bool = typer.Option(
-        False, "--retry", help="With --resume: try the trials again that failed or were refused."
-    ),
-    overwrite: bool = typer.Option(
-        False, "--overwrite", help="Replace what an earlier sweep wrote to the output directory."
-    ),
+    resume: bool = typer.Option(False, "--resume", help="Continue or extend the sweep in the output directory."),
+    retry: bool = typer.Option(False, "--retry", help="With --resume: repeat failed and refused trials."),
+    overwrite: bool = typer.Option(False, "--overwrite", help="Replace an earlier sweep in the output directory."),
     device: str = DEVICE,
     max_memory: str | None = MAX_MEMORY,
     quiet: bool = typer.Option(False, "--quiet", "-q", help="No progress on stderr."),
     as_json: bool = typer.Option(False, "--json", help="Print one JSON object on stdout and nothing else there."),
 ) -> None:
-    """Compress one model with many values of a recipe, and show which are worth their size (or their speed).
+    """Compress one model with many values of a recipe and show the Pareto front of quality against size or speed.
 
-    A grid, or a search by Optuna; in processes here or on a Ray cluster. A sweep that was interrupted, even by kill -9, goes on with
-    --resume, and so does one whose file has more values or more trials now. A trial that fails does not end it; exit code 1: all have.
+    A grid, or a search by Optuna, in local processes or on a Ray cluster. --resume continues an interrupted sweep, even after kill -9, and
+    extends one whose file now has more values or trials. A failed trial does not end a sweep; exit code 1 means that all failed.
 
     \b
     Examples:
@@ -97,7 +93,7 @@ def _show(result: dict[str, Any]) -> None:
         if line[-1]:
             print(f"trial {line[0]}: {line[-1]}")
     if len(lines) > _ROWS:
-        print(f"{len(lines) - _ROWS} more in {Path(result['path']) / 'table.csv'}.")
+        print(f"{len(lines) - _ROWS} more trials in {Path(result['path']) / 'table.csv'}.")
     counts = result["counts"]
     told = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
     print(f"{told}; {len(result['pareto'])} on the Pareto front (*). Time: {duration(result['seconds'])}.")

@@ -123,8 +123,8 @@ def test_shell_completion_is_there():
         (["plan", "llama_w4_sparse", "--set", "stages.0.prune.pattern=2:5"], "pattern '2:5' needs a width divisible by 5, the weight is"),
         (["methods", "show", "gtpq"], "no method 'gtpq'; did you mean 'gptq'?"),
         (["methods", "show", "lokup"], "no method 'lokup'; did you mean 'lookup'?"),
-        (["bench", "nowhere", "--drafter", "-p", "64"], "--drafter: '-p' is an option and no drafter; expected a name (lookup, copyspec"),
-        (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream' is an option and no drafter"),
+        (["bench", "nowhere", "--drafter", "-p", "64"], "--drafter: '-p' is an option, not a drafter; expected a name (lookup, copyspec"),
+        (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream' is an option, not a drafter"),
         (["bench", "nowhere", "--drafter", "lokup"], "--drafter: unknown drafter 'lokup'; did you mean 'lookup'? Allowed: lookup"),
         (["generate", "nowhere", "x", "--drafter", '["lookup", "nope"]'], "--drafter[1]: unknown drafter 'nope'. Allowed: lookup"),
         (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: expected an integer between 1 and"),
@@ -166,13 +166,13 @@ FAILURES = {
     "compress error": (CompressError("layer 3 failed"), 1, "layer 3 failed"),
     "request": (RequestError("bad path"), 2, "bad path"),
     "artifact": (ArtifactError("corrupt file"), 2, "corrupt file"),
-    "full disk": (OSError(errno.ENOSPC, "No space left on device", "/out/model.safetensors"), 1, "the disk is full (/out/model.safetensors); free some space and go on"),
+    "full disk": (OSError(errno.ENOSPC, "No space left on device", "/out/model.safetensors"), 1, "the disk is full (/out/model.safetensors); free some space, then run the same command with --resume"),
     "other os error": (PermissionError(errno.EACCES, "Permission denied", "/out"), 1, "Permission denied (/out)"),
-    "interrupt": (KeyboardInterrupt(), 130, "interrupted; what is finished is kept: go on with the same command and --resume"),
+    "interrupt": (KeyboardInterrupt(), 130, "interrupted; finished work is kept: run the same command with --resume to continue"),
     "memory": (MemoryError(), 1, "out of memory"),
-    "bug": (ZeroDivisionError("division by zero\nsecond line"), 1, "unexpected ZeroDivisionError: division by zero; --debug shows where"),
+    "bug": (ZeroDivisionError("division by zero\nsecond line"), 1, "unexpected ZeroDivisionError: division by zero; --debug shows the traceback"),
     "bug without words": (KeyError(), 1, "unexpected KeyError"),
-    "abort": (typer.Abort(), 130, "interrupted; what is finished"),
+    "abort": (typer.Abort(), 130, "interrupted; finished work"),
 }  # fmt: skip
 
 
@@ -197,7 +197,7 @@ def test_a_device_out_of_memory_is_said_so(capsys, failing):
     failing(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB"))
     code, _, err = run(capsys, "apply")
     assert code == 1
-    assert err.startswith("compress: the device is out of memory; a smaller calibration.batch_size")
+    assert err.startswith("compress: the device is out of memory; reduce calibration.batch_size")
 
 
 def test_debug_shows_the_traceback_wherever_it_stands(capsys, failing):

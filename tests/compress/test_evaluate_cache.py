@@ -137,7 +137,7 @@ class TestCommands:
             (("--kv-cache", "nowhere.json"), "nowhere.json"),
             (("--kv-cache", "duoattention"), "needs gates"),
             (("--kv-cache", "kivi", "--sequence-length", "2"), "windows of 2 tokens are too short"),
-            (("--kv-cache", "kivi", "--tasks", "arc_easy"), "--kv-cache does not go with --tasks"),
+            (("--kv-cache", "kivi", "--tasks", "arc_easy"), "--kv-cache cannot be used with --tasks"),
         ],
     )
     def test_nonsense_is_refused(self, bundled, capsys, options, message):
@@ -148,6 +148,6 @@ class TestCommands:
         options = ["-p", "400", "-n", "4", "--repeat", "1", "--device", "cpu", "--threads", "1"]
         policy = '{"select": {"method": "tidal", "ratio": 0.25}}'
         assert main(["bench", str(bundled), *options, "--kv-cache", policy]) == 0
-        assert "of the tokens held, read by a step" in capsys.readouterr().out
+        assert "share of cached tokens read per step" in capsys.readouterr().out
         assert main(["bench", str(bundled), *options, "--kv-cache", "kivi", "--json"]) == 0
         assert json.loads(capsys.readouterr().out)["kv_cache_read_share"] is None

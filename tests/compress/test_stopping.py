@@ -70,7 +70,7 @@ def test_a_command_that_is_stopped(number: int, waiting: list[str], capsys: pyte
 
 def test_apply_says_how_to_go_on(waiting: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["apply", str(int(signal.SIGTERM))]) == 143
-    assert "go on with the same command and --resume" in capsys.readouterr().err
+    assert "run the same command with --resume" in capsys.readouterr().err
 
 
 @SIGNALS

@@ -122,7 +122,7 @@ def test_names_are_text() -> None:
 
 def test_rows_of_a_recovery() -> None:
     made = {"recover": "finetune", "steps": 400, "perplexity_before": 9.87, "perplexity_after": 6.54}
-    assert pass_rows([made]) == [("recovery by finetune, perplexity of rows held out of its text", "9.87", "6.54", "")]
+    assert pass_rows([made]) == [("recovery by finetune, perplexity of held-out rows", "9.87", "6.54", "")]
     assert pass_rows([{"recover": "finetune", "steps": 400}]) == [("recovery by finetune", "", "", "400 steps")]
 
 

@@ -178,7 +178,7 @@ def test_a_source_that_changes_between_two_runs(
         patched.setattr(block_pass, "_one_block", stop)
         code, found, _ = ask()
     assert code == 130
-    assert "interrupted; what is finished is kept: go on with the same command and --resume" in found["error"]
+    assert "interrupted; finished work is kept: run the same command with --resume to continue" in found["error"]
     room = job[0].parent
     for name in ("model/model.safetensors", "model/config.json", "model/tokenizer.json", "text.txt"):
         before = (room / name).read_bytes()

@@ -61,7 +61,7 @@ def test_a_run_that_is_told_to_stop(tmp_path: Path, number: int, code: int, word
     _, said = process.communicate(timeout=60)
     assert process.returncode == code
     assert said.splitlines()[-1] == (
-        f"compress: {words}; what is finished is kept: go on with the same command and --resume"
+        f"compress: {words}; finished work is kept: run the same command with --resume to continue"
     )
     assert "Traceback" not in said
     assert not (tmp_path / "out" / ".lock").exists()

@@ -207,11 +207,6 @@ def measure_fused(bandwidth: float) -> list[Results]:
         say(f"fused, {tokens} tokens")
         x, residual = torch.randn(2, tokens, 4096, device="cuda").bfloat16()
         w, both = torch.ones(4096, device="cuda").bfloat16(), torch.randn(tokens, 28672, device="cuda").bfloat16()
-        q, k = (
-            torch.randn(tokens, 32, 128, device="cuda").bfloat16(),
-            torch.randn(tokens, 8, 128, device="cuda").bfloat16(),
-        )
-        cos, sin = torch.randn(2, tokens, 128, device="cuda").bfloat16()
         pairs: dict[str, tuple[Callable[[], Any], Callable[[], Any], int]] = {
             "rms_norm": (
                 lambda x=x, w=w, r=residual: fused.rms_norm(x, w, 1e-5, r),
@@ -219,11 +214,6 @@ def measure_fused(bandwidth: float) -> list[Results]:
                 8 * x.numel(),
             ),
             "swiglu": (lambda b=both: fused.swiglu(b), lambda b=both: fused.swiglu_reference(b), 3 * both.numel()),
-            "rotary": (
-                lambda q=q, k=k, c=cos, s=sin: fused.rotary(q, k, c, s),
-                lambda q=q, k=k, c=cos, s=sin: fused.rotary_reference(q, k, c, s),
-                4 * (q.numel() + k.numel()),
-            ),
         }
         for name, (ours, theirs, moved) in pairs.items():
             row: Results = {"operation": name, "tokens": tokens}
@@ -273,14 +263,14 @@ def aims(linear: list[Results]) -> list[Results]:
 
 def registers() -> Results:
     """Registers, spills and shared memory of every hot kernel for each architecture, without a GPU."""
-    from export.triton_aot import compiled
+    import gpu_launches
 
     table: Results = {}
-    for name, (call, least) in compiled.hot_launches().items():
+    for name, (call, least) in gpu_launches.hot_launches().items():
         for capability in (80, 90, 100):
             if capability >= least:
                 say(f"sm_{capability} {name}")
-                for kernel, used in compiled.report(name, call, capability).items():
+                for kernel, used in gpu_launches.report(name, call, capability).items():
                     table.setdefault(kernel, {})[f"sm_{capability}"] = used
     return {"versions": versions(), "kernels": table}
 
@@ -311,7 +301,7 @@ def main() -> int:
         from runtime.kernels.triton import tuning
 
         if options.interpret:
-            from runtime.kernels.triton.interpreter import repair
+            from triton_interpreter import repair
 
             repair()
         elif not torch.cuda.is_available():

@@ -138,12 +138,4 @@ def check(device: str, small: bool) -> Results:
             f"rms_norm {tokens}x{size}", lambda x=x, w=w, r=residual: fused.rms_norm(x, w, 1e-5, r)[0], expected, 8e-3
         )
         compare(f"swiglu {tokens}x{size}", lambda x=x: fused.swiglu(x), fused.swiglu_reference(x.double()), 8e-3)
-        q, key = (
-            torch.randn(tokens, 4, 64, device=device).bfloat16(),
-            torch.randn(tokens, 2, 64, device=device).bfloat16(),
-        )
-        cos, sin = torch.randn(tokens, 64, device=device).bfloat16(), torch.randn(tokens, 64, device=device).bfloat16()
-        turned = fused.rotary_reference(q.double(), key.double(), cos.double(), sin.double())[0]
-        run = lambda q=q, k=key, c=cos, s=sin: fused.rotary(q.clone(), k.clone(), c, s)[0]  # noqa: E731
-        compare(f"rotary {tokens}", run, turned, 8e-3)
     return {"passed": passed, "failed": failed, "worst_relative_error": worst}

@@ -1,20 +1,17 @@
-"""Compile many kernels, in as many processes as there are processors."""
+"""Compilation of many kernels, in as many processes as there are processors."""
 
 from __future__ import annotations
 
-import base64
-import json
 import os
+import pickle
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from queue import SimpleQueue
 from tempfile import TemporaryDirectory
-from typing import Any
 
 from runtime.errors import CompressError
 from runtime.kernels.triton.signature import Variant
@@ -31,14 +28,6 @@ class Task:
     variant: Variant
     capability: int
 
-    def as_dict(self) -> dict[str, Any]:
-        """For `worker`."""
-        arguments = [argument.as_dict() for argument in self.variant.arguments]
-        return {
-            "kernel": self.variant.kernel, "arguments": arguments, "options": dict(self.variant.options),
-            "capability": self.capability,
-        }  # fmt: skip
-
 
 @dataclass(frozen=True)
 class Built:
@@ -47,14 +36,17 @@ class Built:
     Attributes:
         error: why there is no kernel; "" when there is one.
         ptx_sha256: of the assembly that the cubin was made of.
-        symbol, num_warps, shared, registers, spill_bytes: of the kernel.
+        scratch_pointers: pointers to scratch memory that follow the arguments.
+        symbol, architecture, num_warps, shared, registers, spill_bytes: of the kernel.
     """
 
     task: Task
-    cubin: bytes
+    cubin: bytes = b""
     ptx_sha256: str = ""
     symbol: str = ""
+    architecture: str = ""
     num_warps: int = 0
+    scratch_pointers: int = 0
     shared: int = 0
     registers: int = 0
     spill_bytes: int = 0
@@ -68,36 +60,25 @@ def build(tasks: Sequence[Task], done: Callable[[Built], None] = lambda built: N
         CompressError: a compiling process died.
     """
     count = max(1, min(_MOST, len(os.sched_getaffinity(0)), -(-len(tasks) // _EACH)))
-    idle: SimpleQueue[subprocess.Popen[str]] = SimpleQueue()
-    cache = TemporaryDirectory(prefix="compress-triton-", ignore_cleanup_errors=True)
-    workers = [_start(cache.name) for _ in range(count)]
-    for worker in workers:
-        idle.put(worker)
+    results: list[Built | None] = [None] * len(tasks)
 
-    def one(task: Task) -> Built:
-        worker = idle.get()
-        try:
-            built = _ask(worker, task)
-        finally:
-            idle.put(worker)
-        done(built)
-        return built
+    def work(number: int, worker: subprocess.Popen[bytes]) -> None:
+        for index, built in zip(range(number, len(tasks), count), _ask(worker, tasks[number::count]), strict=True):
+            results[index] = built
+            done(built)
 
-    try:
-        with ThreadPoolExecutor(count) as pool:
-            futures = [pool.submit(one, task) for task in tasks]
-            try:
-                return [future.result() for future in futures]
-            except BaseException:
-                pool.shutdown(wait=False, cancel_futures=True)
-                _stop(workers)  # what waits for an answer shall not wait
-                raise
-    finally:
-        _stop(workers)
-        cache.cleanup()
+    with ExitStack() as stack:
+        cache = stack.enter_context(TemporaryDirectory(prefix="compress-triton-", ignore_cleanup_errors=True))
+        pool = stack.enter_context(ThreadPoolExecutor(count))
+        workers: list[subprocess.Popen[bytes]] = []
+        stack.callback(_stop, workers)  # before the pool waits for its threads, which read from them
+        workers += [_start(cache) for _ in range(count)]
+        for future in as_completed([pool.submit(work, number, worker) for number, worker in enumerate(workers)]):
+            future.result()
+    return [built for built in results if built is not None]
 
 
-def _start(cache: str) -> subprocess.Popen[str]:
+def _start(cache: str) -> subprocess.Popen[bytes]:
     root = Path(__file__).resolve().parents[2]
     paths = [str(root), *filter(None, [os.environ.get("PYTHONPATH")])]
     # Nothing is taken from a cache of earlier compilations, and no line numbers are written, which would hold paths.
@@ -107,41 +88,37 @@ def _start(cache: str) -> subprocess.Popen[str]:
     }  # fmt: skip
     return subprocess.Popen(
         [sys.executable, "-m", "export.triton_aot.worker"], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL, text=True, env=environment,
+        stderr=subprocess.DEVNULL, env=environment,
     )  # fmt: skip
 
 
-def _stop(workers: Sequence[subprocess.Popen[str]]) -> None:
+def _stop(workers: Sequence[subprocess.Popen[bytes]]) -> None:
     for worker in workers:
         worker.kill()
-    for worker in workers:
         worker.wait()
         for pipe in (worker.stdin, worker.stdout):
-            if pipe is not None:
-                with suppress(OSError):  # what was still to be written to one that died
-                    pipe.close()
+            with suppress(OSError):  # what was still to be written to one that died
+                pipe.close()  # type: ignore[union-attr]
 
 
-def _ended(worker: subprocess.Popen[str]) -> str:
+def _ask(worker: subprocess.Popen[bytes], tasks: Sequence[Task]) -> Iterator[Built]:
+    """A `Built` for each task, as they come."""
+    assert worker.stdin is not None
+    assert worker.stdout is not None
+    with suppress(OSError):  # one that died is noticed below
+        pickle.dump([(task.variant, task.capability) for task in tasks], worker.stdin)
+        worker.stdin.close()
+    for task in tasks:
+        try:
+            answer = pickle.load(worker.stdout)
+        except (OSError, ValueError, EOFError, pickle.UnpicklingError) as error:
+            what = f"the process that compiles {task.variant.kernel} for sm_{task.capability}"
+            raise CompressError(f"{what} {_ended(worker)}") from error
+        yield Built(task, **answer)
+
+
+def _ended(worker: subprocess.Popen[bytes]) -> str:
     try:
         return how_it_ended(worker.wait(timeout=5))
     except subprocess.TimeoutExpired:
         return how_it_ended(None)
-
-
-def _ask(worker: subprocess.Popen[str], task: Task) -> Built:
-    assert worker.stdin is not None
-    assert worker.stdout is not None
-    try:
-        print(json.dumps(task.as_dict()), file=worker.stdin, flush=True)
-        line = worker.stdout.readline()
-    except (OSError, ValueError) as error:
-        raise CompressError(f"the process that compiles {task.variant.kernel} {_ended(worker)}") from error
-    if not line:
-        raise CompressError(
-            f"the process that compiles {task.variant.kernel} for sm_{task.capability} {_ended(worker)}"
-        )
-    answer = json.loads(line)
-    if "error" in answer:
-        return Built(task, b"", error=answer["error"])
-    return Built(task, base64.b64decode(answer.pop("cubin")), **answer)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,6 @@ import triton
 
 from export.target import Job, Verification
 from export.triton_aot.build import Task, build
-from export.triton_aot.cubin import read
 from export.verify import compare_logits, probe
 from runtime.errors import CompressError
 from runtime.kernels.triton.cubins import FOLDER, INDEX, Cubin, read_cubin, read_index, runs_on
@@ -26,7 +27,8 @@ def verify(job: Job) -> Verification:
     job.progress.phase("reading the kernels back", 1)
     cubins = read_index(job.folder)
     for cubin in cubins:
-        check(cubin, read_cubin(job.folder, cubin))
+        read_cubin(job.folder, cubin)
+        check(job.folder / FOLDER / cubin.file, cubin)
     metrics: dict[str, Any] = {"kernels": len(cubins)}
     notes = _compile_again(job, cubins, metrics)
     if job.source.artifact.manifest is not None:
@@ -41,23 +43,30 @@ def verify(job: Job) -> Verification:
     return Verification(f"compress runtime, triton {triton.__version__}", checked, metrics, notes)
 
 
-def check(cubin: Cubin, data: bytes) -> None:
-    """Raise CompressError unless a binary is what its entry of the index says, arguments included."""
-    image = read(data, cubin.file)
-    if image.architecture != cubin.architecture:
-        raise CompressError(f"{cubin.file} is for {image.architecture}, the index says {cubin.architecture}")
-    if cubin.symbol not in image.kernels:
-        raise CompressError(f"{cubin.file} has no kernel {cubin.symbol}")
-    sizes = [*(argument.size for argument in cubin.variant.passed), *[8] * cubin.scratch]
-    found = image.kernels[cubin.symbol]
-    if [parameter.size for parameter in found] != sizes:
-        raise CompressError(f"{cubin.file} takes arguments of {[p.size for p in found]} bytes, the index says {sizes}")
-    at = 0
-    for parameter in found:
-        at = -(-at // parameter.size) * parameter.size
-        if parameter.offset != at:
-            raise CompressError(f"{cubin.file} has argument {parameter.ordinal} at byte {parameter.offset}, not {at}")
-        at += parameter.size
+def check(file: Path, cubin: Cubin) -> None:
+    """Raise CompressError unless a binary, as NVIDIA's own tool reads it, is what its entry of the index says."""
+    done = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-elf", str(file)], capture_output=True, text=True)
+    found = re.search(r"\bsm=(\w+)", done.stdout)
+    if done.returncode or found is None:
+        raise CompressError(
+            f"{file.name} is no cubin: {(done.stderr.strip().splitlines() or ['it has no header'])[-1]}"
+        )
+    if f"sm_{found[1]}" != cubin.architecture:
+        raise CompressError(f"{file.name} is for sm_{found[1]}, the index says {cubin.architecture}")
+    section = re.search(
+        rf"^\.nv\.info\.{re.escape(cubin.symbol)}$(.*?)(?=^\S|\Z)", done.stdout, re.MULTILINE | re.DOTALL
+    )
+    if section is None:
+        raise CompressError(f"{file.name} has no kernel {cubin.symbol}")
+    numbers = re.findall(r"Ordinal\s*: (\w+)\s+Offset\s*: (\w+)\s+Size\s*: (\w+)", section[1])
+    there = [(offset, size) for _, offset, size in sorted(tuple(int(n, 16) for n in line) for line in numbers)]
+    wanted, end = [], 0
+    for size in [*cubin.variant.sizes, *[8] * cubin.scratch_pointers]:
+        start = -(-end // size) * size
+        wanted.append((start, size))
+        end = start + size
+    if there != wanted:
+        raise CompressError(f"{file.name} takes arguments at (offset, bytes) {there}, the index says {wanted}")
 
 
 def _compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Which launches a model makes on a GPU that is not here, found by walking through it with tensors on meta.
+"""Launches that a model makes on a GPU that is not here, found by walking through it with tensors on meta.
 
 The layers get the kernels that the table would choose on that GPU; where the lean engine would take the model over, its decoder is
 called as a step calls it, with q/k/v and gate/up joined; else every compressed layer is called by itself.
@@ -32,12 +32,12 @@ class Launches:
     """What is to be compiled for one GPU.
 
     Attributes:
-        variants: {variant: the rule of its grid, as numbers of programs for one of its launches}, in the order found.
+        variants: what is launched, in the order found.
         kernels: {compressed layer: the kernel that computes it there}.
         engine: why the lean engine does not run the model; None when it does.
     """
 
-    variants: dict[Variant, tuple[int, ...]]
+    variants: list[Variant]
     kernels: dict[str, str]
     engine: str | None
 
@@ -76,10 +76,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
             _layers(model)
         if lean:
             _decode(model)
-    variants: dict[Variant, tuple[int, ...]] = {}
-    for launch in launches:
-        variants.setdefault(of(launch), launch.grid)
-    return Launches(variants, kernels, reason)
+    return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
 
 
 def _prepare(model: nn.Module) -> dict[str, str]:

@@ -18,6 +18,8 @@ paged attention). They are compiled with torch's dtype, so a production machine 
 - Attention over a compressed cache is not compiled ahead: its kernels depend on the policy, which may be given when loading, and on
   how the cache fills. Without triton plain torch computes it, slower. An artifact with a policy brings it along, and the export says so;
   compiled are kernels for both, its layers as they compute beside a compressed cache, and the lean engine (`kv_cache=False`).
+- A warmed `TRITON_CACHE_DIR` cannot take their place: its keys hold a hash of Triton's own files and the line where a kernel begins, and
+  Triton compiles its driver and a launcher for each signature with a C compiler against libcuda when it first launches.
 - Cubins are programs. They run on the GPU with the memory of the process there; load exports from where you would install software from.
 """
 

@@ -1,34 +1,91 @@
-"""A process that compiles kernels: a variant and a GPU a line of JSON in, what became of it a line out.
+"""Process that compiles kernels: pickled `(variant, capability)` pairs in on stdin, a pickled answer for each out on stdout.
 
-Processes of their own because triton reads the environment when it is imported (`build.py` sets it), keeps the interpreter's lock
+Processes of their own because Triton reads the environment when it is imported (`build.py` sets it), keeps the interpreter's lock
 while it compiles, and prints.
 """
 
 from __future__ import annotations
 
-import base64
 import ctypes
 import hashlib
-import json
 import os
+import pickle
+import re
+import subprocess
 import sys
+import tempfile
 from importlib import import_module
+from pathlib import Path
 from typing import Any
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from runtime.kernels.triton import jit, signature
+from runtime.kernels.triton.signature import Variant
 
 _NO_RANDOM_ADDRESSES = 0x0040000  # ADDR_NO_RANDOMIZE of <linux/personality.h>
 
 
-def main() -> None:
-    """Serve until the input ends."""
-    _fix_addresses()
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)  # what triton prints is no answer
-    from runtime.kernels.triton import jit
+def compile_variant(variant: Variant, capability: int) -> Any:
+    """Triton's compiled kernel, `.asm` and all, for compute capability 80, 90 or 100; no GPU is needed.
 
-    for module in jit.MODULES:
-        import_module(module)
-    for line in sys.stdin:
-        print(json.dumps(_answer(json.loads(line))), file=answers, flush=True)
+    The file with the kernel must have been imported.
+    """
+    types, constants, attributes = {}, {}, {}
+    passed = dict(variant.passed)
+    for index, (name, code) in enumerate(variant.arguments):
+        types[name] = passed.get(name, "constexpr")
+        if name not in passed:
+            constants[(index,)] = signature.constant(code)
+        elif code.endswith("/16"):
+            attributes[(index,)] = [["tt.divisibility", 16]]
+    kernel = jit.Entry.known[variant.kernel].jitted
+    source = ASTSource(fn=kernel, signature=types, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
+
+
+def architecture(kernel: Any) -> str:
+    """What a compiled kernel is for: "sm_80", "sm_90a"."""
+    found = re.search(r"^\.target\s+(\w+)", kernel.asm["ptx"], re.MULTILINE)
+    assert found is not None
+    return found[1]
+
+
+def resources(kernel: Any, capability: int) -> dict[str, int]:
+    """`registers` a thread, `spill_bytes` (stores and loads), `shared` bytes a program, as `ptxas -v` tells for the PTX."""
+    tools = triton.knobs.nvidia
+    ptxas = (tools.ptxas_blackwell if capability >= 100 and hasattr(tools, "ptxas_blackwell") else tools.ptxas).path
+    with tempfile.TemporaryDirectory() as directory:
+        path = Path(directory) / "kernel.ptx"
+        path.write_text(kernel.asm["ptx"], encoding="utf-8")
+        command = [ptxas, "-v", f"--gpu-name={architecture(kernel)}", str(path), "-o", str(path.with_suffix(".cubin"))]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    registers, spills = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
+    assert registers is not None, said
+    return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spills)), "shared": int(kernel.metadata.shared)}
+
+
+def _answer(variant: Variant, capability: int) -> dict[str, Any]:
+    """The fields of `build.Built`."""
+    try:
+        kernel = compile_variant(variant, capability)
+        meta = kernel.metadata
+        for name, expected in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
+            if getattr(meta, name, expected) != expected:
+                raise ValueError(f"a kernel with {name}={getattr(meta, name)} cannot be launched without triton")
+        if meta.global_scratch_size or getattr(meta, "profile_scratch_size", 0):
+            raise ValueError("a kernel that wants scratch memory cannot be launched without triton")
+        ptx = kernel.asm["ptx"]
+        return {
+            "cubin": kernel.asm["cubin"], "ptx_sha256": hashlib.sha256(ptx.encode()).hexdigest(), "symbol": meta.name,
+            "architecture": architecture(kernel), "num_warps": meta.num_warps,
+            "scratch_pointers": len(re.findall(r"^\s*\.param ", ptx, re.MULTILINE)) - len(variant.passed),
+            **resources(kernel, capability),
+        }  # fmt: skip
+    except Exception as error:  # whatever the compiler raises is said about this kernel, and the next one is compiled
+        return {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
 
 
 def _fix_addresses() -> None:
@@ -43,33 +100,16 @@ def _fix_addresses() -> None:
         libc.personality(ctypes.c_ulong(before | _NO_RANDOM_ADDRESSES))
 
 
-def _answer(task: dict[str, Any]) -> dict[str, Any]:
-    try:
-        return _compile(task)
-    except Exception as error:  # whatever the compiler raises is said about this kernel, and the next one is compiled
-        return {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
-
-
-def _compile(task: dict[str, Any]) -> dict[str, Any]:
-    from export.triton_aot.compiled import build_variant, resources
-    from runtime.kernels.triton.signature import Argument, Variant
-
-    arguments = tuple(Argument.from_dict(argument, "task") for argument in task["arguments"])
-    variant = Variant(task["kernel"], arguments, tuple(sorted(task["options"].items())))
-    kernel = build_variant(variant, task["capability"])
-    data, meta = kernel.asm["cubin"], kernel.metadata
-    for name, expected in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
-        if getattr(meta, name, expected) != expected:
-            raise ValueError(f"a kernel with {name}={getattr(meta, name)} cannot be launched without triton")
-    if meta.global_scratch_size or getattr(meta, "profile_scratch_size", 0):
-        raise ValueError("a kernel that wants scratch memory cannot be launched without triton")
-    return {
-        "cubin": base64.b64encode(data).decode(),
-        "symbol": meta.name,
-        "num_warps": meta.num_warps,
-        "ptx_sha256": hashlib.sha256(kernel.asm["ptx"].encode()).hexdigest(),
-        **resources(kernel, task["capability"]),
-    }
+def main() -> None:
+    """Answer until the input ends."""
+    _fix_addresses()
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # what triton prints is no answer
+    for module in jit.MODULES:
+        import_module(module)
+    for variant, capability in pickle.load(sys.stdin.buffer):
+        pickle.dump(_answer(variant, capability), answers)
+        answers.flush()
 
 
 if __name__ == "__main__":

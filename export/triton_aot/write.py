@@ -15,8 +15,6 @@ from export.source import Source
 from export.target import Job
 from export.triton_aot import plan
 from export.triton_aot.build import Built, Task, build
-from export.triton_aot.cubin import read
-from export.triton_aot.grids import RULES
 from runtime.checkpoint.artifact import MANIFEST
 from runtime.errors import CompressError
 from runtime.kernels.triton.cubins import FOLDER, INDEX, SCHEMA_VERSION
@@ -105,22 +103,20 @@ def _compile(job: Job, tasks: list[Task]) -> list[Built]:
 def _store(folder: Path, one: Built) -> dict[str, object]:
     """Write a cubin; returns its entry of the index."""
     variant = one.task.variant
+    if one.scratch_pointers < 0:
+        raise CompressError(
+            f"{variant.describe()} takes fewer arguments than the {len(variant.passed)} that are passed"
+        )
     entry = Entry.known[variant.kernel]
-    image = read(one.cubin, variant.describe())
-    passed, there = variant.passed, image.kernels.get(one.symbol, ())
-    extra = len(there) - len(passed)
-    if extra < 0:
-        raise CompressError(f"{variant.describe()} takes {len(there)} arguments, {len(passed)} were expected")
     told = hashlib.sha256(variant.describe().encode()).hexdigest()[:16]
-    name = f"{image.architecture}-{entry.__name__.strip('_')}-{told}.cubin"
+    name = f"{one.architecture}-{entry.__name__.strip('_')}-{told}.cubin"
     (folder / name).write_bytes(one.cubin)
     return {
-        "file": name, "sha256": hashlib.sha256(one.cubin).hexdigest(), "bytes": len(one.cubin),
-        "ptx_sha256": one.ptx_sha256,
-        "architecture": image.architecture, "kernel": variant.kernel, "source": entry.source, "symbol": one.symbol,
-        "arguments": [argument.as_dict() for argument in variant.arguments], "options": dict(variant.options),
-        "num_warps": one.num_warps, "shared": one.shared, "scratch_pointers": extra,
-        "registers": one.registers, "spill_bytes": one.spill_bytes, "grid": RULES[variant.kernel],
+        "file": name, "sha256": hashlib.sha256(one.cubin).hexdigest(), "bytes": len(one.cubin), "ptx_sha256": one.ptx_sha256,
+        "architecture": one.architecture, "kernel": variant.kernel, "source": entry.source, "symbol": one.symbol,
+        "arguments": dict(variant.arguments), "options": dict(variant.options),
+        "num_warps": one.num_warps, "shared": one.shared, "scratch_pointers": one.scratch_pointers,
+        "registers": one.registers, "spill_bytes": one.spill_bytes,
     }  # fmt: skip
 
 

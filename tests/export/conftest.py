@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from artifact_kinds import SIZES, STAGES
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # gpu_launches
 
 
 @pytest.fixture(scope="session")

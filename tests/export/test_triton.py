@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import subprocess
 from collections.abc import Iterator
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +17,20 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
+import gpu_launches
+
 import export
 import runtime
 from export.run import Exported, parse_options
 from export.source import Source
-from export.triton_aot import check, compiled, plan
+from export.triton_aot import check, plan
 from export.triton_aot.build import Task, build
-from export.triton_aot.cubin import read
-from export.triton_aot.grids import RULES
 from export.triton_aot.options import TritonOptions
 from export.triton_aot.target import TritonTarget
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.kernels.triton import ahead, jit, signature
-from runtime.kernels.triton.cubins import read_cubin, read_index
+from runtime.kernels.triton.cubins import Cubin, read_cubin, read_index
 
 CPU = torch.device("cpu")
 
@@ -50,7 +50,7 @@ def nothing_offered() -> Iterator[None]:
 
 def index(path: Path) -> list[dict[str, Any]]:
     content = json.loads((path / "kernels" / "index.json").read_text())
-    assert content["schema_version"] == 1
+    assert content["schema_version"] == 2
     assert content["triton"]
     found: list[dict[str, Any]] = content["kernels"]
     return found
@@ -75,7 +75,6 @@ def test_the_artifact_and_a_kernel_for_every_launch(exported: Exported, tiny_art
     for entry in kernels:
         assert entry["registers"] >= 8
         assert entry["scratch_pointers"] == 2, "global and profile scratch, as triton 3.5 and 3.6 pass them"
-        assert entry["grid"] == RULES[entry["kernel"]]
     found = exported.verification
     assert found is not None
     assert found.metrics["kernels"] == len(kernels)
@@ -134,44 +133,25 @@ def _walk(model: Any) -> None:
 
 
 # ---------------------------------------------------------------- what is read out of a binary
-def test_cubins_are_read_as_nvidias_tool_reads_them(exported: Exported) -> None:
-    import triton
-
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-    if not tool.is_file():
-        pytest.skip("triton came without cuobjdump")
-    for cubin in read_index(exported.path)[:4]:
-        file = exported.path / "kernels" / cubin.file
-        said = subprocess.run([str(tool), "-elf", str(file)], capture_output=True, text=True, check=True).stdout
-        lines = [line.split() for line in said.splitlines() if "Ordinal" in line]
-        sizes = {int(line[line.index("Ordinal") + 2], 16): int(line[line.index("Size") + 2], 16) for line in lines}
-        image = read(file.read_bytes(), file.name)
-        assert {p.ordinal: p.size for p in image.kernels[cubin.symbol]} == sizes
-        assert sizes
-
-
-def test_what_is_wrong_with_a_binary_is_said(exported: Exported) -> None:
+def test_what_is_wrong_with_a_binary_is_said(exported: Exported, tmp_path: Path) -> None:
     from dataclasses import replace
 
     cubin = read_index(exported.path)[0]
-    data = read_cubin(exported.path, cubin)
-    check.check(cubin, data)
+    file = exported.path / "kernels" / cubin.file
+    check.check(file, cubin)
     with pytest.raises(CompressError, match="is for sm_90a, the index says sm_80"):
-        check.check(replace(cubin, architecture="sm_80"), data)
+        check.check(file, replace(cubin, architecture="sm_80"))
     with pytest.raises(CompressError, match="has no kernel other"):
-        check.check(replace(cubin, symbol="other"), data)
-    with pytest.raises(CompressError, match="takes arguments of"):
-        check.check(replace(cubin, scratch=1), data)
+        check.check(file, replace(cubin, symbol="other"))
+    with pytest.raises(CompressError, match="takes arguments at"):
+        check.check(file, replace(cubin, scratch_pointers=1))
     fewer = signature.Variant(cubin.variant.kernel, cubin.variant.arguments[1:], cubin.variant.options)
-    with pytest.raises(CompressError, match="takes arguments of"):
-        check.check(replace(cubin, variant=fewer), data)
-    for wrong, said in (
-        (b"", "is no cubin"),
-        (b"\x7fELF\x02\x01" + bytes(80), "not for a GPU"),
-        (data[:200], "is no cubin"),
-    ):
-        with pytest.raises(CompressError, match=said):
-            read(wrong, "x.cubin")
+    with pytest.raises(CompressError, match="takes arguments at"):
+        check.check(file, replace(cubin, variant=fewer))
+    for wrong in (b"", b"\x7fELF\x02\x01" + bytes(80), file.read_bytes()[:200]):
+        (tmp_path / "x.cubin").write_bytes(wrong)
+        with pytest.raises(CompressError, match=r"x\.cubin is no cubin"):
+            check.check(tmp_path / "x.cubin", cubin)
 
 
 def test_damage_is_refused(exported: Exported, tmp_path: Path) -> None:
@@ -221,31 +201,29 @@ def test_what_was_not_run_on_a_gpu_is_said(
 
 
 # ---------------------------------------------------------------- compiling
-def test_architectures_and_errors() -> None:
+def test_architectures_and_errors(tmp_path: Path) -> None:
     """One small kernel for three GPUs in one process, and one that does not compile."""
-    launch = compiled.record(compiled.hot_launches()["swiglu"][0])[0]
+    launch = gpu_launches.record(gpu_launches.hot_launches()["swiglu"][0])[0]
     variant = signature.of(launch)
-    wrong = signature.Variant(
-        variant.kernel,
-        tuple(
-            signature.Argument(a.name, a.type, "", 3) if a.name == "BLOCK" else a for a in variant.arguments
-        ),  # no power of two
-        variant.options,
-    )
-    seen = []
-    matrix = signature.of(compiled.record(compiled.hot_launches()["w4a16 512"][0], 100)[0])
+    no_power_of_two = tuple((name, "=3" if name == "BLOCK" else code) for name, code in variant.arguments)
+    wrong = signature.Variant(variant.kernel, no_power_of_two, variant.options)
+    seen: list[Any] = []
+    matrix = signature.of(gpu_launches.record(gpu_launches.hot_launches()["w4a16 512"][0], 100)[0])
     tasks = [*(Task(variant, capability) for capability in (80, 90, 100)), Task(wrong, 90), Task(matrix, 100)]
     built = build(tasks, seen.append)
     assert [one.task for one in built] == tasks
     assert len(seen) == 5
-    assert [read(one.cubin, "").architecture for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
+    assert [one.architecture for one in built[:3]] == ["sm_80", "sm_90a", "sm_100a"]
     assert len({one.cubin for one in built[:3]}) == 3
     assert all(one.spill_bytes == 0 and one.num_warps == 4 and not one.error for one in built[:3])
     assert built[3].error
     assert not built[3].cubin
-    kernels = read(built[4].cubin, "").kernels  # tensor memory brings functions of the compiler's along
-    assert list(kernels) == [built[4].symbol] == ["many_rows_kernel"]
-    assert len(kernels["many_rows_kernel"]) == len(matrix.passed) + 2
+    one = built[4]  # tensor memory brings functions of the compiler's along
+    assert (one.symbol, one.scratch_pointers) == ("many_rows_kernel", 2)
+    (tmp_path / "x.cubin").write_bytes(one.cubin)
+    check.check(
+        tmp_path / "x.cubin", Cubin(matrix, "x.cubin", "", "sm_100a", "", one.symbol, one.shared, one.num_warps, 2)
+    )
 
 
 def test_a_kernel_that_compiles_to_something_else_is_refused(
@@ -272,26 +250,10 @@ def test_a_kernel_that_compiles_to_something_else_is_refused(
         check._compile_again(job, cubins, metrics)
 
 
-def test_the_rules_of_grids_are_those_of_the_launches(tiny_artifact: Path) -> None:
-    source = Source(tiny_artifact)
-    found = plan.launches(source, TritonOptions(), 90)
-    launches = [(v.kernel, grid, {a.name: a.value for a in v.arguments}) for v, grid in found.variants.items()]
-    hot = [one for call, _ in compiled.hot_launches().values() for one in compiled.record(call)]
-    launches += [(one.kernel.name, one.grid, one.arguments) for one in hot if one.kernel.ahead]
-    checked = set()
-    for name, grid, arguments in launches:
-        rows = grid[-1] if name == "sparse24_w4.sparse24_kernel" else grid[0]
-        numbers = {key: value for key, value in arguments.items() if isinstance(value, int)}
-        known = {"cdiv": jit.cdiv, "rows": rows, "heads": source.config.num_attention_heads} | numbers
-        try:
-            expected = eval(f"({RULES[name]},)", known)
-        except NameError:  # a size that is no constant, known only where whole launches were recorded
-            continue
-        assert expected == grid, (name, arguments)
-        checked.add(name)
-    known = jit.Entry.known.values()
-    assert checked == set(RULES) == {kernel.name for kernel in known if kernel.ahead}
-    others = {kernel.fn.__module__.rpartition(".")[0] for kernel in known if not kernel.ahead}
+def test_every_kernel_is_compiled_ahead_but_those_of_caches() -> None:
+    for module in (*jit.MODULES, "runtime.kv_cache.kernels.triton_attention"):
+        import_module(module)
+    others = {k.fn.__module__.rpartition(".")[0] for k in jit.Entry.known.values() if not k.ahead}
     assert others == {"runtime.kv_cache.kernels"}, "whatever else has kernels belongs into jit.MODULES"
 
 
@@ -324,7 +286,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     (tmp_path / "out").mkdir()
     job = Job(source, options, tmp_path / "out", Reporter(quiet=True))
     write.write(job)
-    assert [task.variant for task in tasks] == list(found.variants)
+    assert [task.variant for task in tasks] == found.variants
     assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]
     assert job.facts["cache"] == plan.CACHE
     assert job.facts["engine"] == "transformers' modules (its cache is compressed)"

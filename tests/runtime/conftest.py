@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))  # gpu_launches, triton_interpreter
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,4 +1,4 @@
-"""Kernels that an export brought along, compiled ahead: found by what a launch needs, and launched without a compiler.
+"""Kernels compiled ahead: found by what a launch needs, and launched without a compiler.
 
 `<directory>/kernels/index.json` says for every file of `kernels/` which GPU, kernel, argument types, constants and options it is
 for (`export/triton_aot` writes it). Loading a directory offers them to all launches of the process: a variant is taken for what it
@@ -37,61 +37,52 @@ class Loaded:
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
         self.answers: dict[tuple[torch.device, Hashable], str | None] = {}
+        self.missed: set[Variant] = set()
         self._lock = threading.Lock()
-        self._offered: dict[int, dict[str, list[tuple[Cubin, bytes]]]] = {}  # by capability and kernel
-        self._found: dict[tuple[Any, ...], tuple[Cubin, bytes] | None] = {}
+        self._offered: dict[tuple[int, str], dict[Variant, tuple[Cubin, bytes]]] = {}  # by capability and kernel
+        self._found: dict[tuple[int, Variant], tuple[Cubin, bytes] | None] = {}
         self._functions: dict[tuple[int, str, str], int] = {}
         self._capabilities: dict[int, int] = {}
-        self.missed: set[Variant] = set()
 
     def add(self, capability: int, cubins: Sequence[tuple[Cubin, bytes]]) -> None:
         """Offer cubins to GPUs of this compute capability."""
         with self._lock:
-            kernels = self._offered.setdefault(capability, {})
             for cubin, data in cubins:
-                there = kernels.setdefault(cubin.variant.kernel, [])
-                if all(cubin.variant != other.variant for other, _ in there):
-                    there.append((cubin, data))
+                there = self._offered.setdefault((capability, cubin.variant.kernel), {})
+                there.setdefault(cubin.variant, (cubin, data))
             self._found.clear()
             self.answers.clear()
 
     def offers(self, device: int) -> bool:
         """Whether there is anything for this device."""
-        return bool(self._offered.get(self._capability(device)))
+        return any(capability == self._capability(device) for capability, _ in self._offered)
 
     def find(self, device: int, call: Variant) -> tuple[Cubin, bytes] | None:
         """The cubin that assumes most, of those that are right for this launch."""
-        offered = self._offered.get(self._capability(device), {}).get(call.kernel, ())
-        fitting = [pair for pair in offered if pair[0].variant.serves(call)]
-        return max(fitting, key=lambda pair: pair[0].variant.assumptions, default=None)
+        if (device, call) not in self._found:
+            offered = self._offered.get((self._capability(device), call.kernel), {})
+            fitting = [pair for variant, pair in offered.items() if variant.serves(call)]
+            self._found[device, call] = max(fitting, key=lambda pair: pair[0].variant.assumptions, default=None)
+        return self._found[device, call]
 
     def launch(self, kernel: jit.Entry, grid: Sequence[int], arguments: dict[str, Any]) -> bool:
         """As `jit.Launcher`."""
-        if not self._mine(arguments):
+        first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
+        if first is None or first.device.type != self.driver.device_type:
             return False
         device, stream = self.driver.current()
-        key = (device, kernel.name, *_quick(kernel, arguments))
-        try:
-            found = self._found[key]
-        except KeyError:
-            call = signature.specialize(kernel, arguments)
-            found = self._found[key] = self.find(device, call)
-            if found is None:
-                self._complain(device, call)
+        call = signature.specialize(kernel, arguments)
+        found = self.find(device, call)
         if found is None:
+            self._complain(device, call)
             return False
         cubin, data = found
         blocks = (*grid, 1, 1)[:3]
-        if 0 in blocks:
-            return True
-        slots = pack(cubin, arguments)
-        function = self._function(device, cubin, data)
-        self.driver.launch(device, function, blocks, cubin.threads, cubin.shared, stream, slots)
+        if 0 not in blocks:
+            function = self._function(device, cubin, data)
+            slots = pack(cubin, arguments)
+            self.driver.launch(device, function, blocks, cubin.threads, cubin.shared, stream, slots)
         return True
-
-    def _mine(self, arguments: dict[str, Any]) -> bool:
-        first = next((value for value in arguments.values() if isinstance(value, torch.Tensor)), None)
-        return first is not None and first.device.type == self.driver.device_type
 
     def _function(self, device: int, cubin: Cubin, data: bytes) -> int:
         key = (device, cubin.sha256, cubin.symbol)
@@ -133,8 +124,7 @@ def offer(directory: Path, device: torch.device, driver: Driver | None = None) -
         return 0
     if _loaded is None or (driver is not None and _loaded.driver is not driver):
         _loaded = Loaded(driver or CudaDriver())
-    index = device.index if device.index is not None else _loaded.driver.current()[0]
-    capability = _loaded.driver.capability(index)
+    capability = _loaded.driver.capability(_index(_loaded, device))
     mine = [cubin for cubin in cubins if runs_on(cubin.architecture, capability)]
     if not mine:
         there = ", ".join(sorted({cubin.architecture for cubin in cubins}))
@@ -159,7 +149,7 @@ def offer(directory: Path, device: torch.device, driver: Driver | None = None) -
 
 
 def withdraw() -> None:
-    """Forget everything offered; launches are triton's again."""
+    """Forget everything offered; launches are Triton's again."""
     global _loaded
     _loaded = jit.Entry.launcher = None
 
@@ -173,7 +163,7 @@ def offers(device: torch.device) -> bool:
     """Whether any kernel compiled ahead can be launched on this device."""
     if _loaded is None or device.type != _loaded.driver.device_type:
         return False
-    return _loaded.offers(device.index if device.index is not None else _loaded.driver.current()[0])
+    return _loaded.offers(_index(_loaded, device))
 
 
 def missing(call: Callable[[], Any], device: torch.device, remember: Hashable = None) -> str | None:
@@ -189,7 +179,7 @@ def missing(call: Callable[[], Any], device: torch.device, remember: Hashable = 
         call()
     if loaded is None:
         return launches[0].kernel.name if launches else None
-    index = device.index if device.index is not None else loaded.driver.current()[0]
+    index = _index(loaded, device)
     variants = (signature.of(launch) for launch in launches)
     answer = next((variant.describe() for variant in variants if loaded.find(index, variant) is None), None)
     if remember is not None:
@@ -200,29 +190,13 @@ def missing(call: Callable[[], Any], device: torch.device, remember: Hashable = 
 def pack(cubin: Cubin, arguments: dict[str, Any]) -> bytearray:
     """Arguments of a launch as the driver takes them: each at the beginning of eight bytes, scratch pointers (null) at the end."""
     passed = cubin.variant.passed
-    slots = bytearray(8 * (len(passed) + cubin.scratch))
-    for place, argument in enumerate(passed):
-        value = arguments[argument.name]
-        if isinstance(value, torch.Tensor):
-            struct.pack_into("<Q", slots, 8 * place, value.data_ptr())
-        else:
-            struct.pack_into(signature.SCALARS[argument.type][0], slots, 8 * place, value)
+    slots = bytearray(8 * (len(passed) + cubin.scratch_pointers))
+    for place, (name, kind) in enumerate(passed):
+        value = arguments[name]
+        value = value.data_ptr() if isinstance(value, torch.Tensor) else value
+        struct.pack_into(signature.SCALARS.get(kind, "<Q"), slots, 8 * place, value)
     return slots
 
 
-def _quick(kernel: jit.Entry, arguments: dict[str, Any]) -> list[Any]:
-    """What decides the variant, cheaper to make than the variant."""
-    key: list[Any] = []
-    for name, constant in kernel.parameters.items():
-        value = arguments[name]
-        if isinstance(value, torch.Tensor):
-            key += (value.dtype, value.data_ptr() % 16 == 0)
-        elif constant or isinstance(value, bool):
-            key += (type(value), value)
-        elif isinstance(value, int):
-            key += (value == 1, value % 16 == 0, -(1 << 31) <= value < 1 << 31)
-        else:
-            key.append(type(value))
-    if len(arguments) > len(kernel.parameters):
-        key += [(name, value) for name, value in arguments.items() if name not in kernel.parameters]
-    return key
+def _index(loaded: Loaded, device: torch.device) -> int:
+    return device.index if device.index is not None else loaded.driver.current()[0]

@@ -1,14 +1,15 @@
-"""The kernels in an export's directory: `kernels/index.json` and the files that it names.
+"""Index of compiled kernels in an export's directory: `kernels/index.json` and the files that it names.
 
-The index is `{"schema_version": 1, "triton": version, "kernels": [...]}`; an entry has `file` and its `sha256`, `architecture`
-("sm_90a"), `kernel` (`jit.Entry.name`), `source` (`jit.Entry.source`), `symbol` in the cubin, `arguments` (`signature.Argument`),
-`options`, `num_warps`, `shared` (bytes of dynamic shared memory), `scratch_pointers` (that follow the arguments), and, for people,
-`registers`, `spill_bytes`, `grid`, `bytes` and `ptx_sha256`.
+The index is `{"schema_version": 2, "triton": version, "kernels": [...]}`; an entry has `file` and its `sha256`, `architecture`
+("sm_90a"), `kernel` (`jit.Entry.name`), `source` (`jit.Entry.source`), `symbol` in the cubin, `arguments` (name to code, see
+`signature.Variant`), `options`, `num_warps`, `shared` (bytes of dynamic shared memory), `scratch_pointers` (that follow the
+arguments), and, for people, `registers`, `spill_bytes`, `bytes` and `ptx_sha256`.
 """
 
 from __future__ import annotations
 
 import hashlib
+import logging
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,9 +17,14 @@ from typing import Any
 
 from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import ArtifactError
-from runtime.kernels.triton.signature import Argument, Variant
+from runtime.kernels.triton.signature import Variant
 
-FOLDER, INDEX, SCHEMA_VERSION = "kernels", "index.json", 1
+FOLDER, INDEX, SCHEMA_VERSION = "kernels", "index.json", 2
+_log = logging.getLogger("compress.kernels")
+_TEXTS, _NUMBERS = (
+    ("file", "sha256", "architecture", "kernel", "source", "symbol"),
+    ("shared", "num_warps", "scratch_pointers"),
+)
 
 
 @dataclass(frozen=True)
@@ -26,23 +32,24 @@ class Cubin:
     """One compiled kernel.
 
     Attributes:
-        symbol: its name in the cubin. scratch: pointers that follow the arguments. threads: of a program.
-        shared: bytes of dynamic shared memory.
+        symbol: its name in the cubin. source: `jit.Entry.source` of what it was compiled from.
+        shared: bytes of dynamic shared memory. num_warps: of a program. scratch_pointers: pointers that follow the arguments.
     """
 
     variant: Variant
-    architecture: str
     file: str
     sha256: str
-    symbol: str
+    architecture: str
     source: str
+    symbol: str
     shared: int
-    warps: int
-    scratch: int
+    num_warps: int
+    scratch_pointers: int
 
     @property
     def threads(self) -> int:
-        return 32 * self.warps
+        """Of a program."""
+        return 32 * self.num_warps
 
 
 def runs_on(architecture: str, capability: int) -> bool:
@@ -54,7 +61,7 @@ def runs_on(architecture: str, capability: int) -> bool:
 
 
 def read_index(directory: Path) -> list[Cubin]:
-    """What `directory/kernels` holds; nothing where there is no index.
+    """The kernels in `directory/kernels`; none where there is no index, or one of an earlier version, which the log says.
 
     Raises:
         ArtifactError: the index is damaged, of a newer version, or names files outside.
@@ -63,10 +70,12 @@ def read_index(directory: Path) -> list[Cubin]:
     if not file.is_file():
         return []
     content = read_json(file)
-    version = content.get("schema_version")
+    version, listed = content.get("schema_version"), content.get("kernels")
+    if version == 1:
+        _log.warning("kernels in %s were written by an earlier version and are not used; export again", directory)
+        return []
     if version != SCHEMA_VERSION:
         raise ArtifactError(f"{file} has schema version {version!r}, this runtime reads {SCHEMA_VERSION}")
-    listed = content.get("kernels")
     if not isinstance(listed, list):
         raise ArtifactError(f"{file} has no list of kernels")
     return [_cubin(given, f"{file}, kernel {i}") for i, given in enumerate(listed)]
@@ -88,34 +97,19 @@ def _cubin(given: Any, where: str) -> Cubin:
     """One entry of the index, checked."""
     if not isinstance(given, dict):
         raise ArtifactError(f"{where} is not an object")
-
-    def text(name: str) -> str:
-        value = given.get(name)
-        if not isinstance(value, str) or not value:
-            raise ArtifactError(f"{where}: {name} must be a text, not {value!r}")
-        return value
-
-    def number(name: str) -> int:
-        value = given.get(name)
-        if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < 1 << 31:
-            raise ArtifactError(f"{where}: {name} must be an integer >= 0, not {value!r}")
-        return value
-
-    arguments, options, file, architecture = (
-        given.get("arguments"),
-        given.get("options"),
-        text("file"),
-        text("architecture"),
-    )
-    if not isinstance(arguments, list) or not isinstance(options, dict):
-        raise ArtifactError(f"{where}: arguments must be a list and options an object")
+    for name in _TEXTS:
+        if not isinstance(given.get(name), str) or not given[name]:
+            raise ArtifactError(f"{where}: {name} must be a text, not {given.get(name)!r}")
+    for name in _NUMBERS:
+        if type(given.get(name)) is not int or not 0 <= given[name] < 1 << 31:
+            raise ArtifactError(f"{where}: {name} must be an integer >= 0, not {given.get(name)!r}")
+    for name in ("arguments", "options"):
+        if not isinstance(given.get(name), dict):
+            raise ArtifactError(f"{where}: {name} must be an object")
+    file, architecture = given["file"], given["architecture"]
     if Path(file).name != file or "\\" in file:
         raise ArtifactError(f"{where}: file {file!r} must lie in {FOLDER}/")
     if re.fullmatch(r"sm_\d{2,3}a?", architecture) is None:
         raise ArtifactError(f"{where}: architecture {architecture!r} is none")
-    made = tuple(Argument.from_dict(argument, where) for argument in arguments)
-    variant = Variant(text("kernel"), made, tuple(sorted(options.items())))
-    return Cubin(
-        variant, architecture, file, text("sha256"), text("symbol"), text("source"),
-        number("shared"), number("num_warps"), number("scratch_pointers"),
-    )  # fmt: skip
+    variant = Variant.read(given["kernel"], given["arguments"], given["options"], where)
+    return Cubin(variant, **{name: given[name] for name in (*_TEXTS, *_NUMBERS) if name != "kernel"})

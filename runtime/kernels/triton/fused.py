@@ -1,5 +1,5 @@
-"""What lies between the matrix products of a Llama-like block, one pass over memory each: RMSNorm (with the residual addition),
-rotary embedding, SwiGLU. Arithmetic in float32, rounded where transformers rounds.
+"""RMSNorm (with the residual addition) and SwiGLU, one pass over memory each. Arithmetic in float32, rounded where transformers
+rounds.
 """
 
 from __future__ import annotations
@@ -56,68 +56,6 @@ def rms_norm_reference(
     value = h.float()
     normal = value * torch.rsqrt(value.pow(2).mean(-1, keepdim=True) + epsilon)
     return weight * normal.to(x.dtype), h
-
-
-@entry
-def rotary_kernel(
-    q, k, cos, sin, q_token, q_head, k_token, k_head, c_token, s_token, Q_HEADS, HEADS, HALF, BLOCK: tl.constexpr,
-    BLOCK_H: tl.constexpr,
-):  # fmt: skip
-    token = tl.cast(tl.program_id(0), tl.int64)
-    head, at = tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H), tl.arange(0, BLOCK)
-    low = at < HALF
-    c0 = tl.load(cos + token * c_token + at, mask=low, other=0.0).to(tl.float32)[None, :]
-    c1 = tl.load(cos + token * c_token + HALF + at, mask=low, other=0.0).to(tl.float32)[None, :]
-    s0 = tl.load(sin + token * s_token + at, mask=low, other=0.0).to(tl.float32)[None, :]
-    s1 = tl.load(sin + token * s_token + HALF + at, mask=low, other=0.0).to(tl.float32)[None, :]
-    for_q = (head < Q_HEADS)[:, None] & low[None, :]
-    first = q + token * q_token + head.to(tl.int64)[:, None] * q_head + at[None, :]
-    a = tl.load(first, mask=for_q, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, mask=for_q, other=0.0).to(tl.float32)
-    tl.store(first, (a * c0 - b * s0).to(q.dtype.element_ty), mask=for_q)
-    tl.store(first + HALF, (b * c1 + a * s1).to(q.dtype.element_ty), mask=for_q)
-    # Heads of k follow those of q in the grid.
-    head -= Q_HEADS
-    for_k = ((head >= 0) & (head < HEADS - Q_HEADS))[:, None] & low[None, :]
-    first = k + token * k_token + head.to(tl.int64)[:, None] * k_head + at[None, :]
-    a = tl.load(first, mask=for_k, other=0.0).to(tl.float32)
-    b = tl.load(first + HALF, mask=for_k, other=0.0).to(tl.float32)
-    tl.store(first, (a * c0 - b * s0).to(k.dtype.element_ty), mask=for_k)
-    tl.store(first + HALF, (b * c1 + a * s1).to(k.dtype.element_ty), mask=for_k)
-
-
-def rotary(q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate `q` `[tokens, heads, D]` and `k` `[tokens, kv heads, D]` in place; `cos`, `sin` `[tokens, D]`. D even.
-
-    The convention of transformers: element `i` is paired with `i + D / 2`. Only the last dimension must be dense, so views of a
-    fused q/k/v tensor do. Reference: `rotary_reference`, which rounds the two products too where these are in float32.
-    """
-    tokens, heads, size = q.shape
-    if size % 2:
-        raise ValueError(f"rotary embedding pairs elements, so heads of {size} do not work")
-    every = heads + k.shape[1]
-    if tokens and every and size:
-        for tensor in (q, k, cos, sin):
-            assert tensor.stride(-1) == 1, "the last dimension must be dense"
-        block = next_power_of_2(size // 2)
-        block_h = min(next_power_of_2(every), 8)
-        rotary_kernel[(tokens, cdiv(every, block_h))](
-            q, k, cos, sin, q.stride(0), q.stride(1), k.stride(0), k.stride(1), cos.stride(0), sin.stride(0),
-            heads, every, size // 2, BLOCK=block, BLOCK_H=block_h, num_warps=4 if block * block_h >= 256 else 1,
-        )  # fmt: skip
-    return q, k
-
-
-def rotary_reference(
-    q: torch.Tensor, k: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """transformers' `apply_rotary_pos_emb` for `[tokens, heads, D]`; not in place."""
-
-    def turn(x: torch.Tensor) -> torch.Tensor:
-        a, b = x.chunk(2, dim=-1)
-        return x * cos[:, None] + torch.cat([-b, a], dim=-1) * sin[:, None]
-
-    return turn(q), turn(k)
 
 
 @entry

@@ -1,4 +1,4 @@
-"""How the kernels of this package become launches: compiled by triton, or loaded as they were compiled ahead (`ahead.py`).
+"""Launches of this package's kernels: compiled by Triton, or loaded as they were compiled ahead (`ahead.py`).
 
 A production machine may have no triton: then files with kernels import all the same (`tl` is None and stands in annotations only),
 and what can be launched is what an export brought along. `entry` marks a kernel that Python launches, `jit` a function that
@@ -159,8 +159,7 @@ def next_power_of_2(n: int) -> int:
 
 def _collect(fn: Callable[..., Any], parts: dict[str, str]) -> None:
     """Tokens of `fn` and, by name, of everything of ours that it reads."""
-    source = _without_decorators(dedent(inspect.getsource(fn)))
-    tokens = _tokens(source)
+    tokens = _tokens(dedent(inspect.getsource(fn)))
     parts[f"{fn.__module__}.{fn.__name__}"] = " ".join(tokens)
     for name in sorted(set(tokens)):
         value = fn.__globals__.get(name)
@@ -171,24 +170,9 @@ def _collect(fn: Callable[..., Any], parts: dict[str, str]) -> None:
             parts[f"{fn.__module__}:{name}"] = repr(value)
 
 
-def _without_decorators(source: str) -> str:
-    lines = source.splitlines(keepends=True)
-    return "".join(lines[next(i for i, line in enumerate(lines) if line.startswith("def ")) :])
-
-
 def _tokens(source: str) -> list[str]:
-    """Of a function: no comments, no docstrings, no layout beyond what Python reads."""
-    found: list[str] = []
-    fresh = False  # at the beginning of a statement, where a string is a docstring
-    for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type in (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER):
-            continue
-        if token.type in (tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT):
-            fresh = True
-            mark = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}[token.type]
-            if mark != ";" or (found and found[-1] not in ";{}"):  # nothing of a docstring's line stays
-                found.append(mark)
-        elif not (fresh and token.type == tokenize.STRING):
-            fresh = False
-            found.append(token.string)
-    return found
+    """Of a function: no comments, no layout beyond what Python reads."""
+    marks = {tokenize.NEWLINE: ";", tokenize.INDENT: "{", tokenize.DEDENT: "}"}
+    found = tokenize.generate_tokens(io.StringIO(source).readline)
+    ignored = (tokenize.COMMENT, tokenize.NL, tokenize.ENDMARKER)
+    return [marks.get(token.type, token.string) for token in found if token.type not in ignored]

@@ -1,11 +1,13 @@
-"""What a kernel is compiled for: the types of its arguments, what is assumed of their values, its constants and options.
+"""Specialization of a Triton kernel: the types of its arguments, what is assumed of their values, its constants and options.
 
-Triton specializes a kernel on each launch: pointers and integers that 16 divides, integers that are 1, and every constant make
-another binary. A `Variant` is one of those; a launch may take any whose assumptions hold, so one that assumes less serves more.
+Triton compiles a binary for each: pointers and integers that 16 divides, integers that are 1, and every constant make another one.
+A `Variant` is one of them; a launch may take any whose assumptions hold, so one that assumes less serves more.
 """
 
 from __future__ import annotations
 
+import ast
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,131 +21,81 @@ TYPES = {
     torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.float64: "fp64", torch.int8: "i8", torch.uint8: "u8",
     torch.int16: "i16", torch.int32: "i32", torch.int64: "i64", torch.float8_e4m3fn: "fp8e4nv",
 }  # fmt: skip
-#: struct's format and bytes of a scalar on its way to the GPU; pointers are eight bytes.
-SCALARS = {"i32": ("<i", 4), "i64": ("<q", 8), "fp32": ("<f", 4)}
-_POINTERS = frozenset(f"*{name}" for name in TYPES.values())
+#: struct's format of a scalar on its way to the GPU; everything else that is passed is an address.
+SCALARS = {"i32": "<i", "i64": "<q", "fp32": "<f"}
+_PASSED = re.compile(rf"\*({'|'.join(TYPES.values())})(/16)?|({'|'.join(SCALARS)})(/1|/16)?")
 _CONSTANTS = (bool, int, float, str, type(None))
 
 
 @dataclass(frozen=True)
-class Argument:
-    """One parameter of a variant.
-
-    Attributes:
-        type: "*bf16", ..., "i32", "i64", "fp32", or "constexpr": compiled in, and not passed at a launch.
-        assumed: "16": its value (an address, for pointers) is divisible by 16; "1": it is 1, which is compiled in; "": anything.
-        value: of a constexpr.
-    """
-
-    name: str
-    type: str
-    assumed: str = ""
-    value: Any = None
-
-    def key(self) -> tuple[Any, ...]:
-        """As itself; True and 1 are told apart."""
-        return (self.name, self.type, self.assumed, type(self.value).__name__, self.value)
-
-    def serves(self, call: Argument) -> bool:
-        """Whether a kernel with this argument is right for that of a call."""
-        if self.type != call.type or self.type == "constexpr":
-            return self.key() == call.key()
-        return self.assumed in ("", call.assumed)
-
-    @property
-    def passed(self) -> bool:
-        """Whether a launch passes it."""
-        return self.type != "constexpr" and self.assumed != "1"
-
-    @property
-    def size(self) -> int:
-        """Bytes of it among the arguments of a launch."""
-        return 8 if self.type in _POINTERS else SCALARS[self.type][1]
-
-    def as_dict(self) -> dict[str, Any]:
-        """For `index.json`."""
-        if self.type == "constexpr":
-            return {"name": self.name, "type": self.type, "value": self.value}
-        return {"name": self.name, "type": self.type, "assumed": self.assumed}
-
-    @classmethod
-    def from_dict(cls, given: Any, where: str) -> Argument:
-        """Inverse of `as_dict`; ArtifactError where it is not one."""
-        if isinstance(given, dict) and isinstance(given.get("name"), str):
-            kind, value, assumed = given.get("type"), given.get("value"), given.get("assumed", "")
-            if kind == "constexpr" and isinstance(value, _CONSTANTS):
-                return cls(given["name"], kind, "", value)
-            if (kind in _POINTERS and assumed in ("", "16")) or (kind in SCALARS and assumed in ("", "1", "16")):
-                return cls(given["name"], kind, assumed)
-        raise ArtifactError(f"{where}: argument {given!r} is none that this runtime can pass")
-
-
 class Variant:
     """One kernel to compile. Equal ones compile to the same.
 
     Attributes:
         kernel: `Entry.name`.
-        arguments: one a parameter, in order.
+        arguments: (name, code) of each parameter, in order. A code is the type that Triton gives it, "*bf16", "i32", with "/16" where
+            its value (an address, for pointers) is assumed to be divisible by 16 and "/1" where it is 1, which is compiled in;
+            or "=" and a Python literal: a constant.
         options: those given at the launch, sorted: `(("num_warps", 4),)`.
     """
 
-    def __init__(self, kernel: str, arguments: tuple[Argument, ...], options: tuple[tuple[str, int], ...]) -> None:
-        self.kernel, self.arguments, self.options = kernel, arguments, options
-        self._key = (kernel, tuple(a.key() for a in arguments), options)
-        self._hash = hash(self._key)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Variant) and self._key == other._key
-
-    def __hash__(self) -> int:
-        return self._hash
-
-    def __repr__(self) -> str:
-        return self.describe()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return Variant, (self.kernel, self.arguments, self.options)  # a hash belongs to its process
+    kernel: str
+    arguments: tuple[tuple[str, str], ...]
+    options: tuple[tuple[str, int], ...]
 
     def describe(self) -> str:
         """`matvec.matvec_kernel(x *bf16/16, M i32/1, GROUP=128, num_warps=4)`."""
-        parts = [
-            f"{a.name}={a.value}" if a.type == "constexpr" else f"{a.name} {a.type}{a.assumed and '/'}{a.assumed}"
-            for a in self.arguments
-        ]
+        parts = [name + code if code.startswith("=") else f"{name} {code}" for name, code in self.arguments]
         return f"{self.kernel}({', '.join([*parts, *(f'{name}={value}' for name, value in self.options)])})"
 
     def serves(self, call: Variant) -> bool:
-        """Whether a launch that triton would compile `call` for may run this."""
+        """Whether a launch that Triton would compile `call` for may run this."""
         return (
-            self.kernel == call.kernel
-            and self.options == call.options
-            and len(self.arguments) == len(call.arguments)
-            and all(mine.serves(theirs) for mine, theirs in zip(self.arguments, call.arguments, strict=True))
-        )
+            (self.kernel, self.options, len(self.arguments)) == (call.kernel, call.options, len(call.arguments))
+            and all(
+                name == other and code in (wanted, _type(wanted))
+                for (name, code), (other, wanted) in zip(self.arguments, call.arguments, strict=True)
+            )
+        )  # fmt: skip
 
     @property
     def assumptions(self) -> int:
         """How many arguments something is assumed of."""
-        return sum(bool(a.assumed) for a in self.arguments)
+        return sum(code != _type(code) for _, code in self.arguments)
 
     @property
-    def passed(self) -> list[Argument]:
-        """What a launch passes."""
-        return [a for a in self.arguments if a.passed]
+    def passed(self) -> list[tuple[str, str]]:
+        """(name, type) of what a launch passes; the rest is compiled in."""
+        return [(name, _type(code)) for name, code in self.arguments if code[0] != "=" and not code.endswith("/1")]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Bytes of each of `passed` among the arguments of a launch."""
+        return [4 if kind in ("i32", "fp32") else 8 for _, kind in self.passed]
+
+    @classmethod
+    def read(cls, kernel: str, arguments: Mapping[str, Any], options: Mapping[str, Any], where: str) -> Variant:
+        """A variant out of `index.json`; ArtifactError, naming `where`, for an argument that cannot be passed."""
+        for name, code in arguments.items():
+            if not isinstance(code, str) or not (_PASSED.fullmatch(code) or _is_constant(code)):
+                raise ArtifactError(f"{where}: argument {name} is {code!r}, which this runtime cannot pass")
+        return cls(kernel, tuple(arguments.items()), tuple(sorted(options.items())))
 
 
 def specialize(kernel: Entry, arguments: Mapping[str, Any]) -> Variant:
-    """The variant that triton would compile for a launch with these arguments (options among them).
+    """The variant that Triton would compile for a launch with these arguments (options among them).
 
     Raises:
         TypeError: an argument is of a kind that no kernel here takes.
     """
-    made = tuple(
-        _constant(name, arguments[name]) if constant else _argument(name, arguments[name])
+    codes = tuple(
+        (name, _constant(name, arguments[name]) if constant else _code(name, arguments[name]))
         for name, constant in kernel.parameters.items()
     )
-    options = tuple(sorted((name, value) for name, value in arguments.items() if name not in kernel.parameters))
-    return Variant(kernel.name, made, options)
+    options: tuple[tuple[str, int], ...] = ()
+    if len(arguments) > len(codes):
+        options = tuple(sorted((name, value) for name, value in arguments.items() if name not in kernel.parameters))
+    return Variant(kernel.name, codes, options)
 
 
 def of(launch: Launch) -> Variant:
@@ -151,20 +103,36 @@ def of(launch: Launch) -> Variant:
     return specialize(launch.kernel, launch.arguments)
 
 
-def _constant(name: str, value: Any) -> Argument:
+def constant(code: str) -> Any:
+    """The value that is compiled in: of "=128", or the 1 of "i32/1"."""
+    return ast.literal_eval(code[1:]) if code.startswith("=") else 1
+
+
+def _type(code: str) -> str:
+    return code if code.startswith("=") else code.partition("/")[0]
+
+
+def _is_constant(code: str) -> bool:
+    try:
+        return code.startswith("=") and isinstance(ast.literal_eval(code[1:]), _CONSTANTS)
+    except (ValueError, SyntaxError):
+        return False
+
+
+def _constant(name: str, value: Any) -> str:
     if not isinstance(value, _CONSTANTS):
         raise TypeError(f"constant {name} is a {type(value).__name__}")
-    return Argument(name, "constexpr", "", value)
+    return f"={value!r}"
 
 
-def _argument(name: str, value: Any) -> Argument:
+def _code(name: str, value: Any) -> str:
     if isinstance(value, torch.Tensor):
-        return Argument(name, "*" + TYPES[value.dtype], "" if _address(value) % 16 else "16")
+        return f"*{TYPES[value.dtype]}{'' if _address(value) % 16 else '/16'}"
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 63:
         kind = "i32" if -(1 << 31) <= value < 1 << 31 else "i64"
-        return Argument(name, kind, "1" if value == 1 else "16" if value % 16 == 0 else "")
+        return kind + ("/1" if value == 1 else "" if value % 16 else "/16")
     if isinstance(value, float):
-        return Argument(name, "fp32")
+        return "fp32"
     raise TypeError(f"argument {name} is a {type(value).__name__}")
 
 

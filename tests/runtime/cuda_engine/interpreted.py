@@ -7,10 +7,10 @@ import sys
 
 import cuda_models
 import torch
+from triton_interpreter import repair
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops, paged_attention, plain, rotary_store
-from runtime.kernels.triton.interpreter import repair
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 

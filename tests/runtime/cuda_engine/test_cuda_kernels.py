@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 @pytest.mark.slow
 def test_interpreted_kernels_equal_plain_torch() -> None:
     """Triton decides at import whether it compiles or interprets: a process of its own."""
-    paths = os.pathsep.join([str(HERE), str(HERE.parents[2])])
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[2]), str(HERE.parents[2] / "benchmarks")])
     environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
     command = [sys.executable, str(HERE / "interpreted.py"), "Qwen3", "Mistral, window"]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
@@ -65,7 +65,7 @@ def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], 
     ids=["llama", "mistral", "qwen", "float32", "rotary", "rotary with norms"],
 )
 def test_compiles_without_spills(call: Callable[[], Any], registers: int, capability: int) -> None:
-    from export.triton_aot.compiled import build, record, resources
+    from gpu_launches import build, record, resources
 
     for launch in record(call):
         found = resources(build(launch, capability), capability)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from triton_interpreter import repair
 
-from runtime.kernels.triton.interpreter import repair
 from runtime.kv_cache import kernels
 from runtime.kv_cache.kernels import triton_attention
 from runtime.kv_cache.pages import PAGE

@@ -17,7 +17,8 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from export.triton_aot.compiled import build, cache_call, record, resources
+from gpu_launches import build, cache_call, record, resources
+
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.storage.base import Codec
 from runtime.kv_cache.storage.bitmap import Bitmap

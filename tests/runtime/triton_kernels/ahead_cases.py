@@ -62,11 +62,11 @@ def write_kernels(directory: Path, variants: Iterable[Variant], architecture: st
         entry = {
             "file": f"{number}.cubin", "sha256": hashlib.sha256(data).hexdigest(), "architecture": architecture,
             "kernel": variant.kernel, "source": jit.Entry.known[variant.kernel].source, "symbol": f"kernel_{number}",
-            "arguments": [argument.as_dict() for argument in variant.arguments], "options": dict(variant.options),
+            "arguments": dict(variant.arguments), "options": dict(variant.options),
             "num_warps": 4, "shared": 1024 + number, "scratch_pointers": 2,
         }  # fmt: skip
         entries.append(entry | changes)
-    (folder / "index.json").write_text(json.dumps({"schema_version": 1, "triton": "3.6.0", "kernels": entries}))
+    (folder / "index.json").write_text(json.dumps({"schema_version": 2, "triton": "3.6.0", "kernels": entries}))
     return directory
 
 

@@ -9,9 +9,10 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+import gpu_launches
 import torch
 
-from export.triton_aot import compiled, cubin
+from export.triton_aot.worker import compile_variant
 from runtime.kernels.triton import signature
 from runtime.kernels.triton.ahead import pack
 from runtime.kernels.triton.cubins import Cubin
@@ -44,14 +45,13 @@ def main(folder: str) -> None:
     from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
 
     driver, utils = CudaDriver(f"{folder}/libcuda.so.1"), CudaUtils()
-    calls = compiled.hot_launches()
+    calls = gpu_launches.hot_launches()
     for name in ("w4a16 512", "swiglu", "rms_norm"):
-        launch = compiled.record(calls[name][0], 90)[0]
+        launch = gpu_launches.record(calls[name][0], 90)[0]
         variant = signature.of(launch)
-        kernel = compiled.build_variant(variant, 90)
+        kernel = compile_variant(variant, 90)
         data, meta = kernel.asm["cubin"], kernel.metadata
-        symbol, parameters = next(iter(cubin.read(data, name).kernels.items()))
-        sizes = [parameter.size for parameter in parameters]
+        sizes = [*variant.sizes, 8, 8]  # and two pointers to scratch memory
         fake.fake_sizes(len(sizes), (ctypes.c_int * len(sizes))(*sizes))
         grid = (*launch.grid, 1, 1)[:3]
         theirs: dict[str, Any] = {}
@@ -67,9 +67,8 @@ def main(folder: str) -> None:
         launcher = CudaLauncher(kernel.src, meta)
         values = [theirs[parameter.name] for parameter in launch.kernel.jitted.params]
         launcher(*grid, STREAM, function, kernel.packed_metadata, None, None, None, *values)
-        scratch = len(sizes) - len(variant.passed)
-        made = Cubin(variant, "sm_90a", "", "", symbol, "", meta.shared, meta.num_warps, scratch)
-        handle = driver.load(DEVICE, data, symbol, made.shared, made.threads)
+        made = Cubin(variant, "", "", "sm_90a", "", meta.name, meta.shared, meta.num_warps, 2)
+        handle = driver.load(DEVICE, data, meta.name, made.shared, made.threads)
         driver.launch(DEVICE, handle, grid, made.threads, made.shared, STREAM, pack(made, ours))
 
 

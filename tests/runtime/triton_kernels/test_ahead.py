@@ -20,7 +20,9 @@ pytest.importorskip("triton")
 if os.environ.get("TRITON_INTERPRET", "0") not in ("", "0"):
     pytest.skip("kernels are interpreted in this process", allow_module_level=True)
 
-from export.triton_aot import compiled
+import gpu_launches
+
+from export.triton_aot.worker import compile_variant
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.quantization_config import ModuleEntry
@@ -30,7 +32,7 @@ from runtime.kernels.triton import ahead, cubins, gpu, jit, signature, tuning
 from runtime.kernels.triton.base import TritonKernel
 from runtime.kernels.triton.driver import CudaDriver
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
-from runtime.kernels.triton.signature import Argument, Variant
+from runtime.kernels.triton.signature import Variant
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -83,28 +85,32 @@ def test_specialized_as_triton_does(name: str) -> None:
     _, theirs, options = bind(**arguments)
     variant = signature.specialize(matvec(), arguments)
     assert dict(variant.options) == options
-    for argument, (kind, attribute) in zip(variant.arguments, theirs, strict=True):
+    passed = dict(variant.passed)
+    for (name, code), (kind, attribute) in zip(variant.arguments, theirs, strict=True):
+        assert (name in passed) == (kind != "constexpr")
         if kind == "constexpr":
-            assert argument.assumed == "1" if argument.type != "constexpr" else argument.value == attribute
+            assert code.endswith("/1") or signature.constant(code) == attribute
         else:
-            assert (argument.type, argument.assumed) == (kind, "16" if attribute else ""), argument
-        assert argument.passed == (kind != "constexpr")
+            assert code == kind + ("/16" if attribute else ""), name
 
 
 def test_a_kernel_with_fewer_assumptions_serves() -> None:
-    x = Argument("x", "*bf16", "16")
-    assert Argument("x", "*bf16").serves(x)
-    assert not x.serves(Argument("x", "*bf16"))
-    assert not Argument("x", "*fp16").serves(x)
-    assert Argument("M", "i32").serves(Argument("M", "i32", "1"))
-    assert not Argument("M", "i32", "16").serves(Argument("M", "i32", "1"))
-    assert not Argument("M", "i32").serves(Argument("M", "i64"))
-    assert not Argument("FLAG", "constexpr", "", 1).serves(Argument("FLAG", "constexpr", "", True))
-    assert not Argument("FLAG", "constexpr", "", 2).serves(Argument("FLAG", "constexpr", "", 3))
+    def serves(mine: str, call: str) -> bool:
+        return Variant("k", (("x", mine),), ()).serves(Variant("k", (("x", call),), ()))
+
+    assert serves("*bf16", "*bf16/16")
+    assert not serves("*bf16/16", "*bf16")
+    assert not serves("*fp16", "*bf16/16")
+    assert serves("i32", "i32/1")
+    assert not serves("i32/16", "i32/1")
+    assert not serves("i32", "i64")
+    assert not serves("=1", "=True")
+    assert not serves("=2", "=3")
+    assert serves("='a/b'", "='a/b'")
+    assert not serves("='a'", "='a/b'")
     variant = signature.specialize(matvec(), matvec_arguments(ALIGNED))
-    other = Variant(variant.kernel, variant.arguments, (("num_warps", 8),))
     assert variant.serves(variant)
-    assert not other.serves(variant)
+    assert not Variant(variant.kernel, variant.arguments, (("num_warps", 8),)).serves(variant)
 
 
 def test_of_several_that_serve_the_one_that_assumes_most(tmp_path: Path) -> None:
@@ -191,10 +197,10 @@ def test_a_corrupt_cubin_is_refused(tmp_path: Path) -> None:
         ({"file": "../0.cubin"}, "must lie in kernels/"), ({"file": "/etc/passwd"}, "must lie in kernels/"),
         ({"sha256": 3}, "sha256 must be a text"), ({"shared": -1}, "shared must be an integer"),
         ({"num_warps": True}, "num_warps must be an integer"), ({"architecture": "gfx942"}, "architecture 'gfx942'"),
-        ({"arguments": {}}, "arguments must be a list"), ({"arguments": ["x"]}, "argument 'x' is none"),
-        ({"arguments": [{"name": "x", "type": "tensordesc"}]}, "is none that this runtime can pass"),
-        ({"arguments": [{"name": "x", "type": "*bf16", "assumed": "1"}]}, "is none that this runtime can pass"),
-        ({"options": []}, "options an object"), ({"symbol": ""}, "symbol must be a text"),
+        ({"arguments": ["x"]}, "arguments must be an object"), ({"arguments": {"x": 3}}, "argument x is 3, which"),
+        ({"arguments": {"x": "tensordesc"}}, "argument x is 'tensordesc', which"), ({"arguments": {"x": "*bf16/1"}}, "argument x is"),
+        ({"arguments": {"x": "=__import__('os')"}}, "argument x is"), ({"options": []}, "options must be an object"),
+        ({"symbol": ""}, "symbol must be a text"),
     ],
     ids=str,
 )  # fmt: skip
@@ -203,12 +209,16 @@ def test_a_damaged_index_is_refused(tmp_path: Path, changes: dict[str, Any], sai
         cubins.read_index(one_kernel(tmp_path, **changes))
 
 
-def test_an_index_of_another_version_is_refused(tmp_path: Path) -> None:
+def test_an_index_of_another_version(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     directory = one_kernel(tmp_path)
     file = directory / "kernels" / "index.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"schema_version": 2}))
-    with pytest.raises(ArtifactError, match="schema version 2, this runtime reads 1"):
+    content = json.loads(file.read_text())
+    file.write_text(json.dumps(content | {"schema_version": 3}))
+    with pytest.raises(ArtifactError, match="schema version 3, this runtime reads 2"):
         cubins.read_index(directory)
+    file.write_text(json.dumps(content | {"schema_version": 1}))
+    assert cubins.read_index(directory) == []
+    assert "were written by an earlier version and are not used; export again" in caplog.text
     assert cubins.read_index(tmp_path / "elsewhere") == []
 
 
@@ -223,7 +233,7 @@ def test_sources_are_more_than_text(tmp_path: Path) -> None:
         return jit._tokens(source)
 
     plain = tokens("def f(x):\n    y = x + 1\n    return y\n")
-    assert tokens('def f(x):\n    """Docs."""\n    # why\n    y = x + 1  # what\n\n    return y\n') == plain
+    assert tokens("def f(x):\n    # why\n    y = x + 1  # what\n\n    return y\n") == plain
     assert tokens("def f(x):\n    y = x + 2\n    return y\n") != plain
     assert tokens("def f(x):\n    if x:\n        y = 1\n    return y\n") != tokens(
         "def f(x):\n    if x:\n        y = 1\n        return y\n"
@@ -336,19 +346,13 @@ def test_every_candidate_is_recorded(tiny_artifact: Path) -> None:
         "paged_attention.join_kernel",
     }  # fmt: skip
     blocks = [
-        {
-            (v.arguments[-4].value, v.arguments[-3].value)
-            for v in found.variants
-            if v.kernel == "many_rows.many_rows_kernel"
-        }
+        {(v.arguments[-4][1], v.arguments[-3][1]) for v in found.variants if v.kernel == "many_rows.many_rows_kernel"}
         for found in (many, old)
     ]
     assert blocks[0] != blocks[1], "an older GPU has candidates of its own"
     assert gpu.capability(torch.device("meta")) == (9, 0), "nothing is left assumed"
     for variant in many.variants:  # a step's positions and slots may lie anywhere
-        assumed = {a.name: a.assumed for a in variant.arguments}
-        assert assumed.get("positions", "") == ""
-        assert assumed.get("slots", "") == ""
+        assert not any(code.endswith("/16") for name, code in variant.arguments if name in ("positions", "slots"))
 
 
 class Witness:
@@ -435,7 +439,7 @@ def test_launched_as_triton_launches(fake_cuda: Path, tmp_path: Path) -> None:
     if not Path(sysconfig.get_paths()["include"], "Python.h").is_file():
         pytest.skip("triton's launcher needs Python.h")
     environment = os.environ | {
-        "PYTHONPATH": str(ROOT), "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(fake_cuda),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'benchmarks'}", "TRITON_CACHE_DIR": str(tmp_path), "TRITON_LIBCUDA_PATH": str(fake_cuda),
         "LD_LIBRARY_PATH": str(fake_cuda), "OMP_NUM_THREADS": "1",
     }  # fmt: skip
     done = subprocess.run(
@@ -469,15 +473,13 @@ def test_the_driver_says_what_failed(fake_cuda: Path, monkeypatch: pytest.Monkey
 def test_a_variant_compiles_to_what_the_launch_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is written into an index and read again compiles to the same PTX, and takes the arguments that it says."""
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    launch = compiled.record(compiled.hot_launches()["swiglu"][0])[0]
+    launch = gpu_launches.record(gpu_launches.hot_launches()["swiglu"][0])[0]
     variant = signature.of(launch)
-    again = Variant(
-        variant.kernel,
-        tuple(Argument.from_dict(json.loads(json.dumps(a.as_dict())), "") for a in variant.arguments),
-        variant.options,
+    again = Variant.read(
+        variant.kernel, json.loads(json.dumps(dict(variant.arguments))), dict(variant.options), "index.json"
     )
     assert again == variant
-    ptx = compiled.build_variant(again, 90).asm["ptx"]
-    assert ptx == compiled.build(launch, 90).asm["ptx"]
+    ptx = compile_variant(again, 90).asm["ptx"]
+    assert ptx == gpu_launches.build(launch, 90).asm["ptx"]
     declared = [line.split()[1] for line in ptx.splitlines() if line.strip().startswith(".param")]
-    assert declared == [".u64" if a.size == 8 else ".u32" for a in variant.passed] + [".u64"] * 2
+    assert declared == [".u64" if size == 8 else ".u32" for size in variant.sizes] + [".u64"] * 2

@@ -5,6 +5,6 @@ collecting them otherwise.
 import os
 
 if os.environ.get("TRITON_INTERPRET") == "1":
-    from runtime.kernels.triton.interpreter import repair
+    from triton_interpreter import repair
 
     repair()

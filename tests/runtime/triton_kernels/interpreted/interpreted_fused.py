@@ -26,22 +26,6 @@ def test_rms_norm(shape, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [(4, 2, 12), (1, 1, 2), (9, 3, 20), (3, 0, 64)])
-def test_rotary(heads, dtype):
-    q_heads, k_heads, size = heads
-    fused_rows = torch.randn(5, (q_heads + 2 * k_heads) * size).to(dtype)
-    q = fused_rows[:, : q_heads * size].view(5, q_heads, size)
-    k = fused_rows[:, q_heads * size : (q_heads + k_heads) * size].view(5, k_heads, size)
-    cos, sin = torch.randn(5, size).to(dtype), torch.randn(5, size).to(dtype)
-    want = fused.rotary_reference(q.double(), k.double(), cos.double(), sin.double())
-    values = fused_rows[:, (q_heads + k_heads) * size :].clone()
-    fused.rotary(q, k, cos, sin)
-    for y, expected in zip((q, k), want, strict=True):
-        assert bool(((y.double() - expected).abs() <= expected.abs() * torch.finfo(dtype).eps + 1e-5).all())
-    assert torch.equal(fused_rows[:, (q_heads + k_heads) * size :], values)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(1, 2), (4, 3, 154), (2, 2600), (0, 4)])
 def test_swiglu(shape, dtype):
     x = torch.randn(shape).to(dtype) * 30

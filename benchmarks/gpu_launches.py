@@ -1,26 +1,20 @@
-"""Compile the kernels for a GPU that is not here, and read what the compiler says: registers, spills, shared memory.
+"""Kernels compiled for a GPU that is not here, and what the compiler says of them: registers, spills, shared memory.
 
-The wrappers are called with meta tensors while every launch is written down instead of run, so what is compiled is what a GPU
-would get: same constants, same specialization of arguments. Used by the tests and by `benchmarks/kernels_gpu.py --compile-only`.
+The wrappers are called with meta tensors while every launch is recorded instead of run, so what is compiled is what a GPU
+would get: same constants, same specialization of arguments. Used by `kernels_gpu.py --compile-only` and by the tests.
 """
 
 from __future__ import annotations
 
-import re
-import subprocess
-import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 
+from export.triton_aot.worker import compile_variant, resources
 from runtime.kernels.triton import gpu, signature
-from runtime.kernels.triton.jit import Entry, Launch, recording
+from runtime.kernels.triton.jit import Launch, recording
 
 if TYPE_CHECKING:
     from runtime.kv_cache.storage.base import Codec
@@ -34,40 +28,8 @@ def record(call: Callable[[], Any], capability: int = 90) -> list[Launch]:
 
 
 def build(launch: Launch, capability: int) -> Any:
-    """Compile one launch for compute capability `capability` (80, 90, 100): triton's compiled kernel, `.asm` and all."""
-    return build_variant(signature.of(launch), capability)
-
-
-def build_variant(variant: signature.Variant, capability: int) -> Any:
-    """`build` of what was recorded before. The file with the kernel must have been imported."""
-    kernel = Entry.known[variant.kernel]
-    types, constants, attributes = {}, {}, {}
-    for index, argument in enumerate(variant.arguments):
-        types[argument.name] = argument.type if argument.passed else "constexpr"
-        if not argument.passed:
-            constants[(index,)] = 1 if argument.assumed == "1" else argument.value
-        elif argument.assumed == "16":
-            attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel.jitted, signature=types, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=dict(variant.options))
-
-
-def resources(kernel: Any, capability: int) -> dict[str, int]:
-    """`registers` a thread, `spill_bytes` (stores and loads), `shared` bytes a program, as `ptxas -v` tells for the PTX."""
-    from triton import knobs
-
-    tools = knobs.nvidia
-    ptxas = (tools.ptxas_blackwell if capability >= 100 and hasattr(tools, "ptxas_blackwell") else tools.ptxas).path
-    with tempfile.TemporaryDirectory() as directory:
-        path = Path(directory) / "kernel.ptx"
-        path.write_text(kernel.asm["ptx"], encoding="utf-8")
-        architecture = re.search(r"\.target\s+(\w+)", kernel.asm["ptx"])
-        assert architecture is not None
-        command = [ptxas, "-v", f"--gpu-name={architecture[1]}", str(path), "-o", str(path.with_suffix(".cubin"))]
-        said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    registers, spills = re.search(r"Used (\d+) registers", said), re.findall(r"(\d+) bytes spill", said)
-    assert registers is not None, said
-    return {"registers": int(registers[1]), "spill_bytes": sum(map(int, spills)), "shared": int(kernel.metadata.shared)}
+    """One launch compiled for compute capability `capability` (80, 90, 100): triton's compiled kernel, `.asm` and all."""
+    return compile_variant(signature.of(launch), capability)
 
 
 def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
@@ -114,7 +76,6 @@ def hot_launches() -> dict[str, tuple[Callable[[], Any], int]]:
     calls["2:4 w4 1"] = (lambda: sparse24_w4.linear(meta(1, k), sparse), 80)
     calls["2:4 w4 dequantize"] = (lambda: sparse24_w4.dequantize(sparse, torch.bfloat16), 80)
     calls["rms_norm"] = (lambda: fused.rms_norm(meta(8, k), meta(k), 1e-5, meta(8, k)), 80)
-    calls["rotary"] = (lambda: fused.rotary(meta(8, 32, 128), meta(8, 8, 128), meta(8, 128), meta(8, 128)), 80)
     calls["swiglu"] = (lambda: fused.swiglu(meta(8, 28672)), 80)
     return calls | {name: (call, 80) for name, call in cache_launches().items()}
 

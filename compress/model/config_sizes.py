@@ -120,14 +120,24 @@ def with_wider_heads(config: PretrainedConfig) -> PretrainedConfig:
     return wider  # type: ignore[no-any-return]
 
 
+def layer_lists(config: PretrainedConfig) -> dict[str, Any]:
+    """What a config says of each layer in a list."""
+    depth = size_of(config, "layers").count
+    found = _text(config).to_dict().items()
+    return {
+        key: value
+        for key, value in found
+        if "layer" in key and isinstance(value, (list, tuple)) and len(value) == depth
+    }
+
+
 def with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
     """A copy of the config with these layers of every stack; what it says of each layer goes with it."""
-    depth, layers = size_of(config, "layers").count, overrides(config)
+    layers = overrides(config)
     smaller: Any = uniform(config) if layers else copy.deepcopy(config)
     text = _text(smaller)
-    for key, value in text.to_dict().items():
-        if "layer" in key and isinstance(value, (list, tuple)) and len(value) == depth:
-            setattr(text, key, [value[index] for index in kept])
+    for key, value in layer_lists(smaller).items():
+        setattr(text, key, [value[index] for index in kept])
     _set(text, _LAYERS, len(kept))
     if not layers:
         return smaller  # type: ignore[no-any-return]

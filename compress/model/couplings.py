@@ -1,4 +1,4 @@
-"""Which slices of which tensors belong to one unit: a channel of a feed-forward network, a group of heads, a dimension of the hidden state.
+"""Slices of tensors that belong to one unit: a channel of a feed-forward network, a group of heads, a dimension of the hidden state.
 
 No architecture is named. A model is built from a config with fewer units, on meta; tensors whose shapes differ are those that a unit has
 slices of, and by how much they differ says how many. What order the slices of one unit stand in is tried: a cut model must compute what
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from typing import TYPE_CHECKING
 
 import torch
@@ -41,14 +42,15 @@ class Slices:
         """Places of the slices of some of `count` units, as they stand: int64 `[len(units) * each]`."""
         return torch.cat([places.reshape(-1) for places in self._places(units, count)])
 
-    def by_unit(self, tensor: torch.Tensor, count: int) -> torch.Tensor:
-        """`[count, all numbers of a unit]`."""
+    def by_unit(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[units, all numbers of a unit]`."""
+        count = tensor.shape[self.dim] // self.each
         order = torch.cat(self._places(torch.arange(count), count), 1).reshape(-1).to(tensor.device)
         return tensor.movedim(self.dim, 0).reshape(tensor.shape[self.dim], -1)[order].reshape(count, -1)
 
-    def cut(self, tensor: torch.Tensor, units: torch.Tensor, count: int) -> torch.Tensor:
+    def cut(self, tensor: torch.Tensor, units: torch.Tensor) -> torch.Tensor:
         """The tensor with the slices of these units alone."""
-        return tensor.index_select(self.dim, self.index(units, count).to(tensor.device))
+        return tensor.index_select(self.dim, self.index(units, tensor.shape[self.dim] // self.each).to(tensor.device))
 
     def _places(self, units: torch.Tensor, count: int) -> list[torch.Tensor]:
         """Of each part int64 `[len(units), part]`."""
@@ -85,22 +87,20 @@ def changed(whole: PreTrainedModel, smaller: PreTrainedModel, before: int, after
     Raises:
         RequestError: a tensor changed in another way than by whole slices, or is only in one of them.
     """
-    old, new = (shapes(model) for model in (whole, smaller))
-    odd = sorted(old.keys() ^ new.keys())
-    kind = type(whole).__name__
-    if odd:
-        raise RequestError(f"a {kind} cannot be cut so: {odd[0]} is only in one of the two models")
-    found = []
-    for name, shape in old.items():
-        if len(shape) != len(new[name]):
-            raise RequestError(f"a {kind} cannot be cut so: {name} is {list(shape)} before and {list(new[name])} after")
-        for dim, (wide, narrow) in enumerate(zip(shape, new[name], strict=True)):
+    old, new, found = shapes(whole), shapes(smaller), list[Slices]()
+    for name in old | new:
+        if name not in old or name not in new or len(old[name]) != len(new[name]):
+            raise RequestError(
+                f"a {type(whole).__name__} cannot be cut so: only one of the two models has {name} as it is there"
+            )
+        for dim, (wide, narrow) in enumerate(zip(old[name], new[name], strict=True)):
             if wide == narrow:
                 continue
             each, rest = divmod(wide, before)
             if rest or narrow != each * after:
+                sizes = f"from {list(old[name])} to {list(new[name])}"
                 raise RequestError(
-                    f"a {kind} cannot be cut so: {name} goes from {list(shape)} to {list(new[name])}, which are no whole units"
+                    f"a {type(whole).__name__} cannot be cut so: {name} goes {sizes}, which are no whole units"
                 )
             found.append(Slices(name, dim, each))
     return found
@@ -122,7 +122,7 @@ def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     return result
 
 
-def channels_of(model: nn.Module, slices: Sequence[Slices], prefix: str, count: int) -> list[Channels]:
+def channels_of(model: nn.Module, slices: Sequence[Slices], prefix: str, count: int) -> tuple[Channels, ...]:
     """The channels of one block: each layer that reads some, with all that makes them.
 
     Args:
@@ -133,14 +133,14 @@ def channels_of(model: nn.Module, slices: Sequence[Slices], prefix: str, count: 
     """
     own = [s for s in slices if s.name.startswith(prefix)]
     if not own:
-        return []
+        return ()
     consumers = [s.name.removesuffix(".weight") for s in own if is_input(model, s)]
     if not consumers:
         raise RequestError(f"{prefix.removesuffix('.')}: no linear layer reads these units, so they cannot be ranked")
-    return [
+    return tuple(
         Channels(consumer, tuple(s for s in own if _nearest(s.name, consumers) == consumer), count)
         for consumer in consumers
-    ]
+    )
 
 
 def is_input(model: nn.Module, slices: Slices) -> bool:
@@ -159,13 +159,12 @@ def input_dim(module: nn.Module) -> int | None:
 def _nearest(name: str, consumers: Sequence[str]) -> str:
     """The consumer that shares the longest path with a tensor."""
     own = name.rpartition(".")[0].split(".")
-    return max(consumers, key=lambda consumer: _common(own, consumer.split(".")))
 
+    def common(consumer: str) -> int:
+        pairs = zip(own, consumer.split("."), strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
 
-def _common(first: Sequence[str], second: Sequence[str]) -> int:
-    """How many names two paths begin with together."""
-    pairs = zip(first, second, strict=False)
-    return next((place for place, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+    return max(consumers, key=common)
 
 
 def layouts(channels: Channels, members: int) -> Iterator[Channels]:
@@ -194,4 +193,4 @@ def _fused(each: int, plain: int, members: int) -> tuple[int, ...]:
 def weights_of(channels: Channels, tensors: Mapping[str, torch.Tensor]) -> list[torch.Tensor]:
     """Float32 `[units, numbers]` of each tensor that the units have slices of, the consumer's first."""
     ordered = sorted(channels.slices, key=lambda s: s.name != f"{channels.consumer}.weight")
-    return [s.by_unit(tensors[s.name].float(), channels.count) for s in ordered]
+    return [s.by_unit(tensors[s.name].float()) for s in ordered]

@@ -25,8 +25,8 @@ from compress.model.dry_run import check_runs
 from compress.model.float8_source import open_checkpoint
 from compress.model.streamed import StreamedModel
 from compress.prune.structure import job as structure_job
-from compress.prune.structure.cutting import Cutting
 from compress.prune.structure.job import StructureJob, outline
+from compress.prune.structure.removal import Pass
 from compress.prune.structure.stage import remove_structure
 from compress.recipe import Recipe, Stage, locate_model
 from compress.run import manifest
@@ -142,7 +142,7 @@ class Passes:
         before = self._plain(checkpoint, job)
         batches = before.batches if job.needs else [(before.probe, None)]
         probe = (before.probe, None)
-        return remove_structure(Cutting(job, before.streamed, batches, probe, output, work, spill, reporter))
+        return remove_structure(Pass(job, before.streamed, batches, probe, output, work, spill, reporter))
 
     def _recover(
         self,

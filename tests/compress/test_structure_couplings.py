@@ -79,12 +79,8 @@ def test_slices_are_cut_as_they_stand(parts: tuple[int, ...]) -> None:
         start += part
     tensor = torch.tensor([[10.0 * unit + place] for unit, place in names])
     kept = torch.tensor([1, 4])
-    assert held.cut(tensor, kept, count)[:, 0].tolist() == [
-        10 * unit + place for unit, place in names if unit in (1, 4)
-    ]
-    assert held.by_unit(tensor, count).tolist() == [
-        [10 * unit + place for place in range(each)] for unit in range(count)
-    ]
+    assert held.cut(tensor, kept)[:, 0].tolist() == [10 * unit + place for unit, place in names if unit in (1, 4)]
+    assert held.by_unit(tensor).tolist() == [[10 * unit + place for place in range(each)] for unit in range(count)]
 
 
 def test_what_cannot_be_resized_says_so() -> None:

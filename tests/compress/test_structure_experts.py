@@ -12,8 +12,8 @@ from transformers import AutoConfig
 from compress.model.config_sizes import active_experts, resized, size_of
 from compress.model.couplings import Slices, changed
 from compress.prune.structure import METHODS
-from compress.prune.structure.expert_layout import Call, RoutingCollector, chosen, experts_of
-from compress.prune.structure.view import Routing, View
+from compress.prune.structure.experts import Call, RoutingCollector, chosen, experts_of
+from compress.prune.structure.method import Routing, View
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton
 
@@ -132,9 +132,8 @@ def _slices(family: str, **fields: Any) -> tuple[Any, list[Slices]]:
 
 def test_the_module_that_holds_the_experts_is_found() -> None:
     model, slices = _slices("qwen2_moe", num_experts=4, num_experts_per_tok=2, mlp_only_layers=[0])
-    assert experts_of(model, slices, "model.layers.0.") is None
-    found = experts_of(model, slices, "model.layers.1.")
-    assert found is not None
+    assert experts_of(model, slices, "model.layers.0.") == ()
+    (found,) = experts_of(model, slices, "model.layers.1.")
     assert (found.module, found.around) == ("model.layers.1.mlp.experts", "model.layers.1.mlp")
     assert {s.name.removeprefix("model.layers.1.mlp.") for s in found.slices} == {
         "gate.weight", "experts.gate_up_proj", "experts.down_proj",

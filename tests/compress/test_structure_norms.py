@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from transformers.models.t5.modeling_t5 import T5LayerNorm
 
 from compress.model.couplings import Slices
-from compress.prune.structure.hidden_statistics import find_norms, gain
+from compress.prune.structure.hidden_norms import find_norms, gain
 from compress.prune.structure.least_squares import nearest
 from runtime.errors import RequestError
 

@@ -24,8 +24,8 @@ import runtime
 from compress.model.config_sizes import resized
 from compress.model.couplings import changed
 from compress.model.source import SourceCheckpoint
-from compress.prune.structure import cut_model, null_check, remove_hidden
-from compress.prune.structure.hidden_statistics import find_norms
+from compress.prune.structure import hidden
+from compress.prune.structure.hidden_norms import HiddenCut, find_norms
 from compress.run import footprint
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
@@ -249,7 +249,7 @@ def test_norms_that_know_of_fewer_dimensions_and_fitted_layers_win_back_the_loss
     fitted = perplexity(tmp_path, keep=224)
     cut = perplexity(tmp_path, keep=224, reconstruct=False)
     by_chance = perplexity(tmp_path, method="random", keep=224, reconstruct=False)
-    monkeypatch.setattr(remove_hidden, "gain", lambda shares, kept: 1.0)
+    monkeypatch.setattr(hidden, "gain", lambda shares, kept: 1.0)
     uncorrected = perplexity(tmp_path, keep=224, reconstruct=False)
     assert fitted < 0.4 * cut
     assert cut < 0.98 * uncorrected < 0.98 * by_chance
@@ -299,13 +299,13 @@ def test_heads_that_follow_from_the_hidden_size_are_a_reason(
 def test_what_does_not_compute_the_same_is_refused(
     checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = cut_model.Cut.__call__
+    real = HiddenCut.__call__
 
     def wrong(self: Any, name: str, tensor: torch.Tensor) -> torch.Tensor:
         cut = real(self, name, tensor)
         return cut.flip(0) if name.endswith("layers.1.mlp.up_proj.weight") else cut
 
-    monkeypatch.setattr(null_check.Cut, "__call__", wrong)
+    monkeypatch.setattr(HiddenCut, "__call__", wrong)
     request = recipe(checkpoint("llama"), stage(keep=48))
     with pytest.raises(RequestError, match=r"model\.layers\.1 of a LlamaForCausalLM is something else"):
         compress.apply(request, output=tmp_path / "out", quiet=True)

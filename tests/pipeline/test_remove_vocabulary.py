@@ -22,7 +22,7 @@ from encoder_models import bert, t5
 
 import compress
 import runtime
-from compress.prune.structure import remove_vocabulary
+from compress.prune.structure.vocabulary.removal import TokenRemoval
 from compress.recipe import load as load_recipe
 from compress.run.passes import Passes
 from compress.run.plan import make_plan
@@ -377,14 +377,14 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
 def test_a_head_that_says_something_else_is_noticed(
     checkpoint: Callable[..., Path], recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = remove_vocabulary._outside
+    real = TokenRemoval.outside
 
-    def wrong(job: Any, streamed: Any) -> dict[str, torch.Tensor]:
-        tensors = real(job, streamed)
+    def wrong(removal: TokenRemoval) -> Any:
+        tensors, lines = real(removal)
         tensors["lm_head.weight"] = tensors["lm_head.weight"].flip(0)
-        return tensors
+        return tensors, lines
 
-    monkeypatch.setattr(remove_vocabulary, "_outside", wrong)
+    monkeypatch.setattr(TokenRemoval, "outside", wrong)
     request = recipe(checkpoint("llama", tie_word_embeddings=False), stage(keep=400))
     with pytest.raises(CompressError, match="other logits than the whole model"):
         compress.apply(request, output=tmp_path / "out", quiet=True)

@@ -138,7 +138,7 @@ def order(model: Any, streamed: StreamedModel, channels: Sequence[Channels], ids
         ranked = score.argsort(descending=True, stable=True)
         for part in own.slices:
             held = model.get_parameter(part.name)
-            held.data = part.cut(held.data, ranked, own.count).contiguous()
+            held.data = part.cut(held.data, ranked).contiguous()
     if not (difference := relative(given(), expected)) < _SAME:
         raise RequestError(
             f"a {type(model).__name__} computes something else when its channels are put in another order (relative difference "

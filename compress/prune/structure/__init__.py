@@ -17,7 +17,8 @@ from compress.prune.structure import (
     taylor,
     wanda,
 )
-from compress.prune.structure.config import StructureConfig, StructureMethod
+from compress.prune.structure.config import StructureConfig
+from compress.prune.structure.method import StructureMethod
 
 _MODULES = (
     magnitude,

@@ -1,8 +1,9 @@
-"""How many units a stage `structure` keeps: as its recipe says, or the most that a budget of parameters, operations or time allows."""
+"""Amount of units that a stage `structure` keeps: as its recipe says, or the most that a budget (parameters, operations, time) allows."""
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -13,8 +14,7 @@ from torch import nn
 
 from compress.model.config_sizes import Size, active_experts, number_of_experts, resized, size_of
 from compress.model.couplings import shapes
-from compress.prune.structure import StructureConfig
-from compress.prune.structure.config import Remove
+from compress.prune.structure.config import Remove, StructureConfig
 from compress.prune.structure.latency import Latency
 from compress.recipe import Recipe, Stage
 from runtime.errors import ArtifactError, RequestError
@@ -28,59 +28,54 @@ if TYPE_CHECKING:
 
 
 def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> tuple[int, dict[str, Any]]:
-    """How many stay, and what was measured to find it."""
+    """How many stay (of a list the most that all layers keep at least), and what was measured to find it.
+
+    Raises:
+        RequestError: with file and line, where it cannot be so few, or so many.
+    """
     config: StructureConfig = stage.config
-    path = ("stages", stage.index, stage.kind)
     least, most, multiple = between(config, size)
-    if isinstance(config.keep, list):
-        return _least_of(config.keep, recipe, stage, size, streamed), {}
-    none = f"none of {size.count} {size.unit} can go: {size.least} are needed for a token, in multiples of"
+
+    def refused(text: str, *key: str) -> RequestError:
+        return RequestError(recipe.origin.at(("stages", stage.index, stage.kind, *key), text))
+
     if config.keep is not None:
-        if size.least > (size.count - 1) // size.groups * size.groups:
-            raise RequestError(recipe.origin.at((*path, "keep"), f"{none} {size.groups}"))
-        if not size.least <= config.keep < size.count:
-            why = "" if size.least == 1 else f" (a token is sent to {active_experts(streamed.config)} of them)"
-            text = f"the model has {size.count} {size.unit}: {size.least} to {size.count - 1} can be kept{why}, not {config.keep}"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        if config.multiple is not None and config.keep % config.multiple:
-            text = f"{config.keep} is no multiple of {config.multiple}, which `multiple` asks for"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        if config.keep % size.groups:
-            text = f"{config.keep} is no multiple of {size.groups}: the model routes in so many groups, and of each as many must stay"
-            raise RequestError(recipe.origin.at((*path, "keep"), text))
-        return config.keep, {}
+        reason = _reason_against(config.keep, config, size, streamed)
+        if reason:
+            raise refused(reason, "keep")
+        return min(config.keep) if isinstance(config.keep, list) else config.keep, {}
     if most < least:
         text = f"of {size.count} {size.unit} fewer cannot be kept in multiples of {multiple}; set multiple"
-        if size.least > 1:
-            text = f"{none} {multiple}"
-        raise RequestError(recipe.origin.at((*path, "multiple" if config.multiple else "remove"), text))
+        raise refused(
+            _none_can_go(size, multiple) if size.least > 1 else text, "multiple" if config.multiple else "remove"
+        )
     if config.ratio is not None:
         wanted = (1 - config.ratio) * size.count
         kept = round(wanted / multiple) * multiple
-        if not least <= kept <= most:
-            amount = "all" if kept > most else "too few" if kept else "none"
-            near = most if kept > most else least
-            text = (
-                f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, which is {amount} in multiples of {multiple}; "
-                f"the nearest that can be kept is {near} ({near / size.count:.1%})"
-            )
-            raise RequestError(recipe.origin.at((*path, "ratio"), text))
-        return kept, {}
+        if least <= kept <= most:
+            return kept, {}
+        amount, near = ("all", most) if kept > most else ("too few" if kept else "none", least)
+        raise refused(
+            f"{config.ratio:.1%} of {size.count} {size.unit} leaves {wanted:.1f}, which is {amount} in multiples of {multiple}; "
+            f"the nearest that can be kept is {near} ({near / size.count:.1%})", "ratio",
+        )  # fmt: skip
     assert config.budget is not None
     ((name, share),) = config.budget.given.items()
-    with located(recipe, (*path, "budget", name)):
+    with located(recipe, ("stages", stage.index, stage.kind, "budget", name)):
         costs = _costs(name, recipe, streamed, config.remove, range(least, size.count + 1, multiple))
         whole = costs(size.count)
+    # What is smaller than one that fits does fit too.
     choices = range(least, most + 1, multiple)
-    found = _largest(choices, lambda count: costs(count) <= share * whole)
-    if found is None:
+    fitting = bisect_left(choices, True, key=lambda count: costs(count) > share * whole)
+    if fitting == 0:
         text = (
             f"with {least} of {size.count} {size.unit} the model still takes {costs(least) / whole:.1%} of its {name}"
         )
         if isinstance(costs, Latency):
             times = f"{costs.of} takes {1e3 * costs(least):.3g} ms instead of {1e3 * whole:.3g} ms"
             text += f": {times}. What was measured is kept in {cache_directory('latency')}; delete that folder to measure again"
-        raise RequestError(recipe.origin.at((*path, "budget", name), text))
+        raise refused(text, "budget", name)
+    found = choices[fitting - 1]
     return found, costs.facts(found) if isinstance(costs, Latency) else {}
 
 
@@ -91,24 +86,35 @@ def between(config: StructureConfig, size: Size) -> tuple[int, int, int]:
     return least, (size.count - 1) // multiple * multiple, multiple
 
 
-def _least_of(keep: list[int], recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel) -> int:
-    """The least of the widths of layers; RequestError where they cannot be so."""
-    config: StructureConfig = stage.config
-    path, depth = ("stages", stage.index, stage.kind, "keep"), size_of(streamed.config, "layers").count
-    if len(keep) != depth:
-        raise RequestError(recipe.origin.at(path, f"the model has {depth} layers, and {len(keep)} numbers are given"))
-    odd = next((width for width in keep if width > size.count), None)
+def _reason_against(keep: int | list[int], config: StructureConfig, size: Size, streamed: StreamedModel) -> str | None:
+    """Why so many units cannot be kept, or by layer so many; None: they can."""
+    by_layer = isinstance(keep, list)
+    asked = keep if isinstance(keep, list) else [keep]
+    depth = size_of(streamed.config, "layers").count if by_layer else 0
+    if by_layer and len(asked) != depth:
+        return f"the model has {depth} layers, and {len(asked)} numbers are given"
+    if by_layer and max(asked) > size.count:
+        wide = next(width for width in asked if width > size.count)
+        return f"a layer has {size.count} {size.unit}, and cannot keep {wide}"
+    if not by_layer and size.least > (size.count - 1) // size.groups * size.groups:
+        return _none_can_go(size, size.groups)
+    if not by_layer and not size.least <= asked[0] < size.count:
+        why = "" if size.least == 1 else f" (a token is sent to {active_experts(streamed.config)} of them)"
+        return f"the model has {size.count} {size.unit}: {size.least} to {size.count - 1} can be kept{why}, not {keep}"
+    odd = next((number for number in asked if number % (config.multiple or 1)), None)
     if odd is not None:
-        raise RequestError(recipe.origin.at(path, f"a layer has {size.count} {size.unit}, and cannot keep {odd}"))
-    if (
-        config.multiple is not None
-        and (odd := next((width for width in keep if width % config.multiple), None)) is not None
-    ):
-        text = f"{odd} is no multiple of {config.multiple}, which `multiple` asks for"
-        raise RequestError(recipe.origin.at(path, text))
-    if min(keep) == size.count:
-        raise RequestError(recipe.origin.at(path, f"all {size.count} {size.unit} of every layer would be kept"))
-    return min(keep)
+        return f"{odd} is no multiple of {config.multiple}, which `multiple` asks for"
+    if asked[0] % size.groups:
+        return (
+            f"{keep} is no multiple of {size.groups}: the model routes in so many groups, and of each as many must stay"
+        )
+    if min(asked) == size.count:
+        return f"all {size.count} {size.unit} of every layer would be kept"
+    return None
+
+
+def _none_can_go(size: Size, multiple: int) -> str:
+    return f"none of {size.count} {size.unit} can go: {size.least} are needed for a token, in multiples of {multiple}"
 
 
 def _costs(
@@ -121,18 +127,6 @@ def _costs(
         return lambda count: parameters(resized(streamed.config, remove, count), streamed)
     context = recipe.calibration.sequence_length
     return lambda count: flops(resized(streamed.config, remove, count), streamed, context)
-
-
-def _largest(choices: range, fits: Callable[[int], bool]) -> int | None:
-    """The largest that fits, where what is smaller than one that fits does too."""
-    low, high = 0, len(choices)  # all before `low` fit, none from `high` on
-    while low < high:
-        middle = (low + high) // 2
-        if fits(choices[middle]):
-            low = middle + 1
-        else:
-            high = middle
-    return choices[low - 1] if low else None
 
 
 @contextmanager

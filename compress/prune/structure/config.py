@@ -1,22 +1,35 @@
-"""Fields of the stage `structure`, and what a method of it is."""
+"""Recipe fields of the stage `structure`, and the axes along which it can cut."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-import torch
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from compress.core.percent import fraction
-from compress.prune.structure.view import View
 
 Remove = Literal["ffn", "heads", "layers", "experts", "hidden", "vocabulary"]
-FITTED: tuple[Remove, ...] = ("ffn", "heads", "hidden")
-"""What leaves layers behind that can be fitted to what they gave before."""
 Share = Annotated[float, BeforeValidator(fraction), Field(gt=0, lt=1)]
-Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """What can be cut.
+
+    Attributes:
+        multiple: what is kept is a multiple of this, unless a recipe says another.
+        fitted: the layers that are fitted to what they gave before; empty: none are left that could be.
+    """
+
+    multiple: int = 1
+    fitted: str = ""
+
+
+AXES: dict[Remove, Axis] = {
+    "ffn": Axis(32, "readers"), "heads": Axis(1, "readers"), "layers": Axis(), "experts": Axis(), "hidden": Axis(32, "layers"),
+    "vocabulary": Axis(32),
+}  # fmt: skip
 
 
 class Budget(BaseModel):
@@ -90,12 +103,9 @@ class StructureConfig(BaseModel):
     @field_validator("keep")
     @classmethod
     def _at_least_one(cls, keep: int | list[int] | None) -> int | list[int] | None:
-        odd = next(
-            (number for number in (keep if isinstance(keep, list) else [keep]) if number is not None and number < 1),
-            None,
-        )
-        if odd is not None:
-            raise ValueError(f"at least 1 is kept, not {odd}")
+        for number in keep if isinstance(keep, list) else [keep]:
+            if number is not None and number < 1:
+                raise ValueError(f"at least 1 is kept, not {number}")
         return keep
 
     @model_validator(mode="after")
@@ -116,36 +126,16 @@ class StructureConfig(BaseModel):
     @model_validator(mode="after")
     def _nothing_to_fit(self) -> StructureConfig:
         # Written with all its defaults a recipe must ask for nothing that it is refused for.
-        if self.remove not in FITTED and "reconstruct" not in self.model_fields_set:
+        if not self.axis.fitted and "reconstruct" not in self.model_fields_set:
             self.reconstruct = False
         return self
 
     @property
+    def axis(self) -> Axis:
+        """What is cut."""
+        return AXES[self.remove]
+
+    @property
     def multiple_of(self) -> int:
         """What is kept is a multiple of this."""
-        if self.multiple is not None:
-            return self.multiple
-        return 32 if self.remove in ("ffn", "hidden", "vocabulary") else 1
-
-
-@dataclass(frozen=True)
-class StructureMethod:
-    """One method of `compress.prune.structure.METHODS`.
-
-    Attributes:
-        name, config, summary, paper: as of `compress.core.method.Method`.
-        removes: what it can rank.
-        rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
-        needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
-            layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give; "occurrences" of tokens.
-        pairwise: every unit is compared with every other, in matrices of channels by channels.
-    """
-
-    name: str
-    config: type[StructureConfig]
-    summary: str
-    paper: str
-    removes: frozenset[Remove]
-    rank: Callable[[View, Any], torch.Tensor]
-    needs: frozenset[Need] = frozenset()
-    pairwise: bool = False
+        return self.axis.multiple if self.multiple is None else self.multiple

@@ -7,8 +7,8 @@ from typing import Literal
 import torch
 from pydantic import Field
 
-from compress.prune.structure.config import StructureConfig, StructureMethod
-from compress.prune.structure.view import View
+from compress.prune.structure.config import StructureConfig
+from compress.prune.structure.method import StructureMethod, View
 
 _MOST_STEPS = 200
 

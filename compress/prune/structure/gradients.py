@@ -1,4 +1,4 @@
-"""How much a loss depends on each unit: derivatives by a factor on it, squared, mean over rows of text. The whole model is in memory."""
+"""Sensitivity of a loss to each unit: squared derivatives by a factor on it, mean over sequences. The whole model is in memory."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch
 
 from compress.core.progress import Reporter
 from compress.model.streamed import Batch, StreamedModel
+from compress.prune.structure.removal import hooks
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError
@@ -45,11 +46,10 @@ def sensitivities(
 
         return hook
 
-    handles = [model.get_submodule(name).register_forward_pre_hook(scaled(name, n)) for name, n in readers.items()]
     total = {name: torch.zeros(units) for name, units in readers.items()}
     generator = torch.Generator().manual_seed(0)
     count = 0
-    try:
+    with hooks({model.get_submodule(name): scaled(name, units) for name, units in readers.items()}, before=True):
         for ids, mask in batches:
             for start in range(0, len(ids), ROWS):
                 part = slice(start, start + ROWS)
@@ -64,9 +64,6 @@ def sensitivities(
                 factors.clear()
                 count += rows
             reporter.detail(f"gradients of {count} rows")
-    finally:
-        for handle in handles:
-            handle.remove()
     for name, value in total.items():
         if not bool(torch.isfinite(value).all()):
             raise CompressError(f"{name}: the derivatives by its inputs hold NaN or Inf")

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import torch
 
 from compress.model.footprint import Needs, Rows, Speed, tokens
+from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.gradients import ROWS
 from compress.prune.structure.widths import MOST
-
-if TYPE_CHECKING:
-    from compress.prune.structure.job import StructureJob
 
 _COLLECTED = frozenset({"hessian", "ranges", "influence", "states", "routing"})  # from blocks, over all rows
 # Float64 matrices that there are at once while a layer is fitted: inputs by inputs, and outputs by inputs.
@@ -22,7 +19,7 @@ _ROUNDS = 64  # removals one after the other, unless the recipe says how many go
 _ROUND = 1.5e-8  # seconds that bringing one number of the moments up to date takes in one of them
 
 
-def structure_needs(job: StructureJob, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
+def structure_needs(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
     """What carrying out a job takes.
 
     Args:
@@ -33,7 +30,7 @@ def structure_needs(job: StructureJob, rows: Rows, length: int, speed: Speed, de
     return needs.after(_gradients(job, rows, length, speed, device)) if "gradients" in job.needs else needs
 
 
-def few_tokens(job: StructureJob, count: int) -> str:
+def few_tokens(job: CutPlan, count: int) -> str:
     """What is to be said of a calibration text of so many tokens, where second moments are needed of more inputs; or nothing."""
     inputs = _solved_inputs(job)
     if count >= inputs:
@@ -44,20 +41,20 @@ def few_tokens(job: StructureJob, count: int) -> str:
     )
 
 
-def _inputs(job: StructureJob) -> int:
+def _inputs(job: CutPlan) -> int:
     """Of the widest layer that reads what goes."""
     if job.settings.remove == "hidden":
         return job.whole.widest
-    return max((c.columns.each * c.count for block in job.channels for c in block), default=0)
+    return max((c.columns.each * c.count for block in job.units for c in block), default=0)
 
 
-def _solved_inputs(job: StructureJob) -> int:
+def _solved_inputs(job: CutPlan) -> int:
     """Of the widest layer of whose inputs second moments are needed; 0: of none."""
     fitted = job.settings.remove == "hidden" and job.settings.reconstruct
     return _inputs(job) if fitted or "hessian" in job.needs else 0
 
 
-def _gradients(job: StructureJob, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
+def _gradients(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
     """The whole model, float32, and its activations."""
     whole = job.whole
     numbers = 17 * whole.blocks * whole.hidden + 5 * whole.vocabulary
@@ -72,7 +69,7 @@ def _gradients(job: StructureJob, rows: Rows, length: int, speed: Speed, device:
     return Needs(memory=held if on_cpu else 0, device=0 if on_cpu else held, seconds=seconds, advice=advice)
 
 
-def _by_block(job: StructureJob, rows: Rows, speed: Speed, device: torch.device) -> Needs:
+def _by_block(job: CutPlan, rows: Rows, speed: Speed, device: torch.device) -> Needs:
     """Hidden states of all rows, where anything is collected; what is in no block; a block, cut, and compared in float32."""
     whole, remove = job.whole, job.settings.remove
     both = remove == "hidden" and job.settings.reconstruct  # the whole model and the smaller one, side by side
@@ -115,7 +112,7 @@ def _advice(computed: int, solve: int, forward: int) -> str:
     return "its largest block needs that much; use a machine with more"
 
 
-def _seconds(job: StructureJob, rows: Rows, speed: Speed) -> float:
+def _seconds(job: CutPlan, rows: Rows, speed: Speed) -> float:
     """Passes over the text, sums of second moments, and solving; the text is passed over up to the reader and once more to go on."""
     whole, count, remove = job.whole, tokens(rows), job.settings.remove
     passes = {"layers": 2.0, "experts": 3.0, "hidden": 6.4 if job.settings.reconstruct else 2.0}.get(remove, 2.2)
@@ -137,7 +134,7 @@ def _seconds(job: StructureJob, rows: Rows, speed: Speed) -> float:
         at_once = getattr(job.settings, "at_once", None)
         rounds = _ROUNDS if at_once is None else (job.size.count - job.kept) / at_once
         each += 3.0 * inputs**3 / speed.double + _ROUND * rounds * inputs**2
-    return total + each * sum(len(channels) for channels in job.channels)
+    return total + each * sum(len(channels) for channels in job.units)
 
 
 def _solved(inputs: int, outputs: int, speed: Speed) -> float:

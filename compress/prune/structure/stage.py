@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,15 +12,11 @@ import torch
 from compress.core.files import intact, seal, write_json
 from compress.core.tensors import relative
 from compress.model.checkpoint_writer import PREDICTING
-from compress.model.streamed import Batch, StreamedModel, run_blocks
-from compress.prune.structure.channel_widths import channel_widths
-from compress.prune.structure.cutting import Cutting
-from compress.prune.structure.job import StructureJob
-from compress.prune.structure.remove_channels import remove_channels
-from compress.prune.structure.remove_experts import remove_experts
-from compress.prune.structure.remove_hidden import remove_hidden
-from compress.prune.structure.remove_layers import remove_layers
-from compress.prune.structure.remove_vocabulary import remove_vocabulary
+from compress.model.streamed import StreamedModel, run_blocks
+from compress.prune.structure.channels import ChannelRemoval
+from compress.prune.structure.cut_plan import CutPlan
+from compress.prune.structure.job import REMOVALS
+from compress.prune.structure.removal import Pass
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError
 from runtime.modeling.layer_sizes import KEY, differing
@@ -30,7 +25,7 @@ from runtime.modeling.layer_sizes import KEY, differing
 TOLERANCE = 3e-2
 
 
-def remove_structure(cutting: Cutting) -> dict[str, Any]:
+def remove_structure(run: Pass) -> dict[str, Any]:
     """Write the smaller model.
 
     Returns:
@@ -41,28 +36,20 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
         RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
             inputs with NaN or Inf.
     """
-    job, streamed, probe = cutting.job, cutting.streamed, cutting.probe
-    _check_begun(job, streamed, cutting.work)
+    job, streamed = run.job, run.streamed
+    _check_begun(job, streamed, run.work)
     # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
     job = replace(job, config=job.smaller(streamed.config))
     if job.settings.allocation == "error":
-        job = job.of_widths(channel_widths(replace(cutting, job=job)), streamed.config)
-    cutting = replace(cutting, job=job)
+        job = job.of_widths(ChannelRemoval(replace(run, job=job)).widths(), streamed.config)
+    run = replace(run, job=job)
     if job.settings.remove != "layers":
         streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
-    if job.settings.remove == "layers":
-        found = remove_layers(cutting)
-        expected = _without(streamed, found["kept"], probe)
-    elif job.settings.remove == "experts":
-        found, expected = remove_experts(cutting)
-    elif job.settings.remove == "hidden":
-        found, expected = remove_hidden(cutting)
-    elif job.settings.remove == "vocabulary":
-        found, probe, expected = remove_vocabulary(cutting)
-    else:
-        found, expected = remove_channels(cutting)
-    smaller = StreamedModel(Checkpoint(cutting.output), streamed.device, dtype=streamed.dtype)
-    check_equal(cutting.output, run_blocks(smaller, [probe], None).get(0), expected)
+    removal = REMOVALS[job.settings.remove](run)
+    found = removal.write()
+    probe, expected = removal.expected()
+    smaller = StreamedModel(Checkpoint(run.output), streamed.device, dtype=streamed.dtype)
+    check_equal(run.output, run_blocks(smaller, [probe], None).get(0), expected)
     return {
         "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width, "unit": job.size.unit,
         "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
@@ -70,7 +57,7 @@ def remove_structure(cutting: Cutting) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _check_begun(job: StructureJob, streamed: StreamedModel, work: Path) -> None:
+def _check_begun(job: CutPlan, streamed: StreamedModel, work: Path) -> None:
     """The model is the one that the job was made for, and a pass that goes on goes on to as many units.
 
     Times are kept, so that a budget of latency gives the same number again; where they are lost it may not.
@@ -103,17 +90,6 @@ def _parameters(streamed: StreamedModel) -> int:
     """Of a model, tied ones once: those that are read become tensors of their own."""
     named = streamed.model.named_parameters(remove_duplicate=False)
     return sum(value.numel() for name, value in named if name not in streamed.ties)
-
-
-def _without(whole: StreamedModel, kept: Sequence[Sequence[int]], probe: Batch) -> torch.Tensor:
-    """What the model gives when its layers that are not kept are passed by."""
-    skipped = {
-        stack.first + index
-        for stack, own in zip(whole.stacks, kept, strict=True)
-        for index in range(len(stack.blocks))
-        if index not in own
-    }
-    return run_blocks(whole, [probe], None, skipped=skipped).get(0)
 
 
 def check_equal(path: Path, found: torch.Tensor, expected: torch.Tensor) -> None:

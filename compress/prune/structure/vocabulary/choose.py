@@ -1,8 +1,31 @@
-"""Which tokens stay: those that must, then the best ranked, each with all that it is made of."""
+"""Choice of the tokens that stay: those that must, then the best ranked, each with all that it is made of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import tempfile
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress import data as calibration
+from compress.core.files import write_json
+from compress.data.documents import documents
+from compress.data.tokens import end_of_text
+from compress.model.checkpoint_writer import copy_companions
+from compress.model.streamed import StreamedModel
+from compress.prune.structure import METHODS, StructureConfig
+from compress.prune.structure.method import View
+from compress.prune.structure.vocabulary.tokens import Tokens
+from compress.prune.structure.vocabulary.vocabulary import Vocabulary, read_vocabulary
+from compress.recipe import Recipe, Stage
+from runtime.checkpoint.checkpoint import read_json
+from runtime.errors import RequestError
+
+_TEXTS, _CHARACTERS = 64, 4096
+"""How much text the new tokenizer is tried on."""
 
 
 def closed(tokens: Iterable[int], parts: Callable[[int], Iterable[int]], within: set[int] | None = None) -> set[int]:
@@ -35,3 +58,100 @@ def choose(ranked: Sequence[int], keep: int, required: set[int], parts: Callable
             if len(kept) == keep:
                 break
     return kept
+
+
+def kept_tokens(recipe: Recipe, stage: Stage, streamed: StreamedModel, tokenizer: Any, keep: int) -> Tokens:
+    """The vocabulary with `keep` tokens.
+
+    Args:
+        tokenizer: the model's, as transformers loads it.
+
+    Raises:
+        RequestError: with file and line: a tokenizer that cannot be cut, or tokens that must stay and are too many.
+    """
+    size = int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+    config: StructureConfig = stage.config
+    amount = next(name for name in ("keep", "ratio", "budget") if getattr(config, name) is not None)
+
+    def refused(key: str, text: str) -> RequestError:
+        return RequestError(recipe.origin.at(("stages", stage.index, stage.kind, key), text))
+
+    try:
+        vocabulary = read_vocabulary(streamed.checkpoint.path, streamed.config, size)
+    except RequestError as error:
+        raise refused("remove", str(error)) from None
+    counts = _occurrences(recipe, tokenizer, size)
+    required, problem = _required(vocabulary, counts, keep)
+    if problem:
+        raise refused(amount, problem)
+    view = View(size, keep, torch.Generator().manual_seed(config.seed), occurrences=counts)
+    order = METHODS[stage.method].rank(view, config).argsort(descending=True, stable=True).tolist()
+    ids = vocabulary.ids
+    ranked = [token for token in order if token in ids]
+    padding = [token for token in order if token not in ids]
+    kept = choose(ranked, min(keep, len({*ids, *required})), required, vocabulary.parts)
+    more = (row for row in padding if row not in kept)
+    tokens = Tokens(vocabulary, vocabulary.new_ids(kept | set(islice(more, keep - len(kept)))))
+    problem = _tried(recipe, streamed.checkpoint.path, tokenizer, tokens)
+    if problem:
+        raise refused("remove", problem)
+    return tokens
+
+
+def _occurrences(recipe: Recipe, tokenizer: Any, size: int) -> torch.Tensor:
+    """How often each token is in the rows of the calibration text: int64 `[size]`."""
+    data = calibration.load(recipe.calibration, tokenizer, size)
+    seen = torch.cat([ids[mask] for ids, mask in data.batches])
+    return torch.bincount(seen, minlength=size)
+
+
+def _required(vocabulary: Vocabulary, counts: torch.Tensor, keep: int) -> tuple[set[int], str]:
+    """Tokens that stay whatever their rank, with all that they are made of; and why so few cannot be kept, or nothing."""
+    occurring = set(counts.nonzero().flatten().tolist())
+    required = closed(vocabulary.required | occurring, vocabulary.parts)
+    special, least = len(vocabulary.special), len(required)
+    if least <= keep:
+        return required, ""
+    if keep < special:
+        return required, (
+            f"{keep:,} tokens cannot hold the {special:,} special ones, which always stay; the fewest that can be kept are {least:,}"
+        )
+    return required, (
+        f"{keep:,} tokens are too few: {len(occurring):,} different ones occur in the calibration text, and with the {special:,} special "
+        f"ones, those that any text can be written with, and what they are merged of, {least:,} must stay; keep {least} or more"
+    )
+
+
+def _tried(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens) -> str:
+    """Load the new tokenizer as users will, and hold it against the old one on calibration text: why it is wrong, or nothing."""
+    from transformers import AutoTokenizer
+
+    with tempfile.TemporaryDirectory(prefix="compress-tokenizer-") as room:
+        directory = Path(room)
+        copy_companions(path, directory)
+        write_json(directory / "config.json", read_json(path / "config.json"))
+        tokens.write(directory)
+        try:
+            smaller: Any = AutoTokenizer.from_pretrained(room)
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            return f"the tokenizer of {path} ({type(tokenizer).__name__}) cannot be loaded with fewer tokens: {error}"
+    for text in _texts(recipe, tokenizer):
+        if not _reads_alike(text, tokenizer, smaller, tokens):
+            return (
+                f"the tokenizer of {path} ({type(tokenizer).__name__}) reads texts otherwise when tokens are taken out of its "
+                f"tokenizer.json, so its vocabulary cannot be cut; a text begins {text[:40]!r}"
+            )
+    return ""
+
+
+def _reads_alike(text: str, tokenizer: Any, smaller: Any, tokens: Tokens) -> bool:
+    """The same tokens where all of them stay, else the same text."""
+    before, after = (one(text, verbose=False)["input_ids"] for one in (tokenizer, smaller))
+    if all(number in tokens.new for number in before):
+        return [tokens.new[number] for number in before] == after
+    return bool(smaller.decode(after) == tokenizer.decode(before))
+
+
+def _texts(recipe: Recipe, tokenizer: Any) -> Iterator[str]:
+    found, _ = documents(recipe.calibration, "calibration", end_of_text(tokenizer), not recipe.calibration.packing)
+    return (text[:_CHARACTERS] for text in islice((text for text in found if text.strip()), _TEXTS))

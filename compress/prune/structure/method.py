@@ -1,17 +1,22 @@
-"""What a ranking sees of the units that it compares."""
+"""Ranking method of structure pruning, and the view that it has of the units that it compares."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
 from compress.core.statistics import Statistics
+from compress.prune.structure.config import Remove, StructureConfig
+
+Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
 
 
 @dataclass
 class Routing:
-    """What the experts of one layer were sent over calibration text, and what they gave.
+    """What the experts of one layer were sent over calibration sequences, and what they gave.
 
     Attributes:
         tokens: in all, padding left out.
@@ -32,6 +37,7 @@ class View:
 
     Attributes:
         count: units. kept: how many of them will be.
+        generator: for what is random.
         columns: float32 `[out, units * each]`: the weight of the layer that reads them; None where no single layer does.
         weights: float32 `[units, numbers]` of each tensor that has slices of the units, the reader's first.
         statistics: of the reader's input; None unless the method needs it.
@@ -39,8 +45,7 @@ class View:
         influence: float32 `[units]`: how much a layer changes the hidden states, 0 to 2; None unless needed.
         states: float32 `[units]`: mean size of each dimension of the hidden states as layers read them; None unless needed.
         routing: what the experts were sent; None unless needed.
-        occurrences: int64 `[units]`: how often a token is in the calibration text; None unless needed.
-        generator: for what is random.
+        occurrences: int64 `[units]`: how often a token is in the calibration sequences; None unless needed.
         notes: what a ranking wants to tell the report.
     """
 
@@ -62,3 +67,26 @@ class View:
         """Columns of a unit."""
         assert self.columns is not None
         return self.columns.shape[1] // self.count
+
+
+@dataclass(frozen=True)
+class StructureMethod:
+    """One method of `compress.prune.structure.METHODS`.
+
+    Attributes:
+        name, config, summary, paper: as of `compress.core.method.Method`.
+        removes: the axes whose units it can rank.
+        rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
+        needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
+            layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give; "occurrences" of tokens.
+        pairwise: every unit is compared with every other, in matrices of channels by channels.
+    """
+
+    name: str
+    config: type[StructureConfig]
+    summary: str
+    paper: str
+    removes: frozenset[Remove]
+    rank: Callable[[View, Any], torch.Tensor]
+    needs: frozenset[Need] = frozenset()
+    pairwise: bool = False

@@ -1,32 +1,29 @@
-"""What dimensions of the hidden state hold, over calibration text: how large each is where layers read it, and its share of what norms
-divide by. One pass, block by block."""
+"""Norms over the hidden state: which modules are norms, what each dimension adds to what they divide by, and their weights over fewer.
+
+A norm divides by a root mean square (or standard deviation) over all dimensions. Over fewer it divides by another one, so its weight is
+multiplied by the ratio of the two, as calibration sequences show it.
+"""
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
 from torch import nn
 
-from compress.core.files import intact, seal, written_beside
 from compress.model.couplings import Slices, input_dim, is_input
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import collect, find_groups
-from compress.model.streamed import Batch, StreamedModel
-from compress.prune.structure.cutting import Cutting
+from compress.model.streamed import Batch
+from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, hooks
 from runtime.errors import CompressError, RequestError
 
-# Norms over the hidden state: which modules are norms, what they do with their weight, and what fewer dimensions change of them.
-#
-# A norm divides by a root mean square (or standard deviation) over all dimensions. Over fewer it divides by another one, so its weight is
-# multiplied by the ratio of the two, as calibration text shows it.
-
 _CLOSE = 1e-3
+_SHARES = "shares."
 
 
 @dataclass(frozen=True)
@@ -48,7 +45,7 @@ class Norm:
         return ((weight.float() + self.offset) * factor - self.offset).to(weight.dtype)
 
     def shares(self, x: torch.Tensor) -> torch.Tensor:
-        """Of inputs `[tokens, dimensions]` the square of each dimension over the mean square of all, mean over tokens: float64
+        """Of inputs `[tokens, dimensions]` the square of each dimension over the mean square of all, summed over tokens: float64
         `[dimensions]`. Tokens of zeros are left out."""
         x = x.double()
         if self.centred:
@@ -56,6 +53,35 @@ class Norm:
         squares = x.square()
         whole = squares.mean(1, keepdim=True)
         return torch.where(whole > 0, squares / whole.clamp_min(1e-300), 0.0).sum(0)
+
+
+class HiddenCut(Cut):
+    """What becomes of a tensor when dimensions go.
+
+    Args:
+        slices: what dimensions have of which tensors. kept: int64, ascending, which of `count` stay.
+        norms: by name. gains: {norm: what its output is multiplied by}.
+
+    Attributes:
+        scales: {tensor: what it is multiplied by}.
+    """
+
+    def __init__(
+        self, slices: Iterable[Slices], kept: torch.Tensor, count: int, norms: dict[str, Norm], gains: dict[str, float]
+    ) -> None:
+        super().__init__((part, kept) for part in slices)
+        self.kept, self.count, self.norms, self.gains = kept, count, norms, gains
+        self.scales: dict[str, float] = {}
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as the smaller model has it, in its own dtype; CompressError where it holds NaN or Inf."""
+        check_finite({name: tensor})
+        tensor = super().__call__(name, tensor)
+        module, _, leaf = name.rpartition(".")
+        if leaf == "weight" and module in self.norms:
+            tensor = self.norms[module].scaled(tensor, self.gains.get(module, 1.0))
+        scale = self.scales.get(name, 1.0)
+        return tensor if scale == 1.0 else (tensor.float() * scale).to(tensor.dtype)
 
 
 def find_norms(model: nn.Module, slices: Iterable[Slices]) -> dict[str, Norm]:
@@ -67,17 +93,15 @@ def find_norms(model: nn.Module, slices: Iterable[Slices]) -> dict[str, Norm]:
         RequestError: a norm that neither multiplies by its weight nor by one plus it.
     """
     found = {}
-    for part in slices:
-        name, _, leaf = part.name.rpartition(".")
+    for name, _, leaf in (part.name.rpartition(".") for part in slices):
         module = model.get_submodule(name)
         if leaf != "weight" or input_dim(module) is not None or isinstance(module, nn.Embedding):
             continue
         weight = module._parameters["weight"]
         assert weight is not None
-        if weight.dim() == 1:
-            norm = _tried(module, name, len(weight))
-            if norm is not None:
-                found[name] = norm
+        norm = _tried(module, name, len(weight)) if weight.dim() == 1 else None
+        if norm is not None:
+            found[name] = norm
     return found
 
 
@@ -116,139 +140,98 @@ def gain(shares: torch.Tensor, kept: torch.Tensor) -> float:
     Args:
         shares: mean over tokens of `Norm.shares`, `[dimensions]`; zeros where nothing was seen.
     """
-    if not bool(shares.any()):
-        return 1.0
-    return float(shares[kept].mean().sqrt())
+    return float(shares[kept].mean().sqrt()) if bool(shares.any()) else 1.0
 
 
-_SHARES = "shares."
-
-
+# ---------------------------------------------------------------- calibration statistics
 @dataclass
 class Measured:
-    """What was seen.
+    """What calibration sequences show of the dimensions.
 
     Attributes:
         states: float32 `[dimensions]`: mean size of each where layers of the blocks read it, over the mean of all, mean over inputs;
             None: no linear layer of a block reads the hidden state.
-        shares: {norm: float64 `[dimensions]`}, mean over tokens of `Norm.shares`; of norms that text reaches.
+        shares: {norm: float64 `[dimensions]`}, mean over tokens of `Norm.shares`; of norms that sequences reach.
     """
 
     states: torch.Tensor | None
     shares: dict[str, torch.Tensor]
 
 
-def measured(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
-    """Measured once for a run and those that go on from it.
+def measure(run: Pass, norms: dict[str, Norm]) -> Measured:
+    """One pass over the model, done once for a run and those that resume it.
 
     Raises:
         CompressError: the hidden states hold NaN or Inf.
     """
-    file = cutting.work / "measured.safetensors"
-    if not intact(file):
-        found = _measure(cutting, norms)
-        with written_beside(file) as temporary:
-            save_file(
-                {_SHARES + name: value for name, value in found.shares.items()}
-                | ({} if found.states is None else {"states": found.states}),
-                temporary,
-            )
-        seal(file)
-    held = load_file(file)
-    return Measured(held.pop("states", None), {name.removeprefix(_SHARES): value for name, value in held.items()})
+    found = run.tensors_once("measured.safetensors", lambda: _measure(run, norms))
+    states = found.pop("states", None)
+    return Measured(states, {name.removeprefix(_SHARES): value for name, value in found.items()})
 
 
-def _measure(cutting: Cutting, norms: dict[str, Norm]) -> Measured:
-    streamed, slices, batches, reporter = cutting.streamed, cutting.job.slices, cutting.batches, cutting.reporter
-    count = len(streamed.blocks)
-    reporter.phase("structure: hidden states", count)
-    readers = {s.name.removesuffix(".weight") for s in slices if is_input(streamed.model, s)}
-    linear = {n for n in readers if isinstance(streamed.model.get_submodule(n), nn.Linear)}
-    watch = _Watch(norms)
+def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
+    streamed, batches = run.streamed, run.batches
+    readers = {s.name.removesuffix(".weight") for s in run.job.slices if is_input(streamed.model, s)}
+    linear = {name for name in readers if isinstance(streamed.model.get_submodule(name), nn.Linear)}
     outside = {name for name in norms if not streamed.is_inside(name)}
-    states = cutting.states(len(batches), "measured")
+    watch = _Watch(streamed.model, norms)
     sizes: list[torch.Tensor] = []
-    streamed.load_outside()
-    with torch.inference_mode():
+
+    def visit(index: int, states: HiddenStates) -> str:
+        prefix = streamed.block_prefix(index)
+        inside = {name for name in norms if name.startswith(prefix)}
+        # What is outside and has been seen runs over other ids now, where it runs again at all.
+        between = inside | (outside - watch.seen)
+        forwards = [
+            (lambda n=number, b=batch: streamed.run_block(index, states.get(n), b), batch[1])
+            for number, batch in enumerate(batches)
+        ]
+        reading = [name.removeprefix(prefix) for name in linear if name.startswith(prefix)]
+        sizes.extend(_sizes(streamed.blocks[index], prefix, reading, forwards))
         for number, batch in enumerate(batches):
-            one = HiddenStates(1)
-            with watch.on(streamed.model, outside, batch[1]):
-                streamed.prelude([batch], one)
-            states.put(number, one.get(0))
-        for index in range(count):
-            prefix = streamed.block_prefix(index)
-            inside = {name for name in norms if name.startswith(prefix)}
-            # What is outside and has been seen runs over other ids now, where it runs again at all.
-            between = outside - watch.seen
-            reading = {n.removeprefix(prefix) for n in linear if n.startswith(prefix)}
-            with streamed.loaded_block(index) as block:
-                sizes += _sizes(streamed, index, block, reading, states, batches)
-                for number, batch in enumerate(batches):
-                    with watch.on(streamed.model, inside | between, batch[1]):
-                        states.put(number, streamed.advance(index, states.get(number), batch))
-            reporter.step(f"block {index}")
-        last = outside - watch.seen
-        for number, batch in enumerate(batches):
-            with watch.on(streamed.model, last, batch[1]):
-                state = states.get(number).to(streamed.device)
-                if streamed.kind == "encoder":
-                    streamed.outputs(state, batch[0])
-                else:
-                    streamed.head_input(state, batch[0])
-    states.drop()
-    return Measured(_mean(sizes), watch.finish())
+            with watch.on(between, batch[1]):
+                states.put(number, streamed.advance(index, states.get(number), batch))
+        if index + 1 == len(streamed.blocks):
+            last, tail = outside - watch.seen, streamed.outputs if streamed.kind == "encoder" else streamed.head_input
+            for number, (ids, mask) in enumerate(batches):
+                with watch.on(last, mask):
+                    tail(states.get(number).to(streamed.device), ids)
+        return ""
+
+    def before(batch: Batch) -> AbstractContextManager[None]:
+        return watch.on(outside, batch[1])
+
+    run.visit("hidden states", batches, visit, before)
+    shares = {_SHARES + name: value for name, value in watch.finish().items()}
+    return shares | ({"states": torch.stack(sizes).mean(0)} if sizes else {})
 
 
-def _sizes(
-    streamed: StreamedModel,
-    index: int,
-    block: nn.Module,
-    readers: Collection[str],
-    states: HiddenStates,
-    batches: Sequence[Batch],
-) -> list[torch.Tensor]:
+def _sizes(block: nn.Module, prefix: str, readers: Collection[str], forwards: Any) -> list[torch.Tensor]:
     """Mean size of each dimension, over the mean of all, of each input that some of these layers share: float32 `[dimensions]`."""
-
-    def run(number: int) -> Callable[[], Any]:
-        return lambda: streamed.run_block(index, states.get(number), batches[number])
-
-    groups = find_groups(block, run(0), readers)
-    if not groups:
-        return []
-    forwards = [(run(number), batch[1]) for number, batch in enumerate(batches)]
+    groups = find_groups(block, forwards[0][0], readers)
     found = []
-    for group, statistics in zip(groups, collect(block, groups, forwards, hessian=False), strict=True):
+    for group, statistics in zip(
+        groups, collect(block, groups, forwards, hessian=False) if groups else [], strict=True
+    ):
         if not statistics.finite:
-            name = streamed.block_prefix(index) + group.members[0]
-            raise CompressError(f"{name}: its calibration inputs hold NaN or Inf")
+            raise CompressError(f"{prefix}{group.members[0]}: its calibration inputs hold NaN or Inf")
         mean = statistics.abs_mean.cpu()
         found.append(mean / mean.mean().clamp_min(1e-30))
     return found
 
 
-def _mean(values: Iterable[torch.Tensor]) -> torch.Tensor | None:
-    held = list(values)
-    return torch.stack(held).mean(0) if held else None
-
-
 class _Watch:
     """Collects what norms divide by. `seen`: those that have run."""
 
-    def __init__(self, norms: dict[str, Norm]) -> None:
-        self.norms = norms
+    def __init__(self, model: nn.Module, norms: dict[str, Norm]) -> None:
+        self._model, self._norms = model, norms
         self.seen: set[str] = set()
         self._total: dict[str, torch.Tensor] = {}
         self._tokens: dict[str, int] = {}
 
-    @contextmanager
-    def on(self, model: nn.Module, names: Collection[str], mask: torch.Tensor | None) -> Iterator[None]:
+    def on(self, names: Collection[str], mask: torch.Tensor | None) -> AbstractContextManager[None]:
         """Watch these, over a batch whose tokens `mask` `[b, s]` tells from padding."""
-        handles = [model.get_submodule(name).register_forward_pre_hook(self._hook(name, mask)) for name in names]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooks({self._model.get_submodule(name): self._hook(name, mask) for name in names}, before=True)
 
     def _hook(self, name: str, mask: torch.Tensor | None) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -256,7 +239,7 @@ class _Watch:
             if mask is not None and mask.numel() == len(x):
                 x = x[mask.reshape(-1).to(x.device)]
             self.seen.add(name)
-            shares = self.norms[name].shares(x).cpu()
+            shares = self._norms[name].shares(x).cpu()
             self._total[name] = self._total.get(name, torch.zeros(1)) + shares
             self._tokens[name] = self._tokens.get(name, 0) + len(x)
 

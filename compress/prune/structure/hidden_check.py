@@ -1,6 +1,6 @@
-"""A model with fewer dimensions of the hidden state must compute what the whole one computes when there is nothing in the others.
+"""Proof that a model with fewer dimensions of the hidden state computes what the whole one computes when nothing is in the others.
 
-Both are run over the same text. In the whole model, norms give what the smaller model's give, and zeros in the removed dimensions: what
+Both are run over the same sequence. In the whole model, norms give what the smaller model's give, and zeros in the removed dimensions: what
 fewer dimensions change of a norm is meant, all else that differs is not. Constants that a model takes from its hidden size (Gemma
 multiplies its embeddings by the square root of it) show themselves as a factor, which is put into the weights.
 """
@@ -8,8 +8,8 @@ multiplies its embeddings by the square root of it) show themselves as a factor,
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -17,7 +17,8 @@ from torch import nn
 
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import Batch, StreamedModel
-from compress.prune.structure.cut_model import Cut
+from compress.prune.structure.hidden_norms import HiddenCut
+from compress.prune.structure.removal import hooks
 from runtime.errors import RequestError
 
 # Blocks are compared in float32, what is outside of them in the model's own dtype.
@@ -36,7 +37,7 @@ class Comparison:
         batch: a row of ids.
     """
 
-    def __init__(self, whole: StreamedModel, smaller: StreamedModel, cut: Cut, batch: Batch) -> None:
+    def __init__(self, whole: StreamedModel, smaller: StreamedModel, cut: HiddenCut, batch: Batch) -> None:
         self.whole, self.smaller, self.cut, self.batch = whole, smaller, cut, batch
         self._outside = [name for name in cut.norms if not whole.is_inside(name)]
         self._factors: dict[str, float] = {}  # that norms have taken for a head that cannot
@@ -52,29 +53,31 @@ class Comparison:
         self.smaller.load_outside()
         factor, _ = self._entering()
         if abs(factor - 1) > _ONE:
-            for name in self._same_as(self.smaller.model.get_input_embeddings()):
-                self.cut.scales[name] = 1 / factor
+            self.cut.scales |= dict.fromkeys(self._same_as(self.smaller.model.get_input_embeddings()), 1 / factor)
             self.smaller.load_outside()
-        factor, difference = self._entering()
-        self._require(factor, difference, "what enters the first layer")
+        self._require(self._entering(), "what enters the first layer")
         if self.smaller.kind != "encoder":
             self._settle_head()
-        factor, difference = self._leaving([])
-        self._require(factor, difference, "what comes after the last layer")
+        self._require(self._leaving(), "what comes after the last layer")
 
     def _settle_head(self) -> None:
         """The head's outputs are as the whole model's, where its weight, or the norm before it, takes a factor."""
         ran: list[str] = []
-        head: Any = self.smaller.model.get_output_embeddings()
+        heads = [model.model.get_output_embeddings() for model in (self.smaller, self.whole)]
+        given: dict[nn.Module, torch.Tensor] = {}
+
+        def look(head: Any, _args: Any, output: torch.Tensor) -> None:
+            bias = getattr(head, "bias", None)
+            given[head] = output if bias is None else output - bias
+
         # What comes after the head (Gemma's caps) is no multiple any more.
-        with _given(head) as ours, _given(self.whole.model.get_output_embeddings()) as theirs:
+        with hooks(dict.fromkeys(heads, look)):
             self._leaving(ran)
-        factor, _ = _compared(ours[-1], theirs[-1])
+        factor, _ = _compared(*(given[head] for head in heads))
         if abs(factor - 1) <= _ONE:
             return
-        names = self._same_as(head)
-        shared = names & self._same_as(self.smaller.model.get_input_embeddings())
-        if not shared:
+        names = self._same_as(heads[0])
+        if not names & self._same_as(self.smaller.model.get_input_embeddings()):
             self.cut.scales |= dict.fromkeys(names, 1 / factor)
         elif ran:
             last = ran[-1]
@@ -92,27 +95,23 @@ class Comparison:
         found = self.smaller.run_block(index, state, self.batch, torch.float32, ours)
         with self._normed(theirs, ours, inside):
             wide = self.whole.run_block(index, self._wide(state), self.batch, torch.float32, theirs)
-        factor, difference = _compared(found, self._narrow(wide))
-        self._require(factor, difference, prefix.removesuffix("."), TOLERANCE)
+        self._require(_compared(found, self._narrow(wide)), prefix.removesuffix("."), TOLERANCE)
 
     # ---------------------------------------------------------------- the parts outside of the blocks
     def _entering(self) -> tuple[float, float]:
         found = _prelude(self.smaller, self.batch)
         with self._normed(self.whole.model, self.smaller.model, self._outside):
-            wide = _prelude(self.whole, self.batch)
-        return _compared(found, self._narrow(wide))
+            return _compared(found, self._narrow(_prelude(self.whole, self.batch)))
 
-    def _leaving(self, ran: list[str]) -> tuple[float, float]:
+    def _leaving(self, ran: list[str] | None = None) -> tuple[float, float]:
         """Of logits (of an encoder: hidden states), for states that enter the first block. `ran`: norms that have run, in order."""
-        state = _prelude(self.smaller, self.batch)
-        ids = self.batch[0]
+        state, ids = _prelude(self.smaller, self.batch), self.batch[0]
         if len(self.smaller.stacks) == 2:
             last = self.smaller.stacks[1].first - 1
             found = self.smaller.hand_over(last, state, self.batch)
             with self._normed(self.whole.model, self.smaller.model, self._outside):
                 wide = self.whole.hand_over(last, self._wide(state), self.batch)
-            factor, difference = _compared(found, self._narrow(wide))
-            self._require(factor, difference, "what enters the decoder")
+            self._require(_compared(found, self._narrow(wide)), "what enters the decoder")
             state = found
         found = self.smaller.outputs(state, ids)
         with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
@@ -121,14 +120,10 @@ class Comparison:
 
     def _same_as(self, module: nn.Module) -> set[str]:
         """Names of stored tensors that are a module's weight, or that it shares."""
+        ties = self.smaller.ties
         own = {f"{name}.weight" for name, other in self.smaller.model.named_modules() if other is module}
-        for one, other in self.smaller.ties.items():
-            if {one, other} & own:
-                own |= {one, other}
-        for one, other in self.smaller.ties.items():  # several may share one
-            if other in own:
-                own.add(one)
-        return own
+        shared = {ties.get(name, name) for name in own}
+        return own | {name for name in (*ties, *ties.values()) if ties.get(name, name) in shared}
 
     # ---------------------------------------------------------------- the two made comparable
     def _wide(self, state: torch.Tensor) -> torch.Tensor:
@@ -140,10 +135,9 @@ class Comparison:
     def _narrow(self, state: torch.Tensor) -> torch.Tensor:
         return state[..., self.cut.kept.to(state.device)]
 
-    @contextmanager
     def _normed(
         self, whole: nn.Module, smaller: nn.Module, names: Iterable[str], ran: list[str] | None = None
-    ) -> Iterator[None]:
+    ) -> AbstractContextManager[None]:
         """Norms of the whole model give inside what the smaller model's give."""
 
         def replaced(name: str, norm: nn.Module) -> Callable[..., torch.Tensor]:
@@ -155,41 +149,17 @@ class Comparison:
 
             return hook
 
-        handles = [
-            whole.get_submodule(name).register_forward_hook(replaced(name, smaller.get_submodule(name)))
-            for name in names
-        ]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
+        return hooks({whole.get_submodule(name): replaced(name, smaller.get_submodule(name)) for name in names})
 
-    def _require(self, factor: float, difference: float, where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
+    def _require(self, found: tuple[float, float], where: str, tolerance: float = OUTSIDE_TOLERANCE) -> None:
+        factor, difference = found
         if abs(factor - 1) <= _ONE and difference < tolerance:
             return
-        kind = type(self.whole.model).__name__
         raise RequestError(
-            f"{where} of a {kind} is something else when dimensions of the hidden state are cut out (a factor of "
-            f"{factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
+            f"{where} of a {type(self.whole.model).__name__} is something else when dimensions of the hidden state are cut out (a factor "
+            f"of {factor:.3g}, relative difference beside that {difference:.1e}): the model depends on its hidden size in a way that its "
             "shapes do not show"
         )
-
-
-@contextmanager
-def _given(head: Any) -> Iterator[list[torch.Tensor]]:
-    """What a head makes of its inputs inside, without its bias."""
-    seen: list[torch.Tensor] = []
-
-    def hook(module: Any, _args: Any, output: torch.Tensor) -> None:
-        bias = getattr(module, "bias", None)
-        seen.append(output if bias is None else output - bias)
-
-    handle = head.register_forward_hook(hook)
-    try:
-        yield seen
-    finally:
-        handle.remove()
 
 
 def _prelude(streamed: StreamedModel, batch: Batch) -> torch.Tensor:

@@ -1,0 +1,163 @@
+"""Least-squares refit of the linear layers of a model with fewer dimensions to what the whole model's give; nothing is trained.
+
+Each layer that reads or writes the hidden state has its weight replaced by the one whose outputs, over the inputs that the smaller model
+gives it, come nearest to the whole model's outputs over its own inputs. The two models are streamed side by side, a block at a time, so
+that layers also make up for what those before them have lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.model.hidden_states import HiddenStates
+from compress.model.input_statistics import find_groups
+from compress.model.streamed import Batch, StreamedModel
+from compress.prune.structure.hidden_norms import HiddenCut
+from compress.prune.structure.least_squares import nearest
+from compress.prune.structure.removal import Lines, hooks
+from runtime.errors import CompressError
+
+
+class Moments:
+    """Second moments of what a layer reads in the two models, mean over tokens, float32.
+
+    Attributes:
+        own: `[in', in']`, of the smaller model's. cross: `[in, in']`. theirs: `[in, in]`, of the whole model's.
+        tokens: that were seen.
+    """
+
+    def __init__(self, whole: int, smaller: int, device: torch.device) -> None:
+        self.own = torch.zeros(smaller, smaller, device=device)
+        self.cross = torch.zeros(whole, smaller, device=device)
+        self.theirs = torch.zeros(whole, whole, device=device)
+        self.tokens = 0
+
+    def add(self, whole: torch.Tensor, smaller: torch.Tensor, mask: torch.Tensor | None) -> None:
+        """Inputs of the same tokens `[..., in]` and `[..., in']`."""
+        one, other = (x.reshape(-1, x.shape[-1]).float() for x in (whole, smaller))
+        if mask is not None and mask.numel() == len(one):
+            one, other = (x[mask.reshape(-1).to(x.device)] for x in (one, other))
+        self.own.addmm_(other.T, other)
+        self.cross.addmm_(one.T, other)
+        self.theirs.addmm_(one.T, one)
+        self.tokens += len(one)
+
+    def finish(self, name: str) -> None:
+        """Sums become means; CompressError where one is no number."""
+        for value in (self.own, self.cross, self.theirs):
+            value /= max(self.tokens, 1)
+            if not bool(torch.isfinite(value).all()):
+                raise CompressError(f"{name}: its calibration inputs hold NaN or Inf")
+
+
+class Refit:
+    """The two models and the calibration sequences.
+
+    Args:
+        whole, smaller: with all that is in no block loaded. cut: how the one came of the other.
+        damping: of the least squares, see `nearest`.
+    """
+
+    def __init__(
+        self, whole: StreamedModel, smaller: StreamedModel, cut: HiddenCut, batches: Sequence[Batch], damping: float
+    ) -> None:
+        self.whole, self.smaller, self.cut, self.batches, self.damping = whole, smaller, cut, batches, damping
+
+    def block(self, index: int, theirs: HiddenStates, ours: HiddenStates) -> Lines:
+        """Fit the layers of a block, loaded in both models, given the states that enter it; returns a line for each."""
+        prefix, small = self.smaller.block_prefix(index), self.smaller.blocks[index]
+        names = [name for name, module in small.named_modules() if self._is_cut(prefix + name, module)]
+        lines: Lines = []
+        for group in find_groups(small, self._runner(self.smaller, index, ours, 0), names):
+            name = prefix + group.members[0]
+            inputs = (
+                (
+                    _input(self.whole.model.get_submodule(name), self._runner(self.whole, index, theirs, number)),
+                    _input(self.smaller.model.get_submodule(name), self._runner(self.smaller, index, ours, number)),
+                )
+                for number in range(len(self.batches))
+            )
+            moments = self._moments(name, inputs)
+            lines += [] if moments is None else [self._fit(prefix + member, moments) for member in group.members]
+        return lines
+
+    def head(self, theirs: HiddenStates, ours: HiddenStates) -> Lines:
+        """Fit the head, where it is a layer of its own, given the states after the last block."""
+        if self.smaller.kind == "encoder":
+            return []
+        head: Any = self.smaller.model.get_output_embeddings()
+        name = next((n for n, module in self.smaller.model.named_modules() if module is head), "")
+        shared = {n for pair in self.smaller.ties.items() for n in pair}
+        if not self._is_cut(name, head) or f"{name}.weight" in shared:
+            return []
+        sides = ((self.whole, theirs), (self.smaller, ours))
+        inputs = (
+            tuple(model.head_input(states.get(number).to(model.device), ids) for model, states in sides)
+            for number, (ids, _) in enumerate(self.batches)
+        )
+        moments = self._moments(name, inputs)
+        return [] if moments is None else [self._fit(name, moments)]
+
+    def _is_cut(self, name: str, module: Any) -> bool:
+        return isinstance(module, nn.Linear) and bool(self.cut.slices(f"{name}.weight"))
+
+    def _runner(self, model: StreamedModel, index: int, states: HiddenStates, number: int) -> Callable[[], Any]:
+        return lambda: model.run_block(index, states.get(number), self.batches[number])
+
+    def _moments(self, name: str, inputs: Iterable[Any]) -> Moments | None:
+        """Of what a layer is given in the two models, batch by batch; None: they send it different tokens (experts)."""
+        moments: Moments | None = None
+        for (one, other), (ids, mask) in zip(inputs, self.batches, strict=True):
+            # Experts are handed those tokens alone that are sent to them, of which nobody knows here which they are.
+            if one is None or other is None or one.shape[:-1] != other.shape[:-1]:
+                return None
+            if other.dim() == 2 and len(other) != ids.numel():
+                return None
+            moments = moments or Moments(one.shape[-1], other.shape[-1], other.device)
+            moments.add(one, other, mask)
+        if moments is not None:
+            moments.finish(name)
+        return moments
+
+    def _fit(self, name: str, moments: Moments) -> dict[str, Any]:
+        small, big = (model.model.get_submodule(name).weight for model in (self.smaller, self.whole))
+        assert isinstance(small, torch.Tensor)
+        assert isinstance(big, torch.Tensor)
+        whole = big.data.float()
+        for part in self.cut.slices(f"{name}.weight"):
+            if part.dim == 0:
+                whole = part.cut(whole, self.cut.kept)
+        target = whole @ moments.cross
+        weight, damping = nearest(small.data.float().cpu(), moments.own.cpu(), target.cpu(), self.damping)
+        small.data.copy_(weight)
+        error = _error(small.data.float(), whole, target, moments)
+        return {"name": name, "units": self.cut.count, "kept": len(self.cut.kept), "error": error, "damping": damping}
+
+
+def _error(weight: torch.Tensor, whole: torch.Tensor, target: torch.Tensor, moments: Moments) -> float:
+    """Squared error of the outputs as a share of their squares: E |W x - W' x'|^2 / E |W x|^2."""
+    size = float(((whole @ moments.theirs) * whole).sum())
+    lost = size - 2 * float((weight * target).sum()) + float(((weight @ moments.own) * weight).sum())
+    return max(lost, 0.0) / size if size > 0 else 0.0
+
+
+class _SeenError(Exception):
+    """Ends a forward pass once the input that was wanted has been seen."""
+
+
+def _input(module: nn.Module, run: Callable[[], Any]) -> torch.Tensor | None:
+    """What a layer is given; None: it is not called."""
+    seen: list[torch.Tensor] = []
+
+    def look(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        seen.append(args[0])
+        raise _SeenError
+
+    with hooks({module: look}, before=True), suppress(_SeenError):
+        run()
+    return seen[0] if seen else None

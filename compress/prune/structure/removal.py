@@ -1,0 +1,335 @@
+"""Driver of structure pruning: a smaller checkpoint written block by block, whatever the axis that is cut."""
+
+from __future__ import annotations
+
+import copy
+import json
+import shutil
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from compress.core.files import intact, last_intact, seal, write_json, written_beside
+from compress.core.progress import Reporter
+from compress.model.checkpoint_writer import PlainWriter, config_dict
+from compress.model.couplings import Slices, changed
+from compress.model.hidden_states import HiddenStates
+from compress.model.streamed import Batch, StreamedModel
+from compress.prune.structure.amount import skeleton_of
+from compress.prune.structure.cut_plan import CutPlan, Plan
+from compress.prune.structure.method import View
+from runtime.errors import CompressError, RequestError
+from runtime.modeling.skeleton import build_skeleton, find_stacks, set_tensor
+
+Tensors = dict[str, torch.Tensor]
+Lines = list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A stage `structure` that is being carried out.
+
+    Attributes:
+        job: what goes, and how much.
+        streamed: the whole model.
+        batches: calibration sequences. probe: ids that follow the model through, to be compared with what was written.
+        output: for the smaller checkpoint. work: for what an interrupted run resumes from.
+        spill: hidden states are held on the disk.
+        reporter: of progress.
+    """
+
+    job: CutPlan
+    streamed: StreamedModel
+    batches: Sequence[Batch]
+    probe: Batch
+    output: Path
+    work: Path
+    spill: bool
+    reporter: Reporter
+
+    def once(self, name: str, compute: Callable[[], Any]) -> Any:
+        """What `compute` gives, JSON-able: computed once for a run and those that resume it."""
+        file = self.work / name
+        if not intact(file):
+            self.work.mkdir(parents=True, exist_ok=True)
+            write_json(file, compute())
+            seal(file)
+        return json.loads(file.read_text(encoding="utf-8"))
+
+    def tensors_once(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
+        """The same of tensors by name."""
+        file = self.work / name
+        if not intact(file):
+            self.work.mkdir(parents=True, exist_ok=True)
+            with written_beside(file) as temporary:
+                save_file(compute(), temporary)
+            seal(file)
+        return load_file(file)
+
+    def scratch(self, name: str) -> Path | None:
+        """Where hidden states spill to; None: they stay in memory."""
+        return self.work / f"{name}-next" if self.spill else None
+
+    def visit(
+        self,
+        title: str,
+        batches: Sequence[Batch],
+        visitor: Callable[[int, HiddenStates], str],
+        around: Callable[[Batch], AbstractContextManager[Any]] = lambda _: nullcontext(),
+    ) -> None:
+        """Measure something in one pass over the whole model, block by block.
+
+        Args:
+            visitor: called with the number of each block, loaded, and the states that enter it, which it advances; returns a note.
+            around: is entered while the part before the blocks runs over a batch.
+        """
+        streamed = self.streamed
+        self.reporter.phase(f"structure: {title}", len(streamed.blocks))
+        states = HiddenStates(len(batches), self.scratch("measured"))
+        streamed.load_outside()
+        with torch.inference_mode():
+            for number, batch in enumerate(batches):
+                with around(batch):
+                    streamed.prelude(list(batches), states, [number])
+            for index in range(len(streamed.blocks)):
+                with streamed.loaded_block(index):
+                    note = visitor(index, states)
+                self.reporter.step(f"block {index}{note}")
+        states.drop()
+
+
+class Cut:
+    """Which units stay of which tensors: `cut(name, tensor)` is the tensor that the smaller model has.
+
+    Args:
+        parts: slices of a tensor, and the units that stay, int64, ascending.
+    """
+
+    def __init__(self, parts: Iterable[tuple[Slices, torch.Tensor]] = ()) -> None:
+        self._parts: dict[str, list[tuple[Slices, torch.Tensor]]] = {}
+        for slices, kept in parts:
+            self._parts.setdefault(slices.name, []).append((slices, kept))
+
+    def __call__(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor without the units that go, in its own dtype."""
+        for slices, kept in self._parts.get(name, ()):
+            tensor = slices.cut(tensor, kept)
+        return tensor
+
+    def slices(self, name: str) -> list[Slices]:
+        """Those of one tensor."""
+        return [slices for slices, _ in self._parts.get(name, ())]
+
+
+class Removal(ABC):
+    """Units of one axis on their way out of a model: `write` makes every part of the smaller checkpoint, and can be interrupted.
+
+    Args:
+        run: what is asked for.
+        followed: models whose hidden states are computed block by block, by name; the first one's say what the smaller model gives.
+        batches: that they are computed for, the probe last.
+        beside: another model whose blocks are loaded too.
+
+    Attributes:
+        states: what enters the block at hand, of each model that is followed.
+        config: of the smaller model. skeleton: the smaller model, on meta. smaller: its blocks.
+    """
+
+    def __init__(
+        self,
+        run: Pass,
+        followed: Mapping[str, StreamedModel] | None = None,
+        batches: Sequence[Batch] = (),
+        beside: Iterable[StreamedModel] = (),
+    ) -> None:
+        self.run, self.job, self.whole = run, run.job, run.streamed
+        self.followed, self.batches = dict(followed or {}), list(batches)
+        self._loaded = [*beside, *self.followed.values()]
+        self.states: dict[str, HiddenStates] = {}
+        self.use_config(run.job.config)
+
+    def use_config(self, config: Any) -> None:
+        """Make the checkpoint one of this config."""
+        self.config = config
+        self.skeleton = build_skeleton(config, self.whole.dtype, stored=self.whole.checkpoint.names())
+        self.smaller = [block for _, stack in find_stacks(self.skeleton) for block in stack]
+
+    # ---------------------------------------------------------------- what an axis says
+    @classmethod  # noqa: B027 - most axes have nothing to check
+    def check(cls, streamed: StreamedModel) -> None:
+        """RequestError where a model's units cannot be removed, however many."""
+
+    @classmethod
+    def complete(cls, plan: Plan, streamed: StreamedModel) -> Plan:
+        """The plan with the slices of its units, and the units of each block; RequestError where they cannot be cut."""
+        slices = changed(streamed.model, skeleton_of(plan.config, streamed), plan.size.count, plan.kept)
+        if not slices:
+            kind = type(streamed.model).__name__
+            raise RequestError(f"the config of a {kind} cannot say that it has fewer {plan.size.unit}")
+        return replace(plan, slices=tuple(slices))
+
+    @classmethod
+    def complete_by_block(cls, plan: Plan, streamed: StreamedModel, units_of: Callable[..., tuple[Any, ...]]) -> Plan:
+        """The same of units that are all in blocks; `units_of(model, slices, prefix)` gives those of a block."""
+        plan = Removal.complete(plan, streamed)
+        for part in plan.slices:
+            if not streamed.is_inside(part.name):
+                kind = type(streamed.model).__name__
+                raise RequestError(f"{part.name} of a {kind} is in no layer and has parts of these {plan.size.unit}")
+        prefixes = map(streamed.block_prefix, range(len(streamed.blocks)))
+        return replace(plan, units=tuple(units_of(streamed.model, plan.slices, prefix) for prefix in prefixes))
+
+    @property
+    def count(self) -> int:
+        """Parts of the checkpoint beside the last, which holds what is in no block."""
+        return len(self.whole.blocks)
+
+    def block(self, index: int) -> tuple[Tensors, Lines, str]:
+        """Tensors of a part by name, a line for each layer that was changed, and a note; the block is loaded, and `states` advance."""
+        return self.stored(self.whole.block_names(index)), [], "copied"
+
+    def outside(self) -> tuple[Tensors, Lines]:
+        """The same of all that is in no block."""
+        return self.stored(self.whole.outside_names()), []
+
+    @abstractmethod
+    def finish(self, lines: Lines) -> dict[str, Any]:
+        """What the manifest says of the pass, JSON-able."""
+
+    def expected(self) -> tuple[Batch, torch.Tensor]:
+        """A probe, and the state after the last block that the smaller model should give for it."""
+        first = next(iter(self.followed))
+        return self.batches[-1], self.states[first].get(len(self.batches) - 1)
+
+    # ---------------------------------------------------------------- the driver
+    def write(self) -> dict[str, Any]:
+        """Write the smaller checkpoint, from where an interrupted run has stopped; returns what `finish` says."""
+        run, count = self.run, self.count
+        run.work.mkdir(parents=True, exist_ok=True)
+        writer = PlainWriter(run.output, count + 1, self.skeleton)
+        written = writer.done()
+        done = last_intact(min(written, count), self._directories, run.reporter.warn)
+        if done < min(written, count):
+            writer.forget(range(done, count + 1))
+        elif written > count:
+            done = written
+        run.reporter.phase(f"structure: {self.job.describe()}", count + 1, done)
+        self._enter(min(done, count))
+        with torch.inference_mode():
+            for index in range(done, count):
+                with ExitStack() as stack:
+                    for model in self._loaded:
+                        stack.enter_context(model.loaded_block(index))
+                    tensors, lines, note = self.block(index)
+                self._persist(index + 1)
+                writer.write(index, tensors, {"layers": lines})
+                for directory in self._directories(index - 1):
+                    shutil.rmtree(directory, ignore_errors=True)
+                run.reporter.step(f"block {index}: {note}")
+            if done <= count:
+                tensors, lines = self.outside()
+                writer.write(count, tensors, {"layers": lines})
+                run.reporter.step("embeddings, final norm and head")
+        lines = [line for part in range(count + 1) for line in writer.facts(part)["layers"]]
+        source = self.whole.checkpoint
+        writer.finish(source.path, config_dict(source, self.whole.config, self.config))
+        return self.finish(lines)
+
+    def advance(self, index: int) -> None:
+        """States of all models that are followed, past a block."""
+        for name, model in self.followed.items():
+            states = self.states[name]
+            for number, batch in enumerate(self.batches):
+                states.put(number, model.advance(index, states.get(number), batch))
+
+    def _enter(self, done: int) -> None:
+        """What enters the first block that is still to be done."""
+        for name, model in self.followed.items():
+            model.load_outside()
+            scratch = self.run.scratch(name)
+            if done == 0:
+                self.states[name] = HiddenStates(len(self.batches), scratch)
+                model.prelude(self.batches, self.states[name])
+                continue
+            self.states[name] = HiddenStates.load(self._directory(name, done), len(self.batches), scratch)
+            for batch in self.batches:
+                model.block_kwargs(batch, min(done, len(model.blocks) - 1))
+
+    def _persist(self, index: int) -> None:
+        for name, states in self.states.items():
+            states.persist(self._directory(name, index))
+            seal(self._directory(name, index))
+
+    def _directories(self, index: int) -> list[Path]:
+        """What an interrupted run needs to resume at a block."""
+        return [self._directory(name, index) for name in self.followed]
+
+    def _directory(self, name: str, index: int) -> Path:
+        return self.run.work / f"{name}-{index:05d}"
+
+    # ---------------------------------------------------------------- what axes share
+    def stored(self, names: Iterable[str]) -> Tensors:
+        """Tensors of the whole model."""
+        return {name: self.whole.checkpoint.get(name) for name in names}
+
+    def loaded(self, name: str) -> torch.Tensor:
+        """A parameter or buffer of the whole model that is in memory."""
+        parent, _, leaf = name.rpartition(".")
+        value = getattr(self.whole.model.get_submodule(parent), leaf)
+        assert isinstance(value, torch.Tensor)
+        return value.data
+
+    def cut_block(self, index: int, cut: Cut) -> nn.Module:
+        """The smaller model's block, cut out of the one in memory."""
+        block, prefix = copy.deepcopy(self.smaller[index]), self.whole.block_prefix(index)
+        for name in [name for name, _ in [*block.named_parameters(), *block.named_buffers()]]:
+            set_tensor(block, name, cut(prefix + name, self.loaded(prefix + name)))
+        return block
+
+    def rank(self, what: str, count: int, kept: int, seed: int, **seen: Any) -> tuple[torch.Tensor, dict[str, float]]:
+        """Of each unit float32, larger for what matters more; and what the method notes.
+
+        Args:
+            what: "the experts of layer 3". seed: added to the recipe's. seen: fields of the `View`.
+        """
+        method, settings = self.job.method, self.job.settings
+        view = View(count, kept, torch.Generator().manual_seed(settings.seed + seed), **seen)
+        rank = method.rank(view, settings)
+        if not bool(torch.isfinite(rank).all()):
+            raise CompressError(f"{what} cannot be ranked: {method.name} gives NaN or Inf")
+        return rank, view.notes
+
+
+def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
+    """CompressError that names the tensor with NaN or Inf."""
+    for name, value in tensors.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint")
+
+
+def best(rank: torch.Tensor, count: int) -> torch.Tensor:
+    """Which units stay, ascending: int64 `[count]`; of equals the first."""
+    return rank.argsort(descending=True, stable=True)[:count].sort().values
+
+
+@contextmanager
+def hooks(
+    found: Mapping[nn.Module, Callable[..., Any]], before: bool = False, keywords: bool = False
+) -> Iterator[None]:
+    """Forward hooks inside: {module: hook}, of what modules give, or (`before`) of what they are given."""
+    handles = [
+        (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, with_kwargs=keywords)
+        for module, hook in found.items()
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()

@@ -18,19 +18,21 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 What = Literal["ffn", "heads", "hidden", "layers", "experts", "vocabulary"]
-_FFN = ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size")
-_HIDDEN = ("hidden_size", "n_embd", "d_model")
-_HEADS = ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads")
-_GROUPS = ("num_key_value_heads",)
-_WIDTHS = ("head_dim", "d_kv")  # of a head, where a config can say it
-_VOCABULARY = ("vocab_size",)
-_LAYERS = ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_layers")
-_EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
-_EXPERT_GROUPS = ("n_group", "num_expert_group")  # of which a router picks some before it picks experts in them
-_UNITS = {
+UNITS: dict[What, str] = {
     "ffn": "channels", "heads": "heads", "hidden": "dimensions", "layers": "layers", "experts": "experts", "vocabulary": "tokens",
 }  # fmt: skip
+_NAMES: dict[What, tuple[str, ...]] = {
+    "ffn": ("intermediate_size", "ffn_dim", "encoder_ffn_dim", "decoder_ffn_dim", "n_inner", "d_ff", "ffn_hidden_size"),
+    "heads": ("num_attention_heads", "decoder_attention_heads", "encoder_attention_heads"),
+    "hidden": ("hidden_size", "n_embd", "d_model"),
+    "layers": ("num_hidden_layers", "encoder_layers", "decoder_layers", "num_decoder_layers", "num_layers"),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts"),
+    "vocabulary": ("vocab_size",),
+}
+_GROUPS = ("num_key_value_heads",)
+_WIDTHS = ("head_dim", "d_kv")  # of a head, where a config can say it
+_ACTIVE = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
+_EXPERT_GROUPS = ("n_group", "num_expert_group")  # of which a router picks some before it picks experts in them
 
 
 @dataclass(frozen=True)
@@ -62,22 +64,17 @@ def size_of(config: PretrainedConfig, what: What) -> Size:
         RequestError: it has no such size, or several that differ.
     """
     text = _text(config)
-    if what == "ffn":
-        return Size(what, _one(text, _FFN, what), _UNITS[what])
-    if what == "hidden":
-        return Size(what, _one(text, _HIDDEN, what), _UNITS[what])
-    if what == "layers":
-        return Size(what, _one(text, _LAYERS, what), _UNITS[what])
+    count = _one(text, what)
     if what == "experts":
-        return _experts(text)
-    if what == "vocabulary":
-        return Size(what, _one(text, _VOCABULARY, what), _UNITS[what])
-    heads = _one(text, _HEADS, what)
-    groups = next((value for name in _GROUPS if isinstance(value := getattr(text, name, None), int)), heads)
-    if groups < 1 or heads % groups:
-        raise RequestError(f"a {config.model_type} has {heads} heads and {groups} for keys and values: no whole groups")
-    unit = "heads" if groups == heads else f"groups of {heads // groups} heads"
-    return Size(what, groups, unit, heads // groups)
+        return _experts(text, count)
+    if what != "heads":
+        return Size(what, count, UNITS[what])
+    groups = _first(text, _GROUPS)
+    groups = count if groups is None else groups
+    if groups < 1 or count % groups:
+        raise RequestError(f"a {config.model_type} has {count} heads and {groups} for keys and values: no whole groups")
+    unit = "heads" if groups == count else f"groups of {count // groups} heads"
+    return Size(what, groups, unit, count // groups)
 
 
 def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfig:
@@ -89,26 +86,19 @@ def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfi
         return with_layers(config, list(range(count)))
     smaller: Any = copy.deepcopy(config)
     text = _text(smaller)
+    width = _head_width(text) if what in ("heads", "hidden") else None
+    _set(text, _NAMES[what], count * size.members)
     if what == "heads":
-        width = _head_width(text)
-        _set(text, _HEADS, count * size.members)
         _set(text, _GROUPS, count)
+    if width is not None:
         _set_width(text, width)
-    elif what == "hidden":
-        width = _head_width(text)
-        _set(text, _HIDDEN, count)
-        _set_width(text, width)
-    elif what == "experts":
-        _set(text, _EXPERTS, count)
-    elif what == "vocabulary":
-        _set(text, _VOCABULARY, count)
-        # New ids are not known here (see `compress.prune.structure.vocabulary`); a model is not built with padding that is no token.
-        if isinstance(pad := getattr(text, "pad_token_id", None), int) and pad >= count:
-            text.pad_token_id = 0
-    else:
-        _set(text, _FFN, count)
-        if getattr(text, "n_inner", 0) is None:  # GPT-2 takes four times its hidden size where it says nothing
-            text.n_inner = count
+    # New ids are not known here (see `compress.prune.structure.vocabulary`); a model is not built with padding that is no token.
+    if what == "vocabulary" and isinstance(pad := getattr(text, "pad_token_id", None), int) and pad >= count:
+        text.pad_token_id = 0
+    if (
+        what == "ffn" and getattr(text, "n_inner", 0) is None
+    ):  # GPT-2 takes four times its hidden size where it says nothing
+        text.n_inner = count
     return smaller  # type: ignore[no-any-return]
 
 
@@ -138,7 +128,7 @@ def with_layers(config: PretrainedConfig, kept: list[int]) -> PretrainedConfig:
     text = _text(smaller)
     for key, value in layer_lists(smaller).items():
         setattr(text, key, [value[index] for index in kept])
-    _set(text, _LAYERS, len(kept))
+    _set(text, _NAMES["layers"], len(kept))
     if not layers:
         return smaller  # type: ignore[no-any-return]
     return with_overrides(smaller, {new: layers[old] for new, old in enumerate(kept) if old in layers})
@@ -161,7 +151,7 @@ def with_widths(config: PretrainedConfig, widths: Sequence[int]) -> PretrainedCo
         raise RequestError(f"{size.unit} that are kept: 1 to {size.count}, not {list(widths)}")
     widest = resized(config, "ffn", max(widths))
     text = _text(widest)
-    names = [name for name in _FFN if isinstance(getattr(text, name, None), int)]
+    names = [name for name in _NAMES["ffn"] if isinstance(getattr(text, name, None), int)]
     layers = overrides(config)
     for layer, width in enumerate(widths):
         if width != max(widths):
@@ -183,31 +173,30 @@ def active_experts(config: PretrainedConfig) -> int | None:
 
 def number_of_experts(config: PretrainedConfig) -> int | None:
     """Routed experts of a layer; None where the config names none."""
-    text = _text(config)
-    return next((value for name in _EXPERTS if isinstance(value := getattr(text, name, None), int)), None)
+    return _first(_text(config), _NAMES["experts"])
 
 
-def _experts(text: Any) -> Size:
+def _experts(text: Any, count: int) -> Size:
     """Of a router that picks groups first, as many experts must stay in each group, and enough for a token in those that it picks."""
-    count, active = _one(text, _EXPERTS, "experts"), active_experts(text)
+    active, groups = active_experts(text), _first(text, _EXPERT_GROUPS)
     if count < 2:
         raise RequestError(f"a {text.model_type} has no experts of which some could go (its config says {count})")
     if active is None:
         raise RequestError(f"the config of a {text.model_type} does not say how many experts a token is sent to")
-    groups = next((value for name in _EXPERT_GROUPS if isinstance(value := getattr(text, name, None), int)), None)
     if groups is None:
-        return Size("experts", count, _UNITS["experts"], least=active)
+        return Size("experts", count, UNITS["experts"], least=active)
     chosen = getattr(text, "topk_group", None)
     if groups < 1 or count % groups or not isinstance(chosen, int) or chosen < 1:
         raise RequestError(
             f"a {text.model_type} routes {count} experts in {groups} groups of which it picks {chosen}: no whole groups"
         )
     each = max(2, -(-active // chosen))  # groups are compared by their two best
-    return Size("experts", count, _UNITS["experts"], least=groups * each, groups=groups)
+    return Size("experts", count, UNITS["experts"], least=groups * each, groups=groups)
 
 
-def _one(text: Any, names: tuple[str, ...], what: What) -> int:
-    """The one value that these names have."""
+def _one(text: Any, what: What) -> int:
+    """The one value that the names of a size have."""
+    names = _NAMES[what]
     different = sorted(differing(text) & set(names))
     if different:
         raise RequestError(
@@ -217,7 +206,7 @@ def _one(text: Any, names: tuple[str, ...], what: What) -> int:
     if not found and what == "ffn" and hasattr(text, "n_inner"):
         return 4 * int(text.hidden_size)
     if not found:
-        raise RequestError(f"the config of a {text.model_type} does not say how many {_UNITS[what]} it has")
+        raise RequestError(f"the config of a {text.model_type} does not say how many {UNITS[what]} it has")
     if len(set(found.values())) > 1:
         told = ", ".join(f"{name} {value}" for name, value in found.items())
         raise RequestError(f"a {text.model_type} has several sizes ({told}), which cannot be cut together")
@@ -232,8 +221,12 @@ def _set(text: Any, names: tuple[str, ...], value: int) -> None:
 
 def _head_width(text: Any) -> int:
     """Numbers of a head: what the config says, or as many as its share of the hidden size is."""
-    given = next((value for name in _WIDTHS if isinstance(value := getattr(text, name, None), int)), None)
-    return given or _one(text, _HIDDEN, "hidden") // _one(text, _HEADS, "heads")
+    return _first(text, _WIDTHS) or _one(text, "hidden") // _one(text, "heads")
+
+
+def _first(text: Any, names: tuple[str, ...]) -> int | None:
+    """The number that the config has under the first of these names; None: it has none."""
+    return next((value for name in names if isinstance(value := getattr(text, name, None), int)), None)
 
 
 def _set_width(text: Any, width: int) -> None:

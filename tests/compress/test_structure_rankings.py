@@ -10,7 +10,7 @@ import torch
 
 from compress.core.statistics import StatisticsCollector
 from compress.prune.structure import METHODS
-from compress.prune.structure.gradient_free import convex_masking
+from compress.prune.structure.rankings.gradient_free import convex_masking
 from compress.prune.structure.least_squares import refit
 from compress.prune.structure.method import View
 

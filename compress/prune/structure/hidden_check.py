@@ -28,6 +28,9 @@ OUTSIDE_TOLERANCE = 3e-2
 _ONE = 1e-3
 
 
+Call = Callable[[StreamedModel, Any], torch.Tensor]
+
+
 class Comparison:
     """The two models side by side.
 
@@ -99,24 +102,26 @@ class Comparison:
 
     # ---------------------------------------------------------------- the parts outside of the blocks
     def _entering(self) -> tuple[float, float]:
-        found = _prelude(self.smaller, self.batch)
-        with self._normed(self.whole.model, self.smaller.model, self._outside):
-            return _compared(found, self._narrow(_prelude(self.whole, self.batch)))
+        return self._compare(lambda model, _: _prelude(model, self.batch))[0]
 
     def _leaving(self, ran: list[str] | None = None) -> tuple[float, float]:
         """Of logits (of an encoder: hidden states), for states that enter the first block. `ran`: norms that have run, in order."""
         state, ids = _prelude(self.smaller, self.batch), self.batch[0]
         if len(self.smaller.stacks) == 2:
             last = self.smaller.stacks[1].first - 1
-            found = self.smaller.hand_over(last, state, self.batch)
-            with self._normed(self.whole.model, self.smaller.model, self._outside):
-                wide = self.whole.hand_over(last, self._wide(state), self.batch)
-            self._require(_compared(found, self._narrow(wide)), "what enters the decoder")
-            state = found
-        found = self.smaller.outputs(state, ids)
+            found, state = self._compare(lambda model, given: model.hand_over(last, given, self.batch), state)
+            self._require(found, "what enters the decoder")
+        narrow = self.smaller.kind == "encoder"
+        return self._compare(lambda model, given: model.outputs(given, ids), state, narrow, ran)[0]
+
+    def _compare(
+        self, run: Call, state: torch.Tensor | None = None, narrow: bool = True, ran: list[str] | None = None
+    ) -> tuple[tuple[float, float], torch.Tensor]:
+        """What both models give for a state, compared; and what the smaller one gives. `narrow`: it is a hidden state."""
+        found = run(self.smaller, state)
         with self._normed(self.whole.model, self.smaller.model, self._outside, ran):
-            wide = self.whole.outputs(self._wide(state), ids)
-        return _compared(found, self._narrow(wide) if self.smaller.kind == "encoder" else wide)
+            wide = run(self.whole, None if state is None else self._wide(state))
+        return _compared(found, self._narrow(wide) if narrow else wide), found
 
     def _same_as(self, module: nn.Module) -> set[str]:
         """Names of stored tensors that are a module's weight, or that it shares."""

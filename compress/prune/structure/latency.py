@@ -23,6 +23,7 @@ from compress.core.version import VERSION
 from compress.evaluate.speed import TEXT_TOKENS, token_time
 from compress.model.checkpoint_writer import zeros
 from compress.model.config_sizes import What, resized, size_of, with_layers
+from compress.model.couplings import shapes
 from runtime.errors import CompressError, RequestError
 from runtime.system.directories import cache_directory
 
@@ -114,9 +115,7 @@ def depths(streamed: StreamedModel, depth: int) -> tuple[int, ...]:
     made as what follows. A model that is built without any such order is timed with half its layers and with all; one with a single
     layer gives one number.
     """
-    kinds = [
-        {name: tuple(value.shape) for name, value in block.named_parameters()} for block in streamed.stacks[-1].blocks
-    ]
+    kinds = [shapes(block) for block in streamed.stacks[-1].blocks]
     near, period = next(
         (near, period)
         for near in range(1, len(kinds) + 1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -11,6 +11,8 @@ import torch
 from compress.core.statistics import Statistics
 from compress.prune.structure.config import Remove, StructureConfig
 
+# Of a view, what a method does not need: it is declared in `StructureMethod.needs`, and collected for those methods alone.
+_UNKNOWN: Any = None
 Need = Literal["hessian", "ranges", "gradients", "influence", "states", "routing", "expert_outputs", "occurrences"]
 
 
@@ -52,20 +54,19 @@ class View:
     count: int
     kept: int
     generator: torch.Generator
-    columns: torch.Tensor | None = None
+    columns: torch.Tensor = _UNKNOWN
     weights: list[torch.Tensor] = field(default_factory=list)
-    statistics: Statistics | None = None
-    sensitivity: torch.Tensor | None = None
-    influence: torch.Tensor | None = None
-    states: torch.Tensor | None = None
-    routing: Routing | None = None
-    occurrences: torch.Tensor | None = None
+    statistics: Statistics = _UNKNOWN
+    sensitivity: torch.Tensor = _UNKNOWN
+    influence: torch.Tensor = _UNKNOWN
+    states: torch.Tensor = _UNKNOWN
+    routing: Routing = _UNKNOWN
+    occurrences: torch.Tensor = _UNKNOWN
     notes: dict[str, float] = field(default_factory=dict)
 
     @property
     def each(self) -> int:
         """Columns of a unit."""
-        assert self.columns is not None
         return self.columns.shape[1] // self.count
 
 
@@ -74,19 +75,23 @@ class StructureMethod:
     """One method of `compress.prune.structure.METHODS`.
 
     Attributes:
-        name, config, summary, paper: as of `compress.core.method.Method`.
-        removes: the axes whose units it can rank.
+        config: of its fields, the first of which, `method`, says its name. summary, paper: as of `compress.core.method.Method`.
         rank: `(view, config) -> [units]` float, larger for what matters more; the units with the least are removed.
+        removes: the axes whose units it can rank.
         needs: what must be known: of the readers' inputs "ranges" or "hessian"; "gradients" of a loss by each unit; "influence" of each
             layer; "states", the hidden states; "routing", what experts are sent; "expert_outputs", what they give; "occurrences" of tokens.
         pairwise: every unit is compared with every other, in matrices of channels by channels.
     """
 
-    name: str
     config: type[StructureConfig]
+    rank: Callable[[View, Any], torch.Tensor]
     summary: str
     paper: str
-    removes: frozenset[Remove]
-    rank: Callable[[View, Any], torch.Tensor]
-    needs: frozenset[Need] = frozenset()
+    removes: Collection[Remove]
+    needs: Collection[Need] = ()
     pairwise: bool = False
+
+    @property
+    def name(self) -> str:
+        """As a recipe says it."""
+        return str(self.config.model_fields["method"].default)

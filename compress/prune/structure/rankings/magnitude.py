@@ -23,10 +23,9 @@ def rank(view: View, config: MagnitudeConfig) -> torch.Tensor:
 
 
 METHOD = StructureMethod(
-    name="magnitude",
-    config=MagnitudeConfig,
+    MagnitudeConfig,
+    rank,
     summary="removes the units with the smallest weights",
     paper="Li et al., Pruning Filters for Efficient ConvNets, 2017, arXiv 1608.08710",
-    removes=frozenset({"ffn", "heads", "layers", "experts", "hidden"}),
-    rank=rank,
+    removes={"ffn", "heads", "layers", "experts", "hidden"},
 )

@@ -19,18 +19,15 @@ class WandaConfig(StructureConfig):
 
 def rank(view: View, config: WandaConfig) -> torch.Tensor:
     """`[units]`, the sum of `|w| * sqrt(mean x^2)`."""
-    assert view.columns is not None
-    assert view.statistics is not None
     score = view.columns.abs().sum(0) * view.statistics.square_mean.sqrt().to(view.columns)
     return score.view(view.count, view.each).sum(1)
 
 
 METHOD = StructureMethod(
-    name="wanda",
-    config=WandaConfig,
+    WandaConfig,
+    rank,
     summary="removes the units with the smallest weights times inputs",
     paper="after Sun et al., A Simple and Effective Pruning Approach for Large Language Models, 2023, arXiv 2306.11695",
-    removes=frozenset({"ffn", "heads"}),
-    rank=rank,
-    needs=frozenset({"ranges"}),
+    removes={"ffn", "heads"},
+    needs={"ranges"},
 )

@@ -37,8 +37,6 @@ class GradientFreeConfig(StructureConfig):
 
 def rank(view: View, config: GradientFreeConfig) -> torch.Tensor:
     """`[units]`: sums over the unit's channels of representative rank times size, the latter as a share of the largest."""
-    assert view.columns is not None
-    assert view.statistics is not None
     representative, steps = convex_masking(view.columns.T, config.width, config.convergence)
     view.notes["steps"] = float(steps)
     mean, square = view.statistics.abs_mean, view.statistics.square_mean
@@ -69,12 +67,11 @@ def convex_masking(filters: torch.Tensor, width: float | None, convergence: floa
 
 
 METHOD = StructureMethod(
-    name="gradient_free",
-    config=GradientFreeConfig,
+    GradientFreeConfig,
+    rank,
     summary="removes the channels that stand for few others and say little, from weights and unlabeled text",
     paper="Nova et al., Gradient-Free Structured Pruning with Unlabeled Data, 2023, arXiv 2303.04185",
-    removes=frozenset({"ffn", "heads"}),
-    rank=rank,
-    needs=frozenset({"ranges"}),
+    removes={"ffn", "heads"},
+    needs={"ranges"},
     pairwise=True,
 )

@@ -23,17 +23,15 @@ class TaylorConfig(StructureConfig):
 
 def rank(view: View, config: TaylorConfig) -> torch.Tensor:
     """`[units]`."""
-    assert view.sensitivity is not None
     return view.sensitivity
 
 
 METHOD = StructureMethod(
-    name="taylor",
-    config=TaylorConfig,
+    TaylorConfig,
+    rank,
     summary="removes the units that the gradient of a loss says least of",
     paper="Molchanov et al., Importance Estimation for Neural Network Pruning, 2019, arXiv 1906.10771; of "
     "masks: Kwon et al., A Fast Post-Training Pruning Framework for Transformers, 2022, arXiv 2204.09656",
-    removes=frozenset({"ffn", "heads"}),
-    rank=rank,
-    needs=frozenset({"gradients"}),
+    removes={"ffn", "heads"},
+    needs={"gradients"},
 )

@@ -23,10 +23,9 @@ def rank(view: View, config: RandomConfig) -> torch.Tensor:
 
 
 METHOD = StructureMethod(
-    name="random",
-    config=RandomConfig,
+    RandomConfig,
+    rank,
     summary="removes units at random, to compare with",
     paper="none: a baseline",
-    removes=frozenset({"ffn", "heads", "layers", "experts", "hidden"}),
-    rank=rank,
+    removes={"ffn", "heads", "layers", "experts", "hidden"},
 )

@@ -30,8 +30,6 @@ class OBSConfig(StructureConfig):
 
 def rank(view: View, config: OBSConfig) -> torch.Tensor:
     """`[units]`: the turn in which each went; those that stay have the largest, by what their going would cost."""
-    assert view.columns is not None
-    assert view.statistics is not None
     assert view.statistics.hessian is not None
     going = view.count - view.kept
     at_once = config.at_once or max(1, going // 64)
@@ -82,11 +80,10 @@ def _inverse(moments: torch.Tensor) -> torch.Tensor:
 
 
 METHOD = StructureMethod(
-    name="obs",
-    config=OBSConfig,
+    OBSConfig,
+    rank,
     summary="removes the units that the others can best make up for, one after the other",
     paper="Hassibi and Stork, Optimal Brain Surgeon, 1993; of structures: Kurtic et al., ZipLM, 2023, arXiv 2302.04089",
-    removes=frozenset({"ffn", "heads"}),
-    rank=rank,
-    needs=frozenset({"hessian"}),
+    removes={"ffn", "heads"},
+    needs={"hessian"},
 )

@@ -20,16 +20,14 @@ class BlockInfluenceConfig(StructureConfig):
 
 def rank(view: View, config: BlockInfluenceConfig) -> torch.Tensor:
     """`[layers]`."""
-    assert view.influence is not None
     return view.influence
 
 
 METHOD = StructureMethod(
-    name="block_influence",
-    config=BlockInfluenceConfig,
+    BlockInfluenceConfig,
+    rank,
     summary="removes the layers that change the hidden states least",
     paper="Men et al., ShortGPT: Layers in Large Language Models are More Redundant Than You Expect, 2024, arXiv 2403.03853",
-    removes=frozenset({"layers"}),
-    rank=rank,
-    needs=frozenset({"influence"}),
+    removes={"layers"},
+    needs={"influence"},
 )

@@ -20,16 +20,14 @@ class ActivationConfig(StructureConfig):
 
 def rank(view: View, config: ActivationConfig) -> torch.Tensor:
     """`[dimensions]`."""
-    assert view.states is not None
     return view.states
 
 
 METHOD = StructureMethod(
-    name="activation",
-    config=ActivationConfig,
+    ActivationConfig,
+    rank,
     summary="removes the dimensions of the hidden state that are smallest",
     paper="Muralidharan et al., Compact Language Models via Pruning and Knowledge Distillation (Minitron), 2024, arXiv 2407.14679",
-    removes=frozenset({"hidden"}),
-    rank=rank,
-    needs=frozenset({"states"}),
+    removes={"hidden"},
+    needs={"states"},
 )

@@ -20,16 +20,14 @@ class ReapConfig(StructureConfig):
 
 def rank(view: View, config: ReapConfig) -> torch.Tensor:
     """`[experts]`; 0 of those that no token was sent."""
-    assert view.routing is not None
     return view.routing.output / view.routing.used.clamp_min(1)
 
 
 METHOD = StructureMethod(
-    name="reap",
-    config=ReapConfig,
+    ReapConfig,
+    rank,
     summary="removes the experts that add least to the tokens that they are sent",
     paper="Lasby et al., REAP the Experts: Why Pruning Prevails for One-Shot MoE Compression, 2025, arXiv 2510.13999",
-    removes=frozenset({"experts"}),
-    rank=rank,
-    needs=frozenset({"routing", "expert_outputs"}),
+    removes={"experts"},
+    needs={"routing", "expert_outputs"},
 )

@@ -24,10 +24,9 @@ def rank(view: View, config: PrefixConfig) -> torch.Tensor:
 
 
 METHOD = StructureMethod(
-    name="prefix",
-    config=PrefixConfig,
+    PrefixConfig,
+    rank,
     summary="keeps the first units, of checkpoints that are trained for it",
     paper="Devvrit et al., MatFormer: Nested Transformer for Elastic Inference, 2023, arXiv 2310.07707",
-    removes=frozenset({"ffn", "heads"}),
-    rank=rank,
+    removes={"ffn", "heads"},
 )

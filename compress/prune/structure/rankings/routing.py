@@ -23,17 +23,15 @@ class RoutingConfig(StructureConfig):
 
 def rank(view: View, config: RoutingConfig) -> torch.Tensor:
     """`[experts]`, 0 to what a router gives in all."""
-    assert view.routing is not None
     return view.routing.weight / max(view.routing.tokens, 1)
 
 
 METHOD = StructureMethod(
-    name="routing",
-    config=RoutingConfig,
+    RoutingConfig,
+    rank,
     summary="removes the experts that tokens are sent to least, by weight and number",
     paper="soft counting: Muzio et al., SEER-MoE: Sparse Expert Efficiency through Regularization for Mixture-of-Experts, 2024, "
     "arXiv 2404.05089; of removing experts: Lu et al., Not All Experts are Equal, 2024, arXiv 2402.14800",
-    removes=frozenset({"experts"}),
-    rank=rank,
-    needs=frozenset({"routing"}),
+    removes={"experts"},
+    needs={"routing"},
 )

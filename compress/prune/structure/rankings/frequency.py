@@ -24,16 +24,14 @@ class FrequencyConfig(StructureConfig):
 
 def rank(view: View, config: FrequencyConfig) -> torch.Tensor:
     """`[tokens]`, how often each occurs."""
-    assert view.occurrences is not None
     return view.occurrences.double()
 
 
 METHOD = StructureMethod(
-    name="frequency",
-    config=FrequencyConfig,
+    FrequencyConfig,
+    rank,
     summary="removes the tokens that occur least often in the calibration text",
     paper="Ushio et al., An Efficient Multilingual Language Model Compression through Vocabulary Trimming, 2023, arXiv 2305.15020",
-    removes=frozenset({"vocabulary"}),
-    rank=rank,
-    needs=frozenset({"occurrences"}),
+    removes={"vocabulary"},
+    needs={"occurrences"},
 )

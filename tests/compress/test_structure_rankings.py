@@ -10,9 +10,9 @@ import torch
 
 from compress.core.statistics import StatisticsCollector
 from compress.prune.structure import METHODS
-from compress.prune.structure.rankings.gradient_free import convex_masking
 from compress.prune.structure.least_squares import refit
 from compress.prune.structure.method import View
+from compress.prune.structure.rankings.gradient_free import convex_masking
 
 
 def inputs(tokens: int, channels: int, seed: int = 0, mixed: float = 1.0) -> torch.Tensor:

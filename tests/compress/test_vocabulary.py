@@ -14,8 +14,8 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, LlamaConfig, PreTrainedTokenizerFast
 
 from compress.prune.structure.vocabulary import Tokens, choose, closed, read_vocabulary
-from compress.prune.structure.vocabulary.models import BPE
-from compress.prune.structure.vocabulary.named import named, renumbered
+from compress.prune.structure.vocabulary.config_ids import named, renumbered
+from compress.prune.structure.vocabulary.subword_models import BPE
 from runtime.errors import RequestError
 
 TEXTS = [

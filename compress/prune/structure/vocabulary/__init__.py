@@ -6,7 +6,7 @@ of and what it looks like with fewer of them.
 
 from __future__ import annotations
 
-from compress.prune.structure.vocabulary.choose import choose, closed, kept_tokens
+from compress.prune.structure.vocabulary.choose_tokens import choose, closed, kept_tokens
 from compress.prune.structure.vocabulary.tokens import Tokens
 from compress.prune.structure.vocabulary.vocabulary import Vocabulary, read_vocabulary
 

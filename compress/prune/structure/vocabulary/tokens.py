@@ -1,4 +1,4 @@
-"""The tokens that stay, and the files of a checkpoint with their new ids."""
+"""Cut vocabulary: the tokens that stay, and the files of a checkpoint with their new ids."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.prune.structure.vocabulary.named import renumber_config, renumbered
+from compress.prune.structure.vocabulary.config_ids import renumber_config, renumbered
 from compress.prune.structure.vocabulary.vocabulary import FILE, Vocabulary, processed
 from runtime.checkpoint.checkpoint import read_json
 
@@ -72,7 +72,7 @@ class Tokens:
 
     def _tokenizer(self) -> dict[str, Any]:
         held, old = self.vocabulary, self.vocabulary.content
-        own = {number: new for number, new in self.new.items() if number in held.pieces.tokens}
+        own = {number: new for number, new in self.new.items() if number in held.model.tokens}
         added = [{**entry, "id": self.change(held.added[entry["content"]])} for entry in old.get("added_tokens") or []]
         padding = old.get("padding")
         return {
@@ -80,7 +80,7 @@ class Tokens:
             "added_tokens": sorted(added, key=lambda entry: entry["id"]),
             "post_processor": processed(old.get("post_processor"), self.change),
             "padding": None if padding is None else {**padding, "pad_id": self.change(int(padding["pad_id"]))},
-            "model": held.pieces.without(own),
+            "model": held.model.without(own),
         }
 
     def _config(self, values: dict[str, Any]) -> dict[str, Any]:

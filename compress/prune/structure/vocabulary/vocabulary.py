@@ -1,4 +1,4 @@
-"""The vocabulary of a checkpoint: what its tokenizer.json says, held against the model."""
+"""Vocabulary of a checkpoint, as its tokenizer.json says it, checked against the model."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from compress.core.suggest import listing
-from compress.prune.structure.vocabulary.models import BPE, Pieces, Unigram, WordPiece
-from compress.prune.structure.vocabulary.named import named
+from compress.prune.structure.vocabulary.config_ids import collect_ids, named
+from compress.prune.structure.vocabulary.subword_models import BPE, SubwordModel, Unigram, WordPiece
 from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import RequestError
 
 FILE = "tokenizer.json"
-KINDS: dict[str, type[Pieces]] = {"BPE": BPE, "WordPiece": WordPiece, "Unigram": Unigram}
+KINDS: dict[str, type[SubwordModel]] = {"BPE": BPE, "WordPiece": WordPiece, "Unigram": Unigram}
 
 
 @dataclass(frozen=True)
@@ -22,14 +22,14 @@ class Vocabulary:
     """What is there.
 
     Attributes:
-        content: of tokenizer.json. pieces: its model.
+        content: of tokenizer.json. model: of it, by its kind.
         added: {token: id} of tokens that are looked for before the model sees a text; some are the model's too.
         size: rows of the model's embeddings; ids without a token are padding.
         special: ids that the tokenizer or a config names.
     """
 
     content: dict[str, Any]
-    pieces: Pieces
+    model: SubwordModel
     added: dict[str, int]
     size: int
     special: frozenset[int]
@@ -37,21 +37,21 @@ class Vocabulary:
     @property
     def ids(self) -> set[int]:
         """All that are tokens."""
-        return {*self.pieces.tokens, *self.added.values()}
+        return {*self.model.tokens, *self.added.values()}
 
     @property
     def required(self) -> set[int]:
         """Tokens that always stay: special ones, and those without which some texts could not be written."""
-        return {*self.special, *self.pieces.base()}
+        return {*self.special, *self.model.base()}
 
     def parts(self, token: int) -> tuple[int, ...]:
-        """See `Pieces.parts`; special tokens are not put together."""
-        return () if token in self.special or token not in self.pieces.tokens else self.pieces.parts(token)
+        """See `SubwordModel.parts`; special tokens are not put together."""
+        return () if token in self.special or token not in self.model.tokens else self.model.parts(token)
 
     def new_ids(self, kept: set[int]) -> dict[int, int]:
         """{id: new id}: tokens of the model in their order, then added ones, then padding, as tokenizers number them."""
-        added = set(self.added.values()) - self.pieces.tokens.keys()
-        order = sorted(kept, key=lambda old: (old not in self.pieces.tokens, old not in added, old))
+        added = set(self.added.values()) - self.model.tokens.keys()
+        order = sorted(kept, key=lambda old: (old not in self.model.tokens, old not in added, old))
         return {old: new for new, old in enumerate(order)}
 
 
@@ -73,19 +73,21 @@ def read_vocabulary(path: Path, config: Any, size: int) -> Vocabulary:
     kind = (content.get("model") or {}).get("type")
     if kind not in KINDS:
         raise RequestError(f"{file} is a tokenizer of kind {kind}; those of kind {listing(KINDS)} can be cut")
-    pieces = KINDS[kind](content["model"])
+    model = KINDS[kind](content["model"])
     loaded = Tokenizer.from_str(json.dumps(content))
     numbers = {entry["content"]: loaded.token_to_id(entry["content"]) for entry in content.get("added_tokens") or []}
     added = {token: number for token, number in numbers.items() if number is not None}
-    largest = max({*pieces.tokens, *added.values()}, default=-1)
+    largest = max({*model.tokens, *added.values()}, default=-1)
     if largest >= size:
         raise RequestError(
             f"{file} has a token with id {largest}, and the model a vocabulary of {size}: they do not belong together"
         )
     check_processor(content.get("post_processor"), file)
-    special = {*added.values(), *_named(path, config, size), *_of_processor(content)}
-    unknown = pieces.unknown
-    return Vocabulary(content, pieces, added, size, frozenset(special | (set() if unknown is None else {unknown})))
+    special = {*added.values(), *_named(path, config, size)}
+    special |= collect_ids(lambda change: processed(content.get("post_processor"), change))
+    special |= {int(content["padding"]["pad_id"])} if content.get("padding") else set()
+    special |= set() if model.unknown is None else {model.unknown}
+    return Vocabulary(content, model, added, size, frozenset(special))
 
 
 def _named(path: Path, config: Any, size: int) -> set[int]:
@@ -95,18 +97,6 @@ def _named(path: Path, config: Any, size: int) -> set[int]:
         if (path / name).is_file():
             found |= named(read_json(path / name), size)
     return found
-
-
-def _of_processor(content: dict[str, Any]) -> set[int]:
-    found: set[int] = set()
-
-    def see(number: int) -> int:
-        found.add(number)
-        return number
-
-    processed(content.get("post_processor"), see)
-    padding = content.get("padding")
-    return found | ({int(padding["pad_id"])} if padding else set())
 
 
 _PROCESSORS = ("TemplateProcessing", "BertProcessing", "RobertaProcessing", "ByteLevel", "Sequence")

@@ -1,4 +1,4 @@
-"""The ids of tokens that configs name: found, and given their new numbers."""
+"""Ids of tokens that configs name: found, and given their new numbers."""
 
 from __future__ import annotations
 
@@ -13,17 +13,21 @@ _LISTS = ("suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_wo
 Change = Callable[[int], int]
 
 
-def named(values: Mapping[str, Any], vocabulary: int) -> set[int]:
-    """All ids below `vocabulary` that a config (config.json, generation_config.json, also of configs inside) names."""
+def collect_ids(walk: Callable[[Change], Any]) -> set[int]:
+    """All ids that a function which changes ids comes by."""
     found: set[int] = set()
 
     def see(number: int) -> int:
-        if 0 <= number < vocabulary:
-            found.add(number)
+        found.add(number)
         return number
 
-    renumbered(values, see)
+    walk(see)
     return found
+
+
+def named(values: Mapping[str, Any], vocabulary: int) -> set[int]:
+    """All ids below `vocabulary` that a config (config.json, generation_config.json, also of configs inside) names."""
+    return {number for number in collect_ids(lambda change: renumbered(values, change)) if 0 <= number < vocabulary}
 
 
 def renumbered(values: Mapping[str, Any], change: Change) -> dict[str, Any]:

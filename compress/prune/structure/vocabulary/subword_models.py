@@ -1,17 +1,14 @@
-"""Byte-pair encoding: tokens are merged of two others, in the order of a list (Sennrich et al., 2016, arXiv 1508.07909)."""
+"""Subword models of a tokenizer.json (BPE, WordPiece, Unigram): what their tokens are made of, and the model with fewer of them."""
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from functools import cached_property
 from itertools import pairwise
 from typing import Any
 
-# What the kinds of subword models have in common.
 
-
-class Pieces(ABC):
+class SubwordModel:
     """The `model` of a tokenizer.json.
 
     Args:
@@ -22,27 +19,29 @@ class Pieces(ABC):
         self.model = model
         self.vocabulary = self._vocabulary()
         self.tokens = {number: token for token, number in self.vocabulary.items()}
+        self.prefix: str = model.get("continuing_subword_prefix") or ""
 
-    @abstractmethod
     def _vocabulary(self) -> dict[str, int]:
         """{token: id}."""
+        return dict(self.model["vocab"])
 
     @property
-    @abstractmethod
     def unknown(self) -> int | None:
         """The id that stands for what cannot be written, if there is one."""
+        token = self.model.get("unk_token")
+        return None if token is None else self.vocabulary.get(token)
 
     def parts(self, token: int) -> tuple[int, ...]:
         """The tokens that this one is made of when a text is read; none: it is found in one step."""
         return ()
 
-    @abstractmethod
     def without(self, new: Mapping[int, int]) -> dict[str, Any]:
         """The model with fewer tokens, given {id: new id} of those that stay; the new ids are the first integers."""
+        return {**self.model, "vocab": {self.tokens[old]: new[old] for old in sorted(new, key=lambda old: new[old])}}
 
     def core(self, token: str) -> str:
         """A token without marks of where in a word it stands."""
-        return token
+        return token.removeprefix(self.prefix)
 
     def base(self) -> set[int]:
         """The tokens without which some texts could not be written any more.
@@ -58,17 +57,16 @@ class Pieces(ABC):
         return {number for number, core in cores.items() if len(core) <= 1 or not single.issuperset(core)}
 
 
-class BPE(Pieces):
-    """A text whose tokens all stay is read as before: of the merges that it took none is missing, so that at every step the first merge of
-    the list that can be applied is the same."""
+class BPE(SubwordModel):
+    """Byte-pair encoding: tokens are merged of two others, in the order of a list (Sennrich et al., 2016, arXiv 1508.07909).
 
-    def _vocabulary(self) -> dict[str, int]:
-        return dict(self.model["vocab"])
+    A text whose tokens all stay is read as before: of the merges that it took none is missing, so that at every step the first merge of
+    the list that can be applied is the same.
+    """
 
     @property
-    def unknown(self) -> int | None:
-        token = self.model.get("unk_token")
-        return None if token is None else self.vocabulary.get(token)
+    def _suffix(self) -> str:
+        return self.model.get("end_of_word_suffix") or ""
 
     @cached_property
     def _ranks(self) -> dict[tuple[str, str], int]:
@@ -92,27 +90,17 @@ class BPE(Pieces):
         return () if pair is None else tuple(self.vocabulary[part] for part in pair if part in self.vocabulary)
 
     def without(self, new: Mapping[int, int]) -> dict[str, Any]:
-        vocabulary = {self.tokens[old]: number for old, number in sorted(new.items(), key=lambda pair: pair[1])}
-        merges = [
-            [left, right]
-            for left, right in self._ranks
-            if left in vocabulary and right in vocabulary and self._merged(left, right) in vocabulary
-        ]
-        return {**self.model, "vocab": vocabulary, "merges": merges}
+        """See `SubwordModel.without`; merges of and to tokens that go are gone too."""
+        model = super().without(new)
+        merges = (pair for pair in self._ranks if {*pair, self._merged(*pair)} <= model["vocab"].keys())
+        return {**model, "merges": [list(pair) for pair in merges]}
 
     def core(self, token: str) -> str:
-        return token.removeprefix(self._prefix).removesuffix(self._suffix)
-
-    @property
-    def _prefix(self) -> str:
-        return self.model.get("continuing_subword_prefix") or ""
-
-    @property
-    def _suffix(self) -> str:
-        return self.model.get("end_of_word_suffix") or ""
+        """See `SubwordModel.core`."""
+        return super().core(token).removesuffix(self._suffix)
 
     def _merged(self, left: str, right: str) -> str:
-        return left + right.removeprefix(self._prefix)
+        return left + right.removeprefix(self.prefix)
 
     def _last_merge(self, text: str) -> tuple[str, str] | None:
         """The merge that completes a token; None: its text is read as several."""
@@ -131,20 +119,20 @@ class BPE(Pieces):
     def _units(self, text: str) -> list[str]:
         """What a token's text begins as: its characters, with the marks that they have."""
         inside = text.removesuffix(self._suffix)
-        first = inside.startswith(self._prefix)
-        units = [self._prefix + char for char in inside.removeprefix(self._prefix)]
+        first = inside.startswith(self.prefix)
+        units = [self.prefix + char for char in inside.removeprefix(self.prefix)]
         if units and not first:
-            units[0] = units[0].removeprefix(self._prefix)
+            units[0] = units[0].removeprefix(self.prefix)
         if units and inside != text:
             units[-1] += self._suffix
         return units
 
 
-# Unigram: the most likely way to write a text, each token having a probability (Kudo, 2018, arXiv 1804.10959).
+class Unigram(SubwordModel):
+    """The most likely way to write a text, each token having a probability (Kudo, 2018, arXiv 1804.10959).
 
-
-class Unigram(Pieces):
-    """A text whose tokens all stay is read as before: of fewer ways to write it the most likely is still the same."""
+    A text whose tokens all stay is read as before: of fewer ways to write it the most likely is still the same.
+    """
 
     def _vocabulary(self) -> dict[str, int]:
         found: dict[str, int] = {}
@@ -154,38 +142,26 @@ class Unigram(Pieces):
 
     @property
     def unknown(self) -> int | None:
+        """See `SubwordModel.unknown`."""
         number = self.model.get("unk_id")
         return None if number is None else int(number)
 
     def without(self, new: Mapping[int, int]) -> dict[str, Any]:
+        """See `SubwordModel.without`."""
         order = sorted(new, key=lambda old: new[old])
         unknown = None if self.unknown is None else new[self.unknown]
         return {**self.model, "vocab": [self.model["vocab"][old] for old in order], "unk_id": unknown}
 
 
-# WordPiece: at every place of a word the longest token that fits (Schuster and Nakajima, 2012).
+class WordPiece(SubwordModel):
+    """At every place of a word the longest token that fits (Schuster and Nakajima, 2012).
 
-
-class WordPiece(Pieces):
-    """A word whose tokens all stay is read as before: of fewer tokens the longest is still the same."""
-
-    def _vocabulary(self) -> dict[str, int]:
-        return dict(self.model["vocab"])
-
-    @property
-    def unknown(self) -> int | None:
-        return self.vocabulary.get(self.model["unk_token"])
-
-    def without(self, new: Mapping[int, int]) -> dict[str, Any]:
-        vocabulary = {self.tokens[old]: number for old, number in sorted(new.items(), key=lambda pair: pair[1])}
-        return {**self.model, "vocab": vocabulary}
-
-    def core(self, token: str) -> str:
-        return token.removeprefix(self.model.get("continuing_subword_prefix") or "")
+    A word whose tokens all stay is read as before: of fewer tokens the longest is still the same.
+    """
 
     def base(self) -> set[int]:
         """A character must be there for the beginning of a word and for its rest; where it is not, tokens that have it stay."""
-        prefix = self.model.get("continuing_subword_prefix") or ""
+        prefix = self.prefix
         first = {token for token in self.vocabulary if len(token) == 1}
         rest = {token.removeprefix(prefix) for token in self.vocabulary if token.startswith(prefix)}
         rest = {core for core in rest if len(core) == 1}

@@ -15,7 +15,7 @@ from compress.run.plan import MEMORY_SHARE
 from compress.run.session import Session
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.choose import lean
+from runtime.engines.choose import choose_engine
 from runtime.engines.torch.engine import Blueprint
 from runtime.system.memory import available_bytes
 from runtime.system.sizes import size
@@ -59,7 +59,7 @@ def evaluate_cache(
     blueprint = Blueprint(artifact, session.streamed.device, "auto", None, False)
     # Where tokens lie changes no number, and the machine that compresses need not be the one that offloads.
     policy = replace(policy, offload=None)
-    model = Model(lean(blueprint.build(), blueprint, policy), None, artifact, frozenset())
+    model = Model(choose_engine(blueprint.build(), blueprint, policy), None, artifact, frozenset())
     # Prefix tokens of a policy take places of the context.
     found = through_cache(model, windows[:, : model.engine.context_length], config.batch_size, reporter)
     if "warning" in found["kv_cache"]:

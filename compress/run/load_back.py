@@ -20,7 +20,7 @@ from compress.run.session import Session
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.engines.choose import lean
+from runtime.engines.choose import choose_engine
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
@@ -170,7 +170,9 @@ def _ask_engine(session: Session, path: Path, module: PreTrainedModel, blueprint
     if blueprint.kind == "encoder-decoder":
         engine = TorchSeq2SeqEngine(module, device)
         return engine.decode(streamed.target_ids(session.probe).to(device), engine.encode(source, None), None, None)
-    return Model(lean(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(session.probe)
+    return Model(choose_engine(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(
+        session.probe
+    )
 
 
 class _Compare:

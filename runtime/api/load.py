@@ -16,9 +16,9 @@ from runtime.api.seq2seq import Seq2SeqModel
 from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
-from runtime.checkpoint.export_directory import Export, find_export, load_export, verify_files
+from runtime.checkpoint.export_directory import Export, find_export, verify_files
 from runtime.drafting.config.measured_choice import CHOICE
-from runtime.engines.choose import load_engine
+from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Collection, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from runtime.checkpoint.artifact import Artifact, sha256
 from runtime.checkpoint.checkpoint import read_json
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError
 from runtime.system.self_hash import json_is_whole
 
 MANIFEST = "export.json"
@@ -24,11 +21,6 @@ SEALED = 2  # the first version whose manifest holds a digest of itself
 # What manifests were known by before they had a `format`.
 _KEYS = {"schema_version", "target", "artifact", "tools", "conversions"}
 _BEGINNING = 4096  # bytes of a damaged manifest in which its `format`, the first key, is looked for
-# Targets that this runtime runs itself: `load(export, device, options)` gives the engine.
-_ENGINES = {
-    "onnx": "runtime.engines.onnx.engine:load_onnx",
-    "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
-}
 # Targets whose directories are checkpoints or artifacts, loaded as such.
 _CHECKPOINTS = ("huggingface", "triton")
 
@@ -169,31 +161,6 @@ def verify_files(artifact: Artifact, export: Export | None, readme: bool = True)
     hashed = {} if artifact.manifest is None else artifact.manifest["files"]
     count = artifact.verify() if hashed else 0
     return count + export.verify(readme, skip=hashed, used=artifact.checkpoint.headers)
-
-
-def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
-    """The engine that runs an export.
-
-    Args:
-        options: `runtime.load`'s remaining keywords: kernels, threads, dtype, max_memory.
-
-    Raises:
-        RequestError: this runtime does not run the target; the message says what does.
-    """
-    if export.target not in _ENGINES:
-        raise RequestError(
-            f"{export.path} is an export to {export.target}, which its own engine runs (its README.md shows how); "
-            f"this runtime loads artifacts and exports to {', '.join(_ENGINES)}"
-        )
-    module, _, name = _ENGINES[export.target].partition(":")
-    load: Callable[..., Any] = getattr(import_module(module), name)
-    try:
-        return load(export, device, options)
-    except (KeyError, TypeError) as error:
-        # Engines read their facts as they need them; what is missing there is the manifest's fault.
-        if isinstance(error, KeyError) or "facts" in str(error):
-            raise ArtifactError(f"{export.path / MANIFEST} does not say {error}, which its engine needs") from error
-        raise
 
 
 def _begins_as_ours(file: Path) -> bool:

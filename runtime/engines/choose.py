@@ -1,16 +1,45 @@
-"""The engine for a directory: weights from the cache or the artifact, all of them in memory or some, the decoder in C or transformers."""
+"""Choice of the engine: of an artifact or checkpoint, of an export, and of what other packages bring."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
+import torch
+
+from runtime.checkpoint.export_directory import MANIFEST, Export
+from runtime.config.plugins import entries
 from runtime.engines.base import Engine
 from runtime.engines.streaming.cache import SMALLEST
 from runtime.engines.torch.engine import Blueprint, TorchEngine
-from runtime.errors import RequestError
+from runtime.errors import ArtifactError, RequestError
 
 if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
+
+GROUP = "compress.engines"
+# Targets whose exports this package runs: `load(export, device, options)` gives the engine.
+_EXPORTS = {
+    "onnx": "runtime.engines.onnx.engine:load_onnx",
+    "tensorrt": "runtime.engines.tensorrt.engine:load_tensorrt",
+}
+
+
+@dataclass(frozen=True)
+class EngineMethod:
+    """An engine of another package: what an entry point of the group `compress.engines` names.
+
+    Attributes:
+        take_over: from the engine of transformers' modules to one that computes the same model faster, or None where it does not
+            fit; asked before the fused engines of this package, unless the cache is compressed or a kernel was named.
+        load_export: from an export, a device and `runtime.load`'s options (kernels, threads, dtype, max_memory) to the engine that
+            runs it; asked where the export's target is the name of the entry point.
+    """
+
+    take_over: Callable[[TorchEngine], Engine | None] | None = None
+    load_export: Callable[[Export, torch.device, dict[str, Any]], Any] | None = None
 
 
 def load_engine(
@@ -28,7 +57,7 @@ def load_engine(
     """
     large = blueprint.artifact.checkpoint.total_bytes >= SMALLEST
     if max_memory is None and not (blueprint.compressed and large and blueprint.device.type == "cpu"):
-        return lean(blueprint.build(), blueprint, policy)
+        return choose_engine(blueprint.build(), blueprint, policy)
     from runtime.engines.streaming.load import NoCacheError, give_all, prepared_file, say_once
 
     try:
@@ -38,25 +67,31 @@ def load_engine(
             refuse_early(blueprint, max_memory)
         file = prepared_file(blueprint, verify, streams=max_memory is not None)
         if max_memory is not None:
-            return streamed(blueprint, file, max_memory, policy)
-        return lean(give_all(blueprint, file), blueprint, policy)
+            return streamed(blueprint, file, max_memory, choose_engine, policy)
+        return choose_engine(give_all(blueprint, file), blueprint, policy)
     except NoCacheError as reason:
         if max_memory is not None:
             where = blueprint.artifact.path
             raise RequestError(f"max_memory: blocks of {where} cannot be read from disk: {reason}") from reason
         say_once("weights are laid out anew at every load: %s", reason)
         blueprint.reset()
-        return lean(blueprint.build(), blueprint, policy)
+        return choose_engine(blueprint.build(), blueprint, policy)
 
 
-def lean(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:
-    """The lean engine of the device where it fits (the decoder in C, or the one with CUDA graphs), else the engine as it is.
+def choose_engine(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None) -> Engine:
+    """A fused engine where one fits (of another package, the decoder in C, the one with CUDA graphs), else the engine as it is.
 
-    Lean engines have caches of their own, which are plain: with a policy transformers' modules compute.
+    Fused engines have caches of their own, which are not compressed: with a policy transformers' modules compute.
     """
     if policy is not None:
         engine.compress_cache(policy)
         return engine
+    if blueprint.kernels == "auto":
+        for load in entries(GROUP).values():
+            take_over = load().take_over
+            found = None if take_over is None else take_over(engine)
+            if found is not None:
+                return found
     if not blueprint.compressed or blueprint.kernels == "reference":
         return engine
     if blueprint.device.type == "cuda":
@@ -65,6 +100,35 @@ def lean(engine: TorchEngine, blueprint: Blueprint, policy: Policy | None = None
         return take_over_cuda(engine) or engine
     if blueprint.device.type != "cpu":
         return engine
-    from runtime.engines.native.engine import take_over
+    from runtime.engines.native.engine import take_over as take_over_native
 
-    return take_over(engine) or engine
+    return take_over_native(engine) or engine
+
+
+def load_export(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
+    """The engine that runs an export.
+
+    Args:
+        options: `runtime.load`'s remaining keywords: kernels, threads, dtype, max_memory.
+
+    Raises:
+        RequestError: nothing here runs the target; the message says what does.
+    """
+    target, added = str(export.target), entries(GROUP)
+    if target in _EXPORTS:
+        module, _, name = _EXPORTS[target].partition(":")
+        load = getattr(import_module(module), name)
+    else:
+        load = added[target]().load_export if target in added else None
+    if load is None:
+        raise RequestError(
+            f"{export.path} is an export to {target}, which its own engine runs (its README.md shows how); "
+            f"this runtime loads artifacts and exports to {', '.join((*_EXPORTS, *added))}"
+        )
+    try:
+        return load(export, device, options)
+    except (KeyError, TypeError) as error:
+        # Engines read their facts as they need them; what is missing there is the manifest's fault.
+        if isinstance(error, KeyError) or "facts" in str(error):
+            raise ArtifactError(f"{export.path / MANIFEST} does not say {error}, which its engine needs") from error
+        raise

@@ -13,9 +13,8 @@ from test_speculative_loop import CPU, drafting, module_of
 
 from runtime.engines.base import Chunk
 from runtime.engines.torch import drafts as torch_drafts
-from runtime.engines.torch.drafts import TreePool
+from runtime.engines.torch.drafts import TreePool, probe
 from runtime.engines.torch.engine import TorchEngine
-from runtime.engines.torch.probe import probe
 from runtime.errors import RequestError
 
 

@@ -342,11 +342,11 @@ def _engine(making: Making) -> Any:
     if isinstance(parts_of(own), LlamaEngine):
         return own
     from runtime.checkpoint.artifact import Artifact
-    from runtime.engines.choose import lean
+    from runtime.engines.choose import choose_engine
     from runtime.engines.torch.engine import Blueprint
 
     blueprint = Blueprint(Artifact(making.artifact), torch.device("cpu"), "auto", None, False)
-    return lean(blueprint.build(), blueprint)
+    return choose_engine(blueprint.build(), blueprint)
 
 
 def check(config: SkipConfig, target: Prospect) -> None:

@@ -22,7 +22,7 @@ from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.drafting.drafters.draft_model import check_target
-from runtime.engines.choose import lean
+from runtime.engines.choose import choose_engine
 from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
@@ -254,7 +254,9 @@ def train_draft(
     artifact = Artifact(path)
     # This is what `runtime.load` does after it has looked at the manifest, which is not there yet in a run.
     blueprint = Blueprint(artifact, device, "auto", None, False)
-    model = Model(lean(blueprint.build(), blueprint), tokenizer, artifact, end_of_sequence(artifact, tokenizer))
+    model = Model(
+        choose_engine(blueprint.build(), blueprint), tokenizer, artifact, end_of_sequence(artifact, tokenizer)
+    )
     making = Making(
         artifact=path,
         fingerprint=artifact.checkpoint.fingerprint(),

@@ -99,7 +99,7 @@ class PagedLanes:
     """Lanes that read texts.
 
     Args:
-        engine: a `PagedEngine` of the draft model, whose `make_memory` gives what it takes as a pool.
+        engine: an engine of the draft model, whose `make_memory` gives what it takes as a pool.
     """
 
     def __init__(self, engine: Any) -> None:
@@ -173,7 +173,7 @@ class PagedAheadLanes(PagedLanes):
     """Lanes that also read what may follow a text. See `AheadLanes`.
 
     Args:
-        engine: a `SpeculativeEngine` of the draft model.
+        engine: an engine of the draft model.
     """
 
     def ahead(
@@ -210,7 +210,7 @@ class PagedTreeLanes(PagedAheadLanes):
     """Lanes that also read trees of what may follow a text. See `TreeLanes`.
 
     Args:
-        engine: a `SpeculativeEngine` of the draft model whose pieces may have parents.
+        engine: an engine of the draft model whose chunks may have parents.
     """
 
     def branch(

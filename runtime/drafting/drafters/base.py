@@ -44,7 +44,7 @@ class Place:
     What they write there at positions from `start` on is overwritten when the draft is verified.
 
     Attributes:
-        engine: the target's. pool: its pages' memory, as `PagedEngine.step` takes it.
+        engine: the target's. pool: its pages' memory, as `Engine.step` takes it.
         pages: of the text, as of `Chunk`.
         start: tokens of the text that are in the cache: all but the last.
         room: tokens that the pages have room for from `start` on.

@@ -5,21 +5,18 @@ from __future__ import annotations
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import Any
 
 import torch
 
 from runtime.engines.cuda.parts import Parts
-
-if TYPE_CHECKING:
-    from runtime.engines.cuda.steps import Steps
 
 
 class Memory:
     """Keys and values of all layers, each `[pages + 1, page_size, kv_heads, head_dim]`; the last page is scratch, for padding.
 
     Attributes:
-        steps: decode steps over this memory, whose graphs hold its addresses; made on first use.
+        steps: `runtime.engines.cuda.steps.Steps` over this memory, whose graphs hold its addresses; made on first use.
     """
 
     def __init__(self, parts: Parts, page_size: int, count: int, device: torch.device) -> None:
@@ -29,7 +26,7 @@ class Memory:
         self.keys, self.values = make[0::2], make[1::2]
         self.count = count
         self.page_size = page_size
-        self.steps: Steps | None = None
+        self.steps: Any = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:

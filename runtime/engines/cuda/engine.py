@@ -23,10 +23,9 @@ from runtime.engines.base import Chunk, Engine
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Store
 from runtime.engines.cuda.decoder import Decoder, Rows
-from runtime.engines.cuda.graphs import Capture, CudaGraphs
 from runtime.engines.cuda.parts import Parts, read_parts, why_not
 from runtime.engines.cuda.prefill import ChunkAttention
-from runtime.engines.cuda.steps import Steps
+from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:

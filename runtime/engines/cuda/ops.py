@@ -10,14 +10,14 @@ from typing import Any
 
 import torch
 
-from runtime.engines.cuda import plain
+from runtime.engines.cuda import reference
 
 _log = logging.getLogger("compress.engine")
 
 
 @dataclass(frozen=True)
 class Ops:
-    """Functions with the arguments and results of those in `plain`, but for `swiglu`, which takes the pieces of a joined product.
+    """Functions with the arguments and results of those in `reference`, but for `swiglu`, which takes the pieces of a joined product.
 
     Attributes:
         name: "triton", "triton, compiled ahead" or "torch".
@@ -32,10 +32,10 @@ class Ops:
 
 def _plain_swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
     gate, up = pieces if len(pieces) == 2 else pieces[0].chunk(2, dim=-1)
-    return plain.swiglu(gate, up)
+    return reference.swiglu(gate, up)
 
 
-TORCH = Ops("torch", plain.rms_norm, _plain_swiglu, plain.rotate_and_store, plain.decode_attention)
+TORCH = Ops("torch", reference.rms_norm, _plain_swiglu, reference.rotate_and_store, reference.decode_attention)
 
 
 def choose(device: torch.device) -> Ops:
@@ -62,7 +62,7 @@ def kernels() -> Ops:
     from runtime.kernels.triton import fused
 
     def swiglu(pieces: Sequence[torch.Tensor]) -> torch.Tensor:
-        return fused.swiglu(pieces[0]) if len(pieces) == 1 else plain.swiglu(*pieces)
+        return fused.swiglu(pieces[0]) if len(pieces) == 1 else reference.swiglu(*pieces)
 
     return Ops("triton", fused.rms_norm, swiglu, rotary_store.rotate_and_store, paged_attention.decode_attention)
 

@@ -107,7 +107,7 @@ def decode_attention(
     width: int | None = None,
     parts: int | None = None,
 ) -> torch.Tensor:
-    """`plain.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter.
+    """`reference.decode_attention`, its reference. Nothing behind a row's position is read, so `width` does not matter.
 
     Args:
         parts: shares of a long sequence instead of `splits(kv_heads)`.

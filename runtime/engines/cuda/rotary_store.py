@@ -57,7 +57,7 @@ def rotate_and_store(
     keys: torch.Tensor,
     values: torch.Tensor,
 ) -> torch.Tensor:
-    """`plain.rotate_and_store`, its reference."""
+    """`reference.rotate_and_store`, its reference."""
     kv_heads, size = keys.shape[-2:]
     rows, heads = q.shape[0], q.shape[1] // size
     out = torch.empty(rows, heads, size, dtype=q.dtype, device=q.device)

@@ -213,7 +213,7 @@ class OnnxEngine(RowEngine):
 
 
 def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
-    """The engine of an ONNX export; called by `runtime.checkpoint.export_directory.load_export`.
+    """The engine of an ONNX export; called by `runtime.engines.choose.load_export`.
 
     Raises:
         RequestError: an option that ONNX exports do not take.

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
 from runtime.engines.base import Chunk, Engine
-from runtime.engines.choose import lean
 from runtime.engines.native.engine import LlamaEngine, Pool
 from runtime.engines.native.parts import Parts
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
@@ -121,37 +120,48 @@ class _Swap:
 _PINNED_SHARE = 0.5  # of the free main memory, for blocks on their way to a GPU
 
 
-def streamed(blueprint: Blueprint, file: PreparedFile, max_memory: int, policy: Policy | None = None) -> Engine:
+def streamed(
+    blueprint: Blueprint,
+    file: PreparedFile,
+    max_memory: int,
+    whole: Callable[[TorchEngine, Blueprint, Policy | None], Engine],
+    policy: Policy | None = None,
+) -> Engine:
     """The engine for a skeleton and its prepared file within `max_memory` bytes; with a policy its cache is compressed.
 
     What stays is read into memory of this process, not mapped: the bound is known, and a file that shrinks is an error.
+
+    Args:
+        whole: chooses the engine where no block has to be streamed.
 
     Raises:
         RequestError: not even two blocks fit at a time.
     """
     outside, *blocks = file.groups
-    config, dtype = blueprint.module.config, blueprint.dtype
-    decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(config, dtype))
-    engine: Any = _engine(blueprint, file, decided, policy)
-    engine.cache_budget = cache_budget(max_memory, decided.bytes, config, dtype)
-    return engine
-
-
-def _engine(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: Policy | None) -> Engine:
-    outside, *blocks = file.groups
     model, device = blueprint.module, blueprint.device
+    config, dtype = model.config, blueprint.dtype
+    decided = plan(max_memory, outside.size, [group.size for group in blocks], reserve_for(config, dtype))
     _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
     moving = {i: blocks[i] for i in decided.streamed}
     for group in moving.values():
         put(model, file.tensors(group))
     share(model, file.contents.aliases)
     to_device(model, device)
-    if not moving:
-        return lean(TorchEngine(model, device), blueprint, policy)
+    engine = (
+        _streaming(blueprint, file, decided, policy) if moving else whole(TorchEngine(model, device), blueprint, policy)
+    )
+    engine.cache_budget = cache_budget(max_memory, decided.bytes, config, dtype)
+    return engine
+
+
+def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: Policy | None) -> Engine:
+    """The engine whose blocks come out of a ring: the decoder in C where it fits."""
+    blocks, model, device = file.groups[1:], blueprint.module, blueprint.device
+    moving = {i: blocks[i] for i in decided.streamed}
     slots = _slots(file, blocks, decided, device)
     ring = Ring(slots, decided.streamed)
     try:
-        fitting = _lean(blueprint, file, moving, slots, ring, decided) if policy is None else None
+        fitting = _native(blueprint, file, moving, slots, ring, decided) if policy is None else None
         if fitting is not None:
             return fitting
         engine = StreamedTorch(model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes)
@@ -199,7 +209,7 @@ def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch
     return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
 
 
-def _lean(
+def _native(
     blueprint: Blueprint,
     file: PreparedFile,
     moving: dict[int, Group],

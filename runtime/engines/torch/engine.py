@@ -11,8 +11,7 @@ from torch import nn
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.rows import RowEngine, RowPool
-from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, why_not
-from runtime.engines.torch.probe import probe
+from runtime.engines.torch.drafts import MOST_ROWS, ChainPool, TreePool, probe, why_not
 from runtime.errors import ArtifactError, RequestError
 from runtime.kv_cache.layer import STEP_TOKENS
 from runtime.layers.install import install_compressed

@@ -10,7 +10,7 @@ import torch
 from triton_interpreter import repair
 
 from runtime.engines.base import Chunk
-from runtime.engines.cuda import ops, paged_attention, plain, rotary_store
+from runtime.engines.cuda import ops, paged_attention, reference, rotary_store
 
 LIMIT = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
@@ -44,7 +44,7 @@ def attention(
     q = torch.randn(len(positions), heads + 1, size).to(dtype)[:, :heads]  # rows with something between them
     at = torch.tensor(positions, dtype=torch.int32)
     found = paged_attention.decode_attention(q, keys, values, tables, at, size**-0.5, window, None, parts)
-    near(found, plain.decode_attention(q, keys, values, tables.clamp(max=count - 1), at, size**-0.5, window))
+    near(found, reference.decode_attention(q, keys, values, tables.clamp(max=count - 1), at, size**-0.5, window))
     alone = paged_attention.decode_attention(
         q[1:2], keys, values, tables[1:2], at[1:2], size**-0.5, window, None, parts
     )
@@ -64,7 +64,7 @@ def rotation(dtype: torch.dtype, heads: int, kv_heads: int, size: int, rotary: i
     caches[1] = caches[0]
     out = [
         module.rotate_and_store(q, k, v, weights, 1e-5, rotations, positions, slots, *caches[i])  # type: ignore[attr-defined]
-        for i, module in enumerate((plain, rotary_store))
+        for i, module in enumerate((reference, rotary_store))
     ]
     near(out[1], out[0])
     near(caches[1], caches[0])

@@ -12,7 +12,7 @@ from cuda_models import build, engine
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import steps
-from runtime.engines.cuda.graphs import Computation
+from runtime.engines.cuda.steps import Computation
 
 
 class Fake:

@@ -16,7 +16,7 @@ from test_load_compressed import BATCH
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
-from runtime.engines.streaming.expected import expected, total_bytes
+from runtime.engines.streaming.load import expected, total_bytes
 from runtime.engines.streaming.prepared_file import PAGE, PreparedFile
 from runtime.engines.torch.engine import Blueprint
 from runtime.layers.compressed_linear import choose

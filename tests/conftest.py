@@ -16,23 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from byte_tokenizers import plain_byte_tokenizer
 from random_models import random_llama
 
 torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 TEXT = "".join(f"line {i}: the square of {i} is {i * i}, and its double is {2 * i}.\n" for i in range(400))
-
-
-def _byte_tokenizer() -> Any:
-    """One token a byte, and one for the end of a text: 257 entries."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    letters = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={**{c: i for i, c in enumerate(letters)}, "<|endoftext|>": 256}, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|endoftext|>")
 
 
 @pytest.fixture(scope="session")
@@ -53,7 +42,7 @@ def tiny_llama(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 def _save_llama(path: Path, seed: int, changes: dict[str, Any]) -> Path:
     model = random_llama(seed, **{"tie_word_embeddings": True, "eos_token_id": 256, **changes})
     model.to(torch.bfloat16).save_pretrained(path)
-    _byte_tokenizer().save_pretrained(path)
+    plain_byte_tokenizer().save_pretrained(path)
     return path
 
 

@@ -7,11 +7,11 @@ from typing import Any
 
 import numpy
 import torch
+from weight_cases import write_checkpoint
 
 import export
 from runtime.formats.checks import expand_groups
 from runtime.formats.scheme import CompressedWeight, Scheme
-from tests.runtime.weight_cases import write_checkpoint
 
 
 def export_gguf(path: Path, output: Path, **options: Any) -> Any:
@@ -97,9 +97,9 @@ def save_model(family: str, path: Path, dtype: torch.dtype = torch.bfloat16, sav
 
 
 def bytes_tokenizer() -> Any:
-    from tests.conftest import _byte_tokenizer
+    from byte_tokenizers import plain_byte_tokenizer
 
-    return _byte_tokenizer()
+    return plain_byte_tokenizer()
 
 
 def save_compressed(

@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import torch
 from gguf_models import exactly, export_gguf, read_gguf, save_compressed, unrotate
+from weight_cases import int_scheme
 
 from export.source import Source
 from export.target import Conversion
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import WeightScheme
-from tests.runtime.weight_cases import int_scheme
 
 gguf = pytest.importorskip("gguf")
 LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None

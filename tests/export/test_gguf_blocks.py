@@ -8,12 +8,12 @@ from pathlib import Path
 import pytest
 import torch
 from gguf_models import exactly, export_gguf, save_compressed, save_model
+from weight_cases import int_scheme, random_weight
 
 from export.gguf import grids
 from runtime.errors import CompressError, RequestError
 from runtime.formats.checks import expand_groups
 from runtime.formats.scheme import CompressedWeight
-from tests.runtime.weight_cases import int_scheme, random_weight
 
 gguf = pytest.importorskip("gguf")
 Make = Callable[..., Path]

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from weight_cases import int_scheme, write_checkpoint
 
 import export
 import runtime
 from export.huggingface.gptq_reader import Folder
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import Scheme, WeightScheme
-from tests.runtime.weight_cases import int_scheme, write_checkpoint
 
 Make = Callable[..., Path]
 WEIGHT_ONLY = ["w4_g128", "w4_g32_asymmetric", "w4_channel", "w8_channel", "w3_g64", "w4_g48", "sparse_w4"]

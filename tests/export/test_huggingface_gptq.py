@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from weight_cases import int_scheme, random_weight
 
 from export.huggingface.gptq import pack
 from export.huggingface.gptq_reader import dequantize, unpack
@@ -15,7 +16,6 @@ from export.huggingface.shards import Part, write
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.formats import TensorSpec
 from runtime.formats.scheme import CompressedWeight, WeightScheme
-from tests.runtime.weight_cases import int_scheme, random_weight
 
 # rows and columns that fill whole words, the smallest among them; groups: a size, or one a row
 SHAPES = [(32, 32, 32), (32, 64, 16), (96, 160, 32), (64, 96, "channel"), (8, 8, "channel")]

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from encoder_models import byte_tokenizer
 from seq2seq_export import check_writes_what_the_artifact_writes, compressed
 
 import export
 from runtime.errors import RequestError
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
-from encoder_models import byte_tokenizer
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

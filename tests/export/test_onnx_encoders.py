@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from encoder_models import bert, byte_tokenizer, t5
 from seq2seq_export import check_writes_what_the_artifact_writes, compressed
 
 import export
 import runtime
 from export.source import Source
-
-sys.path.insert(0, str(Path(__file__).parent.parent / "runtime"))
-from encoder_models import bert, byte_tokenizer, t5
 
 pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")

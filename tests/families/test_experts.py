@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FAMILIES
 
 import compress
 import runtime
@@ -18,7 +19,6 @@ from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, Layout, find_fused, unfuse
-from tests.families.models import FAMILIES
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 STARVED = 3

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FAMILIES, Family
+from sounds import write_sounds
 
 import compress
 import runtime
@@ -14,8 +16,6 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.engine import Blueprint
 from runtime.layers.compressed_linear import CompressedLinear
-from tests.families.models import FAMILIES, Family
-from tests.families.sounds import write_sounds
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 RECIPES = {"W4": [W4], "2:4 W4": [{"prune": {"method": "sparsegpt", "pattern": "2:4"}}, W4]}

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FAMILIES, Family
 
 import compress
 import runtime
@@ -16,7 +17,6 @@ from compress.distill.draft.cut import chosen_layers
 from compress.model.config_sizes import with_layers
 from compress.model.hybrid_layers import attending, attends
 from runtime.errors import RequestError
-from tests.families.models import FAMILIES, Family
 
 RTN = {"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}
 NESTED = {

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_sources import applied, set_config, source
 from safetensors.torch import load_file, save_file
 
 import compress
@@ -16,7 +17,6 @@ from compress.recipe import load
 from compress.run.plan import make_plan
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
-from tests.families.test_sources import applied, set_config, source
 
 CUTS: dict[str, dict[str, Any]] = {
     "ffn": {"method": "magnitude", "ratio": "25%", "multiple": 1},

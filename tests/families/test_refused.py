@@ -6,12 +6,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from family_models import Family
 
 import compress
 from compress.recipe import load
 from compress.run.plan import make_plan
 from runtime.errors import RequestError
-from tests.families.models import Family
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 _SMALL = {"hidden_size": 64, "num_hidden_layers": 2}

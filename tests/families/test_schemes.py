@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FAMILIES, Family
 from torch import nn
 
 import compress
@@ -16,7 +17,6 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.engine import Blueprint
 from runtime.layers.compressed_linear import CompressedLinear
-from tests.families.models import FAMILIES, Family
 
 OURS, SHARED = "compress", "compressed-tensors"
 SIZES = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}

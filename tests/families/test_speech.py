@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 import torch
+from family_models import FAMILIES
 from safetensors.torch import load_file, save_file
+from sounds import RATE, write_sounds, write_wav
 
 import compress
 import runtime
@@ -20,8 +22,6 @@ from compress.run.session import Session
 from runtime.api import audio
 from runtime.api.speech import SpeechModel
 from runtime.errors import RequestError
-from tests.families.models import FAMILIES
-from tests.families.sounds import RATE, write_sounds, write_wav
 
 BY_NAME = {family.name: family for family in FAMILIES}
 RTN = [{"quantize": {"method": "rtn", "scheme": "W8A16"}}]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import torch
+from checkpoints import byte_tokenizer
+from odd_architecture import Cell, OddConfig, OddForCausalLM
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
@@ -16,8 +18,6 @@ import runtime
 from compress.recipe import load
 from compress.run.plan import make_plan
 from runtime.errors import CompressError, RequestError
-from tests.families.unknown import Cell, OddConfig, OddForCausalLM
-from tests.pipeline.conftest import byte_tokenizer
 
 W4 = {"quantize": {"method": "gptq", "scheme": "W4A16", "group_size": 32}}
 
@@ -161,9 +161,10 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
     ],
 )
 def test_layers_as_wide_as_there_are_experts_are_no_routers(family: str, sizes: dict[str, int]) -> None:
+    from family_models import FAMILIES
+
     from runtime.modeling.experts import routers
     from runtime.modeling.skeleton import build_skeleton
-    from tests.families.models import FAMILIES
 
     known = next(one for one in FAMILIES if one.name == family)
     config = known.config()

@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parents[2]
 # Waits in the second block, so that the signal finds it there.
 APPLY = """
 import sys, time
-from compress.run import blocks
+from compress.weights import block_pass as blocks
 real = blocks._one_block
 def one_block(job, index, *rest):
     if index == 1:

@@ -6,16 +6,12 @@ import json
 import logging
 import os
 import random
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "faults"))  # `runs`
-
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from kinds import BOMBS, KINDS, allowed, hostile, make_good, mend

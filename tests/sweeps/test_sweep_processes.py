@@ -34,7 +34,7 @@ def until(true, what):
 # A trial that waits in the fifth block, so that the kill finds it there.
 TRIAL = """
 import sys, time
-from compress.run import blocks
+from compress.weights import block_pass as blocks
 real = blocks._one_block
 def one_block(job, index, *rest):
     if index == 4:

@@ -1,0 +1,89 @@
+"""Compressed checkpoints made from random weights, one for every scheme."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import save
+
+from runtime import formats
+from runtime.formats.quantization_config import ModuleEntry, build
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.modeling.skeleton import linear_shapes
+
+BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1))
+
+SCHEMES = {
+    "pack-quantized": Scheme(WeightScheme(4, group_size=32)),
+    "int-quantized": Scheme(WeightScheme(8, strategy="channel"), ActivationScheme()),
+    "float-quantized": Scheme(WeightScheme(8, "float", strategy="channel"), ActivationScheme(8, "float")),
+    "packed": Scheme(WeightScheme(3, symmetric=False, group_size=40)),
+    "sparse24": Scheme(WeightScheme(4, group_size=32), sparsity="2:4"),
+    "bitmap": Scheme(None, sparsity="unstructured"),
+}
+
+
+def nearest(weight: torch.Tensor, scheme: Scheme) -> CompressedWeight:
+    """Round to nearest; zeros where the pattern wants them."""
+    dtype, mask = weight.dtype, None
+    if scheme.sparsity == "2:4":
+        order = weight.abs().reshape(weight.shape[0], -1, 4).argsort(-1, descending=True)
+        mask = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order[..., :2], True).reshape(weight.shape)
+    elif scheme.sparsity == "unstructured":
+        mask = weight.abs() > weight.abs().median()
+    if mask is not None:
+        weight = weight * mask
+    grid = scheme.weights
+    if grid is None:
+        return CompressedWeight(weight, None, None, mask, scheme, dtype)
+    size = grid.group_size or weight.shape[1]
+    chunks = weight.float().split(size, dim=1)
+    low = torch.stack([c.amin(1).clamp(max=0) for c in chunks], 1)
+    high = torch.stack([c.amax(1).clamp(min=0) for c in chunks], 1)
+    index = torch.arange(weight.shape[1]) // size
+    if grid.type == "float":
+        scale = (torch.maximum(-low, high) / 448).to(dtype)
+        values = (weight.float() / scale.float()[:, index]).clamp(-448, 448).to(torch.float8_e4m3fn)
+        return CompressedWeight(values, scale, None, mask, scheme, dtype)
+    smallest, largest = grid.code_range
+    zero = None
+    if grid.symmetric:
+        scale = (torch.maximum(-low, high) / largest).to(dtype)
+        codes = weight.float() / scale.float()[:, index]
+    else:
+        scale = ((high - low) / (largest - smallest)).to(dtype)
+        zero = (smallest - low / scale.float()).round().clamp(smallest, largest).to(torch.int8)
+        codes = weight.float() / scale.float()[:, index] + zero.float()[:, index]
+    return CompressedWeight(codes.round().clamp(smallest, largest).to(torch.int8), scale, zero, mask, scheme, dtype)
+
+
+def compress(model: Any, path: Path, choose: Any) -> dict[str, CompressedWeight]:
+    """Write `model` as an artifact; `choose(name)` gives (format, scheme) or None. Returns the compressed weights."""
+    save(model, path)
+    tensors = load_file(path / "model.safetensors")
+    entries, weights = {}, {}
+    for name, module in model.named_modules():
+        chosen = choose(name)
+        if chosen is None:
+            continue
+        storage, scheme = formats.get(chosen[0]), chosen[1]
+        transposed = type(module).__name__ == "Conv1D"
+        dense = module.weight.data
+        weight = nearest(dense.T.contiguous() if transposed else dense, scheme)
+        tensors.pop(f"{name}.weight", None)
+        tensors |= {f"{name}.{key}": value for key, value in storage.pack(weight).items()}
+        entries[name] = ModuleEntry(scheme, chosen[0], storage.count(weight))
+        weights[name] = weight
+    save_file(tensors, path / "model.safetensors", {"format": "pt"})
+    config = json.loads((path / "config.json").read_text())
+    config["quantization_config"] = build(entries, list(linear_shapes(model)))
+    (path / "config.json").write_text(json.dumps(config))
+    return weights
+
+
+def inside_blocks(storage: str) -> Any:
+    return lambda name: (storage, SCHEMES[storage]) if name.endswith("_proj") else None

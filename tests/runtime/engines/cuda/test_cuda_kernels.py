@@ -1,0 +1,74 @@
+"""The engine's kernels: right in triton's interpreter, and without spills when compiled for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+HERE = Path(__file__).parent
+
+
+@pytest.mark.slow
+def test_interpreted_kernels_equal_plain_torch() -> None:
+    """Triton decides at import whether it compiles or interprets: a process of its own."""
+    paths = os.pathsep.join([str(HERE), str(HERE.parents[3] / "benchmarks"), *filter(None, sys.path)])
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": paths}
+    command = [sys.executable, str(HERE / "interpreted.py"), "Qwen3", "Mistral, window"]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert len(done.stdout.splitlines()) == 14
+
+
+def meta(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def attention(
+    heads: int, kv_heads: int, size: int, window: int = 0, dtype: torch.dtype = torch.bfloat16
+) -> Callable[[], Any]:
+    from runtime.engines.cuda import paged_attention
+
+    cache, numbers = meta(9, 64, kv_heads, size, dtype=dtype), meta(4, dtype=torch.int32)
+    q, tables = meta(4, heads, size, dtype=dtype), meta(4, 128, dtype=torch.int32)
+    return lambda: paged_attention.decode_attention(q, cache, cache, tables, numbers, size**-0.5, window)
+
+
+def rotation(heads: int, kv_heads: int, size: int, norms: bool) -> Callable[[], Any]:
+    from runtime.engines.cuda import rotary_store
+
+    q, k, v = meta(4, (heads + 2 * kv_heads) * size).split([heads * size, kv_heads * size, kv_heads * size], dim=-1)
+    cache, numbers = meta(9, 64, kv_heads, size), meta(4, dtype=torch.int32)
+    weights = (meta(size), meta(size)) if norms else None
+    angles = meta(128, size, dtype=torch.float32)
+    return lambda: rotary_store.rotate_and_store(q, k, v, weights, 1e-5, angles, numbers, numbers, cache, cache)
+
+
+@pytest.mark.parametrize("capability", [80, 90, 100])
+@pytest.mark.parametrize(
+    ("call", "registers"),
+    [
+        (attention(32, 8, 128), 128),  # Llama 8B
+        (attention(32, 8, 128, window=4096), 168),  # Mistral 7B
+        (attention(14, 2, 64), 96),  # Qwen2 0.5B
+        (attention(32, 8, 128, dtype=torch.float32), 96),
+        (rotation(32, 8, 128, norms=False), 40),
+        (rotation(32, 8, 128, norms=True), 40),
+    ],
+    ids=["llama", "mistral", "qwen", "float32", "rotary", "rotary with norms"],
+)
+def test_compiles_without_spills(call: Callable[[], Any], registers: int, capability: int) -> None:
+    from gpu_launches import build, record, resources
+
+    for launch in record(call):
+        found = resources(build(launch, capability), capability)
+        assert found["spill_bytes"] == 0, (launch.kernel, found)
+        assert found["registers"] <= registers, (launch.kernel, found)
+        assert found["shared"] <= 48 * 1024, (launch.kernel, found)

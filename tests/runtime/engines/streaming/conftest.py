@@ -1,0 +1,74 @@
+"""Tiny artifacts, a cache of one's own, and a bound that leaves room for a number of blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from compressed_models import SCHEMES, compress, inside_blocks
+from tiny_models import gpt2, llama
+
+import runtime
+from runtime.engines import choose
+from runtime.engines.streaming import engine as streaming
+from runtime.engines.streaming import load as loading
+from runtime.engines.streaming.plan import plan
+from runtime.system.directories import cache_directory
+
+BLOCKS = 5
+
+
+@pytest.fixture(scope="session")
+def artifacts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """A compressed Llama (lean engine) and a compressed GPT-2 (transformers' modules). Read only."""
+    home = tmp_path_factory.mktemp("streaming")
+    compress(llama(num_hidden_layers=BLOCKS), home / "llama", inside_blocks("pack-quantized"))
+    scheme = ("packed", SCHEMES["packed"])
+    compress(gpt2(n_layer=BLOCKS), home / "gpt2", lambda n: scheme if n.rpartition(".")[2].startswith("c_") else None)
+    return {path.name: path for path in home.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache that takes small artifacts too; compiled libraries are those of all tests."""
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache" / "native").symlink_to(cache_directory("native"), target_is_directory=True)
+    monkeypatch.setenv("COMPRESS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(choose, "SMALLEST", 0)
+    return tmp_path / "cache" / "prepared"
+
+
+@pytest.fixture
+def makes(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
+    """Files that were made."""
+    made: list[Path] = []
+    build = loading.build
+
+    def counted(path: Path, *rest: Any) -> None:
+        made.append(path)
+        build(path, *rest)
+
+    monkeypatch.setattr(loading, "build", counted)
+    return made
+
+
+@pytest.fixture
+def load_streamed(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    """`load_streamed(path, slots)`: room for the weights outside the blocks and that many blocks."""
+    loaded: list[Any] = []
+
+    def load(path: Path, slots: int, **options: Any) -> Any:
+        def roomy(_: int, outside: int, blocks: list[int], reserve: int) -> Any:
+            return plan(outside + slots * max(blocks), outside, blocks, reserve=0)
+
+        monkeypatch.setattr(streaming, "plan", roomy)
+        model = runtime.load(path, max_memory="1GB", **options)
+        loaded.append(model)
+        return model
+
+    load.loaded = loaded  # type: ignore[attr-defined]
+    yield load
+    for model in loaded:
+        model.engine.close()

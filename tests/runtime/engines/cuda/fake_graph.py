@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from runtime.engines.cuda.graphs import Computation
+from runtime.engines.cuda.steps import Computation
 
 
 class Fake:

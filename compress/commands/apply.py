@@ -158,11 +158,16 @@ def _show(result: dict[str, Any]) -> None:
             f"\nThe artifact continues {json.dumps(result['sample']['prompt'], ensure_ascii=False)}:\n{result['sample']['text']}"
         )
     print(f"\nWritten to {result['path']}. Next:")
-    if "cosine" not in metrics:
-        print(f'  compress generate {path} "import os"      generate text')
-    print(f"  compress inspect {path} --verify          list the tensors and check every file")
-    print(f"  compress export {path} --list             list the engines it can be exported to")
-    print(f"  open {_quoted(str(Path(result['path']) / 'report.html'))}          see every layer")
+    page = _quoted(str(Path(result["path"]) / "report.html"))
+    following = [] if "cosine" in metrics else [(f'compress generate {path} "import os"', "generate text")]
+    following += [
+        (f"compress inspect {path} --verify", "list the tensors and check every file"),
+        (f"compress export {path} --list", "list the engines it can be exported to"),
+        (f"open {page}", "see the error of every layer"),
+    ]
+    width = max(len(command) for command, _ in following)
+    for command, what in following:
+        print(f"  {command:<{width}}  {what}")
 
 
 def _quoted(text: str) -> str:

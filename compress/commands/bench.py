@@ -126,9 +126,15 @@ def _show(result: dict[str, Any]) -> None:
     print(f"Model: {result['model']}" + (f"    Reference: {base['model']}, transformers, bfloat16" if base else ""))
     print(f"Runs on: {result['decoder']}")
     for kernel, count in result["kernels"].items():
-        print(f"Kernels: {kernel}: {count} layer{'s' if count != 1 else ''}")
+        print(f"Kernels: {kernel}: {_counted(count, 'layer')}")
     shape = f"{result['batch_size']} x {result['prompt_tokens']} prompt tokens, {result['new_tokens']} new tokens"
-    print(f"{shape}; {result['device']}, {result['threads']} threads; medians of {result['repeat']} rounds.")
+    print(
+        f"{shape}; {result['device']}, {_counted(result['threads'], 'thread')}; medians of {_counted(result['repeat'], 'round')}."
+    )
+
+
+def _counted(count: int, what: str) -> str:
+    return f"{count} {what}{'s' if count != 1 else ''}"
 
 
 def _number(value: float) -> str:

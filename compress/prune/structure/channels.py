@@ -11,13 +11,24 @@ from torch import nn
 
 from compress.core.statistics import Statistics
 from compress.core.tensors import relative
-from compress.model.couplings import Channels, channels_of, input_dim, layouts, weights_of
+from compress.model.couplings import Channels, channels_of, layouts, weights_of
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import InputGroup, collect, find_groups
 from compress.model.streamed import StreamedModel
 from compress.prune.structure.gradients import sensitivities
-from compress.prune.structure.least_squares import refit
-from compress.prune.structure.removal import Cut, Lines, Pass, Plan, Removal, Tensors, best, check_finite
+from compress.prune.structure.least_squares import energy, refit
+from compress.prune.structure.removal import (
+    Cut,
+    Lines,
+    Pass,
+    Plan,
+    Removal,
+    Tensors,
+    best,
+    check_finite,
+    forwards,
+    note_of,
+)
 from compress.prune.structure.widths import candidates, spread
 from runtime.errors import CompressError, RequestError
 
@@ -58,8 +69,8 @@ class ChannelRemoval(Removal):
             statistics = self._statistics(index, channels)
             rank, notes = self._rank(index, channels, width, statistics)
             kept[name] = best(rank, width)
+            weight = self._reader(channels)
             before, after, damping = self._without(channels, kept[name], statistics)
-            weight = _as_read(self.whole.model.get_submodule(name))
             weight.copy_(after.to(weight.dtype))
             lines.append(
                 {
@@ -71,9 +82,7 @@ class ChannelRemoval(Removal):
             tensors[f"{name}.weight"] = self.loaded(f"{name}.weight").to(tensors[f"{name}.weight"].dtype)
         cut = self._cut(index, kept)
         self.advance(index)
-        worst = max((line["error"] for line in lines if line["error"] is not None), default=None)
-        cut_tensors = {name: cut(name, value) for name, value in tensors.items()}
-        return cut_tensors, lines, "cut" if worst is None else f"cut, error {worst:.2e}"
+        return cut.all(tensors), lines, note_of(lines)
 
     def finish(self, lines: Lines) -> dict[str, Any]:
         """{"layers": a line for each reader of channels}."""
@@ -99,17 +108,19 @@ class ChannelRemoval(Removal):
         groups = find_groups(self.whole.blocks[index], lambda: self._run_row(index), found)
         return [found[name] for group in groups for name in group.members]
 
+    def _reader(self, channels: Channels) -> torch.Tensor:
+        """The reader's weight `[out, in]`, a view."""
+        weight = self.loaded(f"{channels.consumer}.weight")
+        return weight if channels.columns.dim == 1 else weight.T
+
     def _statistics(self, index: int, channels: Channels) -> Statistics | None:
         """Of what a reader is given, over all batches but the probe; None: nothing needs them."""
         if not self._measured:
             return None
         name, columns = channels.consumer, channels.columns.each * channels.count
-        forwards = [
-            (lambda n=number, b=batch: self.whole.run_block(index, self.states["hidden"].get(n), b), batch[1])
-            for number, batch in enumerate(self.batches[:-1])
-        ]
+        runs = forwards(self.whole, index, self.states["hidden"], self.batches[:-1])
         group = InputGroup([name.removeprefix(self.whole.block_prefix(index))], columns)
-        (found,) = collect(self.whole.blocks[index], [group], forwards, hessian="hessian" in self.job.needs)
+        (found,) = collect(self.whole.blocks[index], [group], runs, hessian="hessian" in self.job.needs)
         if not found.finite:
             raise CompressError(f"{name}: its calibration inputs hold NaN or Inf")
         if found.tokens == 0:
@@ -124,7 +135,7 @@ class ChannelRemoval(Removal):
         name = channels.consumer
         return self.rank(
             f"the units of {name}", channels.count, kept, index,
-            columns=_as_read(self.whole.model.get_submodule(name)).float().cpu(),
+            columns=self._reader(channels).float().cpu(),
             weights=weights_of(likeliest, {part.name: self.loaded(part.name).cpu() for part in channels.slices}),
             statistics=None if statistics is None else statistics.to("cpu"), sensitivity=self._gradients.get(name),
         )  # fmt: skip
@@ -136,7 +147,7 @@ class ChannelRemoval(Removal):
         the damping of the fit, None without one."""
         settings = self.job.settings
         columns = channels.columns.index(kept, channels.count)
-        before = _as_read(self.whole.model.get_submodule(channels.consumer)).to("cpu", torch.float32, copy=True)
+        before = self._reader(channels).to("cpu", torch.float32, copy=True)
         after, damping = torch.zeros_like(before), None
         if len(kept) == channels.count:
             return before, before.clone(), None
@@ -171,10 +182,7 @@ class ChannelRemoval(Removal):
 
     def _run_row(self, index: int, block: nn.Module | None = None) -> torch.Tensor:
         """A block over the first row of the calibration sequences; one that stands in for it, in float32."""
-        ids, mask = self.batches[0]
-        batch = (ids[:1], mask[:1] if mask is not None else None)
-        dtype = None if block is None else torch.float32
-        return self.whole.run_block(index, self.states["hidden"].get(0)[:1], batch, dtype, block)
+        return self.whole.run_block(index, *self.first_row(), None if block is None else torch.float32, block)
 
     # ---------------------------------------------------------------- widths that are found
     def _choose_widths(self) -> list[int]:
@@ -216,13 +224,6 @@ class ChannelRemoval(Removal):
         return lost
 
 
-def _as_read(module: nn.Module) -> torch.Tensor:
-    """The weight `[out, in]`, a view."""
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.data if input_dim(module) == 1 else weight.data.T
-
-
 def _error(before: torch.Tensor, after: torch.Tensor, statistics: Statistics | None) -> float | None:
     """Relative squared error of the reader's output over the calibration inputs; None where there were none."""
     if statistics is None or statistics.hessian is None:
@@ -230,8 +231,3 @@ def _error(before: torch.Tensor, after: torch.Tensor, statistics: Statistics | N
     moments = statistics.hessian.cpu()
     whole = energy(before, moments)
     return energy(before - after, moments) / whole if whole > 0 else 0.0
-
-
-def energy(weight: torch.Tensor, moments: torch.Tensor) -> float:
-    """Mean squared norm of what a weight `[out, in]` makes of inputs of these second moments `[in, in]`."""
-    return float(((weight @ moments) * weight).sum())

@@ -157,8 +157,7 @@ class ExpertRemoval(Removal):
             return tensors, [], "no experts"
         (experts,) = job.units[index]
         routing = self._routing(index, experts) if "routing" in job.needs else None
-        wanted = experts.slices if job.method.name == "magnitude" else ()
-        weights = [part.by_unit(self.loaded(part.name).float().cpu()) for part in wanted]
+        weights = (part.by_unit(self.loaded(part.name).float().cpu()) for part in experts.slices)
         what = f"the experts of {experts.module}"
         rank, _ = self.rank(what, job.size.count, job.kept, index, weights=weights, routing=routing)
         kept = chosen(rank, job.kept, job.size.groups)
@@ -172,8 +171,7 @@ class ExpertRemoval(Removal):
         if routing is not None:
             share = routing.weight[kept].sum() / routing.weight.sum().clamp_min(1e-30)
             line["notes"] = {"routing_weight_kept": float(share)}
-        cut_tensors = {name: cut(name, value) for name, value in tensors.items()}
-        return cut_tensors, [line], f"{len(kept)} of {job.size.count} experts stay"
+        return cut.all(tensors), [line], f"{len(kept)} of {job.size.count} experts stay"
 
     def finish(self, lines: Lines) -> dict[str, Any]:
         """{"layers": a line for each layer with experts, which stay among it}."""
@@ -195,9 +193,7 @@ class ExpertRemoval(Removal):
 
     def _check(self, index: int, experts: Experts, block: nn.Module, kept: torch.Tensor) -> None:
         """The cut layer gives what the whole one gives when it is told to use the experts that the cut one's router chooses."""
-        ids, mask = self.batches[0]
-        batch = (ids[:1], None if mask is None else mask[:1])
-        calls: list[Call] = []
+        row, calls = self.first_row(), list[Call]()
 
         def listen(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
             calls.append(Call.of(module, arguments, keywords))
@@ -210,7 +206,7 @@ class ExpertRemoval(Removal):
         for one, hook in ((block, listen), (self.whole.blocks[index], tell)):
             holder = one.get_submodule(experts.module.removeprefix(self.whole.block_prefix(index)))
             with hooks({holder: hook}, before=True, keywords=True):
-                given.append(self._run(index, experts, one, self.states["hidden"].get(0)[:1], batch)[1])
+                given.append(self._run(index, experts, one, *row)[1])
         difference = relative(*given)
         if not difference <= TOLERANCE:
             kind = type(self.whole.model).__name__

@@ -19,7 +19,7 @@ from compress.prune.structure.amount import skeleton_of
 from compress.prune.structure.hidden_check import Comparison
 from compress.prune.structure.hidden_norms import HiddenCut, Measured, find_norms, gain, measure
 from compress.prune.structure.hidden_refit import Refit
-from compress.prune.structure.removal import Lines, Pass, Plan, Removal, Tensors, best
+from compress.prune.structure.removal import Lines, Pass, Plan, Removal, Tensors, best, note_of
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -107,9 +107,7 @@ class HiddenRemoval(Removal):
         self._comparison.check_block(index, states.get(len(self.batches) - 1).to(self.model.device))
         lines = self._refit.block(index, self.states["theirs"], states) if self._refit is not None else []
         self.advance(index)
-        worst = max((line["error"] for line in lines), default=None)
-        note = "cut" if worst is None else f"cut, error {worst:.2e}"
-        return self._tensors(self.model.block_names(index), lines), lines, note
+        return self._tensors(self.model.block_names(index), lines), lines, note_of(lines)
 
     def outside(self) -> tuple[Tensors, Lines]:
         """See `Removal.outside`."""
@@ -138,8 +136,8 @@ class HiddenRemoval(Removal):
                 "dimensions"
             )
         # Of each stored tensor, one after the other, the norm of what each dimension has of it.
-        wanted = [part for part in job.slices if checkpoint.has(part.name)] if job.method.name == "magnitude" else []
-        norms = [part.by_unit(checkpoint.get(part.name).float()).norm(dim=1, keepdim=True) for part in wanted]
+        stored = (part for part in job.slices if checkpoint.has(part.name))
+        norms = (part.by_unit(checkpoint.get(part.name).float()).norm(dim=1, keepdim=True) for part in stored)
         return self.rank("the dimensions", job.size.count, job.kept, 0, weights=norms, states=seen.states)[0]
 
 

@@ -19,7 +19,7 @@ from compress.model.couplings import Slices, input_dim, is_input
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import collect, find_groups
 from compress.model.streamed import Batch
-from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, hooks
+from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, forwards, hooks
 from runtime.errors import CompressError, RequestError
 
 _CLOSE = 1e-3
@@ -182,12 +182,9 @@ def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
         inside = {name for name in norms if name.startswith(prefix)}
         # What is outside and has been seen runs over other ids now, where it runs again at all.
         between = inside | (outside - watch.seen)
-        forwards = [
-            (lambda n=number, b=batch: streamed.run_block(index, states.get(n), b), batch[1])
-            for number, batch in enumerate(batches)
-        ]
+        runs = forwards(streamed, index, states, batches)
         reading = [name.removeprefix(prefix) for name in linear if name.startswith(prefix)]
-        sizes.extend(_sizes(streamed.blocks[index], prefix, reading, forwards))
+        sizes.extend(_sizes(streamed.blocks[index], prefix, reading, runs))
         for number, batch in enumerate(batches):
             with watch.on(between, batch[1]):
                 states.put(number, streamed.advance(index, states.get(number), batch))
@@ -206,13 +203,11 @@ def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:
     return shares | ({"states": torch.stack(sizes).mean(0)} if sizes else {})
 
 
-def _sizes(block: nn.Module, prefix: str, readers: Collection[str], forwards: Any) -> list[torch.Tensor]:
+def _sizes(block: nn.Module, prefix: str, readers: Collection[str], runs: Any) -> list[torch.Tensor]:
     """Mean size of each dimension, over the mean of all, of each input that some of these layers share: float32 `[dimensions]`."""
-    groups = find_groups(block, forwards[0][0], readers)
+    groups = find_groups(block, runs[0][0], readers)
     found = []
-    for group, statistics in zip(
-        groups, collect(block, groups, forwards, hessian=False) if groups else [], strict=True
-    ):
+    for group, statistics in zip(groups, collect(block, groups, runs, hessian=False) if groups else [], strict=True):
         if not statistics.finite:
             raise CompressError(f"{prefix}{group.members[0]}: its calibration inputs hold NaN or Inf")
         mean = statistics.abs_mean.cpu()

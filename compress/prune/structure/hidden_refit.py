@@ -7,8 +7,9 @@ that layers also make up for what those before them have lost.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import find_groups
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.hidden_norms import HiddenCut
-from compress.prune.structure.least_squares import nearest
+from compress.prune.structure.least_squares import energy, nearest
 from compress.prune.structure.removal import Lines, hooks
 from runtime.errors import CompressError
 
@@ -72,19 +73,14 @@ class Refit:
         """Fit the layers of a block, loaded in both models, given the states that enter it; returns a line for each."""
         prefix, small = self.smaller.block_prefix(index), self.smaller.blocks[index]
         names = [name for name, module in small.named_modules() if self._is_cut(prefix + name, module)]
-        lines: Lines = []
-        for group in find_groups(small, self._runner(self.smaller, index, ours, 0), names):
-            name = prefix + group.members[0]
-            inputs = (
-                (
-                    _input(self.whole.model.get_submodule(name), self._runner(self.whole, index, theirs, number)),
-                    _input(self.smaller.model.get_submodule(name), self._runner(self.smaller, index, ours, number)),
-                )
-                for number in range(len(self.batches))
-            )
-            moments = self._moments(name, inputs)
-            lines += [] if moments is None else [self._fit(prefix + member, moments) for member in group.members]
-        return lines
+
+        def run(model: StreamedModel, states: HiddenStates, number: int) -> Any:
+            return model.run_block(index, states.get(number), self.batches[number])
+
+        groups = find_groups(small, lambda: run(self.smaller, ours, 0), names)
+        return [
+            line for group in groups for line in self._fit([prefix + name for name in group.members], run, theirs, ours)
+        ]
 
     def head(self, theirs: HiddenStates, ours: HiddenStates) -> Lines:
         """Fit the head, where it is a layer of its own, given the states after the last block."""
@@ -95,55 +91,49 @@ class Refit:
         shared = {n for pair in self.smaller.ties.items() for n in pair}
         if not self._is_cut(name, head) or f"{name}.weight" in shared:
             return []
-        sides = ((self.whole, theirs), (self.smaller, ours))
-        inputs = (
-            tuple(model.head_input(states.get(number).to(model.device), ids) for model, states in sides)
-            for number, (ids, _) in enumerate(self.batches)
-        )
-        moments = self._moments(name, inputs)
-        return [] if moments is None else [self._fit(name, moments)]
+
+        def run(model: StreamedModel, states: HiddenStates, number: int) -> Any:
+            return model.outputs(states.get(number).to(model.device), self.batches[number][0])
+
+        return self._fit([name], run, theirs, ours)
 
     def _is_cut(self, name: str, module: Any) -> bool:
         return isinstance(module, nn.Linear) and bool(self.cut.slices(f"{name}.weight"))
 
-    def _runner(self, model: StreamedModel, index: int, states: HiddenStates, number: int) -> Callable[[], Any]:
-        return lambda: model.run_block(index, states.get(number), self.batches[number])
-
-    def _moments(self, name: str, inputs: Iterable[Any]) -> Moments | None:
-        """Of what a layer is given in the two models, batch by batch; None: they send it different tokens (experts)."""
+    def _fit(self, names: list[str], run: Callable[..., Any], theirs: HiddenStates, ours: HiddenStates) -> Lines:
+        """Fit layers that share an input; not where the two models send them different tokens (experts)."""
         moments: Moments | None = None
-        for (one, other), (ids, mask) in zip(inputs, self.batches, strict=True):
+        for number, (ids, mask) in enumerate(self.batches):
+            one, other = (
+                _input(model.model.get_submodule(names[0]), partial(run, model, states, number))
+                for model, states in ((self.whole, theirs), (self.smaller, ours))
+            )
             # Experts are handed those tokens alone that are sent to them, of which nobody knows here which they are.
             if one is None or other is None or one.shape[:-1] != other.shape[:-1]:
-                return None
+                return []
             if other.dim() == 2 and len(other) != ids.numel():
-                return None
+                return []
             moments = moments or Moments(one.shape[-1], other.shape[-1], other.device)
             moments.add(one, other, mask)
-        if moments is not None:
-            moments.finish(name)
-        return moments
+        if moments is None:
+            return []
+        moments.finish(names[0])
+        return [self._replace(name, moments) for name in names]
 
-    def _fit(self, name: str, moments: Moments) -> dict[str, Any]:
-        small, big = (model.model.get_submodule(name).weight for model in (self.smaller, self.whole))
-        assert isinstance(small, torch.Tensor)
-        assert isinstance(big, torch.Tensor)
-        whole = big.data.float()
+    def _replace(self, name: str, moments: Moments) -> dict[str, Any]:
+        small, whole = (model.model.get_parameter(f"{name}.weight").data for model in (self.smaller, self.whole))
+        whole = whole.float()
         for part in self.cut.slices(f"{name}.weight"):
             if part.dim == 0:
                 whole = part.cut(whole, self.cut.kept)
         target = whole @ moments.cross
-        weight, damping = nearest(small.data.float().cpu(), moments.own.cpu(), target.cpu(), self.damping)
-        small.data.copy_(weight)
-        error = _error(small.data.float(), whole, target, moments)
+        weight, damping = nearest(small.float().cpu(), moments.own.cpu(), target.cpu(), self.damping)
+        small.copy_(weight)
+        # Squared error of the outputs as a share of their squares: E |W x - W' x'|^2 / E |W x|^2.
+        fitted, size = small.float(), energy(whole, moments.theirs)
+        lost = size - 2 * float((fitted * target).sum()) + energy(fitted, moments.own)
+        error = max(lost, 0.0) / size if size > 0 else 0.0
         return {"name": name, "units": self.cut.count, "kept": len(self.cut.kept), "error": error, "damping": damping}
-
-
-def _error(weight: torch.Tensor, whole: torch.Tensor, target: torch.Tensor, moments: Moments) -> float:
-    """Squared error of the outputs as a share of their squares: E |W x - W' x'|^2 / E |W x|^2."""
-    size = float(((whole @ moments.theirs) * whole).sum())
-    lost = size - 2 * float((weight * target).sum()) + float(((weight @ moments.own) * weight).sum())
-    return max(lost, 0.0) / size if size > 0 else 0.0
 
 
 class _SeenError(Exception):

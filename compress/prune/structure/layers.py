@@ -87,7 +87,7 @@ class LayerRemoval(Removal):
                 )
             rank, _ = self.rank(
                 f"the layers of {stack.name}", len(blocks), job.kept, number,
-                weights=[self._norms(blocks)] if job.method.name == "magnitude" else [],
+                weights=map(self._norms, [blocks]),
                 influence=None if influence is None else influence[blocks.start : blocks.stop],
             )  # fmt: skip
             kept.append(self._fitting(number, stack, rank))

@@ -1,4 +1,4 @@
-"""Layers are fitted to what they gave before something was removed, from second moments of their inputs; nothing is trained."""
+"""Least-squares fits of layers to what they gave before something was removed, from second moments of their inputs."""
 
 from __future__ import annotations
 
@@ -13,6 +13,11 @@ def damped(moments: torch.Tensor, damping: float) -> torch.Tensor:
     """The moments with `damping` times their mean diagonal added to it."""
     mean = float(moments.diagonal().mean())
     return moments + torch.eye(len(moments), dtype=moments.dtype) * (damping * mean if mean > 0 else 1.0)
+
+
+def energy(weight: torch.Tensor, moments: torch.Tensor) -> float:
+    """Mean squared norm of what a weight `[out, in]` makes of inputs of these second moments `[in, in]`."""
+    return float(((weight @ moments) * weight).sum())
 
 
 def refit(

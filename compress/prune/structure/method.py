@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -41,7 +41,7 @@ class View:
         count: units. kept: how many of them will be.
         generator: for what is random.
         columns: float32 `[out, units * each]`: the weight of the layer that reads them; None where no single layer does.
-        weights: float32 `[units, numbers]` of each tensor that has slices of the units, the reader's first.
+        weights: float32 `[units, numbers]` of each tensor that has slices of the units, the reader's first; read as they are iterated.
         statistics: of the reader's input; None unless the method needs it.
         sensitivity: float32 `[units]`: mean square of the derivative of a loss by a factor on the unit; None unless needed.
         influence: float32 `[units]`: how much a layer changes the hidden states, 0 to 2; None unless needed.
@@ -55,7 +55,7 @@ class View:
     kept: int
     generator: torch.Generator
     columns: torch.Tensor = _UNKNOWN
-    weights: list[torch.Tensor] = field(default_factory=list)
+    weights: Iterable[torch.Tensor] = ()
     statistics: Statistics = _UNKNOWN
     sensitivity: torch.Tensor = _UNKNOWN
     influence: torch.Tensor = _UNKNOWN

@@ -105,6 +105,16 @@ class Pass:
         states.drop()
 
 
+def forwards(
+    model: StreamedModel, index: int, states: HiddenStates, batches: Sequence[Batch]
+) -> list[tuple[Callable[[], Any], torch.Tensor | None]]:
+    """Runs of a block over batches, as `compress.model.input_statistics` takes them."""
+    return [
+        (lambda n=number, b=batch: model.run_block(index, states.get(n), b), batch[1])  # type: ignore[misc]
+        for number, batch in enumerate(batches)
+    ]
+
+
 class Cut:
     """Which units stay of which tensors: `cut(name, tensor)` is the tensor that the smaller model has.
 
@@ -122,6 +132,10 @@ class Cut:
         for slices, kept in self._parts.get(name, ()):
             tensor = slices.cut(tensor, kept)
         return tensor
+
+    def all(self, tensors: Tensors) -> Tensors:
+        """Several, by name."""
+        return {name: self(name, value) for name, value in tensors.items()}
 
     def slices(self, name: str) -> list[Slices]:
         """Those of one tensor."""
@@ -275,6 +289,11 @@ class Removal(ABC):
         return self.run.work / f"{name}-{index:05d}"
 
     # ---------------------------------------------------------------- what axes share
+    def first_row(self) -> tuple[torch.Tensor, Batch]:
+        """A state that enters the block at hand, and what it is of, to try things on."""
+        ids, mask = self.batches[0]
+        return self.states["hidden"].get(0)[:1], (ids[:1], None if mask is None else mask[:1])
+
     def stored(self, names: Iterable[str]) -> Tensors:
         """Tensors of the whole model."""
         return {name: self.whole.checkpoint.get(name) for name in names}
@@ -312,6 +331,12 @@ def check_finite(tensors: Mapping[str, torch.Tensor]) -> None:
     for name, value in tensors.items():
         if value.is_floating_point() and not bool(torch.isfinite(value).all()):
             raise CompressError(f"{name}: the weight holds NaN or Inf; repair the checkpoint")
+
+
+def note_of(lines: Lines) -> str:
+    """What is told of a block: the largest error of its layers."""
+    worst = max((line["error"] for line in lines if line["error"] is not None), default=None)
+    return "cut" if worst is None else f"cut, error {worst:.2e}"
 
 
 def best(rank: torch.Tensor, count: int) -> torch.Tensor:

@@ -26,7 +26,7 @@ class TokenRemoval(Removal):
         tensors, lines = super().outside()
         check_finite(tensors)
         cut = Cut((part, self._kept) for part in self.job.slices)
-        return {name: cut(name, value) for name, value in tensors.items()}, lines
+        return cut.all(tensors), lines
 
     def finish(self, lines: Lines) -> dict[str, Any]:
         """{"special": tokens that always stay, "padding": rows without a token that stay}; writes the tokenizer."""

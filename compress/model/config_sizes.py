@@ -1,4 +1,4 @@
-"""The sizes of a model that its config decides: read, and set to something smaller.
+"""Sizes of a model that its config decides: read, and set to something smaller.
 
 Names are those that transformers' configs share; what they really decide is not looked up but seen (`couplings`): a model is built from the
 smaller config, and the tensors whose shapes differ are those that have to be cut.

@@ -1,4 +1,4 @@
-"""The time that a token takes of a model with fewer units, measured before there is one: what weights hold does not matter for time.
+"""Latency of a model with fewer units, measured before there is one: what weights hold does not matter for time.
 
 Checkpoints of zeros with few layers are written (sparse files), loaded as users would load them, and timed; what a whole model takes
 follows from the time that layers add. Some widths are timed, those between them lie on lines.
@@ -13,6 +13,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -50,7 +51,7 @@ class Latency:
         streamed: the whole model.
         remove: what the units are.
         choices: numbers of units that may be asked for.
-        measure: seconds of the models that configs describe; None: they are timed (`Zeros`).
+        measure: seconds of the models that configs describe; None: they are timed (`time_zeros`).
     """
 
     def __init__(self, streamed: StreamedModel, remove: What, choices: range, measure: Measure | None = None) -> None:
@@ -59,7 +60,7 @@ class Latency:
         self._depth = size_of(streamed.config, "layers").count
         self._depths = depths(streamed, self._depth)
         self._choices = choices
-        self._measure = Zeros(streamed) if measure is None else measure
+        self._measure = partial(time_zeros, streamed) if measure is None else measure
         self._about: dict[str, Any] = {
             "of": f"a text of {TEXT_TOKENS} tokens" if streamed.kind == "encoder" else "a decoded token",
             "device": streamed.device.type,
@@ -148,46 +149,42 @@ def _between(points: Sequence[tuple[int, float]], count: int) -> float:
     return low + (high - low) / (right - left) * (count - left)
 
 
-class Zeros:
-    """Times models of zeros: `zeros(configs)` gives seconds. What was timed once on a machine is kept in the cache directory, so that
-    `plan`, `apply` and `--resume` find the same.
+def time_zeros(streamed: StreamedModel, configs: Sequence[PretrainedConfig]) -> list[float]:
+    """Seconds that models of zeros take. What was timed once on a machine is in the cache directory, so that `plan`, `apply` and `--resume`
+    find the same.
 
     Args:
         streamed: a model that the configs are smaller ones of.
     """
+    with tempfile.TemporaryDirectory(prefix="compress-latency-") as room:
+        directories: dict[Path, Path] = {}
+        records = []
+        for number, config in enumerate(configs):
+            directory = Path(room) / str(number)
+            described, tensors = zeros(directory, streamed, config)
+            records.append(cache_directory("latency") / f"{_key(described, tensors, streamed.device)}.json")
+            directories[records[-1]] = directory
+        known = {record: seconds for record in records if (seconds := _read(record)) is not None}
+        found = _time(streamed, {record: path for record, path in directories.items() if record not in known})
+    for record, seconds in found.items():
+        _write(record, seconds)
+    return [(known | found)[record] for record in records]
 
-    def __init__(self, streamed: StreamedModel) -> None:
-        self._streamed = streamed
 
-    def __call__(self, configs: Sequence[PretrainedConfig]) -> list[float]:
-        with tempfile.TemporaryDirectory(prefix="compress-latency-") as room:
-            written = [self._write(Path(room) / str(number), config) for number, config in enumerate(configs)]
-            known = {record: seconds for record, _ in written if (seconds := _read(record)) is not None}
-            unknown = {record: directory for record, directory in written if record not in known}
-            found = self._time(unknown)
-        for record, seconds in found.items():
-            _keep(record, seconds)
-        return [{**known, **found}[record] for record, _ in written]
-
-    def _write(self, directory: Path, config: PretrainedConfig) -> tuple[Path, Path]:
-        """A checkpoint of zeros; where its time is kept, and its directory."""
-        described, tensors = zeros(directory, self._streamed, config)
-        return cache_directory("latency") / f"{_key(described, tensors, self._streamed.device)}.json", directory
-
-    def _time(self, directories: dict[Path, Path]) -> dict[Path, float]:
-        found: dict[Path, float] = {}
-        start = time.perf_counter()
-        for _ in range(SWEEPS):
-            for record, directory in directories.items():
-                try:
-                    seconds = token_time(directory, self._streamed.device)
-                except (CompressError, RuntimeError, ValueError) as error:
-                    kind = type(self._streamed.model).__name__
-                    raise RequestError(f"the time that a {kind} takes cannot be measured here: {error}") from error
-                found[record] = min(seconds, found.get(record, seconds))
-            if time.perf_counter() - start > SECONDS:
-                break
-        return found
+def _time(streamed: StreamedModel, directories: dict[Path, Path]) -> dict[Path, float]:
+    found: dict[Path, float] = {}
+    start = time.perf_counter()
+    for _ in range(SWEEPS):
+        for record, directory in directories.items():
+            try:
+                seconds = token_time(directory, streamed.device)
+            except (CompressError, RuntimeError, ValueError) as error:
+                kind = type(streamed.model).__name__
+                raise RequestError(f"the time that a {kind} takes cannot be measured here: {error}") from error
+            found[record] = min(seconds, found.get(record, seconds))
+        if time.perf_counter() - start > SECONDS:
+            break
+    return found
 
 
 def _key(config: dict[str, Any], tensors: dict[str, Any], device: torch.device) -> str:
@@ -201,7 +198,7 @@ def _key(config: dict[str, Any], tensors: dict[str, Any], device: torch.device) 
     return hashlib.sha256(json.dumps([machine, versions, config, model], sort_keys=True).encode()).hexdigest()
 
 
-def _keep(record: Path, seconds: float) -> None:
+def _write(record: Path, seconds: float) -> None:
     try:
         record.parent.mkdir(parents=True, exist_ok=True)
         write_json(record, {"seconds": seconds})

@@ -1,4 +1,4 @@
-"""How many channels each layer keeps where they need not be as many: those widths of a given sum whose errors add up to the least."""
+"""Allocation of channels to layers: those widths of a given sum whose errors add up to the least."""
 
 from __future__ import annotations
 

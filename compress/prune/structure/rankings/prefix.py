@@ -1,4 +1,4 @@
-"""Prefix: the first units are kept. What has been trained so that its first channels are a model by themselves is cut so."""
+"""Prefix ranking: the first units stay, for models whose first channels were trained to be a model by themselves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Random: what any ranking must be better than."""
+"""Random ranking: the floor that any other is measured against."""
 
 from __future__ import annotations
 

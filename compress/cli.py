@@ -18,7 +18,7 @@ import typer
 
 from compress import __version__
 from compress.core.stopping import Stopped, stoppable
-from compress.core.suggest import did_you_mean
+from runtime.config.messages import did_you_mean
 from runtime.errors import CompressError
 
 INTERRUPTED = 130

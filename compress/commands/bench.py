@@ -194,7 +194,7 @@ def _save(result: dict[str, Any], device: Any) -> Path:
     """Keep the best for the directory and this machine, with what was measured."""
     from runtime.api.load import read_device
     from runtime.checkpoint.artifact import Artifact
-    from runtime.drafting.config.measured_choice import write_choice
+    from runtime.drafting.config.artifact_draft import write_choice
 
     artifact = Artifact(result["path"])
     measured = [{key: entry[key] for key in ("name", "speedup", "overall")} for entry in result["drafters"]]

@@ -30,9 +30,10 @@ MAX_MEMORY = typer.Option(
 def _no_option(value: str | None) -> str | None:
     """Refuse a value that begins with a dash: it is the next option, and the drafter's name is missing."""
     if value is not None and value.startswith("-"):
-        from runtime.drafting.config.registry import FREE, SELF
+        from runtime.drafting.config.registry import drafters
 
-        allowed = f"a name ({', '.join([*FREE.names, *SELF.names])}), the directory of a draft model, a JSON object or list, or none"
+        names = ", ".join(method.name for method in drafters("text", "target"))
+        allowed = f"a name ({names}), the directory of a draft model, a JSON object or list, or none"
         raise RequestError(f"--drafter: {value!r} is an option, not a drafter; expected {allowed}")
     return value
 

@@ -5,86 +5,17 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import typer
 
 from compress.commands.output import print_json, print_table
-from compress.core.suggest import did_you_mean, listing
-from runtime.config.fields import annotation, choices, options_of
-from runtime.config.ranges import Range, range_of
+from runtime.config.messages import describe_field, describe_type, did_you_mean, listing
+from runtime.config.registry import Method
+from runtime.config.settings import Setting, calibrations_of, settings_of
 from runtime.errors import RequestError
-
-# What `compress methods` says of a dataclass: its fields, their types and defaults, what its docstring says.
-
-
-def fields_of(cls: Any, hidden: Iterable[str]) -> list[dict[str, Any]]:
-    """Name, type, default and description of the fields that a policy or a drafter may give, all but the hidden ones."""
-    if not hasattr(cls, "__dataclass_fields__"):
-        return []
-    told = _attributes(cls)
-    return [
-        {
-            "name": field.name,
-            "type": _type(field),
-            "default": "required" if field.default is dataclasses.MISSING else shown(field.default),
-            "description": told.get(field.name, ""),
-        }
-        for field in options_of(cls, hidden).values()
-    ]
-
-
-def _type(field: dataclasses.Field[Any]) -> str:
-    allowed = choices(field)
-    if allowed:
-        return f"one of {', '.join(allowed)}"
-    names = {
-        "int": "an integer",
-        "float": "a number",
-        "bool": "true or false",
-        "str": "a text",
-        "Score": "a score",
-        "tuple[int, ...]": "a list of integers",
-    }
-    kinds = [kind.strip() for kind in annotation(field).split("|")]
-    # Some fields take more in Python than can be written.
-    written = [kind for kind in kinds if kind in names] or [kind for kind in kinds if kind != "None"]
-    words = " or ".join(names.get(kind, kind) for kind in written)
-    limits = range_of(field)
-    return words if limits == Range() or not {"int", "float"} & set(kinds) else f"{words} {limits}"
-
-
-def _attributes(cls: Any) -> dict[str, str]:
-    """{field: its description} from the docstrings of a class and its bases."""
-    found: dict[str, str] = {}
-    names = "|".join(field.name for field in dataclasses.fields(cls))
-    for base in reversed(cls.__mro__):
-        text = inspect.cleandoc(base.__doc__ or "")
-        _, _, section = text.partition("Attributes:\n")
-        # One a line, or the next after the full stop of the one before.
-        for line in re.split(rf"\n(?=    \w[\w, ]*: )|(?<=\.)\s+(?=(?:{names}): )", section.split("\n\n")[0]):
-            name, _, words = line.strip().partition(": ")
-            for each in name.split(","):
-                if words:
-                    found[each.strip()] = " ".join(words.split())
-    return found
-
-
-def summary_of(cls: Any) -> str:
-    """The first paragraph of its docstring, without what it is from."""
-    text = (inspect.getdoc(cls) or "").split("\n\n")[0].split("Parts:")[0].strip()
-    return re.sub(r"\s*\([^()]*(?:arXiv|seed)[^()]*\)", "", " ".join(text.split())).rstrip(".")
-
-
-def shown(value: Any) -> str:
-    """A default as it is written."""
-    if value is None:
-        return "none"
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(str, value))}]"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
 
 _JSON = typer.Option(False, "--json", help="Print one JSON object.")
 
@@ -108,7 +39,7 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
     """
     if context.invoked_subcommand is not None:
         return
-    found = _listed()
+    found = [{"name": entry.name, "stage": entry.stage, "summary": entry.summary} for entry in _entries()]
     if as_json:
         print_json({"methods": found})
         return
@@ -119,67 +50,198 @@ def list_methods(context: typer.Context, as_json: bool = _JSON) -> None:
 
 def show_method(name: str = typer.Argument(..., help="Name of a method."), as_json: bool = _JSON) -> None:
     """Print what a method does, its paper, and every field that a recipe, or `drafter`, may give it."""
-    from compress.commands import drafter_methods, kv_methods
-
-    described = [_describe(kind, method) for kind, method in _methods() if method.name == name]
-    described += [*kv_methods.described(name), *drafter_methods.described(name)]
+    entries = list(_entries())
+    described = [entry.describe() for entry in entries if entry.name == name]
     if not described:
-        names = list(dict.fromkeys(entry["name"] for entry in _listed()))
+        names = list(dict.fromkeys(entry.name for entry in entries))
         raise RequestError(f"no method '{name}'{did_you_mean(name, names) or '.'} Methods: {listing(names, 80)}")
     if as_json:
         print_json(described[0] if len(described) == 1 else {"methods": described})
         return
-    for entry in described:
-        key = "method: " if " " not in entry["stage"] else ""
-        written = entry.get("written", f"{entry['stage']}: {{{key}{entry['name']}}}")
-        print(f"{written}\n\n{entry['description']}\n\nSource: {entry['paper']}\n")
-        for field in entry["fields"]:
+    for shown in described:
+        key = "method: " if " " not in shown["stage"] else ""
+        written = shown.get("written", f"{shown['stage']}: {{{key}{shown['name']}}}")
+        print(f"{written}\n\n{shown['description']}\n\nSource: {shown['paper']}\n")
+        for field in shown["fields"]:
             print(f"  {field['name']}: {field['type']} (default: {field['default']})\n      {field['description']}")
 
 
-def _listed() -> list[dict[str, str]]:
-    from compress.commands import drafter_methods, kv_methods
+# ---------------------------------------------------------------- entries
+@dataclass(frozen=True)
+class _Entry:
+    """One line of the list.
 
-    own = [{"name": method.name, "stage": kind, "summary": method.summary} for kind, method in _methods()]
-    return [*own, *kv_methods.listed(), *drafter_methods.listed()]
+    Attributes:
+        source: a method of a stage, a preset of cache policies, or a method of a registry.
+        written: how `drafter=` names it; None: it is no drafter's.
+    """
+
+    stage: str
+    name: str
+    source: Any
+    written: str | None = None
+
+    @property
+    def summary(self) -> str:
+        if not isinstance(self.source, Method):
+            return str(self.source.summary)
+        text = _summary(self.source.load())
+        return text if self.written is None else re.split(r"\. (?=[A-Z])", text)[0]
+
+    def describe(self) -> dict[str, Any]:
+        """Everything about it: description, paper, fields."""
+        found = {"name": self.name, "stage": self.stage, "summary": self.summary}
+        if self.written is not None:
+            found["written"] = self.written
+        if isinstance(self.source, Method):
+            return found | _of_registry(self.source, self.stage, self.written is not None)
+        return found | (_of_stage(self.source) if hasattr(self.source, "config") else _of_preset(self.source))
 
 
-def _methods() -> Iterator[tuple[str, Any]]:
-    """Of stages that are one method with its fields."""
+def _entries() -> Iterator[_Entry]:
+    """Everything that has a name: methods of stages, what cache policies are made of, what drafts."""
     from compress.recipe.stages import KINDS
+    from runtime.drafting.config.registry import LENGTHS, RULES, drafters
+    from runtime.kv_cache.policy.presets import PRESETS
+    from runtime.kv_cache.policy.registries import AXES
 
     for kind in KINDS.values():
         for method in () if kind.parse is not None else kind.methods().values():
-            yield kind.name, method
+            yield _Entry(kind.name, method.name, method)
+    for preset in PRESETS.values():
+        yield _Entry("kv_cache", preset.name, preset)
+    for key, registry in AXES.items():
+        for method in registry:
+            yield _Entry(f"kv_cache {key}", method.name, method)
+    ways = {
+        "text": "{{method: {}}}", "target": "{{method: {}}}", "model": "{{model: DIRECTORY, method: {}}}", "heads": "{{model: DIRECTORY}}",
+        "drafters": "{{of: [DRAFTER, DRAFTER, ...], method: {}}}",
+    }  # fmt: skip
+    for source, way in ways.items():
+        for method in drafters(source):
+            yield _Entry("drafter", method.name, method, f"drafter: {way.format(method.name)}")
+    for key, registry in (("acceptance", RULES), ("lengths", LENGTHS)):
+        for method in registry:
+            yield _Entry(f"drafter {key}", method.name, method, f"drafter: {{..., {key}: {{{method.name}: {{}}}}}}")
 
 
-def _describe(kind: str, method: Any) -> dict[str, Any]:
-    from compress.recipe.problems import describe_field
-
-    fields = [
-        {
-            "name": name,
-            "type": describe_field(field),
-            "default": "required" if field.is_required() else _default(field.get_default(call_default_factory=True)),
-            "description": field.description or "",
-        }
-        for name, field in method.config.model_fields.items()
-        if name != "method"
-    ]
+def _of_stage(method: Any) -> dict[str, Any]:
+    fields = {name: field for name, field in method.config.model_fields.items() if name != "method"}
     return {
-        "name": method.name,
-        "stage": kind,
-        "summary": method.summary,
         "description": inspect.getdoc(method.config) or method.summary,
         "paper": method.paper,
         "needs": sorted(method.needs),
-        "fields": fields,
+        "fields": [
+            {
+                "name": name,
+                "type": describe_field(field),
+                "default": "required" if field.is_required() else _shown(field.get_default(call_default_factory=True)),
+                "description": field.description or "",
+            }
+            for name, field in fields.items()
+        ],
     }
 
 
-def _default(value: Any) -> str:
+def _of_registry(method: Method, stage: str, drafts: bool) -> dict[str, Any]:
+    cls = method.load()
+    text = re.split(r"\n\s*(?:Attributes|Parts):", inspect.getdoc(cls) or stage)[0].strip()
+    description, _, source = text.partition("\n\nSource: ")
+    inline = re.search(r"\(([^()]*(?:arXiv|seed)[^()]*)\)", description)
+    paper = re.split(r"(?<=\d)\.\s+(?=[A-Z])", source)[0] or (inline[1] if inline else "none")
+    beside = "\n\nEvery drafter also takes depth, nodes, lengths and acceptance (docs/guides/draft.md)."
+    return {
+        "description": description + (beside if stage == "drafter" else ""),
+        "paper": " ".join(paper.split()).rstrip(".") if drafts else paper,
+        "needs": list(calibrations_of(cls)),
+        "fields": _fields(cls, method.fixed),
+    }
+
+
+def _of_preset(preset: Any) -> dict[str, Any]:
+    from runtime.kv_cache.policy.policy import Policy
+
+    policy = Policy.parse(preset.name)
+    parts: list[tuple[str, Any]] = []
+    if policy.evict is not None:
+        evict = policy.evict
+        parts += [("evict", evict.score), ("evict.layers", evict.layers), ("evict.heads", evict.heads)]
+    for tier in policy.tiers:
+        parts += [("keys", tier.keys), ("values", tier.values)]
+    parts += [
+        (key, part) for key, part in (("saliency", policy.saliency), ("select", policy.select)) if part is not None
+    ]
+    fields: dict[str, dict[str, Any]] = {}
+    for key, part in parts:
+        for entry in _fields(part.cls, part.method.fixed):
+            default = _shown(part.fields[entry["name"]])
+            name = f"{key}.{entry['name']}"
+            fields.setdefault(name, entry | {"name": name, "default": default})
+    written = ", ".join(f"{key}: {_inline(value)}" for key, value in preset.settings.items())
+    description = f"{preset.summary[0].upper()}{preset.summary[1:]}.\n\nStands for {{{written}}}; keys beside `method` override it."
+    return {
+        "description": description,
+        "paper": preset.paper,
+        "needs": sorted(policy.needs),
+        "fields": list(fields.values()),
+    }
+
+
+# ---------------------------------------------------------------- fields of a dataclass
+def _fields(cls: Any, fixed: Iterable[str]) -> list[dict[str, Any]]:
+    """Name, type, default and description of the settings of a method."""
+    told = _attributes(cls)
+    return [
+        {
+            "name": name,
+            "type": _type(setting),
+            "default": "required" if setting.default is dataclasses.MISSING else _shown(setting.default),
+            "description": told.get(name, ""),
+        }
+        for name, setting in settings_of(cls, fixed).items()
+    ]
+
+
+def _type(setting: Setting) -> str:
+    if setting.is_method:
+        return "a score"
+    # Some fields take more in Python than can be written.
+    words = describe_type(setting.kind).split(" or another kind")[0].split(" or a list of integers")
+    return words[0]
+
+
+def _attributes(cls: Any) -> dict[str, str]:
+    """{field: its description} from the docstrings of a class and its bases."""
+    found: dict[str, str] = {}
+    names = "|".join(field.name for field in dataclasses.fields(cls)) if dataclasses.is_dataclass(cls) else "-"
+    for base in reversed(cls.__mro__):
+        text = inspect.cleandoc(base.__doc__ or "")
+        _, _, section = text.partition("Attributes:\n")
+        # One a line, or the next after the full stop of the one before.
+        for line in re.split(rf"\n(?=    \w[\w, ]*: )|(?<=\.)\s+(?=(?:{names}): )", section.split("\n\n")[0]):
+            name, _, words = line.strip().partition(": ")
+            for each in name.split(","):
+                if words:
+                    found[each.strip()] = " ".join(words.split())
+    return found
+
+
+def _summary(cls: Any) -> str:
+    """The first paragraph of a docstring, without what it is from."""
+    text = (inspect.getdoc(cls) or "").split("\n\n")[0].split("Parts:")[0].strip()
+    return re.sub(r"\s*\([^()]*(?:arXiv|seed)[^()]*\)", "", " ".join(text.split())).rstrip(".")
+
+
+def _shown(value: Any) -> str:
+    """A default as it is written."""
     if value is None:
         return "none"
-    if isinstance(value, bool):
-        return str(value).lower()
-    return f"[{', '.join(map(str, value))}]" if isinstance(value, (list, tuple)) else str(value)
+    if isinstance(value, (list, tuple)):
+        return f"[{', '.join(map(str, value))}]"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def _inline(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {_inline(part)}" for key, part in value.items()) + "}"
+    return "[" + ", ".join(map(_inline, value)) + "]" if isinstance(value, list) else str(value)

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from compress.core import resources
-from compress.core.suggest import did_you_mean, listing, nearest
 from compress.recipe.models import TextSource
+from runtime.config.messages import did_you_mean, listing, nearest
 from runtime.errors import RequestError
 
 MAX_TEXT_BYTES = 64 * 2**20

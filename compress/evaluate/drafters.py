@@ -136,10 +136,10 @@ def candidates(manifest: Mapping[str, Any] | None, engine: Any) -> list[tuple[st
     """(name, what `runtime.load` takes) of the drafters to be measured: those that need no model, the target's own first layers where its
     engine can compute them alone, the artifact's own draft, and this after one that needs no model.
     """
-    from runtime.drafting.config.registry import FREE
+    from runtime.drafting.config.registry import drafters
     from runtime.engines.native.sublayers import parts_of
 
-    found: list[tuple[str, Any]] = [(name, name) for name in FREE.names]
+    found: list[tuple[str, Any]] = [(method.name, method.name) for method in drafters("text")]
     if not isinstance(parts_of(engine), str):
         found.append(("early-exit", {"method": "early-exit", "layer": "auto"}))
     if manifest is not None and manifest.get("draft") is not None:

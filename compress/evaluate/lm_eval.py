@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from compress.core.suggest import did_you_mean
+from runtime.config.messages import did_you_mean
 from runtime.errors import CompressError, RequestError
 from runtime.system.native import how_to_install
 

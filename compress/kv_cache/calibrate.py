@@ -65,7 +65,7 @@ def calibrate(
     wanted = _wanted(needs)
     model, tokenizer = load(artifact, trust_remote_code, device)
     _check(rows, model)
-    from runtime.kv_cache.policy.policy import fingerprint
+    from runtime.kv_cache.policy.calibrated import fingerprint
 
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}
     heavy, outliers = HeavyChannels(rank), OutlierTokens(ratio)

@@ -11,7 +11,7 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.model.streamed import StreamedModel
 from compress.recipe.models import Recipe
-from runtime.config.fields import PolicyError
+from runtime.config.settings import ConfigError
 from runtime.errors import RequestError
 from runtime.kv_cache.policy.calibrated import Calibrated
 
@@ -32,7 +32,7 @@ def check_cache(recipe: Recipe, streamed: StreamedModel) -> None:
     try:
         stage.config.check_model(streamed.config)
         check_module(streamed.model)
-    except PolicyError as error:
+    except ConfigError as error:
         text = recipe.origin.at(("stages", stage.index, stage.kind, *error.path), error.text)
         raise RequestError(text) from None
 

@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from compress.core.resources import recipes_directory
-from compress.core.suggest import nearest
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.yaml_source import Path as KeyPath
+from runtime.config.messages import nearest
 from runtime.errors import RequestError
 
 _HUB_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")

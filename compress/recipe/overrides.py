@@ -6,10 +6,10 @@ import copy
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import show
 from compress.recipe.yaml_source import Path, dotted, parse
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
 
 

@@ -10,13 +10,13 @@ from typing import Any
 from pydantic import ValidationError
 
 from compress.core import resources
-from compress.core.suggest import did_you_mean, listing
 from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.overrides import apply_overrides
 from compress.recipe.problems import problems_of, raise_all, show
 from compress.recipe.stages import KINDS, Stage, parse_stage
 from compress.recipe.yaml_source import MAX_BYTES, MAX_STAGES, parse
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 from pydantic import BaseModel, ValidationError
 
-from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import key_named_in, problems_of, show
 from compress.recipe.targets import check_pattern
 from compress.recipe.yaml_source import Path
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
 
 
@@ -29,7 +29,7 @@ class StageKind:
         summary: one line for `compress methods`.
         methods: gives the registry of its methods (called late: the registries import torch).
         check: raises `RequestError` when the fields of a valid config cannot be combined.
-        parse: reads all that stands below the word, where that is more than one method with its fields; raises `PolicyError`.
+        parse: reads all that stands below the word, where that is more than one method with its fields; raises `ConfigError`.
     """
 
     name: str
@@ -170,11 +170,11 @@ def parse_stage(entry: Any, index: int, origin: Origin) -> tuple[Stage | None, l
 def _whole(
     kind: StageKind, parse: Callable[[Any], Any], fields: Any, index: int, origin: Origin
 ) -> tuple[Stage | None, list[str]]:
-    from runtime.config.fields import PolicyError
+    from runtime.config.settings import ConfigError
 
     try:
         config = parse(fields)
-    except PolicyError as error:
+    except ConfigError as error:
         return None, [origin.at(("stages", index, kind.name, *error.path), error.text)]
     return Stage(kind.name, config.method or "", config, index), []
 

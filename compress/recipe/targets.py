@@ -8,7 +8,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from compress.core.suggest import did_you_mean, listing
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
 
 HEAD = "lm_head"

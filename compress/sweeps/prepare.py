@@ -7,13 +7,13 @@ import random
 from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any
 
-from compress.core.suggest import listing
 from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.grid import Grid
 from compress.sweeps.models import Sweep
 from compress.sweeps.space import Range, Values, text_of
 from compress.sweeps.study import Study
+from runtime.config.messages import listing
 from runtime.errors import RequestError
 
 _DRAWS = 200

@@ -11,7 +11,6 @@ from pydantic import BaseModel, ValidationError
 
 from compress.core import resources
 from compress.core.percent import fraction
-from compress.core.suggest import did_you_mean, listing
 from compress.recipe.origin import Origin
 from compress.recipe.problems import problems_of, raise_all, show
 from compress.recipe.reading import read_text
@@ -21,6 +20,7 @@ from compress.sweeps.base import BaseRecipe
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.models import Constraint, RayConfig, SearchConfig, SpeedConfig, Sweep, SweepFile
 from compress.sweeps.space import Values, read_values
+from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
 from runtime.system.sizes import byte_count
 

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from compress.core.suggest import did_you_mean, listing
 from compress.recipe.problems import show
+from runtime.config.messages import did_you_mean, listing
 
 MOST = 10_000
 """Values of one key, and points of a grid."""

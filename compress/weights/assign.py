@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from compress.core.suggest import listing
 from compress.model.partial import PartialModel
 from compress.prune import PruneConfig
 from compress.quantize import QuantizeConfig, check_fits, resolve_scheme
@@ -18,6 +17,7 @@ from compress.recipe.models import Recipe
 from compress.recipe.stages import Stage
 from compress.recipe.targets import DEFAULT_IGNORE, ModuleInfo, matches, select, unmatched_message
 from runtime import formats
+from runtime.config.messages import listing
 from runtime.errors import RequestError
 from runtime.formats.scheme import Scheme
 from runtime.modeling.linear_modules import is_matrix

@@ -17,7 +17,7 @@ from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
-from runtime.drafting.config.measured_choice import CHOICE
+from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint

@@ -1,51 +1,75 @@
-"""What may stand in a policy: names of scores, shares, codecs, selections and places, each a dataclass whose fields are the recipe's.
+"""Registries of methods: names that stand for classes, of this package and, by entry points, of others.
 
-A new method is one file in its folder and one line here. Files are imported when their name is used, not before.
+A method of this package is one file and one line in its registry; another package registers a class under the registry's group.
+Files are imported when their name is used, not before.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from importlib import import_module
 from typing import Any
+
+from runtime.config.messages import plain
+from runtime.config.plugins import entries
+from runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
 class Method:
-    """One name of a table.
+    """One name of a registry.
 
     Attributes:
-        name: as policies say it.
-        target: "module:Class", the module under `runtime.kv_cache` or with its full name.
-        fixed: fields that the name itself gives ("int4": bits).
+        name: as configurations say it.
+        target: "package.module:Class", or a function that gives the class.
+        fixed: settings that the name itself gives ("int4": bits).
     """
 
     name: str
-    target: str
-    fixed: dict[str, Any] = field(default_factory=dict)
+    target: str | Callable[[], Any] = field(compare=False)
+    fixed: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
-    def load(self) -> type:
-        """The dataclass."""
+    def load(self) -> Any:
+        """The class, whose fields are the method's settings (`runtime.config.settings`)."""
+        if not isinstance(self.target, str):
+            return self.target()
         module, _, name = self.target.partition(":")
-        whole = module if module.startswith("runtime.") else f"runtime.kv_cache.{module}"
-        found: type = getattr(import_module(whole), name)
-        return found
+        return getattr(import_module(module), name)
 
 
-class Table:
+class Registry:
     """The methods of one axis.
 
     Args:
         what: what messages call one of them.
-        methods: of the axis.
+        group: entry points of other packages that are methods of this axis; empty: none.
+        methods: of this package, in the order in which they are listed.
+        accepts: which of a group's classes belong here, where several registries share it.
     """
 
-    def __init__(self, what: str, *methods: Method) -> None:
+    def __init__(
+        self, what: str, group: str, *methods: Method, accepts: Callable[[Any], bool] = lambda method: True
+    ) -> None:
         self.what = what
-        self._methods = {method.name: method for method in methods}
-        self._written = {plain(name): method for name, method in self._methods.items()}
+        self._group, self._own, self._accepts = group, methods, accepts
+
+    @cached_property
+    def _methods(self) -> dict[str, Method]:
+        found = {method.name: method for method in self._own}
+        for name, load in entries(self._group).items() if self._group else ():
+            if name in found:
+                raise RequestError(
+                    f"the entry point '{name}' of {self._group} has the name of a {self.what} that there is"
+                )
+            if self._accepts(load()):
+                found[name] = Method(name, load)
+        return found
+
+    @cached_property
+    def _by_plain_name(self) -> dict[str, Method]:
+        return {plain(name): method for name, method in self._methods.items()}
 
     def __iter__(self) -> Iterator[Method]:
         return iter(self._methods.values())
@@ -54,67 +78,6 @@ class Table:
     def names(self) -> list[str]:
         return list(self._methods)
 
-    def find(self, name: str) -> Method | None:
-        """By name; case, hyphens and underscores do not count."""
-        return self._written.get(plain(name))
-
-
-def plain(name: str) -> str:
-    """A name without what does not count in it: "Layer-DefensiveKV" is "layerdefensivekv"."""
-    return re.sub(r"[-_\s]", "", name.lower())
-
-
-SCORES = Table(
-    "score",
-    Method("streaming", "scores.streaming:Streaming"),
-    Method("h2o", "scores.h2o:H2O"),
-    Method("snapkv", "scores.snapkv:SnapKV"),
-    Method("cake", "scores.cake:CakeIndicator"),
-    Method("tova", "scores.tova:Tova"),
-    Method("keyformer", "scores.keyformer:Keyformer"),
-    Method("defensive", "scores.defensive:Defensive"),
-    Method("normalized", "scores.zipcache:Normalized"),
-    Method("duo", "scores.duo:Duo"),
-    Method("rpc", "scores.rpc:ReasoningPath"),
-)
-LAYER_SHARES = Table(
-    "share of layers",
-    Method("uniform", "budgets.uniform:UniformLayers"),
-    Method("pyramid", "budgets.pyramid:Pyramid"),
-    Method("cake", "budgets.cake:Cake"),
-    Method("defensive", "budgets.defensive:DefensiveLayers"),
-)
-HEAD_SHARES = Table(
-    "share of heads",
-    Method("equal", "budgets.uniform:EqualHeads"),
-    Method("adaptive", "budgets.adaptive:AdaptiveHeads"),
-)
-CODECS = Table(
-    "codec",
-    Method("plain", "storage.plain:Plain"),
-    Method("fp8", "storage.fp8:Float8"),
-    Method("int8", "storage.integer:Integer", {"bits": 8}),
-    Method("int4", "storage.integer:Integer", {"bits": 4}),
-    Method("int2", "storage.integer:Integer", {"bits": 2}),
-    Method("bitmap", "storage.bitmap:Bitmap"),
-)
-SELECTIONS = Table(
-    "selection",
-    Method("quest", "selection.quest:Quest"),
-    Method("double-sparsity", "selection.double_sparsity:DoubleSparsity"),
-    Method("token-select", "selection.token_select:TokenSelect"),
-    Method("tidal", "selection.tidal:Tidal"),
-    Method("recycled", "selection.recycled:Recycled"),
-)
-
-#: {key of a policy: its table}, for listings.
-AXES: dict[str, Table] = {
-    "evict.score": SCORES,
-    "evict.layers": LAYER_SHARES,
-    "evict.heads": HEAD_SHARES,
-    "keys, values": CODECS,
-    "select": SELECTIONS,
-}
-
-#: Fields that calibration fills; policies hold them under `calibrated`.
-CALIBRATED = ("gates", "channels")
+    def find(self, name: object) -> Method | None:
+        """By name; case, hyphens and underscores do not count. None: there is none, or it is no name."""
+        return self._by_plain_name.get(plain(name)) if isinstance(name, str) else None

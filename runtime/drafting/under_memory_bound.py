@@ -12,11 +12,11 @@ from typing import TYPE_CHECKING, Any
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.headers import read_header
 from runtime.drafting.config.artifact_draft import brought, own_draft
-from runtime.drafting.config.registry import HEADS
+from runtime.drafting.config.registry import find_drafter
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.drafters.draft_model import DraftModel, draft_facts, load_draft
-from runtime.drafting.drafters.parts.files import KEPT
+from runtime.drafting.drafters.heads import KEPT
 from runtime.drafting.guard import GROWTH
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Engine
@@ -90,7 +90,7 @@ def read_drafts(drafter: Any, blueprint: Blueprint, max_memory: int, trust_remot
             found.bytes += each.memory_bytes
             continue
         facts = draft_facts(each)
-        if HEADS.find(str(facts.get("method"))) is not None:
+        if find_drafter(facts.get("method"), "heads"):
             found.bytes += _heads_bytes(each, facts)
         elif str(each) not in found.models:
             try:

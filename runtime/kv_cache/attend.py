@@ -6,26 +6,26 @@ reads what it stores. Other layers (sliding windows, no cache at all) get transf
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch.nn import functional
 
 from runtime.kv_cache.kernels import attend_region
+from runtime.kv_cache.layer_state import LayerState
+from runtime.kv_cache.observation import Inputs
 from runtime.kv_cache.reference import ragged_attention
 from runtime.kv_cache.region import Chosen, Region, merge
 from runtime.kv_cache.selection.base import Queries
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
-
 
 NAME = "compress_kv"
 _MARK = "_compress_layer"
 _ARGUMENTS, _SDPA, _VALID = "_compress_mask_arguments", "_compress_sdpa_mask", "_compress_padding"
 
 
-def mark(tensor: torch.Tensor, layer: CompressedLayer) -> torch.Tensor:
+def mark(tensor: torch.Tensor, layer: LayerState) -> torch.Tensor:
     """`tensor`, new each time, with the layer that its attention is to ask."""
     view = tensor.view(tensor.shape)
     setattr(view, _MARK, layer)
@@ -46,7 +46,7 @@ def attention(
     Raises:
         ValueError: an argument that changes attention in a way compressed caches do not know.
     """
-    layer: CompressedLayer | None = getattr(key, _MARK, None)
+    layer: LayerState | None = getattr(key, _MARK, None)
     if layer is None:
         attention_mask = _sdpa_mask(attention_mask)
         if kwargs.get("softcap"):  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
@@ -67,7 +67,49 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = kwargs.get("softcap") or 0.0
     valid = None if attention_mask is None else _padding(attention_mask, query.shape[2])
+    if layer.wants_inputs:
+        layer.inputs = Inputs(module, hidden_states(module))
     return layer.attend(query, key, value, valid, float(scale), float(softcap)).transpose(1, 2), None
+
+
+_HIDDEN = "_compress_hidden_states"
+
+
+@contextmanager
+def recorded_inputs(model: torch.nn.Module) -> Iterator[None]:
+    """Within, attention functions may ask for the hidden states that their module was called with (`hidden_states`)."""
+    handles = record_inputs(model)
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def record_inputs(model: torch.nn.Module) -> list[Any]:
+    """Handles of the hooks by which attention modules know the hidden states that they are called with, while they are called."""
+
+    def before(module: torch.nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        setattr(module, _HIDDEN, keywords["hidden_states"] if "hidden_states" in keywords else arguments[0])
+
+    def after(module: torch.nn.Module, arguments: tuple[Any, ...], output: Any) -> None:
+        delattr(module, _HIDDEN)
+
+    modules = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
+    handles = [module.register_forward_pre_hook(before, with_kwargs=True) for module in modules]
+    return handles + [module.register_forward_hook(after, always_call=True) for module in modules]
+
+
+def hidden_states(module: torch.nn.Module) -> torch.Tensor:
+    """What an attention module was called with, `[batch, q, hidden]`.
+
+    Raises:
+        ValueError: nobody recorded it (`record_inputs`), or the module is called in another way.
+    """
+    found = getattr(module, _HIDDEN, None)
+    if not isinstance(found, torch.Tensor):
+        raise ValueError(f"{type(module).__name__} does not show the hidden states that it computes attention of")
+    return found
 
 
 def _padding(mask: torch.Tensor, count: int) -> torch.Tensor | None:
@@ -88,8 +130,6 @@ def _capped(
     softcap: float,
 ) -> torch.Tensor:
     """Attention with capped scores over a plain cache; `mask` is sdpa's, None: causal."""
-    from runtime.kv_cache.reference import ragged_attention
-
     count, held = query.shape[2], key.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     step = slice_of(query.shape[0] * query.shape[1] * held)
@@ -150,7 +190,7 @@ _SLICE_BYTES = 32 << 20
 
 
 def prompt_attention(
-    layer: CompressedLayer,
+    layer: LayerState,
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -221,7 +261,7 @@ def slice_of(numbers: int) -> int:
 
 
 def step_attention(
-    layer: CompressedLayer, query: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float
+    layer: LayerState, query: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float
 ) -> torch.Tensor:
     """Outputs `[batch, heads, q, size]` in the query's dtype, zeros at padding; the new tokens are in the layer's tail already.
 
@@ -260,7 +300,7 @@ def step_attention(
     return output if valid is None else output.masked_fill(~valid[:, None, :, None], 0)
 
 
-def _near(layer: CompressedLayer, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
+def _near(layer: LayerState, regions: list[Region], chosen: list[Chosen | None]) -> list[Region]:
     """The regions where attention can read what was chosen of them; the next layer's are on their way from now on."""
     if layer.elsewhere is None or layer.store is None:
         return regions

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers.cache_utils import Cache, DynamicCache, DynamicSlidingWindowLayer
 
-from runtime.config.fields import PolicyError
+from runtime.config.settings import ConfigError
 from runtime.kv_cache import attend
 from runtime.kv_cache.eviction import Eviction
 from runtime.kv_cache.layer import CompressedLayer
@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from runtime.kv_cache.selection.reads import Reads
+
+
+_RECORDED = "_compress_inputs_recorded"
 
 
 class CompressedCache(Cache):
@@ -65,6 +68,9 @@ class CompressedCache(Cache):
                 f"{type(model).__name__} has no layer with full attention, so there is no cache to compress"
             )
         eviction = None if plan.eviction is None else Eviction(plan.eviction, len(compressed))
+        if eviction is not None and "hidden" in eviction.plan.score.wants and not getattr(model, _RECORDED, False):
+            attend.record_inputs(model)
+            setattr(model, _RECORDED, True)
         selection = None if plan.selection is None else plan.selection.begin(len(compressed))
         self.reads: Reads | None = None if selection is None else selection.reads
         storage, offload = plan.storage, None
@@ -120,10 +126,48 @@ def prepare(model: PreTrainedModel) -> None:
     """
     try:
         check_module(model)
-    except PolicyError as error:
+    except ConfigError as error:
         raise ValueError(error.text) from error
     attend.register()
     model.set_attn_implementation(attend.NAME)
+
+
+@torch.inference_mode()
+def probe(module: PreTrainedModel) -> None:
+    """Run two tokens over a compressed cache where transformers itself does not vouch for the model's attention.
+
+    Those that it vouches for are asked by `check_asked` after each forward pass; a model that is read from a disk layer by layer
+    need not be read once more for it.
+
+    Args:
+        module: prepared, its weights in place.
+
+    Raises:
+        ConfigError: a layer's attention did not ask its cache, or has an argument that compressed caches do not know.
+    """
+    if getattr(module, "_supports_attention_backend", False):
+        return
+    try:
+        cache = CompressedCache(module)
+        ids = torch.zeros(1, 2, dtype=torch.int64, device=module.device)
+        module(input_ids=ids, past_key_values=cache, use_cache=True)
+    except ValueError as error:
+        raise ConfigError((), str(error), "kv_cache") from error
+    check_asked(module, cache, 2)
+
+
+def check_asked(module: PreTrainedModel, cache: CompressedCache, tokens: int) -> None:
+    """ConfigError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow.
+
+    Args:
+        module: the model.
+        cache: what it has filled.
+        tokens: how many have come, padding included.
+    """
+    for layer in cache.layers:
+        if isinstance(layer, CompressedLayer) and layer.seen != tokens:
+            text = "computes attention in a way that does not read compressed caches; load it with kv_cache=False"
+            raise ConfigError((), f"{type(module).__name__} {text}", "kv_cache")
 
 
 def _checked(policy: Policy, model: PreTrainedModel) -> CachePlan:
@@ -131,7 +175,7 @@ def _checked(policy: Policy, model: PreTrainedModel) -> CachePlan:
     try:
         policy.check_model(model.config)
         plan = policy.plan()
-    except PolicyError as error:
+    except ConfigError as error:
         raise ValueError(str(error)) from error
     if policy.prefix == "calibrated":
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Natural, NonNegative
 from runtime.kv_cache.pages import PAGE
 
 
@@ -33,8 +34,8 @@ class Clusters:
     """
 
     name: ClassVar[str] = "clusters"
-    ratio: float = 0.5
-    chunk: int = 128
+    ratio: NonNegative = 0.5
+    chunk: Natural = 128
 
     @property
     def kept(self) -> int:

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.config.ranges import COUNT, SHARE, bounded, check_bounds
-from runtime.kv_cache.budgets.base import HeadShare, LayerFacts, LayerShare
+from runtime.config.settings import Count, Settings, Share
+from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts
 from runtime.kv_cache.budgets.uniform import UniformLayers
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.pages import Part
-from runtime.kv_cache.scores.base import Accumulating, Placed, Score
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
-
+from runtime.kv_cache.scores.base import Accumulating, Score
 
 # The part of an observation that scores may choose from where prompts stay whole: what was generated.
 
@@ -64,7 +60,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class EvictionPlan:
+class EvictionPlan(Settings):
     """What is evicted and when.
 
     Attributes:
@@ -83,15 +79,15 @@ class EvictionPlan:
     """
 
     score: Score
-    layer_share: LayerShare
-    head_share: HeadShare
-    ratio: float | None = bounded(None, SHARE)
-    tokens: int | None = bounded(None, COUNT)
-    interval: int | None = bounded(None, COUNT)
+    layer_share: LayerBudget
+    head_share: HeadBudget
+    ratio: Share | None = None
+    tokens: Count | None = None
+    interval: Count | None = None
     keeps_prompt: bool = False
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if (self.ratio is None) == (self.tokens is None):
             raise ValueError("EvictionPlan needs ratio or tokens, one of them")
         if self.keeps_prompt and self.interval is None:
@@ -119,7 +115,7 @@ class EvictionPlan:
         whether it came in a prompt."""
         parts = {"mass": Part(1, torch.float32)} if self.accumulates else {}
         parts |= {"given": Part(1, torch.bool)} if self.keeps_prompt else {}
-        return parts | ({"place": Part(1, torch.int32)} if isinstance(self.score, Placed) else {})
+        return parts | ({"place": Part(1, torch.int32)} if "positions" in self.score.wants else {})
 
 
 class Eviction:
@@ -132,7 +128,7 @@ class Eviction:
 
     def __init__(self, plan: EvictionPlan, layers: int) -> None:
         self.plan, self.layers = plan, layers
-        self._prompt: dict[int, tuple[CompressedLayer, LayerFacts]] = {}  # of layers that this prompt has gone through
+        self._prompt: dict[int, tuple[LayerState, LayerFacts]] = {}  # of layers that this prompt has gone through
         self._steps: dict[int, int] = {}
         self._cuts = True  # whether this piece of a text is cut at all; the same for all layers
 
@@ -142,7 +138,7 @@ class Eviction:
             return 0
         return max(1, self.plan.score.window(count))
 
-    def after_prompt(self, layer: CompressedLayer, scale: float, softcap: float) -> None:
+    def after_prompt(self, layer: LayerState, scale: float, softcap: float) -> None:
         """Cut the layer; with a cascading share the layers before it are cut again."""
         plan = self.plan
         if layer.index == 0:  # a new piece; of one that was broken off, nothing is waited for
@@ -177,24 +173,24 @@ class Eviction:
                 other.settle(scale, softcap)
         self._forget(layer)
 
-    def waits(self, layer: CompressedLayer) -> bool:
+    def waits(self, layer: LayerState) -> bool:
         """Whether the layer may be cut again before the prompt is through, so that its tokens must not be stored yet."""
         return self.plan.layer_share.cascades and layer.index in self._prompt
 
-    def forget(self, layer: CompressedLayer) -> None:
+    def forget(self, layer: LayerState) -> None:
         """The layer begins anew."""
         self._steps.pop(layer.index, None)
         self._prompt.pop(layer.index, None)
 
-    def take_back(self, layer: CompressedLayer, count: int) -> None:
+    def take_back(self, layer: LayerState, count: int) -> None:
         """Steps of `count` tokens that `after_step` has counted did not stay."""
         if layer.index in self._steps:
             self._steps[layer.index] = max(0, self._steps[layer.index] - count)
 
-    def after_step(self, layer: CompressedLayer, count: int, scale: float, softcap: float) -> None:
+    def after_step(self, layer: LayerState, count: int, scale: float, softcap: float) -> None:
         """Cut the layer when its turn has come, `count` tokens, which stay, after the last step."""
         if self.plan.interval is None:
-            layer.watched.forget(0)
+            layer.forget_queries(0)
             return
         steps = self._steps.get(layer.index, 0) + count
         self._steps[layer.index] = steps % self.plan.interval
@@ -206,10 +202,10 @@ class Eviction:
             self._cut(layer, self.plan.score(self._observe(layer, scale, softcap)))
         self._forget(layer)
 
-    def _observe(self, layer: CompressedLayer, scale: float, softcap: float) -> Observation:
+    def _observe(self, layer: LayerState, scale: float, softcap: float) -> Observation:
         return self._gather(layer, layer.observe(self.window(layer.seen, False), scale, softcap))
 
-    def _gather(self, layer: CompressedLayer, seen: Observation, part: Generated | None = None) -> Observation:
+    def _gather(self, layer: LayerState, seen: Observation, part: Generated | None = None) -> Observation:
         """What a score sees, its sums with what these queries add; with `part` of these tokens alone."""
         score, whole = self.plan.score, seen.mass
         seen = seen if part is None else part.seen
@@ -222,7 +218,7 @@ class Eviction:
                 layer.remember_mass(seen.mass if part is None else part.spread(seen.mass, whole))
         return seen
 
-    def _cut_generated(self, layer: CompressedLayer, scale: float, softcap: float, cuts: bool = True) -> None:
+    def _cut_generated(self, layer: LayerState, scale: float, softcap: float, cuts: bool = True) -> None:
         """Evict from what was generated, and nothing that came in prompts; `cuts` False: only sums are brought up to date."""
         seen = layer.observe(self.window(layer.seen, False), scale, softcap)
         part = Generated.of(seen, layer.given())
@@ -242,14 +238,14 @@ class Eviction:
         assert self.plan.ratio is not None
         return arrived.double() * self.plan.ratio
 
-    def _cut(self, layer: CompressedLayer, score: torch.Tensor) -> torch.Tensor:
+    def _cut(self, layer: LayerState, score: torch.Tensor) -> torch.Tensor:
         """Evict; returns the scores of what is left, in its order."""
         mean = self._mean(layer.arrived)
         if layer.share is not None:
             mean = mean * layer.share.double()
         return self._keep(layer, score, self.plan.head_share.counts(score, mean, self._least(layer)))
 
-    def _keep(self, layer: CompressedLayer, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+    def _keep(self, layer: LayerState, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep as many tokens of each head, `[batch, kv_heads]`, and where older ones are stored in pages about as many."""
         # What a score keeps for ever no share may take: of equal scores the oldest would go first, which are the sinks.
         always = (score == float("inf")).sum(-1)
@@ -258,7 +254,7 @@ class Eviction:
         whole = self._whole(layer, counts, torch.maximum(always, counts.clamp(max=self._least(layer))))
         return layer.keep(score, torch.where(counts < there, torch.minimum(whole, there), counts))
 
-    def _whole(self, layer: CompressedLayer, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    def _whole(self, layer: LayerState, counts: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
         """Counts that leave nothing but the recent tokens as floats, but `least`: what is stored otherwise is stored in whole pages."""
         storage = layer.storage
         if not storage.tiers:
@@ -269,16 +265,16 @@ class Eviction:
         rounded = torch.where(rounded < least, rounded + storage.chunk, rounded)
         return torch.where(counts > floats, rounded, counts)
 
-    def _least(self, layer: CompressedLayer) -> int:
+    def _least(self, layer: LayerState) -> int:
         return self.plan.least + layer.storage.prefix
 
-    def _forget(self, layer: CompressedLayer) -> None:
+    def _forget(self, layer: LayerState) -> None:
         """Queries that the next eviction cannot want are dropped."""
         interval = self.plan.interval
         if interval is None or self.plan.accumulates:
-            layer.watched.forget(0)
+            layer.forget_queries(0)
         else:
-            layer.watched.forget(max(0, self.window(layer.seen, True) - interval))
+            layer.forget_queries(max(0, self.window(layer.seen, True) - interval))
 
 
 # Which tokens of a layer stay when it is cut, by their scores.

@@ -6,12 +6,13 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from transformers.cache_utils import CacheLayerMixin
 
 from runtime.kv_cache import attend as attention
 from runtime.kv_cache.attend import prompt_attention, step_attention
 from runtime.kv_cache.eviction import best_places, newest_run
-from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.observation import Inputs, Observation
 from runtime.kv_cache.storage.plan import StoragePlan
 from runtime.kv_cache.store import Store
 from runtime.kv_cache.window import Notes, QueryWindow
@@ -67,6 +68,7 @@ class CompressedLayer(CacheLayerMixin):
         changes: how often tokens left their places (evicted, reordered); what was known of places is void then.
         taken_back: newest tokens of every row that were taken back so far, of all crops together: what was known of older places
             stays right.
+        inputs: of the attention module for the tokens at hand, where the score sees them.
         record_past: whether any piece may be taken back (speculative decoding has begun), so that what follows a piece is put off.
     """
 
@@ -96,6 +98,11 @@ class CompressedLayer(CacheLayerMixin):
         self.share: torch.Tensor | None = None
         self.arrived = torch.zeros(0, dtype=torch.int64)
         self.watched, self.reads_all = QueryWindow(), True
+        self.inputs: Inputs | None = None
+        self._module: nn.Module | None = (
+            None  # of attention, where the score sees it, and what it computed the watched queries of
+        )
+        self._hidden = QueryWindow()
         self._newest = QueryWindow()  # by which storages are told apart
         self._notes: Notes | None = None  # what a score keeps of each token: its sum, its place in the sequence
         self.pieces = self.generated = 0
@@ -160,7 +167,7 @@ class CompressedLayer(CacheLayerMixin):
         self.arrived = self.arrived[indices]
         if self.share is not None:
             self.share = self.share[indices]
-        for window in (self.watched, self._newest):
+        for window in (self.watched, self._hidden, self._newest):
             window.select(indices)
         self.changes += 1
 
@@ -201,7 +208,7 @@ class CompressedLayer(CacheLayerMixin):
         self.arrived = self.arrived - count
         self.seen -= count
         self._intact -= count
-        for window in (self.watched, self._newest):
+        for window in (self.watched, self._hidden, self._newest):
             window.take_back(count)
         self.taken_back += count
 
@@ -211,7 +218,7 @@ class CompressedLayer(CacheLayerMixin):
         held = 0 if self.store is None else self.store.nbytes - self.offloaded_bytes
         held += 0 if self._notes is None else self._notes.nbytes
         held += 0 if self.selection is None else self.selection.nbytes(self.index)
-        return held + self.watched.nbytes + self._newest.nbytes
+        return held + self.watched.nbytes + self._hidden.nbytes + self._newest.nbytes
 
     @property
     def offloaded_bytes(self) -> int:
@@ -282,6 +289,9 @@ class CompressedLayer(CacheLayerMixin):
         window = 0 if self.eviction is None else self.eviction.window(self.seen, step)
         if window:
             self.watched.append(query, window + drafted, valid)
+            if self.inputs is not None:
+                self._hidden.append(self.inputs.hidden.unsqueeze(1), window + drafted, valid)
+                self._module, self.inputs = self.inputs.module, None
         if self.storage.saliency is not None:
             self._newest.append(query, max(1, self.storage.saliency.window(self.seen)) + drafted, valid)
 
@@ -344,6 +354,16 @@ class CompressedLayer(CacheLayerMixin):
 
     # ---------------------------------------------------------------- eviction
     @property
+    def wants_inputs(self) -> bool:
+        """Whether the eviction's score sees the inputs of the attention module."""
+        return self.eviction is not None and "hidden" in self.eviction.plan.score.wants
+
+    def forget_queries(self, window: int) -> None:
+        """Drop all remembered queries but the newest `window`."""
+        self.watched.forget(window)
+        self._hidden.forget(window)
+
+    @property
     def is_final(self) -> bool:
         """Whether there are tokens before this piece of a text that cannot be told apart any more."""
         return self.storage.is_final and self.pieces > 1
@@ -354,6 +374,8 @@ class CompressedLayer(CacheLayerMixin):
         keys, values, _ = self.store.states()
         seen = self._observation(self.watched.newest(window), keys, values, self.store.lengths, scale, softcap)
         seen = replace(seen, generated=self.generated)
+        if self._module is not None:
+            seen = replace(seen, inputs=Inputs(self._module, self._hidden.newest(window)[:, 0]))
         if self._notes is None:
             return seen
         places = self._notes.dense("place")

@@ -6,10 +6,41 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
 from runtime.kv_cache.reference import scores_of
 
 CHUNK_BYTES = 32 << 20  # of one slice of attention weights
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """What a layer's attention was computed of.
+
+    Attributes:
+        module: the attention module, with its weights.
+        hidden: its inputs, `[batch, w, hidden]`, of the newest w tokens; whatever at padding.
+    """
+
+    module: nn.Module
+    hidden: torch.Tensor
+
+    def queries(self, size: int) -> torch.Tensor:
+        """Queries before their rotation, `[batch, heads, w, size]`.
+
+        Raises:
+            ValueError: the module makes its queries in another way than by one projection `q_proj` and maybe a norm `q_norm`.
+        """
+        name = type(self.module).__name__
+        project, norm = getattr(self.module, "q_proj", None), getattr(self.module, "q_norm", None)
+        if project is None:
+            raise ValueError(f"{name} has no q_proj, so that its queries before rotation are not known")
+        found = project(self.hidden)
+        if norm is None:
+            return found.unflatten(-1, (-1, size)).transpose(1, 2)
+        if norm.weight.shape[-1] == size:  # each head's own
+            return norm(found.unflatten(-1, (-1, size))).transpose(1, 2)
+        return norm(found).unflatten(-1, (-1, size)).transpose(1, 2)
 
 
 @dataclass(frozen=True)
@@ -29,6 +60,7 @@ class Observation:
         positions: int64 `[batch, kv_heads, n]`, each token's place in its own sequence, padding not counted, 0 for the first ever;
             whatever where `ages` is negative. None: the layer did not keep them (see `places`).
         generated: tokens that were decoded since the prompt, the newest query's among them; 0: the newest query is of a prompt.
+        inputs: of the attention module, for the same queries; None unless the score `wants` "hidden".
     """
 
     queries: torch.Tensor
@@ -42,6 +74,7 @@ class Observation:
     mass: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     generated: int = 0
+    inputs: Inputs | None = None
 
     @property
     def groups(self) -> int:
@@ -71,7 +104,8 @@ class Observation:
 
     def newest(self, count: int) -> Observation:
         """The same with at most the newest `count` queries."""
-        return replace(self, queries=self.queries[:, :, -count:])
+        inputs = None if self.inputs is None else replace(self.inputs, hidden=self.inputs.hidden[:, -count:])
+        return replace(self, queries=self.queries[:, :, -count:], inputs=inputs)
 
     def logits(self) -> Iterator[tuple[slice, torch.Tensor]]:
         """Slices of queries with their scores, float32 `[batch, kv_heads, groups, slice, n]`; minus infinity where a query may not look.
@@ -99,6 +133,11 @@ class Observation:
             del scores  # a slice of scores and one of weights at once are enough
             yield part, weights
             del weights
+
+    def over_heads(self, score: torch.Tensor) -> torch.Tensor:
+        """A score `[batch, kv_heads, n]` averaged over the heads of the layer, where all hold the same tokens; else as it is."""
+        alike = bool((self.ages == self.ages[:, :1]).all())
+        return score.mean(1, keepdim=True).expand_as(score) if alike else score
 
     def finish(self, score: torch.Tensor, newest: int) -> torch.Tensor:
         """A score with the newest and the pinned tokens always kept, and minus infinity where there is no token."""

@@ -8,10 +8,11 @@ import os
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 
+from runtime.config.settings import Text
 from runtime.kv_cache.pages import PAGE, Allocate
 from runtime.kv_cache.region import Chosen, Region
 
@@ -29,7 +30,11 @@ class OffloadPlan:
     """
 
     to: Literal["host", "disk"] = "host"
-    directory: str | None = None
+    directory: Text | None = None
+
+    def resolved(self) -> Any:
+        """As it is written."""
+        return self.to if self.directory is None else {"to": self.to, "directory": self.directory}
 
     def begin(self, device: torch.device) -> Offload:
         """For one new cache, whose attention computes on `device`.

@@ -12,14 +12,15 @@ from llama_engines import engines, model_of
 from safetensors.torch import save_file
 
 from runtime.api.model import Model
-from runtime.drafting.config.build import Target
-from runtime.drafting.drafters import early_exit, kangaroo, skip
+from runtime.config.settings import ConfigError
+from runtime.drafting.config.build import Target, build
+from runtime.drafting.config.request import parse
+from runtime.drafting.drafters import kangaroo
 from runtime.drafting.drafters.base import Drafter
 from runtime.drafting.speculation import Speculation
 from runtime.engines.native.engine import LlamaEngine
 
 FINGERPRINT = "0123"
-BUILDERS: dict[str, Any] = {"skip": skip.build, "early-exit": early_exit.build, "kangaroo": kangaroo.build}
 SETTINGS: dict[str, dict[str, Any]] = {
     "skip": {"method": "skip", "skip_attention": [1, 3], "skip_mlp": [2], "confidence": 0.0, "change": 0.0},
     "exit": {"method": "early-exit", "layer": 2},
@@ -49,10 +50,17 @@ def lean(model: Model) -> LlamaEngine:
     return model.engine
 
 
+def drafter_of(target: Target, value: Any) -> Drafter:
+    """The drafter that `drafter=` asks for."""
+    try:
+        return build(parse(value), target)
+    except ConfigError as error:
+        raise error.at("drafter") from None
+
+
 def with_drafter(model: Model, settings: dict[str, Any], **others: Any) -> Drafter:
     """Let the model decode speculatively from now on."""
-    build = BUILDERS[settings["method"]]
-    drafter: Drafter = build(Target(model.artifact, model.engine), settings)  # type: ignore[arg-type]
+    drafter = drafter_of(Target(model.artifact, model.engine), settings)  # type: ignore[arg-type]
     model.speculation = Speculation(drafter, **others)
     return drafter
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from compress.distill.train.teacher import Teacher
-from runtime.drafting.drafters.parts.target import TargetParts
+from runtime.drafting.drafters.heads import TargetParts
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.torch.drafts import states_of
 from runtime.errors import RequestError

@@ -17,7 +17,7 @@ from compress.distill.draft.features import Features
 from compress.distill.draft.student import Student, Sums, overlaps
 from compress.distill.train.data import Batch, TextRows
 from compress.distill.train.losses import Objective, Targets
-from runtime.drafting.drafters.parts.medusa_heads import MedusaHeads
+from runtime.drafting.drafters.medusa import MedusaHeads
 from runtime.errors import RequestError
 
 

@@ -20,7 +20,7 @@ from compress.distill.draft.prospect import Prospect, RefusedError, plain_head
 from compress.distill.draft.student import Student
 from compress.distill.draft.write import note_facts
 from compress.distill.train.data import TextRows, teacher_rows
-from runtime.drafting.drafters.parts.files import KEPT, METHODS, SCHEMA_VERSION, WEIGHTS
+from runtime.drafting.drafters.heads import KEPT, METHODS, SCHEMA_VERSION, WEIGHTS
 from runtime.errors import RequestError
 
 # A directory of trained heads: what `runtime.drafting.drafters.parts.files` describes and reads.

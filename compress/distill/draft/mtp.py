@@ -16,7 +16,7 @@ from torch import nn
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadStudent
 from compress.distill.train.losses import Objective
-from runtime.drafting.drafters.parts.mtp_block import BlockSizes, MTPBlock
+from runtime.drafting.drafters.mtp_block import BlockSizes, MTPBlock
 from runtime.errors import RequestError
 from runtime.modeling.layer_sizes import uniform
 

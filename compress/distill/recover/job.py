@@ -11,13 +11,13 @@ from torch import nn
 
 from compress import data as calibration
 from compress.core.processes import launched
-from compress.core.suggest import listing
 from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recover.nested import feed_forward
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train.losses import Objective
 from compress.model.footprint import Counted, Needs, Rows, Speed
 from compress.recipe import Recipe, Stage
+from runtime.config.messages import listing
 from runtime.engines.torch.encoder import position_limit
 from runtime.errors import RequestError
 

@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from compress.core.suggest import listing
 from compress.model.checkpoint_writer import zeros
 from compress.model.config_sizes import resized, size_of, with_widths
 from compress.model.footprint import Counted, Needs, Rows, Speed
@@ -26,6 +25,7 @@ from compress.prune.structure.vocabulary import kept_tokens
 from compress.prune.structure.vocabulary.removal import TokenRemoval
 from compress.recipe import Recipe, Stage
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.config.messages import listing
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:

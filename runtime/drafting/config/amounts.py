@@ -1,21 +1,20 @@
-"""How much is drafted and what is accepted, as a drafter's settings say it, held against the engine and its memory."""
+"""Amounts of a drafter's settings: how much is drafted and what is accepted, checked against the engine and its memory."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from runtime.config.fields import Path, PolicyError
+from runtime.config.settings import ConfigError, Path, read_method
 from runtime.drafting.config.artifact_draft import own_draft
-from runtime.drafting.config.registry import LENGTHS, RULES, read_method
+from runtime.drafting.config.registry import LENGTHS, RULES
+from runtime.drafting.config.request import AMOUNT, OF_THE_WHOLE
 from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.lengths.base import Lengths
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import Exact
-
-AMOUNT = ("nodes", "depth", "lengths")
-#: Said of a drafter, or of a whole composition.
-OF_THE_WHOLE = (*AMOUNT, "acceptance")
+from runtime.engines.streaming.plan import position_bytes
+from runtime.system import memory
 
 
 def said(value: Any) -> dict[str, Any]:
@@ -40,7 +39,7 @@ def _names_own(parts: Any) -> bool:
 
 
 def rule_of(settings: Mapping[str, Any]) -> Rule:
-    """How drafts are accepted; PolicyError where it cannot be so."""
+    """How drafts are accepted; ConfigError where it cannot be so."""
     if "acceptance" not in settings:
         return Exact()
     rule: Rule = read_method(RULES, settings["acceptance"], ("acceptance",))
@@ -55,7 +54,7 @@ class Amounts(NamedTuple):
 
 
 def amounts_of(settings: Mapping[str, Any]) -> Amounts:
-    """How much is drafted; PolicyError where it cannot be so."""
+    """How much is drafted; ConfigError where it cannot be so."""
     written = settings.get("lengths", "goodput")
     if isinstance(written, str):
         written = {written: {}}
@@ -65,18 +64,18 @@ def amounts_of(settings: Mapping[str, Any]) -> Amounts:
         if isinstance(fields, Mapping) or fields is None:
             twice = next((key for key in places if key in (fields or {})), None)
             if twice is not None:
-                raise PolicyError((twice,), f"it is said twice, here and in lengths.{name}.{twice}; leave one out")
+                raise ConfigError((twice,), f"it is said twice, here and in lengths.{name}.{twice}; leave one out")
             written = {name: {**{key: settings[key] for key in places}, **(fields or {})}}
             places = {key: ("lengths", str(name), key) for key in (fields or {})} | places
     try:
         lengths: Lengths = read_method(LENGTHS, written, ("lengths",))
-    except PolicyError as error:
-        raise PolicyError(places.get(str(error.path[-1]), error.path), error.text) from None
+    except ConfigError as error:
+        raise ConfigError(places.get(str(error.path[-1]), error.path), error.text) from None
     return Amounts(lengths, places)
 
 
 def lengths_of(settings: Mapping[str, Any], target: Target) -> Lengths:
-    """How much is drafted; PolicyError where it cannot be so, or does not fit the engine."""
+    """How much is drafted; ConfigError where it cannot be so, or does not fit the engine."""
     lengths, places = amounts_of(settings)
     # What nobody said is cut to what fits, step by step.
     if "depth" in places:
@@ -110,10 +109,8 @@ def check_memory(lengths: Lengths, target: Target, path: Path) -> None:
     Args:
         path: where its size was said; empty where nobody did.
     """
-    from runtime.system.memory import available_bytes
-
     engine, nodes = target.engine, getattr(lengths, "nodes", 1)
-    free, left = available_bytes(engine.device), getattr(engine, "cache_budget", None)
+    free, left = memory.available_bytes(engine.device), getattr(engine, "cache_budget", None)
     need = nodes * (4 * engine.vocab_size + _position_bytes(engine))
     takes = f"a tree of {nodes} tokens takes {need / 1e9:.3g} GB"
     if need > free:
@@ -126,7 +123,5 @@ def _position_bytes(engine: Any) -> int:
     """Keys and values of one token."""
     if hasattr(engine, "page_bytes"):
         return int(engine.page_bytes // engine.page_size)
-    from runtime.engines.streaming.plan import position_bytes
-
     module = getattr(engine, "module", None)
     return 0 if module is None else position_bytes(module.config, module.dtype)

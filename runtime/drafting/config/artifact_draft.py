@@ -1,7 +1,20 @@
-"""What a directory brings to draft with, where nobody says anything: the choice that was measured, or its own draft."""
+"""Draft that a directory brings: the artifact's own, or `drafter.json`, the drafter that was measured to be fastest.
+
+drafter.json:
+    schema_version  1
+    drafter         what `runtime.load` takes: names of drafters, true (the artifact's own), {"of": [...]}, settings, or false (none)
+    fingerprint     of the weights it was measured with. draft: of the artifact's own draft, null where it has none
+    machine         the CPU or the GPU
+    measured        what was measured, for people
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
+import logging
+import os
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,11 +22,122 @@ from typing import Any, NamedTuple
 import torch
 
 from runtime.checkpoint.artifact import MANIFEST, Artifact
-from runtime.config.fields import found
-from runtime.drafting.config.measured_choice import read_choice
+from runtime.checkpoint.checkpoint import read_json
+from runtime.config.messages import show
+from runtime.config.settings import ConfigError
+from runtime.drafting.config.registry import find_drafter
 from runtime.errors import RequestError
+from runtime.system import processes
+
+CHOICE = "drafter.json"
+SCHEMA_VERSION = 1
+_log = logging.getLogger("compress.speculation")
 
 
+class Choice(NamedTuple):
+    """What a directory says is fastest here.
+
+    Attributes:
+        value: what `runtime.load` takes; False: no drafter. file: that says it.
+    """
+
+    value: Any
+    file: Path
+
+
+def write_choice(path: Path, value: Any, artifact: Artifact, device: torch.device, measured: Any = None) -> Path:
+    """Keep what `runtime.load` shall use for a directory on this machine.
+
+    Args:
+        path: the directory.
+        value: the drafter, as `drafter=` takes it; False: none.
+        artifact: that it was measured with. device: that it was measured on.
+        measured: plain data.
+
+    Returns:
+        The file; it is there whole or as it was.
+
+    Raises:
+        RequestError: there is no such directory, nothing can be written there, or `value` names a directory.
+    """
+    if not path.is_dir():
+        raise RequestError(f"{path} is no directory that a choice could be kept in; add --no-save")
+    try:
+        _check(value)
+    except ConfigError as error:
+        raise error.at(CHOICE) from None
+    content = {"schema_version": SCHEMA_VERSION, "drafter": value, **_facts(artifact, device), "measured": measured}
+    file = path / CHOICE
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{CHOICE}.", dir=path)
+        with os.fdopen(handle, "w", encoding="utf-8") as stream:
+            stream.write(json.dumps(content, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        os.chmod(name, 0o644)
+        os.replace(name, file)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be written: {error.strerror or error}; add --no-save") from error
+    return file
+
+
+def read_choice(artifact: Artifact, device: torch.device) -> Choice | None:
+    """What was found to be fastest for a directory; None where it says nothing, or says it of other weights or another machine.
+
+    Args:
+        artifact: the directory as it is now. device: that computes.
+
+    Raises:
+        ArtifactError: the file cannot be read. ConfigError: it names what it must not.
+    """
+    file = artifact.path / CHOICE
+    if not file.is_file():
+        return None
+    content = read_json(file)
+    if content.get("schema_version") != SCHEMA_VERSION:
+        _log.warning("%s is of schema version %r and is not used", file, content.get("schema_version"))
+        return None
+    other = [key for key, value in _facts(artifact, device).items() if key not in content or content[key] != value]
+    if other:
+        said = {"fingerprint": "other weights", "draft": "another draft", "machine": "another machine"}[other[0]]
+        _log.warning("%s was measured with %s and is not used; measure again: compress bench --drafters", file, said)
+        return None
+    value = content.get("drafter")
+    try:
+        _check(value)
+    except ConfigError as error:
+        raise error.at(str(file)) from None
+    return Choice(value if value is not None else False, file)
+
+
+def _facts(artifact: Artifact, device: torch.device) -> dict[str, Any]:
+    """What a choice holds for."""
+    draft = (artifact.manifest or {}).get("draft")
+    own = None if draft is None else hashlib.sha256(json.dumps(draft, sort_keys=True).encode()).hexdigest()
+    return {"fingerprint": artifact.checkpoint.fingerprint(), "draft": own, "machine": machine(device)}
+
+
+def machine(device: torch.device) -> str:
+    """What computes, by its maker's name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    names = [line.partition(":")[2].strip() for line in processes.facts("model name")]
+    return ", ".join(names) or processes.identity().replace("\n", ", ")
+
+
+def _check(value: Any) -> None:
+    """A choice names drafters of this package and the artifact's own, never a directory somewhere else."""
+    if value is None or value is False or value is True:
+        return
+    if isinstance(value, str) and find_drafter(value, "text", "target"):
+        return
+    if isinstance(value, Mapping) and value.get("model", True) is True:
+        parts = value.get("of", ())
+        for part in parts if isinstance(parts, (list, tuple)) else ():
+            _check(part)
+        return
+    raise ConfigError((), f"expected names of drafters, true (the artifact's own) or {{of: [...]}}, got {show(value)}")
+
+
+# ---------------------------------------------------------------- what a directory brings
 class Brought(NamedTuple):
     """What it is, as `drafter=` takes it (False: nothing is faster), and what messages call it."""
 
@@ -46,7 +170,7 @@ def own_draft(artifact: Artifact) -> dict[str, Any] | None:
         return None
     place = artifact.path / MANIFEST
     if not isinstance(written, Mapping) or not isinstance(written.get("drafter"), Mapping):
-        raise RequestError(f"{place}: draft must be an object with a drafter, not {found(written)}")
+        raise RequestError(f"{place}: draft must be an object with a drafter, not {show(written)}")
     value = dict(written["drafter"])
     if "model" in value:
         path = Path(str(value["model"]))

@@ -1,18 +1,15 @@
-"""What is drafted for, and that a drafter does not fit it."""
+"""Target of a drafter, and the error for one that does not fit it."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runtime.checkpoint.artifact import Artifact
-from runtime.config.fields import PolicyError
+from runtime.config.settings import ConfigError
 from runtime.errors import RequestError
-
-if TYPE_CHECKING:
-    from runtime.drafting.drafters.draft_model import DraftModel
 
 SHOWN = 12  # characters of a fingerprint: as many as tell two of them apart
 
@@ -25,21 +22,18 @@ class Target:
         artifact: its directory. engine: computes it.
         trust_remote_code: of drafts too.
         lenient: nobody asked for the drafter: a draft whose method does not fit the engine is used in a plainer way.
-        drafts: draft models that are loaded already, by directory.
+        drafts: draft models that are loaded already, by directory (`runtime.drafting.drafters.draft_model.DraftModel`).
     """
 
     artifact: Artifact
     engine: Any
     trust_remote_code: bool = False
     lenient: bool = False
-    drafts: Mapping[str, DraftModel] = field(default_factory=dict)
+    drafts: Mapping[str, Any] = field(default_factory=dict)
 
 
-class UnfitError(PolicyError):
+class UnfitError(ConfigError):
     """A drafter with which nothing is wrong, but for the engine, the machine or the memory that it would have."""
-
-    def at(self, where: str) -> UnfitError:
-        return UnfitError(self.path, self.text, where)
 
 
 def other_target(path: Path, own: Any, target: Artifact) -> RequestError:

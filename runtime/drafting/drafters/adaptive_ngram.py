@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import sqrt
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from annotated_types import Interval
+
+from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
-from runtime.drafting.drafters.tables.blend import blended
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
-from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie, blended
 from runtime.sampling.tree import ROOT, Tree
 
 _KINDS = 16  # of guesses, by their probability in the model
@@ -37,13 +38,13 @@ class AdaptiveNgram(Drafter):
     """
 
     name: ClassVar[str] = "adaptive-ngram"
-    exploration: float = bounded(3.0, Range(0, 1000))
-    width: int = bounded(4, COUNT)
-    capacity: int = bounded(1 << 17, Range(1 << 10, 1 << 24))
-    prompt: int = bounded(1 << 14, Range(0, 1 << 24))
+    exploration: Annotated[float, Interval(ge=0, le=1000)] = 3.0
+    width: Count = 4
+    capacity: Annotated[int, Interval(ge=1 << 10, le=1 << 24)] = 1 << 17
+    prompt: Annotated[int, Interval(ge=0, le=1 << 24)] = 1 << 14
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self._counts = TokenTrie(3, self.capacity)
         self._odds = Odds(_KINDS)
 

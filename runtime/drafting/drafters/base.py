@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, ClassVar, Protocol
 
 import torch
 
+from runtime.config.settings import Settings
+from runtime.drafting.config.target import Target
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.tree import Tree
 
@@ -109,11 +112,17 @@ class Verified:
         return 1 + self.path[-1] if self.path else 0
 
 
-class Drafter:
+class Drafter(Settings):
     """Proposes what may follow texts. It may be wrong as often as it likes: what is written is decided by the target alone.
+
+    One file a drafter in this folder. A drafter whose settings configurations give is a dataclass (`runtime.config.settings`); what it
+    draws on besides is in fields that are `built()`, and `build` fills them in.
 
     Attributes:
         name: as `drafter=` says it.
+        source: what it drafts from: "text", "target" (a part of it), "model" (a draft model), "heads" (that a directory holds, for
+            this target), "drafters" (others, which it composes).
+        fact: key of draft.json by which a draft model says that this is the drafter it was trained for.
         wants: what of the target it reads: "hidden" (of every verified token), "prompt" (also of every token of prompts), "steps" (it
             learns from every step, also where it had proposed nothing).
         draws: True: with `Ask.draw` its trees hold `proposals`.
@@ -123,11 +132,28 @@ class Drafter:
     """
 
     name: ClassVar[str]
+    source: ClassVar[str] = "text"
+    fact: ClassVar[str | None] = None
     wants: frozenset[str] = frozenset()
     draws: bool = False
     inside: bool = False
     overhead: float = 0.0
     vocabulary: int | None = None
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Drafter:
+        """The drafter for a target.
+
+        Args:
+            directory: of the draft model or heads; meaningless for drafters that need none.
+            facts: its draft.json; empty where there is none.
+            settings: of the drafter, as they were read.
+
+        Raises:
+            ConfigError: a setting does not fit the target; UnfitError: its engine or the machine does not.
+            RequestError, ArtifactError: the directory is another target's, or cannot be read.
+        """
+        return cls(**settings)
 
     def begin(self, text: Text) -> Any:
         """What the drafter remembers of one text; called when its prompt is known."""

@@ -1,25 +1,28 @@
-"""Several draft models, from the cheapest to the best: who is not sure of a token asks the next."""
+"""Cascade of draft models (S2D): one that is not sure of a token asks the next, deeper one."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded, check_bounds
+from runtime.config.settings import ConfigError, Fraction, built
 from runtime.drafting.caches.lanes import PagedLanes
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.drafters.base import Ask, Drafter, Text
-from runtime.drafting.drafters.model import Candidates, ModelDrafter
+from runtime.drafting.drafters.draft_model import DraftModel
+from runtime.drafting.drafters.model import Candidates, FromDraft, ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
+from runtime.system.describe import is_integer
 
 
 @dataclass(eq=False)
-class Cascade(Drafter):
+class Cascade(FromDraft):
     """The first model drafts token after token; one that it gives less than `sure` is asked of the next model, and so on; the last one's
     word stands. Nested drafts (one model whose first layers are drafts too) are drafted with so: deeper where it is needed.
 
@@ -32,14 +35,28 @@ class Cascade(Drafter):
     """
 
     name: ClassVar[str] = "nested"
-    draws = True
+    fact: ClassVar[str | None] = "depths"
 
-    models: Sequence[ModelDrafter]
-    sure: float = bounded(0.6, Range(0, 1))
+    models: Sequence[ModelDrafter] = built()
+    sure: Fraction = 0.6
     asked: list[int] = field(default_factory=list, init=False)
 
+    @classmethod
+    def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
+        """A cascade over the depths that the draft was trained at: its first layers are drafts by themselves."""
+        depths, layers = draft.facts.get("depths"), draft.facts.get("layers")
+        if not isinstance(depths, list) or not all(is_integer(each) for each in depths):
+            depths = []
+        if len(depths) < 2 or depths != sorted(set(depths)) or depths[0] < 1 or depths[-1] != layers:
+            raise ConfigError(("method",), f"{directory} was not trained at several depths; use chain")
+        engine = parts_of(draft.engine)
+        if isinstance(engine, str):
+            raise UnfitError(("method",), f"nested: {engine}")
+        shallow = [ModelDrafter(PagedLanes(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
+        return cls([*shallow, ModelDrafter(PagedLanes(engine), candidates, weights=draft.weight_bytes)], **settings)
+
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if len(self.models) < 2:
             raise ValueError("nested.models must be at least two")
         self.vocabulary = self.models[0].vocabulary
@@ -94,9 +111,6 @@ class Cascade(Drafter):
         raise AssertionError("the last model always answers")
 
 
-# A nested draft: one model whose first layers are drafts by themselves, gone down as deep as a token needs.
-
-
 class _Depth:
     """The first layers of a draft as an engine of their own, for lanes."""
 
@@ -110,22 +124,3 @@ class _Depth:
 
     def step(self, pool: Any, pieces: Sequence[Chunk]) -> torch.Tensor:
         return self._view.read(pool, pieces)
-
-
-def nested(engine: Any, depths: Sequence[int], candidates: Candidates, weights: int, **settings: Any) -> Cascade:
-    """A cascade over the depths of one draft.
-
-    Args:
-        engine: of the whole draft, the decoder in C.
-        depths: numbers of first layers, ascending; the last is all of them.
-        candidates, weights: as of `ModelDrafter`.
-        settings: of `Cascade`.
-
-    Raises:
-        UnfitError: the engine cannot compute with parts of a model.
-    """
-    own = parts_of(engine)
-    if isinstance(own, str):
-        raise UnfitError(("method",), f"nested: {own}")
-    shallow = [ModelDrafter(PagedLanes(_Depth(own, depth)), candidates) for depth in depths[:-1]]
-    return Cascade([*shallow, ModelDrafter(PagedLanes(own), candidates, weights=weights)], **settings)

@@ -1,18 +1,20 @@
-"""A draft model with a head that foresees whether its tokens will be accepted, and stops when one probably will not."""
+"""SpecDec++: a draft model with a head that foresees acceptance, and stops when a token will probably be rejected."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded
+from runtime.config.settings import ConfigError, Share, built
 from runtime.drafting.caches.lanes import Lane, PagedLanes
-from runtime.drafting.drafters.base import Ask
-from runtime.drafting.drafters.model import ModelDrafter
+from runtime.drafting.config.target import UnfitError
+from runtime.drafting.drafters.base import Ask, Drafter
+from runtime.drafting.drafters.draft_model import DraftModel
+from runtime.drafting.drafters.model import Candidates, ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError, RequestError
 from runtime.sampling.tree import Tree
@@ -111,8 +113,22 @@ class Confident(ModelDrafter):
     """
 
     name: ClassVar[str] = "confident"
-    head: AcceptHead = field(kw_only=True)
-    threshold: float = bounded(0.7, Range(0, 1, open_low=True))
+    fact: ClassVar[str | None] = "accept_head"
+    confidence: float = built(0.0)
+    head: AcceptHead = built(kw_only=True)
+    threshold: Share = 0.7
+
+    @classmethod
+    def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
+        if not (directory / FILE).is_file():
+            raise ConfigError(("method",), f"{directory} has no head that foresees acceptance; use chain")
+        config = getattr(getattr(draft.engine, "module", None), "config", None)
+        if draft.engine.lockstep or config is None:
+            text = f"confident needs the states of the draft, which {draft.engine.description} does not give"
+            raise UnfitError(("method",), text)
+        head = AcceptHead.load(directory, int(config.hidden_size))
+        lanes = StateLanes(draft.engine)
+        return cls(lanes=lanes, candidates=candidates, weights=draft.weight_bytes, head=head, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()

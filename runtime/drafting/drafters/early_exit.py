@@ -1,26 +1,22 @@
-"""The target's first layers draft, under its own norm and head."""
+"""Early exit: the target's first layers draft, under its own norm and head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from pathlib import Path
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 
-from runtime.config.fields import PolicyError, integer
-from runtime.config.ranges import COUNT, SHARE, bounded
+from runtime.config.settings import ConfigError, Count, Share, settings_of
+from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Draw, Place, Text, Verified
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import WHERE, Inside, Spot, ViewDrafter, ViewLanes, engine_of, settings_of
+from runtime.drafting.drafters.sublayers import Spot, ViewDrafter, ViewLanes, engine_of
+from runtime.engines.native.engine import Recorder
+from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
-
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
-    from runtime.engines.native.engine import Recorder
-
-
-# The target's first layers draft: as many of them, and as many tokens, as make the text grow fastest by what was seen of it so far.
 
 _PRIOR = 2.0  # tokens that a text's own rates begin with those of all texts
 _KEEP_ALL = 0.995  # as `DynamicExit.keep`, over all texts
@@ -90,13 +86,11 @@ class DynamicExit(ViewDrafter):
     """
 
     name: ClassVar[str] = "early-exit"
-    exits: int = bounded(8, COUNT)
-    every: int = bounded(4, COUNT)
-    keep: float = bounded(0.95, SHARE)
+    exits: Count = 8
+    every: Count = 4
+    keep: Share = 0.95
 
     def __post_init__(self) -> None:
-        from runtime.engines.native.sublayers import View
-
         super().__post_init__()
         self._lanes = cast(ViewLanes, self.lanes)
         engine = self._lanes.view.engine
@@ -117,8 +111,6 @@ class DynamicExit(ViewDrafter):
 
     # ---------------------------------------------------------------- before a verification
     def limits(self, asks: Sequence[Ask]) -> list[int]:
-        from runtime.engines.native.engine import Recorder
-
         limits = super().limits(asks)
         spots = [cast(ExitSpot, ask.state) for ask in asks]
         rates = [[spot.rates.rate(place) for place in range(len(self.layers))] for spot in spots]
@@ -220,40 +212,36 @@ class EarlyExit(ViewDrafter):
     Source: Elhoushi et al., LayerSkip: Enabling Early Exit Inference and Self-Speculative Decoding, arXiv 2404.16710.
 
     Attributes:
-        layer: how many layers draft.
+        layer: how many layers draft; auto: chosen anew for every draft (DEL, arXiv 2504.05598), as the other fields say.
+        exits: With auto: most layers that are considered, evenly spread.
+        every: With auto: rounds between looks at all exits; each look reads the head for every exit. Where no exit pays nothing is
+            drafted but one token with each look, and looks become rarer.
+        keep: With auto: share of a token's weight that is left when another was seen.
     """
 
     name: ClassVar[str] = "early-exit"
-    layer: int = bounded(1, COUNT)
+    layer: Count | Literal["auto"] = "auto"
+    exits: Count = 8
+    every: Count = 4
+    keep: Share = 0.95
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> ViewDrafter:
+        engine = engine_of(target, cls.name)
+        layers, layer = len(engine.parts.blocks), settings.pop("layer")
+        if layers < 2:
+            raise ConfigError((), f"the model has {layers} layer; an early exit needs at least 2")
+        candidates = Candidates(engine.vocab_size)
+        if layer == "auto":
+            return DynamicExit(lanes=ViewLanes(View(engine, range(1))), candidates=candidates, **settings)
+        for key in ("exits", "every", "keep"):
+            if settings.pop(key) != settings_of(cls)[key].default:
+                raise ConfigError((key,), "is for an exit that is chosen anew for every draft; leave it out, or layer")
+        if layer >= layers:
+            text = f"an early exit is after layer 1 to {layers - 1} of this model's {layers}, not {layer}"
+            raise ConfigError(("layer",), text)
+        lanes = ViewLanes(View(engine, range(layer)))
+        return cls(lanes=lanes, candidates=candidates, layer=layer, **settings)
 
     def describe(self) -> str:
         return f"{self.name} after layer {self.layer}"
-
-
-def build(target: Target, settings: Mapping[str, Any]) -> Inside:
-    """The drafter of `{"method": "early-exit", "layer": "auto" or a number}`.
-
-    Raises:
-        RequestError: the engine does not compute with parts of a model, or it has no such layer.
-    """
-    from runtime.engines.native.sublayers import View
-
-    engine = engine_of(target, EarlyExit.name)
-    layers = len(engine.parts.blocks)
-    layer = settings.get("layer", "auto")
-    if layers < 2:
-        raise PolicyError((), f"the model has {layers} layer; an early exit needs at least 2", WHERE)
-    if layer == "auto":
-        values = settings_of(DynamicExit, {key: value for key, value in settings.items() if key != "layer"})
-        return DynamicExit(lanes=ViewLanes(View(engine, range(1))), candidates=Candidates(engine.vocab_size), **values)
-    try:
-        integer(("layer",), layer)
-    except PolicyError as error:
-        raise PolicyError(("layer",), f"{error.text}, or 'auto'", WHERE) from None
-    values = settings_of(EarlyExit, settings)
-    if not 1 <= values["layer"] < layers:
-        raise PolicyError(
-            ("layer",), f"an early exit is after layer 1 to {layers - 1} of this model's {layers}, not {layer}", WHERE
-        )
-    view = View(engine, range(values["layer"]))
-    return EarlyExit(lanes=ViewLanes(view), candidates=Candidates(engine.vocab_size), **values)

@@ -1,4 +1,4 @@
-"""Drafters composed of others: one after another until one has enough to say, or all of them together."""
+"""Compositions of drafters: one after another until one has enough to say, or all of them together."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded, check_bounds
+from runtime.config.settings import NonNegative, built
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
-from runtime.drafting.drafters.tables.joining import join
+from runtime.drafting.drafters.tables.growth import join
 from runtime.sampling.tree import Tree
 
 
@@ -23,10 +23,11 @@ class _Composed(Drafter):
         drafters: that it is composed of, the first to be asked first.
     """
 
-    drafters: Sequence[Drafter]
+    source: ClassVar[str] = "drafters"
+    drafters: Sequence[Drafter] = built()
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if not self.drafters:
             raise ValueError(f"{self.name}.drafters must be at least one drafter")
         self.drafters = tuple(self.drafters)
@@ -81,7 +82,7 @@ class FirstOf(_Composed):
     """
 
     name: ClassVar[str] = "first"
-    least: float = bounded(2.0, Range(0))
+    least: NonNegative = 2.0
 
     def __post_init__(self) -> None:
         super().__post_init__()

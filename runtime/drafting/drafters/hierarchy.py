@@ -5,18 +5,49 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+import numpy as np
+from annotated_types import Interval
+
+from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
-from runtime.drafting.drafters.tables.corpus import token_ids
-from runtime.drafting.drafters.tables.growth import grow
-from runtime.drafting.drafters.tables.history import History
-from runtime.drafting.drafters.tables.joining import join
-from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
+from runtime.drafting.drafters.tables.growth import grow, join
+from runtime.drafting.drafters.tables.occurrences import BORDER, History, Match, Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.errors import RequestError
 from runtime.sampling.tree import Tree
+
+
+def token_ids(source: str | Path | Sequence[int], where: str, most: int) -> list[int]:
+    """The ids, in order.
+
+    Args:
+        source: ids, or the path of a `.npy` file with one row of integers.
+        where: says in errors whose corpus it is.
+        most: ids that are allowed.
+
+    Raises:
+        RequestError: the file cannot be read, or these are not at most `most` token ids.
+    """
+    name = repr(str(source)) if isinstance(source, (str, Path)) else "what is given"
+    try:
+        found = (
+            np.load(source, mmap_mode="r", allow_pickle=False) if isinstance(source, (str, Path)) else np.array(source)
+        )
+    except (OSError, ValueError, OverflowError) as error:
+        raise RequestError(f"{where}: {name} cannot be read as a .npy file of token ids: {error}") from None
+    if not isinstance(found, np.ndarray) or found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
+        raise RequestError(f"{where} must be one row of token ids, which {name} is not")
+    if len(found) > most:
+        raise RequestError(f"{where} may have at most {most} token ids, but {name} has {len(found)}")
+    if len(found) and not (int(found.min()) >= 0 and int(found.max()) < BORDER):
+        raise RequestError(
+            f"{where} must be token ids, at least 0 and below {BORDER}, which {name} does not hold throughout"
+        )
+    return [int(token) for token in found]
+
 
 _STORES = 3
 _PLACES = 16  # of an n-gram in a store, the latest ones, that are looked at
@@ -41,15 +72,15 @@ class Hierarchy(Drafter):
     """
 
     name: ClassVar[str] = "hierarchy"
-    longest: int = bounded(16, Range(1, 256))
-    shortest: int = bounded(1, Range(1, 256))
-    width: int = bounded(4, COUNT)
-    enough: int = bounded(64, COUNT)
-    history: int = bounded(1 << 17, Range(0, 1 << 24))
+    longest: Annotated[int, Interval(ge=1, le=256)] = 16
+    shortest: Annotated[int, Interval(ge=1, le=256)] = 1
+    width: Count = 4
+    enough: Count = 64
+    history: Annotated[int, Interval(ge=0, le=1 << 24)] = 1 << 17
     statistics: str | Path | Sequence[int] | None = None
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.shortest > self.longest:
             raise ValueError(
                 f"hierarchy.shortest must be at most hierarchy.longest, which is {self.longest}, not {self.shortest}"

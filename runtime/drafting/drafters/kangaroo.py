@@ -1,29 +1,27 @@
-"""The target's first layers draft, with a small block of their own that was trained to go on from them to the target's head."""
+"""Kangaroo: the target's first layers draft, with a trained adapter from them to the target's head."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import Any, ClassVar, cast
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
-from runtime.checkpoint.checkpoint import read_json
-from runtime.config.ranges import Range, bounded
+from runtime.config.settings import Probability
 from runtime.drafting.caches.lanes import Lane, PagedLanes
-from runtime.drafting.config.target import other_target
+from runtime.drafting.config.target import Target, other_target
 from runtime.drafting.drafters.base import Place
 from runtime.drafting.drafters.draft_model import DRAFT
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Inside, Spot, engine_of, settings_of
+from runtime.drafting.drafters.sublayers import Inside, Spot, engine_of
 from runtime.engines.base import Chunk
+from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
 from runtime.system.describe import is_integer
-
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
-    from runtime.engines.native.sublayers import Adapter, View
 
 ADAPTER = "adapter.safetensors"
 SCHEMA_VERSION = 1
@@ -71,48 +69,36 @@ class Kangaroo(Inside):
     """
 
     name: ClassVar[str] = "kangaroo"
-    confidence: float = bounded(0.6, Range(0, 1, open_high=True))
+    source: ClassVar[str] = "heads"
+    confidence: Probability = 0.6
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Kangaroo:
+        """See `Drafter.build`.
+
+        draft.json:
+            schema_version  1
+            method          "kangaroo"
+            target          fingerprint of the checkpoint that it is a part of
+            exit_layer      how many layers of it come before the adapter
+        adapter.safetensors: see `runtime.engines.native.sublayers.Adapter`.
+        """
+        engine = engine_of(target, cls.name)
+        layer = _exit_layer(directory, facts, target, len(engine.parts.blocks))
+        file = directory / ADAPTER
+        try:
+            tensors = load_file(file)
+        except (OSError, SafetensorError) as error:
+            raise ArtifactError(f"{file} cannot be read: {error}") from error
+        adapter = Adapter(engine, tensors, layer, str(file))
+        lanes = AdapterLanes(View(engine, range(layer)), adapter)
+        candidates = Candidates(engine.vocab_size)
+        return cls(lanes=lanes, candidates=candidates, weights=adapter.weight_bytes, **settings)
 
 
-# ---------------------------------------------------------------- making one
-def build(target: Target, settings: Mapping[str, Any]) -> Kangaroo:
-    """The drafter of `{"model": directory}` whose draft.json says kangaroo.
-
-    draft.json:
-        schema_version  1
-        method          "kangaroo"
-        target          fingerprint of the checkpoint that it is a part of
-        exit_layer      how many layers of it come before the adapter
-    adapter.safetensors: see `runtime.engines.native.sublayers.Adapter`.
-
-    Raises:
-        RequestError: it is another target's, or the engine does not compute with parts of a model. ArtifactError: it cannot be read.
-    """
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
-
-    from runtime.engines.native.sublayers import Adapter, View
-
-    path = Path(str(settings["model"]))
-    engine = engine_of(target, Kangaroo.name)
-    layer = _check(path, target, len(engine.parts.blocks))
-    file = path / ADAPTER
-    try:
-        tensors = load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ArtifactError(f"{file} cannot be read: {error}") from error
-    values = settings_of(Kangaroo, settings)
-    adapter = Adapter(engine, tensors, layer, str(file))
-    lanes = AdapterLanes(View(engine, range(layer)), adapter)
-    return Kangaroo(lanes=lanes, candidates=Candidates(engine.vocab_size), weights=adapter.weight_bytes, **values)
-
-
-def _check(path: Path, target: Target, layers: int) -> int:
+def _exit_layer(path: Path, facts: Mapping[str, Any], target: Target, layers: int) -> int:
     """The layer that an adapter goes on from."""
     file = path / DRAFT
-    facts = read_json(file)
-    if facts.get("method") != Kangaroo.name:
-        raise ArtifactError(f"{file} is of a draft of method {facts.get('method')!r}, not of {Kangaroo.name!r}")
     version = facts.get("schema_version")
     if version != SCHEMA_VERSION:
         raise ArtifactError(f"{file} has schema_version {version!r}; this version reads {SCHEMA_VERSION}")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from annotated_types import Interval
+
+from runtime.config.settings import Count, built
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
 from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket, likely
@@ -30,12 +32,12 @@ class Lookup(Drafter):
     """
 
     name: ClassVar[str] = "lookup"
-    longest: int = bounded(8, Range(1, 64))
-    shortest: int = bounded(1, Range(1, 64))
-    candidates: int = bounded(8, COUNT)
+    longest: Annotated[int, Interval(ge=1, le=64)] = 8
+    shortest: Annotated[int, Interval(ge=1, le=64)] = 1
+    candidates: Count = 8
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.shortest > self.longest:
             raise ValueError(
                 f"lookup.shortest must be at most lookup.longest, which is {self.longest}, not {self.shortest}"
@@ -107,8 +109,8 @@ class CopySpec(Lookup):
     """Copies what followed the latest earlier occurrence of the text's last three tokens (CopySpec: Dumitru et al., arXiv 2502.08923)."""
 
     name: ClassVar[str] = "copyspec"
-    longest: int = bounded(3, Range(1, 64))
-    shortest: int = bounded(3, Range(1, 64))
+    longest: int = built(3)
+    shortest: int = built(3)
 
 
 @dataclass(eq=False)

@@ -5,27 +5,71 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 import torch
+from annotated_types import Interval
 from torch import nn
+from torch.nn import functional
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
-from runtime.drafting.config.registry import GIVEN_HEADS
+from runtime.config.settings import Count, built
+from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.heads import TargetParts, nbytes, rates_of, read_heads
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.parts.files import rates_of, read_heads
-from runtime.drafting.drafters.parts.lean import make_lean, nbytes
-from runtime.drafting.drafters.parts.medusa_heads import MedusaHeads
-from runtime.drafting.drafters.parts.settings import read_settings
-from runtime.drafting.drafters.parts.target import TargetParts
 from runtime.drafting.drafters.tables.odds import Odds
 from runtime.drafting.shapes import Rates, Shape, fitted, widened
 from runtime.errors import RequestError
 from runtime.sampling.tree import ROOT, Tree
 
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
+
+class MedusaHead(nn.Module):
+    """Residual blocks x + SiLU(W x + b), then a linear map; all zero (the map: the identity) they change nothing.
+
+    The head's own vocabulary projection is the map followed by the target's head, which all heads share: a projection of the rank of
+    the hidden size that takes hidden^2 numbers, where one by itself takes vocabulary * hidden (32k tokens, hidden 2048: a sixteenth).
+    """
+
+    def __init__(self, hidden: int, blocks: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(hidden, hidden) for _ in range(blocks))
+        self.out = nn.Linear(hidden, hidden, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = x + functional.silu(block(x))
+        found: torch.Tensor = self.out(x)
+        return found
+
+
+class MedusaHeads(nn.Module):
+    """Some heads, the k-th (from 1) for the token k + 1 positions after the one whose hidden state is read.
+
+    Source: Cai et al., Medusa, arXiv 2401.10774.
+
+    Args:
+        hidden: width of the states.
+        heads: how many.
+        blocks: residual blocks of each.
+    """
+
+    def __init__(self, hidden: int, heads: int, blocks: int = 1) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(MedusaHead(hidden, blocks) for _ in range(heads))
+
+    def forward(self, states: torch.Tensor, count: int | None = None) -> torch.Tensor:
+        """States `[..., hidden]` to what the target's head reads for each of the first `count` heads, `[count, ..., hidden]`."""
+        return torch.stack([head(states) for head in self.heads[:count]])
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Weights to train from: every head says what the target's own does."""
+        for head in self.heads:
+            for block in head.blocks:  # type: ignore[union-attr]
+                nn.init.zeros_(block.weight)
+                nn.init.zeros_(block.bias)
+            nn.init.eye_(head.out.weight)  # type: ignore[union-attr,arg-type]
+
 
 _MOST_LOGITS = 1 << 24  # in memory at once; more texts are drafted for one part after another
 
@@ -50,19 +94,30 @@ class Medusa(Drafter):
     """
 
     name: ClassVar[str] = "medusa"
+    source: ClassVar[str] = "heads"
     wants = frozenset(["hidden"])
 
-    parts: TargetParts
-    heads: MedusaHeads
-    head: nn.Module | None
-    candidates: Candidates
-    start: Sequence[Sequence[float]]
-    width: int = bounded(8, Range(1, 64))
+    parts: TargetParts = built()
+    heads: MedusaHeads = built()
+    head: nn.Module | None = built()
+    candidates: Candidates = built()
+    start: Sequence[Sequence[float]] = built()
+    width: Annotated[int, Interval(ge=1, le=64)] = 8
     shape: Literal["likeliest", "fitted"] = "likeliest"
-    refit: int = bounded(64, COUNT)
+    refit: Count = 64
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Medusa:
+        parts = TargetParts.of(target.engine)
+        files = read_heads(directory, facts, cls.name, target.artifact, parts)
+        count = files.size("count")
+        with torch.device("meta"):
+            heads = MedusaHeads(parts.hidden, count, files.size("blocks", 0))
+        head, candidates = files.install(heads, parts)
+        return cls(parts, heads, head, candidates, rates_of(facts, count), **settings)
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
         self._rates = Rates(widened(self.start, self.width))
         self._odds = Odds(len(self.start) * self.width)
@@ -174,26 +229,3 @@ class _State:
     tokens: list[list[int]] = field(default_factory=list)
     chances: list[list[float]] = field(default_factory=list)
     guessed: int = -1
-
-
-def build_medusa(target: Target, path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> Medusa:
-    """The drafter of a directory.
-
-    Args:
-        facts: its draft.json.
-        settings: fields that are given, by name.
-
-    Raises:
-        RequestError: it is another target's, or a setting is wrong. ArtifactError: it cannot be read.
-    """
-    given = read_settings(Medusa, settings, GIVEN_HEADS)
-    parts = TargetParts.of(target.engine)
-    files = read_heads(path, facts, "medusa", target.artifact, parts)
-    count = files.size("count")
-    with torch.device("meta"):
-        heads = MedusaHeads(parts.hidden, count, files.size("blocks", 0))
-    files.fill(heads)
-    make_lean(heads, parts.dtype, parts.device)
-    head = None if files.kept is None else parts.head_of(files.kept)
-    drafter = Medusa(parts, heads, head, Candidates(parts.vocabulary, files.kept), rates_of(facts, count), **given)
-    return drafter

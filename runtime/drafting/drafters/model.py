@@ -1,21 +1,27 @@
-"""A smaller model drafts: token after token, all texts of a step together."""
+"""Draft models: a smaller model drafts token after token, all sequences of a step together."""
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
 import torch
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
-from runtime.drafting.caches.lanes import AheadLanes, Lane, Lanes
+from runtime.config.settings import ConfigError, Count, Natural, Probability, built, read
+from runtime.drafting.caches.lanes import AheadLanes, Lane, Lanes, lanes_of
+from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text
+from runtime.drafting.drafters.draft_model import DRAFT, DraftModel, load_draft
+from runtime.drafting.guard import within
+from runtime.errors import ArtifactError
 from runtime.sampling.sampling import process, seen_tokens
 from runtime.sampling.tree import Tree
 
-# The next token of a draft model: drawn as the target would draw it, or the likeliest; in the ids of the target.
+_log = logging.getLogger("compress.speculation")
 
 
 class Candidates:
@@ -69,8 +75,35 @@ _FAR = 16  # tokens; a lane that is further behind (nothing was drafted for a wh
 _RECENT = 256  # tokens that are compared one by one
 
 
+class FromDraft(Drafter):
+    """Drafter over a draft model, which its directory holds."""
+
+    source: ClassVar[str] = "model"
+    draws = True
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Drafter:
+        draft = target.drafts.get(str(directory))
+        if draft is None:
+            draft = load_draft(directory, target.artifact, target.engine.device, target.trust_remote_code)
+        candidates = Candidates(target.engine.vocab_size, draft.kept)
+        try:
+            drafter = cls.over(draft, directory, candidates, **settings)
+        except UnfitError as error:
+            if not target.lenient:
+                raise
+            _log.warning("the draft %s is used as a chain: %s", directory, error.text)
+            drafter = ModelDrafter.over(draft, directory, candidates)
+        return within(drafter, draft, target.engine.context_length)
+
+    @classmethod
+    def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
+        """The drafter over a loaded draft model; see `build` for what it raises."""
+        return cls(lanes=lanes_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings)  # type: ignore[call-arg]
+
+
 @dataclass(eq=False)
-class ModelDrafter(Drafter):
+class ModelDrafter(FromDraft):
     """A chain of tokens from a smaller causal language model of the same vocabulary.
 
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
@@ -84,15 +117,14 @@ class ModelDrafter(Drafter):
     """
 
     name: ClassVar[str] = "chain"
-    draws = True
 
-    lanes: Lanes
-    candidates: Candidates
-    confidence: float = bounded(0.0, Range(0, 1, open_high=True))
-    weights: int = 0
+    lanes: Lanes = built()
+    candidates: Candidates = built()
+    confidence: Probability = 0.0
+    weights: int = built(0)
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
 
     def begin(self, text: Text) -> Lane:
@@ -195,9 +227,22 @@ class Parallel(ModelDrafter):
     """
 
     name: ClassVar[str] = "parallel"
-    lanes: AheadLanes
-    mask_token: int = bounded(0, Range())
-    most: int = bounded(8, COUNT)
+    fact: ClassVar[str | None] = "parallel"
+    lanes: AheadLanes = built()
+    mask_token: int = built(0)
+    most: int = built(8)
+
+    @classmethod
+    def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
+        facts = draft.facts.get(cls.name)
+        if not isinstance(facts, Mapping):
+            raise ConfigError(("method",), f"{directory} was not trained to propose several tokens at once; use chain")
+        try:
+            mask = read(Natural, facts.get("mask_token"), ("mask_token",))
+            most = read(Count, facts.get("tokens"), ("tokens",))
+        except ConfigError as error:
+            raise ArtifactError(str(error.at(f"{directory / DRAFT}: {cls.name}"))) from None
+        return super().over(draft, directory, candidates, mask_token=mask, most=most, **settings)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         missing = self.missing(asks)

@@ -6,26 +6,21 @@ import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Interval
 from torch import nn
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
-from runtime.drafting.config.registry import GIVEN_HEADS
+from runtime.config.settings import Count, Probability, built
+from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.draft_model import DRAFT
+from runtime.drafting.drafters.heads import TargetParts, nbytes, read_heads
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.parts.entries import Entries
-from runtime.drafting.drafters.parts.files import read_heads
-from runtime.drafting.drafters.parts.lean import make_lean, nbytes
-from runtime.drafting.drafters.parts.mtp_block import BlockSizes, MTPBlock
-from runtime.drafting.drafters.parts.settings import read_settings
-from runtime.drafting.drafters.parts.target import TargetParts
+from runtime.drafting.drafters.mtp_block import BlockSizes, Entries, MTPBlock
 from runtime.errors import ArtifactError, RequestError
 from runtime.sampling.tree import ROOT, Tree
-
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
 
 _CHUNK = 256  # entries computed at once
 _WAITING = 32  # entries that may wait for the next draft; more are computed without one
@@ -54,19 +49,35 @@ class MTP(Drafter):
     """
 
     name: ClassVar[str] = "mtp"
+    source: ClassVar[str] = "heads"
     wants = frozenset(["hidden", "prompt"])
     draws = True
 
-    parts: TargetParts
-    block: MTPBlock
-    head: nn.Module | None
-    candidates: Candidates
-    width: int = bounded(4, Range(1, 64))
-    window: int = bounded(2048, COUNT)
-    confidence: float = bounded(0.0, Range(0, 1, open_high=True))
+    parts: TargetParts = built()
+    block: MTPBlock = built()
+    head: nn.Module | None = built()
+    candidates: Candidates = built()
+    width: Annotated[int, Interval(ge=1, le=64)] = 4
+    window: Count = 2048
+    confidence: Probability = 0.0
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> MTP:
+        parts = TargetParts.of(target.engine)
+        files = read_heads(directory, facts, cls.name, target.artifact, parts)
+        names = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary")
+        sizes = BlockSizes(**{name: files.size(name) for name in names})
+        wrong = sizes.heads % sizes.kv_heads or sizes.rotary % 2 or sizes.rotary > sizes.head_dim
+        if wrong or sizes.hidden != parts.hidden:
+            raise ArtifactError(f"{directory / DRAFT}: these sizes are those of no block: {sizes.as_dict()}")
+        with torch.device("meta"):
+            block = MTPBlock(sizes)
+        head, candidates = files.install(block, parts)
+        block.frequencies = block.frequencies.float()
+        return cls(parts, block, head, candidates, **settings)
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
         self._open: dict[int, _Lane] = {}
 
@@ -251,34 +262,3 @@ class _Grown:
             return tree
         order = sorted(range(len(tree)), key=lambda node: (-self.reach[node], node))[: self.ask.nodes]
         return tree.keep(order)
-
-
-def build_mtp(target: Target, path: Path, facts: Mapping[str, Any], settings: Mapping[str, Any]) -> MTP:
-    """The drafter of a directory.
-
-    Args:
-        facts: its draft.json.
-        settings: fields that are given, by name.
-
-    Raises:
-        RequestError: it is another target's, or a setting is wrong. ArtifactError: it cannot be read.
-    """
-    given = read_settings(MTP, settings, GIVEN_HEADS)
-    parts = TargetParts.of(target.engine)
-    files = read_heads(path, facts, "mtp", target.artifact, parts)
-    names = ("hidden", "intermediate", "heads", "kv_heads", "head_dim", "rotary")
-    sizes = BlockSizes(**{name: files.size(name) for name in names})
-    if (
-        sizes.heads % sizes.kv_heads
-        or sizes.rotary % 2
-        or sizes.rotary > sizes.head_dim
-        or sizes.hidden != parts.hidden
-    ):
-        raise ArtifactError(f"{path / 'draft.json'}: these sizes are those of no block: {sizes.as_dict()}")
-    with torch.device("meta"):
-        block = MTPBlock(sizes)
-    files.fill(block)
-    block.frequencies = block.frequencies.float()
-    make_lean(block, parts.dtype, parts.device)
-    head = None if files.kept is None else parts.head_of(files.kept)
-    return MTP(parts, block, head, Candidates(parts.vocabulary, files.kept), **given)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import numpy as np
 import torch
+from annotated_types import Interval
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.growth import grow
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
@@ -38,11 +39,11 @@ class Recycling(Drafter):
 
     name: ClassVar[str] = "recycling"
     wants = frozenset(["steps"])
-    candidates: int = bounded(8, Range(1, 64))
-    refit: int = bounded(64, COUNT)
+    candidates: Annotated[int, Interval(ge=1, le=64)] = 8
+    refit: Count = 64
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self._estimates = [_FIRST / (rank + 1) ** _FALL for rank in range(self.candidates)]
         self.reset()
 

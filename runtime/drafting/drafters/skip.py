@@ -1,22 +1,19 @@
-"""The target drafts for itself with some of its attention and feed-forward halves left out."""
+"""Self-speculation: the target drafts for itself with some of its attention and feed-forward halves left out."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from pathlib import Path
+from typing import Any, ClassVar
 
-from runtime.config.fields import PolicyError
-from runtime.config.ranges import SHARE, Range, bounded
+from runtime.config.settings import ConfigError, Natural, Probability, Share
+from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Verified
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import WHERE, Spot, ViewDrafter, ViewLanes, engine_of, settings_of
+from runtime.drafting.drafters.sublayers import Spot, ViewDrafter, ViewLanes, engine_of
+from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
-
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
-
-_FROM_ZERO = Range(0, 1, open_high=True)
 
 
 @dataclass(eq=False)
@@ -35,18 +32,32 @@ class Skip(ViewDrafter):
     """
 
     name: ClassVar[str] = "skip"
-    skip_attention: tuple[int, ...] = ()
-    skip_mlp: tuple[int, ...] = ()
-    confidence: float = bounded(0.6, _FROM_ZERO)
-    accepted: float = bounded(0.9, SHARE)
-    change: float = bounded(0.01, _FROM_ZERO)
-    memory: float = bounded(0.5, _FROM_ZERO)
-    inertia: float = bounded(0.9, _FROM_ZERO)
+    skip_attention: tuple[Natural, ...] = ()
+    skip_mlp: tuple[Natural, ...] = ()
+    confidence: Probability = 0.6
+    accepted: Share = 0.9
+    change: Probability = 0.01
+    memory: Probability = 0.5
+    inertia: Probability = 0.9
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self._first = self.confidence
         self.reset()
+
+    @classmethod
+    def build(cls, target: Target, directory: Path, facts: Mapping[str, Any], **settings: Any) -> Skip:
+        engine = engine_of(target, cls.name)
+        layers = len(engine.parts.blocks)
+        skipped = {key: check_layers(key, settings[key], layers) for key in ("skip_attention", "skip_mlp")}
+        left = 2 * layers - sum(map(len, skipped.values()))
+        if left == 2 * layers:
+            text = "nothing is skipped; name layers in skip_attention or skip_mlp (a recipe's draft: {method: skip} finds good ones)"
+            raise ConfigError((), text)
+        if not left:
+            raise ConfigError((), f"all {layers} layers are skipped; something must be left to draft with")
+        view = View(engine, range(layers), *skipped.values())
+        return cls(lanes=ViewLanes(view), candidates=Candidates(engine.vocab_size), **{**settings, **skipped})
 
     def reset(self) -> None:
         self.confidence, self._rate = self._first, self.accepted
@@ -79,37 +90,11 @@ class Skip(ViewDrafter):
         return f"{self.name} of {len(self.skip_attention)} attention and {len(self.skip_mlp)} feed-forward halves"
 
 
-def build(target: Target, settings: Mapping[str, Any]) -> Skip:
-    """The drafter of `{"method": "skip", ...}`.
-
-    Raises:
-        RequestError: the engine does not compute with parts of a model, or these cannot be left out.
-    """
-    from runtime.engines.native.sublayers import View
-
-    engine = engine_of(target, Skip.name)
-    values = settings_of(Skip, settings)
-    layers = len(engine.parts.blocks)
-    for key in ("skip_attention", "skip_mlp"):
-        values[key] = check_layers(key, values[key], layers)
-    left = 2 * layers - len(values["skip_attention"]) - len(values["skip_mlp"])
-    if left == 2 * layers:
-        raise PolicyError(
-            (),
-            "nothing is skipped; name layers in skip_attention or skip_mlp (a recipe's draft: {method: skip} finds good ones)",
-            WHERE,
-        )
-    if not left:
-        raise PolicyError((), f"all {layers} layers are skipped; something must be left to draft with", WHERE)
-    view = View(engine, range(layers), values["skip_attention"], values["skip_mlp"])
-    return Skip(lanes=ViewLanes(view), candidates=Candidates(engine.vocab_size), **values)
-
-
 def check_layers(key: str, layers: Sequence[int], count: int) -> tuple[int, ...]:
-    """Ascending; PolicyError unless they are distinct layers of `count`."""
+    """Ascending; ConfigError unless they are distinct layers of `count`."""
     for place, layer in enumerate(layers):
         if layer >= count:
-            raise PolicyError((key, place), f"the model has layers 0 to {count - 1}, not {layer}", WHERE)
+            raise ConfigError((key, place), f"the model has layers 0 to {count - 1}, not {layer}")
         if layer in layers[:place]:
-            raise PolicyError((key, place), f"layer {layer} is named twice", WHERE)
+            raise ConfigError((key, place), f"layer {layer} is named twice")
     return tuple(sorted(layers))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-from runtime.config.ranges import COUNT, bounded
+from runtime.config.settings import Count, built
 from runtime.drafting.caches.lanes import AheadLanes, Lane
 from runtime.drafting.drafters.base import Ask, Text
 from runtime.drafting.drafters.model import ModelDrafter
@@ -61,8 +61,8 @@ class Staged(ModelDrafter):
     """
 
     name: ClassVar[str] = "staged"
-    lanes: AheadLanes
-    guesses: int = bounded(4, COUNT)
+    lanes: AheadLanes = built()
+    guesses: Count = 4
 
     def begin(self, text: Text) -> Any:
         return _Own(self.lanes.open(), _Grams())

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import ClassVar
 
 import torch
 
-from runtime.config.fields import PolicyError, found, read_fields
 from runtime.drafting.caches.lanes import Lane
-from runtime.drafting.config.amounts import OF_THE_WHOLE
-from runtime.drafting.config.target import UnfitError
+from runtime.drafting.config.target import Target, UnfitError
 from runtime.drafting.drafters.base import Ask, Place, Text
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.engines.base import Chunk
+from runtime.engines.native.engine import LlamaEngine
+from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
-
-if TYPE_CHECKING:
-    from runtime.drafting.config.build import Target
-    from runtime.engines.native.engine import LlamaEngine
-    from runtime.engines.native.sublayers import View
-
-WHERE = "drafter"
-#: Fields that a builder gives.
-GIVEN = ("lanes", "candidates", "weights")
-_BESIDE = ("method", "model", *OF_THE_WHOLE)  # keys that are read elsewhere, for messages
 
 
 @dataclass(eq=False)
@@ -82,6 +72,7 @@ class ViewLanes:
 class Inside(ModelDrafter):
     """A chain of tokens that a part of the target proposes; what it writes to the target's cache the verification writes anew."""
 
+    source: ClassVar[str] = "target"
     inside = True
 
     def begin(self, text: Text) -> Spot:
@@ -126,22 +117,7 @@ class ViewDrafter(Inside):
 # ---------------------------------------------------------------- making one
 def engine_of(target: Target, name: str) -> LlamaEngine:
     """The target's engine; UnfitError where it does not compute with parts of a model."""
-    from runtime.engines.native.sublayers import parts_of
-
     engine = parts_of(target.engine)
     if isinstance(engine, str):
-        raise UnfitError((), f"'{name}' drafts with layers of the model itself, and {engine}", WHERE)
+        raise UnfitError((), f"'{name}' drafts with layers of the model itself, and {engine}")
     return engine
-
-
-def settings_of(cls: type, settings: Mapping[str, Any], given: Sequence[str] = GIVEN) -> dict[str, Any]:
-    """The values of a drafter's fields; PolicyError where they cannot be."""
-    own = {key: value for key, value in settings.items() if key not in _BESIDE}
-    try:
-        return read_fields(cls, own, (), given, _nothing, _BESIDE)
-    except PolicyError as error:
-        raise error.at(WHERE) from None
-
-
-def _nothing(path: Any, value: Any) -> Any:
-    raise PolicyError(path, f"expected a setting, got {found(value)}", WHERE)

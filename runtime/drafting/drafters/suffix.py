@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from annotated_types import Interval
+
+from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow
-from runtime.drafting.drafters.tables.history import History
-from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
+from runtime.drafting.drafters.tables.occurrences import History, Match, Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
 from runtime.sampling.tree import Tree
 
@@ -38,15 +39,15 @@ class Suffix(Drafter):
     """
 
     name: ClassVar[str] = "suffix"
-    factor: float = bounded(4.0, Range(0, 64))
-    offset: float = bounded(8.0, Range(0, 4096))
-    longest: int = bounded(32, Range(1, 256))
-    patterns: int = bounded(2, COUNT)
-    occurrences: int = bounded(32, Range(1, 4096))
-    history: int = bounded(1 << 17, Range(0, 1 << 24))
+    factor: Annotated[float, Interval(ge=0, le=64)] = 4.0
+    offset: Annotated[float, Interval(ge=0, le=4096)] = 8.0
+    longest: Annotated[int, Interval(ge=1, le=256)] = 32
+    patterns: Count = 2
+    occurrences: Annotated[int, Interval(ge=1, le=4096)] = 32
+    history: Annotated[int, Interval(ge=0, le=1 << 24)] = 1 << 17
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         self._lengths = indexed(self.longest)
         self._earlier = History(self.history, self._lengths)
         self._odds = Odds(2 * KINDS)

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Annotated, Any, ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from annotated_types import Interval
+
+from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
-from runtime.drafting.drafters.tables.blend import blended
 from runtime.drafting.drafters.tables.continuations import following
 from runtime.drafting.drafters.tables.growth import Candidate, grow
 from runtime.drafting.drafters.tables.occurrences import Occurrences
 from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket
-from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie, blended
 from runtime.sampling.tree import Tree
 
 Context = int | list[int]  # a node of the trie of outputs, or places in the text
@@ -35,13 +36,13 @@ class Trie(Drafter):
     """
 
     name: ClassVar[str] = "trie"
-    branch: int = bounded(10, Range(2, 64))
-    prefix: int = bounded(4, COUNT)
-    width: int = bounded(4, COUNT)
-    capacity: int = bounded(1 << 17, Range(1 << 10, 1 << 24))
+    branch: Annotated[int, Interval(ge=2, le=64)] = 10
+    prefix: Count = 4
+    width: Count = 4
+    capacity: Annotated[int, Interval(ge=1 << 10, le=1 << 24)] = 1 << 17
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.prefix >= self.branch:
             raise ValueError(f"trie.prefix must be below trie.branch, which is {self.branch}, not {self.prefix}")
         self._outputs = TokenTrie(self.branch, self.capacity)

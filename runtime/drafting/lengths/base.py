@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
+from runtime.config.settings import Settings
 from runtime.drafting.lengths.belief import Belief
 from runtime.sampling.tree import Tree
 
@@ -222,7 +223,7 @@ class Progress:
     drawn: bool = False
 
 
-class Lengths:
+class Lengths(Settings):
     """How much to draft next.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.config.ranges import COUNT, Range, bounded, check_bounds
+from runtime.config.settings import Count, Probability
 from runtime.drafting.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Progress
 
 
@@ -21,12 +21,9 @@ class Fixed(Lengths):
     """
 
     name: ClassVar[str] = "fixed"
-    depth: int = bounded(DEPTH, COUNT)
-    nodes: int = bounded(NODES, COUNT)
-    confidence: float = bounded(0.0, Range(0, 1, open_high=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    depth: Count = DEPTH
+    nodes: Count = NODES
+    confidence: Probability = 0.0
 
     def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
         share = max(0, most_rows - rows) // max(1, len(texts))

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.config.ranges import COUNT, bounded, check_bounds
+from runtime.config.settings import Count
 from runtime.drafting.lengths.base import DEPTH, NODES, Costs, Lengths, Plan, Progress
 from runtime.sampling.tree import Tree
 
@@ -116,11 +116,8 @@ class Goodput(Lengths):
     """
 
     name: ClassVar[str] = "goodput"
-    depth: int = bounded(DEPTH, COUNT)
-    nodes: int = bounded(NODES, COUNT)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    depth: Count = DEPTH
+    nodes: Count = NODES
 
     def plan(self, texts: Sequence[Progress], costs: Costs, rows: int, most_rows: int) -> list[Plan]:
         share = max(0, most_rows - rows) // max(1, len(texts))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import ClassVar, NamedTuple
 
+from runtime.config.settings import Settings
 from runtime.drafting.verify.target import Target
 from runtime.sampling.tree import ROOT, Tree
 
@@ -16,7 +17,7 @@ class Verdict(NamedTuple):
     token: int
 
 
-class Rule:
+class Rule(Settings):
     """Decides how much of a tree becomes text.
 
     Attributes:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.config.ranges import SHARE, bounded, check_bounds
+from runtime.config.settings import Share
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import drawn, found, normalized, rejected
 from runtime.drafting.verify.target import Target
@@ -26,10 +26,7 @@ class Lenient(Rule):
     """
 
     name: ClassVar[str] = "lenient"
-    factor: float = bounded(0.5, SHARE)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    factor: Share = 0.5
 
     def step(
         self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from runtime.config.ranges import ABOVE_ZERO, Range, bounded, check_bounds
+from runtime.config.settings import Positive, Probability
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import found
 from runtime.drafting.verify.target import Target
@@ -29,11 +29,8 @@ class Rollback(Rule):
     """
 
     name: ClassVar[str] = "rollback"
-    threshold: float = bounded(2.0, ABOVE_ZERO)
-    fallback: float = bounded(0.5, Range(0, 1, open_high=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    threshold: Positive = 2.0
+    fallback: Probability = 0.5
 
     def step(
         self, tree: Tree, node: int, options: Sequence[int], branch: Sequence[int], target: Target

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import SHARE, bounded, check_bounds
+from runtime.config.settings import Share
 from runtime.drafting.verify.base import Rule, Verdict
 from runtime.drafting.verify.exact import Exact
 from runtime.drafting.verify.target import Target
@@ -28,11 +28,8 @@ class Typical(Rule):
     """
 
     name: ClassVar[str] = "typical"
-    epsilon: float = bounded(0.09, SHARE)
-    delta: float = bounded(0.3, SHARE)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    epsilon: Share = 0.09
+    delta: Share = 0.3
 
     def accept(self, tree: Tree, target: Target) -> Verdict:
         if not target.draws:

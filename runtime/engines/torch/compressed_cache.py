@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.config.fields import PolicyError
+from runtime.config.settings import ConfigError
 from runtime.errors import CompressError
 from runtime.kv_cache import drafts
-from runtime.kv_cache.cache import CompressedCache, prepare
+from runtime.kv_cache.cache import CompressedCache, check_asked, prepare, probe
 from runtime.kv_cache.estimate import needed_bytes
 from runtime.kv_cache.kernels import explain
 from runtime.kv_cache.layer import CompressedLayer
-from runtime.kv_cache.policy.checks import check_asked, check_module, probe
+from runtime.kv_cache.policy.checks import check_module
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import Shape
 from runtime.kv_cache.storage.base import StateError
@@ -40,7 +40,7 @@ class HeldCache:
         prefix: token ids that come before every prompt.
 
     Raises:
-        PolicyError: the model's attention cannot, calibration is missing, or its device does not go with the policy.
+        ConfigError: the model's attention cannot, calibration is missing, or its device does not go with the policy.
     """
 
     def __init__(self, module: PreTrainedModel, policy: Policy) -> None:
@@ -56,7 +56,7 @@ class HeldCache:
         try:
             self.new()  # what cannot be made is known now
         except ValueError as error:
-            raise PolicyError((), str(error)) from error
+            raise ConfigError((), str(error), "kv_cache") from error
 
     def new(self) -> CompressedCache:
         return CompressedCache(self._module, self.plan)
@@ -85,7 +85,7 @@ class HeldCache:
         """Around a forward pass over a compressed cache.
 
         Raises:
-            PolicyError: the policy's storage cannot hold what the model computes; the sentence says what can.
+            ConfigError: the policy's storage cannot hold what the model computes; the sentence says what can.
             CompressError: the cache failed otherwise, as where a disk is full.
         """
         try:
@@ -93,12 +93,12 @@ class HeldCache:
         except CompressError:
             raise
         except StateError as error:
-            raise PolicyError((), str(error)) from error
+            raise ConfigError((), str(error), "kv_cache") from error
         except ValueError as error:
             raise CompressError(f"kv_cache ({self.description}): {error}") from error
 
     def check_read(self, cache: CompressedCache, before: int, count: int) -> None:
-        """PolicyError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow."""
+        """ConfigError where a layer's attention did not ask the cache for what it holds: its output would be wrong, not slow."""
         check_asked(self._module, cache, before + count)
 
     def length(self, cache: CompressedCache) -> int:

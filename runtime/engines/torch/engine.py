@@ -61,7 +61,7 @@ class TorchEngine(RowEngine):
         self.held: HeldCache | None = None
 
     def compress_cache(self, policy: Policy) -> None:
-        """Hold keys and values as a policy says from now on; PolicyError where the model cannot."""
+        """Hold keys and values as a policy says from now on; ConfigError where the model cannot."""
         from runtime.engines.torch.compressed_cache import HeldCache
 
         self.held = HeldCache(self.module, policy)

@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded, check_bounds
+from runtime.config.settings import Probability
+from runtime.kv_cache.budgets.base import HeadBudget
 from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
-class AdaptiveHeads:
+class AdaptiveHeads(HeadBudget):
     """Tokens of all heads compete by score; a head keeps at least a share of the mean (AdaKV, arXiv 2407.11550).
 
     Attributes:
@@ -20,10 +21,7 @@ class AdaptiveHeads:
     """
 
     name: ClassVar[str] = "adaptive"
-    safeguard: float = bounded(0.2, Range(0, 1, open_high=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    safeguard: Probability = 0.2
 
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
         batch, heads, count = score.shape

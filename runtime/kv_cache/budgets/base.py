@@ -1,23 +1,25 @@
-"""How many tokens each head keeps: shares of layers times shares of heads within a layer."""
+"""Budgets: how many tokens each head keeps, as a share of its layer times a share within the layer."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import ClassVar, Protocol
+from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Settings
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
 class LayerFacts:
-    """What a layer share may look at, of one layer.
+    """What a budget may look at, of one layer.
 
     Attributes:
         score: float32 `[batch, kv_heads, n]`, of the tokens that the layer still has: all, if it was not cut yet.
-        preference: float32 `[batch]`, of the share's own making.
+        preference: float32 `[batch]`, of the budget's own making.
         total: float32 `[batch]`, the sum of the finite scores of all tokens, before any was evicted.
     """
 
@@ -36,8 +38,8 @@ class LayerFacts:
         return replace(self, score=score)
 
 
-class LayerShare(Protocol):
-    """How the budget is spread over layers.
+class LayerBudget(Settings, ABC):
+    """How the budget is spread over layers: a frozen dataclass, whose fields are the recipe's.
 
     Attributes:
         name: in recipes.
@@ -45,15 +47,17 @@ class LayerShare(Protocol):
     """
 
     name: ClassVar[str]
-    cascades: ClassVar[bool]
+    cascades: ClassVar[bool] = False
 
     def prefer(self, seen: Observation) -> torch.Tensor:
-        """A layer's claim, float32 `[batch]`."""
+        """A layer's claim, float32 `[batch]`; layers are alike unless a budget says otherwise."""
+        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
 
+    @abstractmethod
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         """For each layer seen so far a factor `[batch]` of the mean budget of a layer; over all layers they average 1 (or less).
 
-        A share that cascades may give the layers seen so far what is there for all; they are cut again.
+        A budget that cascades may give the layers seen so far what is there for all; they are cut again.
 
         Args:
             facts: of the layers that the prompt has gone through.
@@ -63,20 +67,12 @@ class LayerShare(Protocol):
         """
 
 
-class NoPreference:
-    """Layers are alike to this share, whatever they attend to."""
-
-    cascades: ClassVar[bool] = False
-
-    def prefer(self, seen: Observation) -> torch.Tensor:
-        return torch.ones(seen.keys.shape[0], device=seen.keys.device)
-
-
-class HeadShare(Protocol):
+class HeadBudget(Settings, ABC):
     """How a layer's budget is spread over its key heads."""
 
     name: ClassVar[str]
 
+    @abstractmethod
     def counts(self, score: torch.Tensor, mean: torch.Tensor, least: int) -> torch.Tensor:
         """Tokens that each head keeps, int64 `[batch, kv_heads]`.
 

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import ABOVE_ZERO, COUNT, bounded, check_bounds
-from runtime.kv_cache.budgets.base import LayerFacts
+from runtime.config.settings import Count, Positive
+from runtime.kv_cache.budgets.base import LayerBudget, LayerFacts
 from runtime.kv_cache.observation import Observation
 
 
 @dataclass(frozen=True)
-class Cake:
+class Cake(LayerBudget):
     """Preference = entropy^(1/tau1) * variance^(1/tau2) of the window's attention; budgets cascade (CAKE, arXiv 2503.12491).
 
     Entropy is each query's over the tokens before the window, variance each such token's over the queries; both are summed up.
@@ -26,12 +26,9 @@ class Cake:
 
     name: ClassVar[str] = "cake"
     cascades: ClassVar[bool] = True
-    observe: int = bounded(32, COUNT)
-    entropy_temperature: float = bounded(1.0, ABOVE_ZERO)
-    variance_temperature: float = bounded(1.0, ABOVE_ZERO)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    observe: Count = 32
+    entropy_temperature: Positive = 1.0
+    variance_temperature: Positive = 1.0
 
     def prefer(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)

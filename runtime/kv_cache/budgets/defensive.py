@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded, check_bounds
-from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
+from runtime.config.settings import Probability
+from runtime.kv_cache.budgets.base import LayerBudget, LayerFacts
 from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
-class DefensiveLayers(NoPreference):
+class DefensiveLayers(LayerBudget):
     """A layer gets as much as it has tokens among the best of all layers (Layer-DefensiveKV, arXiv 2510.13334).
 
     Budgets cascade: the layers that the prompt has gone through share the whole budget, and give way to later ones that deserve it
@@ -29,10 +29,7 @@ class DefensiveLayers(NoPreference):
 
     name: ClassVar[str] = "defensive"
     cascades: ClassVar[bool] = True
-    safeguard: float = bounded(0.2, Range(0, 1, open_high=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    safeguard: Probability = 0.2
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         heads = facts[0].score.shape[1]

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Gt
 
-from runtime.config.ranges import Range, bounded, check_bounds
-from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
+from runtime.kv_cache.budgets.base import LayerBudget, LayerFacts
 
 
 @dataclass(frozen=True)
-class Pyramid(NoPreference):
+class Pyramid(LayerBudget):
     """Budgets fall linearly with depth (PyramidKV, arXiv 2406.02069).
 
     Attributes:
@@ -21,10 +21,7 @@ class Pyramid(NoPreference):
     """
 
     name: ClassVar[str] = "pyramid"
-    beta: float = bounded(20.0, Range(1, open_low=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    beta: Annotated[float, Gt(1)] = 20.0
 
     def shares(self, facts: list[LayerFacts], layers: int, mean: torch.Tensor, least: int) -> list[torch.Tensor]:
         # What the first layer cannot use, since it has no more tokens, the last ones get.

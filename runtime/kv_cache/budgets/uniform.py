@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from runtime.kv_cache.budgets.base import LayerFacts, NoPreference
+from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts
 from runtime.kv_cache.scores.base import NEVER
 
 
 @dataclass(frozen=True)
-class UniformLayers(NoPreference):
+class UniformLayers(LayerBudget):
     """Every layer keeps as much."""
 
     name: ClassVar[str] = "uniform"
@@ -22,7 +22,7 @@ class UniformLayers(NoPreference):
 
 
 @dataclass(frozen=True)
-class EqualHeads:
+class EqualHeads(HeadBudget):
     """Every head of a layer keeps as much."""
 
     name: ClassVar[str] = "equal"

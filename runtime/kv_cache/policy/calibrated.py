@@ -1,16 +1,16 @@
-"""What `compress apply` has found for a policy, and the model it was found on."""
+"""Calibration of a policy as artifacts hold it: what was found for its methods, and the model it was found on."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.config.fields import Path, PolicyError, mapping, text
+from runtime.config.settings import Calibration, ConfigError, Path, Text, calibrations_of, mapping, read
+from runtime.kv_cache.policy.registries import PREFIX_TOKENS, SCORES, SELECTIONS
 from runtime.kv_cache.shape import layer_configs
-from runtime.system.describe import is_integer
 
 _CONFIG = (
     "model_type", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
@@ -19,6 +19,16 @@ _CONFIG = (
     "hidden_activation", "attention_bias", "mlp_bias", "attn_logit_softcapping", "query_pre_attn_scalar", "bos_token_id",
 )  # fmt: skip
 _DIGITS = 16
+_NOTES = ("seconds", "facts")
+
+
+def calibrations() -> dict[str, Calibration]:
+    """Everything that a policy may have calibrated, by name."""
+    found = {PREFIX_TOKENS.name: PREFIX_TOKENS}
+    for registry in (SCORES, SELECTIONS):
+        for method in registry:
+            found |= calibrations_of(method.load())
+    return found
 
 
 @dataclass(frozen=True)
@@ -27,63 +37,61 @@ class Calibrated:
 
     Attributes:
         fingerprint: of the model (`fingerprint`).
-        gates: `[layers][kv_heads]` in [0, 1]: which heads retrieve (DuoAttention).
-        channels: `[layers][kv_heads][count]`: channels of the keys that tell scores (Double Sparsity).
-        prefix_tokens: ids that are put before every prompt (PrefixQuant).
-        notes: what else is known: `seconds` that calibration took and `facts` about what was found.
+        values: what was found, by the name of the method's field ("gates", "channels") or "prefix_tokens"; lists are tuples.
+        notes: `seconds` that calibration took and `facts` for the report.
     """
 
     fingerprint: str
-    gates: tuple[tuple[float, ...], ...] | None = None
-    channels: tuple[tuple[tuple[int, ...], ...], ...] | None = None
-    prefix_tokens: tuple[int, ...] | None = None
+    values: Mapping[str, Any] = field(default_factory=dict, hash=False)
     notes: dict[str, Any] = field(default_factory=dict, hash=False)
 
     @property
     def found(self) -> frozenset[str]:
-        """What there is of gates, channels and prefix_tokens."""
-        return frozenset(name for name in ("gates", "channels", "prefix_tokens") if getattr(self, name) is not None)
+        """Names of what there is."""
+        return frozenset(self.values)
 
     @classmethod
     def parse(cls, value: Any, path: Path) -> Calibrated:
-        """Raises PolicyError where it is not what calibration writes."""
-        given = mapping(
-            path, value, ["fingerprint", "gates", "channels", "prefix_tokens", "seconds", "facts"],
-            "what calibration writes",
-        )  # fmt: skip
+        """Raises ConfigError where it is not what calibration writes."""
+        known = calibrations()
+        given = mapping(path, value, ["fingerprint", *known, *_NOTES], "what calibration writes")
         if "fingerprint" not in given:
-            raise PolicyError(path, "the key 'fingerprint' is missing; it says which model was calibrated")
-        notes: dict[str, Any] = {name: given[name] for name in ("seconds", "facts") if name in given}
+            raise ConfigError(path, "the key 'fingerprint' is missing; it says which model was calibrated")
+        notes: dict[str, Any] = {name: given[name] for name in _NOTES if name in given}
         for name, note in notes.items():
             try:
                 json.dumps(note, allow_nan=False)
             except (TypeError, ValueError):
-                raise PolicyError((*path, name), "expected plain JSON values") from None
-
-        def table(name: str, depth: int, check: Any, what: str) -> Any:
-            found = given.get(name)
-            return None if found is None else _nested((*path, name), found, depth, check, what)
-
-        return cls(
-            text((*path, "fingerprint"), given["fingerprint"]),
-            table("gates", 2, _is_gate, "lists of numbers from 0 to 1, one list a layer and one number a key head"),
-            table("channels", 3, _is_index, "lists of channels (integers), one list a layer and key head"),
-            table("prefix_tokens", 1, _is_index, "a list of token ids"),
-            notes,
-        )
+                raise ConfigError((*path, name), "expected plain JSON values") from None
+        values = {
+            name: read(known[name].kind, given[name], (*path, name)) for name in known if given.get(name) is not None
+        }
+        for name, table in values.items():
+            if known[name].per_head and not _is_regular(table):
+                text = "every layer must have as many entries, one a key head, and every head as many values"
+                raise ConfigError((*path, name), text)
+        return cls(read(Text, given["fingerprint"], (*path, "fingerprint")), values, notes)
 
     def resolved(self) -> dict[str, Any]:
         """As JSON; `parse` gives it back."""
-        result: dict[str, Any] = {"fingerprint": self.fingerprint}
-        for name in ("gates", "channels", "prefix_tokens"):
-            value = getattr(self, name)
-            if value is not None:
-                result[name] = _lists(value)
-        return result | self.notes
+        return {
+            "fingerprint": self.fingerprint,
+            **{name: _lists(value) for name, value in self.values.items()},
+            **self.notes,
+        }
+
+    def joined(self, other: Calibrated) -> Calibrated:
+        """With what was found for the same model beside it."""
+        notes = {
+            name: {**self.notes.get(name, {}), **other.notes.get(name, {})}
+            for name in _NOTES
+            if name in self.notes or name in other.notes
+        }
+        return Calibrated(self.fingerprint, {**self.values, **other.values}, notes)
 
 
 def fingerprint(config: Any) -> str:
-    """Of the architecture in a model's config, its vocabulary's size and the token that texts begin with: 16 hexadecimal digits.
+    """Of the architecture in a model's config, its vocabulary's size and the token that sequences begin with: 16 hexadecimal digits.
 
     The fields are those that decide the shapes of all weights, and so how many there are, how attention computes, and which ids can
     stand in a prefix. Values of weights are left out: none of them survives all that may be done to a model whose policy should still
@@ -103,23 +111,15 @@ def _fact(config: Any, name: str) -> Any:
     return values[0] if all(value == values[0] for value in values) else values
 
 
-def _nested(path: Path, value: Any, depth: int, check: Any, what: str) -> Any:
-    if depth == 0:
-        if not check(value):
-            raise PolicyError(path[:-1], f"expected {what}, got {value!r:.40}")
-        return value
-    if not isinstance(value, (list, tuple)):
-        raise PolicyError(path, f"expected {what}")
-    return tuple(_nested((*path, place), part, depth - 1, check, what) for place, part in enumerate(value))
+def _is_regular(table: Any) -> bool:
+    """Whether nested tuples have one shape, without an empty axis."""
+    if not isinstance(table, tuple):
+        return True
+    return bool(table) and len({_shape(row) for row in table}) == 1 and all(map(_is_regular, table))
 
 
-def _is_gate(value: Any) -> bool:
-    real = isinstance(value, (int, float)) and not isinstance(value, bool)
-    return real and math.isfinite(value) and 0 <= value <= 1
-
-
-def _is_index(value: Any) -> bool:
-    return is_integer(value) and 0 <= value < 2**31
+def _shape(row: Any) -> int:
+    return len(row) if isinstance(row, tuple) else -1
 
 
 def _lists(value: Any) -> Any:

@@ -1,32 +1,75 @@
-"""A policy: what a model's cache of keys and values does, as recipes, `runtime.load`, artifacts and the command line say it."""
+"""Cache policies as recipes, `runtime.load`, artifacts and the command line say them: read, merged with a published method, checked."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from pathlib import Path as FilePath
+from typing import Any
 
 from runtime.checkpoint.artifact import MANIFEST, Artifact
-from runtime.config.fields import PolicyError
+from runtime.checkpoint.checkpoint import read_json
+from runtime.config.messages import plain, show
+from runtime.config.settings import (
+    ConfigError,
+    Count,
+    Path,
+    Share,
+    Text,
+    mapping,
+    read,
+    read_settings,
+    settings_of,
+    unknown,
+)
 from runtime.errors import RequestError
-from runtime.kv_cache.policy.calibrated import Calibrated, fingerprint
+from runtime.kv_cache.clusters import Clusters
+from runtime.kv_cache.offload import OffloadPlan
+from runtime.kv_cache.policy import checks
+from runtime.kv_cache.policy.axes import Axes
+from runtime.kv_cache.policy.calibrated import Calibrated
 from runtime.kv_cache.policy.choices import Choice, Evict, TierChoice
+from runtime.kv_cache.policy.presets import PRESETS, Preset, find_preset
+from runtime.kv_cache.policy.registries import SCORES, SELECTIONS
 
-if TYPE_CHECKING:
-    from runtime.kv_cache.clusters import Clusters
-    from runtime.kv_cache.offload import OffloadPlan
-    from runtime.kv_cache.plan import CachePlan
-
-
-# Which policy a model is loaded with: the caller's, the artifact's own, or none.
-
+WHERE = "kv_cache"
+KEYS = (
+    "method", "evict", "keys", "values", "recent", "prefix", "tiers", "saliency", "clusters", "select", "offload", "floats",
+    "calibrated",
+)  # fmt: skip
+READ = 0.1  # of the tokens, what a selection reads that says neither ratio nor tokens
 _OFF = ("none", "off")
 
 
-def is_off(value: Any) -> bool:
-    """Whether `kv_cache` asks for a plain cache: False, "none", "off"."""
-    return value is False or (isinstance(value, str) and value.lower() in _OFF)
+class Policy(Axes):
+    """What a model's cache of keys and values does; see `Axes` for its keys."""
+
+    @classmethod
+    def parse(cls, value: Any, where: str = WHERE) -> Policy:
+        """Read a policy: a mapping, or a published name.
+
+        Args:
+            value: as YAML or JSON gives it; of texts also a JSON object, or the path of a .json file.
+            where: what messages call it.
+
+        Raises:
+            ConfigError (a RequestError): an unknown key or name, a wrong value, an impossible combination.
+        """
+        try:
+            policy = _read(value)
+            checks.check_combination(policy)
+            return policy
+        except ConfigError as error:
+            in_file = isinstance(value, str) and value.lower().endswith(".json") and FilePath(value).is_file()
+            raise error.at(f"{value}: {where}" if in_file else where) from None
+
+    def check_model(self, config: Any) -> None:
+        """ConfigError where a model of this config has no cache that the policy could be for, or it was calibrated for another."""
+        checks.check_model(self, config)
+
+    def idle(self, config: Any) -> list[str]:
+        """What of it does nothing to a model of this config, whose sequences are too short; sentences that begin with the key."""
+        return checks.idle(self, config)
 
 
 def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifact, config: Any) -> Policy | None:
@@ -41,201 +84,140 @@ def choose_policy(value: str | Mapping[str, Any] | bool | None, artifact: Artifa
     """
     if is_off(value):
         return None
-    written = (artifact.manifest or {}).get("kv_cache")
-    if value is None and written is None:
+    own = (artifact.manifest or {}).get(WHERE)
+    if value is None and own is None:
         return None
-    from runtime.config.fields import PolicyError
-
-    place = f"{artifact.path / MANIFEST}: kv_cache"
-    own = value is None
-    where = place if own else "kv_cache"
+    place = f"{artifact.path / MANIFEST}: {WHERE}"
+    where = place if value is None else WHERE
     if value is True:
         raise RequestError("kv_cache must be a policy, None (the artifact's own) or False (none), not True")
-    policy = Policy.parse(written if own else value, where)
-    if policy.missing and policy.calibrated is None and written is not None:
-        found = Policy.parse(written, place).calibrated
-        if found is not None:
-            policy = policy.with_calibrated(found)
+    policy = Policy.parse(own if value is None else value, where)
+    if policy.missing and policy.calibrated is None and own is not None:
+        policy = policy.with_calibrated(Policy.parse(own, place).calibrated)
     try:
         policy.check_model(config)
         policy.check_complete()
-    except PolicyError as error:
+    except ConfigError as error:
         raise error.at(where) from None
     return policy
 
 
-__all__ = ["Calibrated", "Policy", "PolicyError", "fingerprint"]
+def is_off(value: Any) -> bool:
+    """Whether `kv_cache` asks for a plain cache: False, "none", "off"."""
+    return value is False or (isinstance(value, str) and value.lower() in _OFF)
 
-RECENT = 128
+
+# ---------------------------------------------------------------- reading
+def _read(value: Any) -> Policy:
+    if isinstance(value, str):
+        value = _from_text(value)
+    if not isinstance(value, Mapping):
+        expected = f"expected a mapping ({', '.join(KEYS)}) or a published name ({', '.join(PRESETS)})"
+        raise ConfigError((), f"{expected}, got {show(value)}")
+    given = mapping((), value, KEYS)
+    preset = _preset(given.pop("method", None))
+    settings = given if preset is None else _merged(preset, given)
+    settings = {key: entry for key, entry in settings.items() if entry is not None}
+    for key in ("keys", "values"):
+        if key in settings and "tiers" in settings:
+            raise ConfigError((key,), f"{key} and tiers both say how tokens are held; give one of them")
+    readers = {
+        "evict": Evict.parse, "clusters": _clusters, "select": _select, "offload": _offload, "calibrated": Calibrated.parse,
+        "saliency": _saliency,
+    }  # fmt: skip
+    found: dict[str, Any] = {key: reader(settings[key], (key,)) for key, reader in readers.items() if key in settings}
+    kinds = settings_of(Axes)
+    found |= {
+        key: read(kinds[key].kind, settings[key], (key,)) for key in ("recent", "prefix", "floats") if key in settings
+    }
+    found["tiers"] = _tiers(settings)
+    if len(found["tiers"]) > 1:
+        found.setdefault("saliency", _saliency("snapkv", ("saliency",)))
+    return Policy(None if preset is None else preset.name, **found)
 
 
-@dataclass(frozen=True)
-class Policy:
-    """Which tokens stay (evict), how they are held (keys, values, tiers, clusters), what a step reads (select), where they lie
-    (offload). Every key is optional, axes combine; a policy of none of them keeps everything as it comes.
-
-    Attributes:
-        method: name of the published method that it began with, if any.
-        evict: what leaves the cache; None: nothing.
-        tiers: how older tokens are held, one or several ways; empty: as floats. A recipe says `keys` and `values` where there is one.
-        recent: newest tokens that stay floats where older ones do not.
-        prefix: first tokens that stay floats and are never evicted; "calibrated": those that calibration puts before every prompt.
-        saliency: score that orders tokens where there are several tiers.
-        clusters: how similar tokens are merged.
-        select: what a step reads; None: everything.
-        offload: where older tokens lie; None: where attention computes.
-        calibrated: what was found out about the model; None where nothing is needed, or not yet.
-        floats: dtype that tokens that stay floats are held in; None: the model's.
-    """
-
-    method: str | None = None
-    evict: Evict | None = None
-    tiers: tuple[TierChoice, ...] = ()
-    recent: int = RECENT
-    prefix: int | str = 0
-    saliency: Choice | None = None
-    clusters: Clusters | None = None
-    select: Choice | None = None
-    offload: OffloadPlan | None = None
-    calibrated: Calibrated | None = None
-    floats: str | None = None
-
-    @classmethod
-    def parse(cls, value: Any, where: str = "kv_cache") -> Policy:
-        """Read a policy: a mapping, or a published name.
-
-        Args:
-            value: as YAML or JSON gives it; of texts also a JSON object, or the path of a .json file.
-            where: what messages call it.
-
-        Raises:
-            PolicyError (a RequestError): an unknown key or name, a wrong value, an impossible combination.
-        """
-        from runtime.kv_cache.policy.parse import read
-
+def _from_text(value: str) -> Any:
+    """A published name, a JSON object, or what a .json file holds."""
+    if value.lstrip().startswith("{"):
         try:
-            return read(value)
-        except PolicyError as error:
-            in_file = isinstance(value, str) and value.lower().endswith(".json") and Path(value).is_file()
-            raise error.at(f"{value}: {where}" if in_file else where) from None
+            return json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise ConfigError((), f"is no JSON object: {error}") from None
+    if value.lower().endswith(".json"):
+        file = FilePath(value)
+        if not file.is_file():
+            raise ConfigError((), f"there is no file {value}")
+        return read_json(file)
+    preset = find_preset(value)
+    if preset is None:
+        raise unknown((), value, PRESETS, "method")
+    return {"method": preset.name}
 
-    # ---------------------------------------------------------------- calibration
-    @property
-    def needs(self) -> frozenset[str]:
-        """What calibration must find: some of gates, channels, prefix_tokens."""
-        found = frozenset() if self.evict is None else self.evict.score.needs
-        found |= frozenset() if self.select is None else self.select.needs
-        return found | (frozenset(["prefix_tokens"]) if self.prefix == "calibrated" else frozenset())
 
-    @property
-    def missing(self) -> frozenset[str]:
-        """What of that has not been found."""
-        return self.needs - (frozenset() if self.calibrated is None else self.calibrated.found)
+def _preset(name: Any) -> Preset | None:
+    if name is None:
+        return None
+    preset = find_preset(read(Text, name, ("method",)))
+    if preset is None:
+        raise unknown(("method",), name, PRESETS, "method")
+    return preset
 
-    @property
-    def prefix_tokens(self) -> tuple[int, ...]:
-        """Token ids that are put before every prompt."""
-        if self.prefix != "calibrated" or self.calibrated is None:
-            return ()
-        return self.calibrated.prefix_tokens or ()
 
-    def with_calibrated(self, calibrated: Calibrated | None) -> Policy:
-        """The same with what was found for it."""
-        return replace(self, calibrated=calibrated)
+def _merged(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
+    """The preset's keys, overridden: mappings key by key as long as they are about the same method."""
+    settings = dict(preset.settings)
+    if given.get("keys") is not None or given.get("values") is not None:
+        settings = {key: entry for key, entry in settings.items() if key not in ("tiers", "saliency")}
+    if given.get("tiers") is not None:
+        settings = {key: entry for key, entry in settings.items() if key not in ("keys", "values")}
+    for key, name in (("evict", "score"), ("select", "method"), ("clusters", "")):
+        entry, base = given.get(key), settings.get(key)
+        base = {name: base} if isinstance(base, str) else base
+        if isinstance(entry, Mapping) and isinstance(base, Mapping) and _alike(entry.get(name), base.get(name)):
+            if entry.get("tokens") is not None or entry.get("ratio") is not None:
+                base = {other: part for other, part in base.items() if other not in ("tokens", "ratio")}
+            given = {**given, key: {**base, **entry}}
+    return settings | given
 
-    # ---------------------------------------------------------------- use
-    def plan(self) -> CachePlan:
-        """What `CompressedCache` takes.
 
-        Raises:
-            PolicyError: it needs calibration and has none.
-        """
-        self.check_complete()
-        return self.draft()
+def _alike(name: Any, base: Any) -> bool:
+    return name is None or (isinstance(name, str) and isinstance(base, str) and plain(name) == plain(base))
 
-    def draft(self) -> CachePlan:
-        """As `plan`, whether calibrated or not: good for sizes."""
-        import torch
 
-        from runtime.kv_cache.eviction import EvictionPlan
-        from runtime.kv_cache.plan import CachePlan
-        from runtime.kv_cache.storage.plan import StoragePlan
+# ---------------------------------------------------------------- keys
+def _tiers(settings: Mapping[str, Any]) -> tuple[TierChoice, ...]:
+    if "tiers" in settings:
+        tiers = TierChoice.parse_all(settings["tiers"], ("tiers",))
+    else:
+        tiers = (TierChoice.parse(settings, ()),)
+    return () if all(tier.is_plain for tier in tiers) else tiers
 
-        known = self.calibrated
-        eviction = None
-        if self.evict is not None:
-            plan = self.evict
-            eviction = EvictionPlan(
-                plan.score.build(known),
-                plan.layers.build(),
-                plan.heads.build(),
-                plan.ratio,
-                plan.tokens,
-                plan.interval,
-                plan.prompt == "keep",
-            )
-        storage = StoragePlan(
-            tuple(tier.build() for tier in self.tiers),
-            self.recent,
-            self.prefix if isinstance(self.prefix, int) else len(self.prefix_tokens),
-            None if self.saliency is None else self.saliency.build(),
-            self.clusters,
-            None if self.floats is None else getattr(torch, self.floats),
-        )
-        return CachePlan(eviction, storage, None if self.select is None else self.select.build(known), self.offload)
 
-    def check_complete(self) -> None:
-        """PolicyError where something must be calibrated and has not been."""
-        if self.missing:
-            what = ", ".join(sorted(self.missing))
-            name = self.method or "this policy"
-            text = f"{name} needs {what}: calibrate it with `compress apply` (a recipe with this policy as its kv_cache stage)"
-            raise PolicyError((), f"{text}, and load the artifact that it writes")
+def _saliency(value: Any, path: Path) -> Choice:
+    return Choice.parse(SCORES, value, path, "score")
 
-    def check_model(self, config: Any) -> None:
-        """PolicyError where a model of this config has no cache that the policy could be for, or it was calibrated for another."""
-        from runtime.kv_cache.policy.checks import check_policy
 
-        check_policy(self, config)
+def _clusters(value: Any, path: Path) -> Clusters:
+    fields = read_settings(Clusters, mapping(path, value, settings_of(Clusters)), path)
+    try:
+        return Clusters(**fields)
+    except ValueError as error:
+        raise ConfigError(path, str(error).removeprefix("clusters.")) from error
 
-    def idle(self, config: Any) -> list[str]:
-        """What of it can do nothing to a model of this config, whose texts are too short; sentences that begin with the key."""
-        from runtime.kv_cache.policy.checks import idle
 
-        limit = getattr(config.get_text_config(decoder=True), "max_position_embeddings", None)
-        return [] if not isinstance(limit, int) else idle(self, limit)
+def _select(value: Any, path: Path) -> Choice:
+    given = dict(value) if isinstance(value, Mapping) else {"method": value}
+    budget = {key: kind for key, kind in (("tokens", Count), ("ratio", Share)) if given.get(key) is not None}
+    if len(budget) == 2:
+        raise ConfigError((*path, "tokens"), "ratio and tokens both say how much is read; give one of them")
+    for key, kind in budget.items():
+        given[key] = read(kind, given[key], (*path, key))
+    return Choice.parse(SELECTIONS, given if budget else {**given, "ratio": READ}, path, "method")
 
-    def resolved(self) -> dict[str, Any]:
-        """As JSON, every default filled in; `parse` gives an equal policy."""
-        from runtime.kv_cache.policy.parse import write
 
-        return write(self)
-
-    def describe(self) -> str:
-        """In a few words: "snapkv 25%, keys int4, values int4"."""
-        words = []
-        if self.evict is not None:
-            kept = (
-                f"{self.evict.tokens} tokens" if self.evict.ratio is None else f"{self.evict.ratio:.3g} of the tokens"
-            )
-            shares = [c.name for c in (self.evict.layers, self.evict.heads) if c.name not in ("uniform", "equal")]
-            every = [] if self.evict.interval is None else [f"every {self.evict.interval} steps"]
-            whole = ["beside the prompt"] if self.evict.prompt == "keep" else []
-            words.append(
-                " ".join([self.evict.score.name, "to", kept, *whole, *(f"({share})" for share in shares), *every])
-            )
-        for tier in self.tiers:
-            share = f"{tier.share:.3g} in " if len(self.tiers) > 1 else ""
-            words.append(f"{share}keys {tier.keys.name}, values {tier.values.name}")
-        if self.clusters is not None:
-            words.append(f"clusters to {self.clusters.ratio:.3g}")
-        if self.prefix:
-            count = len(self.prefix_tokens) if self.prefix == "calibrated" else self.prefix
-            words.append(f"prefix {count}")
-        if self.select is not None:
-            words.append(f"reads by {self.select.name}")
-        if self.offload is not None:
-            words.append(f"offload to {self.offload.to}")
-        if self.floats is not None:
-            words.append(f"floats in {self.floats}")
-        return "; ".join(words) or "everything as it comes"
+def _offload(value: Any, path: Path) -> OffloadPlan:
+    given = mapping(path, {"to": value} if isinstance(value, str) else value, settings_of(OffloadPlan))
+    plan = OffloadPlan(**read_settings(OffloadPlan, given, path))
+    if plan.directory is not None and plan.to != "disk":
+        raise ConfigError((*path, "directory"), "a directory is for offload to disk")
+    return plan

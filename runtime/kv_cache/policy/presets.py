@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runtime.config.registry import plain
+from runtime.config.messages import plain
 
 
 @dataclass(frozen=True)

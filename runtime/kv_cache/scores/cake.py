@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn import functional
 
+from runtime.config.settings import NonNegative
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.scores.windowed import Windowed
+from runtime.kv_cache.scores.base import Windowed
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class CakeIndicator(Windowed):
     """
 
     name: ClassVar[str] = "cake"
-    gamma: float = 200.0
+    gamma: NonNegative = 200.0
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)
@@ -42,5 +42,4 @@ class CakeIndicator(Windowed):
         score = (mean + self.gamma * variance).mean(2)
         # The window is kept anyway, and what it gives itself must not leak into its neighbours' average.
         score = score.masked_fill(seen.ages < width, 0.0)
-        score = functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-        return seen.finish(score, width)
+        return seen.finish(self.pooled(score), width)

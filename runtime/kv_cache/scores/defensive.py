@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn import functional
 
-from runtime.config.ranges import Range, bounded
+from runtime.config.settings import Fraction
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.scores.windowed import Windowed
+from runtime.kv_cache.scores.base import Windowed
 
 
 @dataclass(frozen=True)
@@ -34,7 +33,7 @@ class Defensive(Windowed):
     """
 
     name: ClassVar[str] = "defensive"
-    prior: float = bounded(1.0, Range(0, 1))
+    prior: Fraction = 1.0
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)
@@ -44,7 +43,7 @@ class Defensive(Windowed):
         worst = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
         for _, weights in newest.weights():
             own = weights.masked_fill(~before, 0.0)
-            pooled = functional.avg_pool1d(own.flatten(0, 3)[:, None], self.kernel, stride=1, padding=self.kernel // 2)
+            pooled = self.pooled(own.flatten(0, 3)[:, None])
             pooled = pooled.view_as(own).masked_fill(~before, 0.0)
             # Pooling loses weight at both ends.
             pooled *= own.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True).clamp(min=1e-30)

@@ -7,13 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import Range, bounded, check_bounds
+from runtime.config.settings import Fraction, Natural, calibrated, nested
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.scores.base import NEVER, Score
 
 
 @dataclass(frozen=True)
-class Duo:
+class Duo(Score):
     """Gates learned on synthetic data say what a head is (DuoAttention, arXiv 2410.10819).
 
     A streaming head keeps a constant number of tokens whatever the budget; the others share the budget by another score.
@@ -29,14 +29,11 @@ class Duo:
     """
 
     name: ClassVar[str] = "duo"
-    gates: tuple[tuple[float, ...], ...]
-    streaming: float = bounded(0.5, Range(0, 1))
-    sinks: int = 16
-    recent: int = 64
-    inner: Score | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    gates: tuple[tuple[Fraction, ...], ...] = calibrated(((0.0,),), per_head=True)
+    streaming: Fraction = 0.5
+    sinks: Natural = 16
+    recent: Natural = 64
+    inner: Score | None = nested(None)
 
     def streams(self) -> list[list[bool]]:
         """Which heads stream: the lowest gates over all layers, as many as `streaming` says."""

@@ -7,12 +7,12 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import check_bounds
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import Accumulating
 
 
 @dataclass(frozen=True)
-class H2O:
+class H2O(Accumulating):
     """Attention summed over all queries that were observed (H2O, arXiv 2306.14048).
 
     Attributes:
@@ -21,17 +21,7 @@ class H2O:
     """
 
     name: ClassVar[str] = "h2o"
-    recent: int = 32
     normalize: bool = False
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
-    def window(self, count: int) -> int:
-        return count
-
-    def kept(self) -> int:
-        return self.recent
 
     def added(self, seen: Observation) -> torch.Tensor:
         total = torch.zeros(seen.keys.shape[:3], device=seen.keys.device)
@@ -40,7 +30,7 @@ class H2O:
         return total
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        score = self.added(seen) if seen.mass is None else seen.mass
+        score = self.total(seen)
         if self.normalize:
             score = score / (seen.ages + 1).clamp(min=1)
         return seen.finish(score, self.recent)

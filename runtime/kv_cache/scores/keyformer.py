@@ -7,14 +7,15 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import ABOVE_ZERO, COUNT, bounded, check_bounds
+from runtime.config.settings import Count, Natural, Positive
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import Accumulating
 
 _WORD = 0xFFFFFFFF
 
 
 @dataclass(frozen=True)
-class Keyformer:
+class Keyformer(Accumulating):
     """Sum over queries of softmax((logits + Gumbel noise) / temperature) (Keyformer, arXiv 2403.09054).
 
     Noise belongs to a token: it depends on the seed, the layer, the head and the token's place in its own sequence, so that it is the
@@ -31,21 +32,11 @@ class Keyformer:
     """
 
     name: ClassVar[str] = "keyformer"
-    placed: ClassVar[bool] = True
-    recent: int = 32
-    temperature: float = bounded(1.0, ABOVE_ZERO)
-    last_temperature: float = bounded(2.0, ABOVE_ZERO)
-    generation_length: int = bounded(100, COUNT)
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
-    def window(self, count: int) -> int:
-        return count
-
-    def kept(self) -> int:
-        return self.recent
+    wants: ClassVar[frozenset[str]] = frozenset(["positions"])
+    temperature: Positive = 1.0
+    last_temperature: Positive = 2.0
+    generation_length: Count = 100
+    seed: Natural = 0
 
     def added(self, seen: Observation) -> torch.Tensor:
         places = seen.places()
@@ -66,7 +57,7 @@ class Keyformer:
         return self.temperature + (self.last_temperature - self.temperature) * share
 
     def __call__(self, seen: Observation) -> torch.Tensor:
-        return seen.finish(self.added(seen) if seen.mass is None else seen.mass, self.recent)
+        return seen.finish(self.total(seen), self.recent)
 
 
 def gumbel(places: torch.Tensor, groups: int, seed: int, layer: int) -> torch.Tensor:

@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn import functional
 
-from runtime.config.ranges import Range, bounded
+from runtime.config.settings import OddCount
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.scores.windowed import Windowed
+from runtime.kv_cache.scores.base import Windowed
 
 
 @dataclass(frozen=True)
@@ -28,7 +27,7 @@ class ReasoningPath(Windowed):
     """
 
     name: ClassVar[str] = "rpc"
-    kernel: int = bounded(7, Range(1, odd=True))
+    kernel: OddCount = 7
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)
@@ -40,7 +39,4 @@ class ReasoningPath(Windowed):
                 logits.masked_fill(~past, float("-inf")).softmax(-1).nan_to_num(0.0)
             )  # 0 where there is nothing before
             score += weights.sum(3).mean(2) / width
-        if bool((seen.ages == seen.ages[:, :1]).all()):
-            score = score.mean(1, keepdim=True).expand_as(score)
-        score = functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-        return seen.finish(score, width)
+        return seen.finish(self.pooled(seen.over_heads(score)), width)

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from torch.nn import functional
 
 from runtime.kv_cache.observation import Observation
-from runtime.kv_cache.scores.windowed import Windowed
+from runtime.kv_cache.scores.base import Windowed
 
 
 @dataclass(frozen=True)
@@ -31,5 +30,4 @@ class SnapKV(Windowed):
             score += weights.sum(3).mean(2) / width
         # The window is kept anyway, and what it gives itself must not leak into its neighbours' average.
         score = score.masked_fill(seen.ages < width, 0.0)
-        score = functional.avg_pool1d(score, self.kernel, stride=1, padding=self.kernel // 2)
-        return seen.finish(score, width)
+        return seen.finish(self.pooled(score), width)

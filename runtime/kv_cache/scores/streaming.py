@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import check_bounds
+from runtime.config.settings import Natural
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import Score
 
 
 @dataclass(frozen=True)
-class Streaming:
+class Streaming(Score):
     """Sinks and recent tokens (StreamingLLM, arXiv 2309.17453).
 
     Attributes:
@@ -20,13 +21,7 @@ class Streaming:
     """
 
     name: ClassVar[str] = "streaming"
-    sinks: int = 4
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
-
-    def window(self, count: int) -> int:
-        return 1
+    sinks: Natural = 4
 
     def kept(self) -> int:
         return self.sinks

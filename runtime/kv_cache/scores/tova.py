@@ -8,10 +8,11 @@ from typing import ClassVar
 import torch
 
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import Score
 
 
 @dataclass(frozen=True)
-class Tova:
+class Tova(Score):
     """Attention of the last token, averaged over all heads of the layer (TOVA, arXiv 2401.06104).
 
     Heads hold the same tokens only while their budgets are equal; where they are not, a head's own average counts.
@@ -19,16 +20,6 @@ class Tova:
 
     name: ClassVar[str] = "tova"
 
-    def window(self, count: int) -> int:
-        return 1
-
-    def kept(self) -> int:
-        return 1
-
     def __call__(self, seen: Observation) -> torch.Tensor:
         _, weights = next(seen.newest(1).weights())
-        score = weights[..., 0, :].mean(2)
-        alike = bool((seen.ages == seen.ages[:, :1]).all())
-        if alike:
-            score = score.mean(1, keepdim=True).expand_as(score)
-        return seen.finish(score, 1)
+        return seen.finish(seen.over_heads(weights[..., 0, :].mean(2)), 1)

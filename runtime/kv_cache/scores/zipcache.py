@@ -7,12 +7,13 @@ from typing import ClassVar
 
 import torch
 
-from runtime.config.ranges import COUNT, bounded, check_bounds
+from runtime.config.settings import Count
 from runtime.kv_cache.observation import Observation
+from runtime.kv_cache.scores.base import Score
 
 
 @dataclass(frozen=True)
-class Normalized:
+class Normalized(Score):
     """Attention summed over probe queries, divided by how many of them could look at a token (ZipCache, arXiv 2405.14256).
 
     The plain sum favours early tokens, which more queries see. Probes are the newest queries, which is what stays in memory while
@@ -23,16 +24,10 @@ class Normalized:
     """
 
     name: ClassVar[str] = "normalized"
-    observe: int = bounded(64, COUNT)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    observe: Count = 64
 
     def window(self, count: int) -> int:
         return min(self.observe, count)
-
-    def kept(self) -> int:
-        return 1
 
     def __call__(self, seen: Observation) -> torch.Tensor:
         newest = seen.newest(self.observe)

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.reads import Reads
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
 
 #: The dataclass of a selection's options, whose fields are the recipe's.
 Options = TypeVar("Options")
@@ -94,7 +92,7 @@ class Selection(ABC, Generic[Options]):
     def __init__(self, options: Options, layers: int) -> None:
         self.options, self.reads = options, Reads(layers)
 
-    def choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         """What this step reads of each region; None: all of it.
 
         Called once a layer and step, in the order of layers, after the step's tokens were appended to the tail.
@@ -113,7 +111,7 @@ class Selection(ABC, Generic[Options]):
         return chosen
 
     @abstractmethod
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         """As `choose`."""
 
     @abstractmethod

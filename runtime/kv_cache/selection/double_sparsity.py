@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Natural, calibrated
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Watch, best, between, with_ends
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
+from runtime.kv_cache.shape import Shape
 
 _LEVELS = 127
 _SCALE = torch.float16
@@ -34,10 +34,9 @@ class DoubleSparsity(Budget):
     """
 
     name: ClassVar[str] = "double-sparsity"
-    needs_aligned: ClassVar[bool] = False
-    channels: tuple[tuple[tuple[int, ...], ...], ...]
-    skip_layers: int = 2
-    recent: int = 32
+    channels: tuple[tuple[tuple[Natural, ...], ...], ...] = calibrated((((0,),),), per_head=True)
+    skip_layers: Natural = 2
+    recent: Natural = 32
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -46,6 +45,12 @@ class DoubleSparsity(Budget):
             raise ValueError(
                 f"{self.name}.channels must be as many for every head, and at least one, not {sorted(counts)}"
             )
+
+    def check_shape(self, shape: Shape) -> None:
+        for layer, heads in zip(shape.layers, self.channels, strict=False):
+            beyond = [channel for head in heads for channel in head if channel >= layer.sizes[0]]
+            if beyond:
+                raise ValueError(f"{self.name}.channels channel {beyond[0]} is outside the head size {layer.sizes[0]}")
 
     def begin(self, layers: int) -> DoubleSparsitySelection:
         """Raises ValueError where channels are those of another number of layers."""
@@ -78,7 +83,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         labels = self._labels[index]
         return 0 if labels is None else labels.nbytes
 
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
@@ -100,7 +105,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         picked = best(votes.masked_fill(~open_, float("-inf")), counts, max(0, options.most(layout.longest) - recent))
         return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
 
-    def _channels(self, layer: CompressedLayer, query: torch.Tensor) -> torch.Tensor:
+    def _channels(self, layer: LayerState, query: torch.Tensor) -> torch.Tensor:
         """int64 `[rows, heavy channels]`, made once for a batch of one size."""
         known = self._rows[layer.index]
         if known is not None and known.shape[0] == len(query) and known.device == query.device:
@@ -117,7 +122,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         self._rows[layer.index] = made
         return made
 
-    def _known(self, layer: CompressedLayer, layout: Layout, channels: torch.Tensor, queries: Queries) -> Pages:
+    def _known(self, layer: LayerState, layout: Layout, channels: torch.Tensor, queries: Queries) -> Pages:
         """Labels of all tokens in the order of arrival, those of new ones added."""
         labels, seen = self._labels[layer.index], self._seen[layer.index]
         self._seen[layer.index] = layer.seen + queries.count

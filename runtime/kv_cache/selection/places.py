@@ -4,41 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Count, Settings, Share
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
-    from runtime.kv_cache.selection.base import Queries
+from runtime.kv_cache.selection.base import Queries
+from runtime.kv_cache.shape import Shape
 
 SLICE_BYTES = 32 << 20  # of keys that are opened at a time
 _BEHIND = 1 << 62  # sorts behind all places
 
 
 @dataclass(frozen=True)
-class Budget:
+class Budget(Settings):
     """How much a head reads in a step, what it always reads included. The options of every selection begin with it.
 
     Attributes:
         tokens: so many; None where `ratio` says it.
         ratio: of the tokens that the head holds, in (0, 1]; None where `tokens` says it.
+        needs_aligned: it reads the same places in all heads or layers, which must hold the same tokens there.
     """
 
-    tokens: int | None = None
-    ratio: float | None = None
+    needs_aligned: ClassVar[bool] = False
+    tokens: Count | None = None
+    ratio: Share | None = None
 
     def __post_init__(self) -> None:
-        name = getattr(self, "name", "selection")
+        super().__post_init__()
         if (self.tokens is None) == (self.ratio is None):
-            raise ValueError(f"{name} needs tokens or ratio, one of them")
-        if self.tokens is not None and self.tokens < 1:
-            raise ValueError(f"{name}.tokens must be at least 1, not {self.tokens}")
-        if self.ratio is not None and not 0 < self.ratio <= 1:
-            raise ValueError(f"{name}.ratio must be in (0, 1], not {self.ratio}")
+            raise ValueError(f"{getattr(self, 'name', 'selection')} needs tokens or ratio, one of them")
+
+    def check_shape(self, shape: Shape) -> None:
+        """ValueError, "NAME.FIELD ..." in one sentence, where the settings do not fit a model of this shape."""
 
     def counts(self, lengths: torch.Tensor) -> torch.Tensor:
         """Tokens that heads with `lengths` of them read, int64; never more than there are."""
@@ -239,7 +240,7 @@ def with_ends(picked: Picked, lengths: torch.Tensor, sinks: int, recent: int) ->
 
 
 # ---------------------------------------------------------------- what stays where it is
-def in_order(layer: CompressedLayer) -> bool:
+def in_order(layer: LayerState) -> bool:
     """Whether tokens keep their order of arrival when they are stored: several storages, or clusters, mix them."""
     return len(layer.storage.tiers) < 2 and layer.storage.clusters is None
 
@@ -259,7 +260,7 @@ class Watch:
         self._taken = 0
         self._lengths: torch.Tensor | None = None
 
-    def void(self, layer: CompressedLayer, layout: Layout) -> bool:
+    def void(self, layer: LayerState, layout: Layout) -> bool:
         """Whether that happened to any but the newest tokens since it was last asked; True the first time."""
         # Lengths are a new tensor whenever a region is written to, so that no number need be fetched from the device.
         older = [region.lengths for region in layout.regions[:-1]]
@@ -271,7 +272,7 @@ class Watch:
         return void
 
 
-def sequences(layer: CompressedLayer, lengths: torch.Tensor, name: str) -> torch.Tensor:
+def sequences(layer: LayerState, lengths: torch.Tensor, name: str) -> torch.Tensor:
     """The lengths `[batch]` of sequences all of whose heads hold the same tokens.
 
     Raises:

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 from weakref import WeakKeyDictionary
 
 import torch
 
+from runtime.config.settings import Natural
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import SLICE_BYTES, Budget, Layout, best, split
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -29,9 +28,8 @@ class Quest(Budget):
     """
 
     name: ClassVar[str] = "quest"
-    needs_aligned: ClassVar[bool] = False
-    skip_layers: int = 2
-    recent: int = 32
+    skip_layers: Natural = 2
+    recent: Natural = 32
 
     def begin(self, layers: int) -> QuestSelection:
         return QuestSelection(self, layers)
@@ -67,7 +65,7 @@ class QuestSelection(Selection[Quest]):
     def nbytes(self, index: int) -> int:
         return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
 
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)
@@ -104,7 +102,7 @@ class QuestSelection(Selection[Quest]):
         # What is read whatever the budget says: the first page, those not full, those that the newest tokens are spread over.
         return max(within, 1 + regions + recent // PAGE + 2 * regions)
 
-    def _known(self, layer: CompressedLayer, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
+    def _known(self, layer: LayerState, regions: list[Region]) -> WeakKeyDictionary[Region, _Bounds]:
         """Bounds of the layer's regions, those of new pages added."""
         bounds = self._bounds[layer.index]
         if self._changes[layer.index] != layer.changes:

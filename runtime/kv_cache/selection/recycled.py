@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
+from runtime.config.settings import Count, Natural
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, with_ends
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -26,14 +25,8 @@ class Recycled(Budget):
     """
 
     name: ClassVar[str] = "recycled"
-    needs_aligned: ClassVar[bool] = False
-    stride: int = 50
-    recent: int = 64
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.stride < 1:
-            raise ValueError(f"{self.name}.stride must be at least 1, not {self.stride}")
+    stride: Count = 50
+    recent: Natural = 64
 
     def begin(self, layers: int) -> RecycledSelection:
         return RecycledSelection(self, layers)
@@ -69,7 +62,7 @@ class RecycledSelection(Selection[Recycled]):
         noted = self._noted[index]
         return 0 if noted is None else noted.picked.nbytes
 
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         everything: list[Chosen | None] = [None] * len(regions)
         if options.most(layout.longest) >= layout.longest:

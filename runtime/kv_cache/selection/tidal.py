@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Natural
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, best, between, sequences, with_ends
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
+from runtime.kv_cache.shape import Shape
 
 
 @dataclass(frozen=True)
@@ -28,9 +28,12 @@ class Tidal(Budget):
 
     name: ClassVar[str] = "tidal"
     needs_aligned: ClassVar[bool] = True
-    full_layers: int = 2
-    select_layers: tuple[int, ...] | None = None
-    recent: int = 32
+    full_layers: Natural = 2
+    select_layers: tuple[Natural, ...] | None = None
+    recent: Natural = 32
+
+    def check_shape(self, shape: Shape) -> None:
+        self.selecting(len(shape.layers))
 
     def begin(self, layers: int) -> TidalSelection:
         """Raises ValueError where a layer that chooses is not there, or among the full ones."""
@@ -71,7 +74,7 @@ class TidalSelection(Selection[Tidal]):
     def nbytes(self, index: int) -> int:
         return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
 
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         everything: list[Chosen | None] = [None] * len(regions)
         if not self.selecting or layer.index < self.selecting[0]:
             return everything
@@ -91,7 +94,7 @@ class TidalSelection(Selection[Tidal]):
             self._checked[layer.index] = layer.changes
         return layout.chosen(picked.per_head(layer.shape[1]))
 
-    def _select(self, layer: CompressedLayer, queries: Queries, layout: Layout) -> None:
+    def _select(self, layer: LayerState, queries: Queries, layout: Layout) -> None:
         """Choose for the layers to come."""
         options = self.options
         batch, heads = layer.shape

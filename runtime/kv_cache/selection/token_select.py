@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 import torch
 
+from runtime.config.settings import Natural, NonNegative
+from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.selection.base import Queries, Selection
 from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, sequences, with_ends
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.layer import CompressedLayer
 
 
 @dataclass(frozen=True)
@@ -32,10 +31,10 @@ class TokenSelect(Budget):
 
     name: ClassVar[str] = "token-select"
     needs_aligned: ClassVar[bool] = True
-    similarity: float = 0.9
-    sinks: int = 4
-    recent: int = 32
-    skip_layers: int = 2
+    similarity: NonNegative = 0.9
+    sinks: Natural = 4
+    recent: Natural = 32
+    skip_layers: Natural = 2
 
     def begin(self, layers: int) -> TokenSelectSelection:
         return TokenSelectSelection(self, layers)
@@ -71,7 +70,7 @@ class TokenSelectSelection(Selection[TokenSelect]):
         vote = self._held[index]
         return 0 if vote is None else vote.queries.untyped_storage().nbytes() + vote.picked.nbytes
 
-    def _choose(self, layer: CompressedLayer, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
+    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         options, layout = self.options, Layout(regions)
         if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
             return [None] * len(regions)

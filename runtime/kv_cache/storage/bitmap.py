@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Annotated, ClassVar
 
 import torch
+from annotated_types import Gt, Lt
 
-from runtime.config.ranges import Range, bounded, check_bounds
+from runtime.config.settings import Settings
 from runtime.kv_cache.storage.base import Packed, Part
 
 
 @dataclass(frozen=True)
-class Bitmap:
+class Bitmap(Settings):
     """Of each token the largest channels by magnitude, as many of each (Mustafar, arXiv 2505.22913).
 
     Parts: `mask` uint8 `[pages, PAGE, ceil(size / 8)]`, bit c % 8 of byte c // 8 for channel c; `codes` `[pages, PAGE, kept]` in the
@@ -23,10 +24,7 @@ class Bitmap:
     """
 
     name: ClassVar[str] = "bitmap"
-    sparsity: float = bounded(0.5, Range(0, 1, open_low=True, open_high=True))
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    sparsity: Annotated[float, Gt(0), Lt(1)] = 0.5
 
     def kept(self, size: int) -> int:
         """Channels of a token that are held."""

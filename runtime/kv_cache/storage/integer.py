@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.config.ranges import check_bounds
+from runtime.config.settings import Natural, Settings
 from runtime.kv_cache.storage.base import Axis, Packed, Part, StateError, pack_codes, unpack_codes
 
 #: Ranges that are tried, as shares of the whole one; narrower ones clip outliers and round the rest finer.
@@ -16,7 +16,7 @@ _LARGEST = torch.finfo(_SCALE).max
 
 
 @dataclass(frozen=True)
-class Integer:
+class Integer(Settings):
     """x = zero + scale * code, asymmetric, range chosen by squared error (KIVI, arXiv 2402.02750).
 
     Parts: `codes` uint8 (see `pack_codes`), `scale` and `zero` float16: axis "channel": `[pages, size]`, one grid a channel of a page;
@@ -30,10 +30,10 @@ class Integer:
 
     bits: int
     axis: Axis
-    group: int = 0
+    group: Natural = 0
 
     def __post_init__(self) -> None:
-        check_bounds(self)
+        super().__post_init__()
         if self.bits not in _SHRINK:
             raise ValueError(f"{self.name}.bits must be one of {', '.join(map(str, _SHRINK))}, not {self.bits}")
         if self.axis not in ("token", "channel"):

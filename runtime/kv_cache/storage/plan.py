@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 
-from runtime.config.ranges import SHARE, bounded, check_bounds
+from runtime.config.settings import Natural, Settings, Share
+from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.pages import PAGE
+from runtime.kv_cache.scores.base import Score
 from runtime.kv_cache.storage.base import Codec
-
-if TYPE_CHECKING:
-    from runtime.kv_cache.clusters import Clusters
-    from runtime.kv_cache.scores.base import Score
 
 
 @dataclass(frozen=True)
-class Tier:
+class Tier(Settings):
     """One way to hold older tokens.
 
     Attributes:
@@ -28,14 +25,11 @@ class Tier:
 
     keys: Codec
     values: Codec
-    share: float = bounded(1.0, SHARE)
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
+    share: Share = 1.0
 
 
 @dataclass(frozen=True)
-class StoragePlan:
+class StoragePlan(Settings):
     """How tokens are held once they are no longer recent.
 
     Attributes:
@@ -48,14 +42,11 @@ class StoragePlan:
     """
 
     tiers: tuple[Tier, ...] = ()
-    recent: int = 128
-    prefix: int = 0
+    recent: Natural = 128
+    prefix: Natural = 0
     saliency: Score | None = None
     clusters: Clusters | None = None
     floats: torch.dtype | None = None
-
-    def __post_init__(self) -> None:
-        check_bounds(self)
 
     @property
     def chunk(self) -> int:

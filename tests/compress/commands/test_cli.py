@@ -127,7 +127,7 @@ def test_shell_completion_is_there():
         (["generate", "nowhere", "x", "--drafter", "--stream"], "--drafter: '--stream' is an option, not a drafter"),
         (["bench", "nowhere", "--drafter", "lokup"], "--drafter: unknown drafter 'lokup'; did you mean 'lookup'? Allowed: lookup"),
         (["generate", "nowhere", "x", "--drafter", '["lookup", "nope"]'], "--drafter[1]: unknown drafter 'nope'. Allowed: lookup"),
-        (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: expected an integer between 1 and"),
+        (["bench", "nowhere", "--drafter", '{"method": "lookup", "depth": 0}'], "--drafter.depth: expected an integer at least 1"),
         (["bench", "nowhere", "--drafters", "--text", "nowhere.txt"], "--text nowhere.txt cannot be read"),
         (["recipes", "show", "lama_w4"], "did you mean 'llama_w4'?"),
         (["recipes", "shw"], "shw"),
@@ -295,19 +295,18 @@ def test_methods_of_the_cache_are_listed_with_their_fields(capsys):
             assert method["description"]
             assert all(field["description"] for field in method["fields"]), (name, method["fields"])
     code, out, _ = run(capsys, "methods", "show", "layer-defensivekv")
-    assert "evict.prior: a number at least 0 and at most 1 (default: 1.0)" in out
+    assert "evict.prior: a number between 0 and 1 (default: 1.0)" in out
     assert "evict.layers.safeguard" in out
 
 
 def test_drafters_are_listed_with_their_fields(capsys):
-    from runtime.drafting.config.registry import COMPOSITIONS, FREE, HEADS, LENGTHS, MODELS, RULES, SELF
+    from runtime.drafting.config.registry import DRAFTERS, LENGTHS, RULES, drafters
 
     _, out, _ = run(capsys, "methods", "--json")
     entries = [entry for entry in json.loads(out)["methods"] if entry["stage"].startswith("drafter")]
     listed = {(entry["stage"], entry["name"]) for entry in entries}
-    drafters = [name for table in (FREE, SELF, MODELS, HEADS, COMPOSITIONS) for name in table.names]
     assert listed == {
-        *(("drafter", name) for name in drafters),
+        *(("drafter", name) for name in DRAFTERS.names),
         *(("drafter acceptance", name) for name in RULES.names),
         *(("drafter lengths", name) for name in LENGTHS.names),
     }
@@ -320,19 +319,19 @@ def test_drafters_are_listed_with_their_fields(capsys):
         assert method["description"]
         assert method["written"].startswith("drafter: {")
         assert all(field["description"] for field in method["fields"]), (name, method["fields"])
-        assert "arXiv" in method["paper"] or name in (*COMPOSITIONS.names, "fixed")
+        assert "arXiv" in method["paper"] or name in (*(m.name for m in drafters("drafters")), "fixed")
     code, out, _ = run(capsys, "methods", "show", "lookup")
     assert out.startswith("drafter: {method: lookup}\n")
-    assert "longest: an integer at least 1 and at most 64 (default: 8)" in out
+    assert "longest: an integer between 1 and 64 (default: 8)" in out
     assert "Source: prompt lookup: Saxena" in out
     assert "2304.04487" in out
     _, out, _ = run(capsys, "methods", "show", "early-exit")
-    assert "layer: an integer at least 1, or auto: chosen anew for every draft (default: auto)" in out
+    assert "layer: an integer at least 1 or auto (default: auto)" in out
     assert "every: an integer at least 1 (default: 4)\n      With auto: " in out
     _, out, _ = run(capsys, "methods", "show", "skip")
     assert "draft: {method: skip}" in out
     assert "drafter: {method: skip}" in out
-    assert "skip_mlp: a list of integers (default: [])\n      those whose" in out
+    assert "skip_mlp: a list of integers at least 0 (default: [])\n      those whose" in out
 
 
 def test_a_method_says_its_fields(capsys):

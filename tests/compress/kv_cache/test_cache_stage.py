@@ -71,7 +71,7 @@ def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe
     assert asked == [(["channels"], (8, 32), torch.device(device))]
     known = Policy.parse(written.manifest["kv_cache"]).calibrated
     assert known is not None
-    assert len(known.channels) == 3
+    assert len(known.values["channels"]) == 3
     assert known.notes["seconds"]
     assert written.seconds["calibrate cache"] >= 0
     assert written.manifest["calibration"]["rows"] == 8
@@ -104,8 +104,8 @@ def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
     written = compress.apply(recipe(model, {"kv_cache": stage}), output=tmp_path / "out", quiet=True, device="cpu")
     assert windows == [(2, 6)]
     known = Policy.parse(written.manifest["kv_cache"]).calibrated
-    assert known.channels == (((1,), (2,)),) * 3, "not looked for again"
-    assert len(known.gates) == 3
+    assert known.values["channels"] == (((1,), (2,)),) * 3, "not looked for again"
+    assert len(known.values["gates"]) == 3
     assert set(known.notes["seconds"]) == {"channels", "gates"}
     runtime.load(written.path, device="cpu")
 

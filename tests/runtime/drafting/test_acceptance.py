@@ -8,7 +8,8 @@ import pytest
 import torch
 from distribution_cases import drawn_tree, expected, misfit, table_logits, written
 
-from runtime.drafting.verify import read_rule
+from runtime.config.settings import read_method
+from runtime.drafting.config.registry import RULES
 from runtime.drafting.verify.base import Rule
 from runtime.drafting.verify.exact import Exact, rejected
 from runtime.drafting.verify.lenient import Lenient
@@ -230,12 +231,12 @@ def test_lenience_forgives_a_factor() -> None:
 
 
 def test_rules_are_read_from_names_and_mappings() -> None:
-    assert isinstance(read_rule("exact"), Exact)
-    assert read_rule({"typical": {"epsilon": 0.2}}) == Typical(epsilon=0.2)
+    assert isinstance(read_method(RULES, "exact"), Exact)
+    assert read_method(RULES, {"typical": {"epsilon": 0.2}}) == Typical(epsilon=0.2)
     assert Typical().describe() == "typical (lossy)"
     with pytest.raises(RequestError, match="unknown acceptance 'typcal'; did you mean 'typical'"):
-        read_rule("typcal")
+        read_method(RULES, "typcal")
     with pytest.raises(RequestError, match="epsilon: expected a number above 0 and at most 1"):
-        read_rule({"typical": {"epsilon": 2}})
+        read_method(RULES, {"typical": {"epsilon": 2}})
     with pytest.raises(RequestError, match="unknown key 'eps'"):
-        read_rule({"typical": {"eps": 0.2}})
+        read_method(RULES, {"typical": {"eps": 0.2}})

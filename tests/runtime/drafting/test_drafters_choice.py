@@ -13,9 +13,9 @@ from tiny_models import llama, save
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
-from runtime.drafting.config import measured_choice
+from runtime.drafting.config import artifact_draft as measured_choice
+from runtime.drafting.config.artifact_draft import CHOICE, read_choice, write_choice
 from runtime.drafting.config.build import Target, choose_speculation
-from runtime.drafting.config.measured_choice import CHOICE, read_choice, write_choice
 from runtime.drafting.drafters.first_of import FirstOf
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.drafting.drafters.model import ModelDrafter

@@ -13,7 +13,7 @@ from drafter_cases import FREE, VOCABULARY, Words, Writing, check_tree, random_t
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runtime.config.ranges import check_bounds
+from runtime.config.settings import check_numbers
 from runtime.drafting.drafters.base import Ask, Drafter, Verified
 from runtime.drafting.drafters.first_of import FirstOf, Merged
 from runtime.drafting.drafters.lookup import Lookup
@@ -329,7 +329,7 @@ def test_settings_out_of_their_range_are_refused(name: str, wrong: dict[str, Any
 @pytest.mark.parametrize("name", FREE)
 def test_defaults_are_within_their_ranges(name: str) -> None:
     drafter = FREE[name]()
-    check_bounds(drafter)
+    check_numbers(drafter)
     assert drafter.name == name
     assert not drafter.draws
     assert drafter.wants <= {"steps"}

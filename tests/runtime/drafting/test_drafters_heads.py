@@ -25,14 +25,13 @@ from compress.distill.draft.mtp import MTPStudent
 from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
 from runtime.api.model import Model
+from runtime.config.settings import read_settings
 from runtime.drafting.drafters.base import Ask, Draw, Verified
-from runtime.drafting.drafters.medusa import Medusa, build_medusa
+from runtime.drafting.drafters.heads import TargetParts, lean_linear, make_lean
+from runtime.drafting.drafters.medusa import Medusa
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.mtp import MTP, build_mtp
-from runtime.drafting.drafters.parts.entries import Entries
-from runtime.drafting.drafters.parts.lean import lean_linear, make_lean
-from runtime.drafting.drafters.parts.mtp_block import BlockSizes, MTPBlock, rotated
-from runtime.drafting.drafters.parts.target import TargetParts
+from runtime.drafting.drafters.mtp import MTP
+from runtime.drafting.drafters.mtp_block import BlockSizes, Entries, MTPBlock, rotated
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
 from runtime.drafting.shapes import Rates, Shape, fitted, widened
@@ -46,7 +45,14 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compil
 CPU = torch.device("cpu")
 START, DRAWN = [5, 6, 7], {"temperature": 0.8, "top_k": 4, "ignore_eos": True}
 KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
-BUILDERS: dict[str, Any] = {"medusa": build_medusa, "mtp": build_mtp}
+
+
+def builder(cls: Any) -> Any:
+    """Builds the drafter of a directory from settings as they are written."""
+    return lambda target, path, facts, settings: cls.build(target, path, facts, **read_settings(cls, settings))
+
+
+BUILDERS: dict[str, Any] = {"medusa": builder(Medusa), "mtp": builder(MTP)}
 
 
 @pytest.fixture(scope="module")
@@ -518,7 +524,7 @@ def directories(students: Any, texts: Any, tmp_path_factory: Any) -> dict[str, P
 def test_a_directory_gives_the_drafter_that_was_written(directories: Any, students: Any, name: str) -> None:
     facts = json.loads((directories[name] / "draft.json").read_text())
     assert facts["method"] == name
-    made = BUILDERS[name](target(), directories[name], facts, {"width": 3, "depth": 4, "model": "x"})
+    made = BUILDERS[name](target(), directories[name], facts, {"width": 3})
     assert made.width == 3
     if name == "medusa":
         assert made.start == facts["rates"]

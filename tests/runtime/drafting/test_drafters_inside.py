@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from distribution_cases import accepted_in_drawn_texts
-from inside_cases import SETTINGS, adapter, gentle, lean, loaded, with_drafter
+from inside_cases import SETTINGS, adapter, drafter_of, gentle, lean, loaded, with_drafter
 from llama_engines import engines
 from speculation_cases import answers, prompts
 
 from runtime.drafting.config.build import Target
-from runtime.drafting.drafters import early_exit, kangaroo, skip
+from runtime.drafting.drafters import early_exit, kangaroo
 from runtime.drafting.drafters.base import Ask, Place, Verified
 from runtime.drafting.drafters.early_exit import DynamicExit, Rates, choose, spread
 from runtime.drafting.drafters.first_of import FirstOf
@@ -404,45 +404,40 @@ def test_reading_again_leaves_the_cache_as_it_is(module: Any, draft: str) -> Non
         ({"method": "skip", "skip_mlp": [1], "confidence": 1.0}, "drafter.confidence: expected a number at least 0 and below 1"),
         ({"method": "skip", "skip_mpl": [1]}, "did you mean 'skip_mlp'"),
         ({"method": "early-exit", "layer": 4}, "an early exit is after layer 1 to 3 of this model's 4, not 4"),
-        ({"method": "early-exit", "layer": 0}, "drafter.layer: expected an integer between 1"),
-        ({"method": "early-exit", "layer": "last"}, "drafter.layer: expected an integer .*, or 'auto'"),
-        ({"method": "early-exit", "every": 0}, "drafter.every: expected an integer between 1"),
-        ({"method": "early-exit", "layer": 2, "every": 3}, "drafter.every: unknown key"),
+        ({"method": "early-exit", "layer": 0}, "drafter.layer: expected an integer at least 1"),
+        ({"method": "early-exit", "layer": "last"}, "drafter.layer: expected an integer at least 1 or auto"),
+        ({"method": "early-exit", "every": 0}, "drafter.every: expected an integer at least 1"),
+        ({"method": "early-exit", "layer": 2, "every": 3}, "drafter.every: is for an exit that is chosen anew"),
     ],
 )  # fmt: skip
 def test_settings_that_cannot_be(plain: Any, settings: Any, said: str) -> None:
-    build: Any = skip.build if settings["method"] == "skip" else early_exit.build
     with pytest.raises(RequestError, match=said):
-        build(Target(plain.artifact, plain.engine), settings)
+        drafter_of(Target(plain.artifact, plain.engine), settings)
 
 
 def test_engines_that_cannot(plain: Any, module: Any, draft: str) -> None:
-    for build, settings in (
-        (skip.build, {"skip_mlp": [1]}),
-        (early_exit.build, {}),
-        (kangaroo.build, {"model": draft}),
-    ):
+    for settings in ({"method": "skip", "skip_mlp": [1]}, {"method": "early-exit"}, {"model": draft}):
         with pytest.raises(
             RequestError, match=r"only the decoder in C computes with parts of a model.*this one runs on"
         ):
-            build(Target(plain.artifact, engines(module)[0]), settings)
+            drafter_of(Target(plain.artifact, engines(module)[0]), settings)
 
         class Streamed(type(plain.engine)):  # type: ignore[misc]
             def __init__(self) -> None:
                 pass
 
         with pytest.raises(RequestError, match="read from disk while others compute"):
-            build(Target(plain.artifact, Streamed()), settings)
+            drafter_of(Target(plain.artifact, Streamed()), settings)
     single = loaded(gentle(num_hidden_layers=1))
     with pytest.raises(RequestError, match="the model has 1 layer; an early exit needs at least 2"):
-        early_exit.build(Target(single.artifact, single.engine), {})
+        drafter_of(Target(single.artifact, single.engine), "early-exit")
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
     [
         ({"target": "4567"}, "another target: it was made for fingerprint 4567, and that of tiny is 0123"),
-        ({"method": "medusa"}, "a draft of method 'medusa', not of 'kangaroo'"),
+        ({"method": "medusa"}, "holds a draft of the method medusa; leave the key out"),
         ({"schema_version": 2}, "has schema_version 2; this version reads 1"),
         ({"exit_layer": 4}, "exit_layer must be 1 to 3 of the model's 4 layers, not 4"),
         ({"exit_layer": True}, "exit_layer must be 1 to 3"),
@@ -451,12 +446,12 @@ def test_engines_that_cannot(plain: Any, module: Any, draft: str) -> None:
 def test_adapters_of_other_models(plain: Any, module: Any, tmp_path: Any, change: Any, said: str) -> None:
     folder = adapter(tmp_path, module, **change)
     with pytest.raises(RequestError, match=said):
-        kangaroo.build(Target(plain.artifact, plain.engine), {"model": str(folder)})
+        drafter_of(Target(plain.artifact, plain.engine), {"model": str(folder), "method": "kangaroo"})
     (folder / kangaroo.ADAPTER).write_bytes(b"damaged")
     adapter(tmp_path / "other", module)
     (folder / "draft.json").write_text((tmp_path / "other" / "draft.json").read_text())
     with pytest.raises(ArtifactError, match="cannot be read"):
-        kangaroo.build(Target(plain.artifact, plain.engine), {"model": str(folder)})
+        drafter_of(Target(plain.artifact, plain.engine), {"model": str(folder), "method": "kangaroo"})
 
 
 def test_names_for_the_registry() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,8 +15,9 @@ from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, 
 
 from runtime.drafting.caches.lanes import lanes_of
 from runtime.drafting.drafters.base import Ask, Draw, Verified
-from runtime.drafting.drafters.cascade import Cascade, nested
+from runtime.drafting.drafters.cascade import Cascade
 from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.first_of import FirstOf, Merged
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree
@@ -43,7 +45,8 @@ def drafter(kind: str = "chain", lanes: str = "paged", noise: float = 0.01, **se
     plain, lean = engines(draft_model(noise))
     candidates = Candidates(VOCABULARY)
     if kind == "nested":
-        return nested(lean, [1, 2, 3], candidates, 0, **{"sure": 0.3, **settings})
+        draft = DraftModel(lean, None, {"depths": [1, 2, 3], "layers": 3})
+        return Cascade.over(draft, Path("nowhere"), candidates, **{"sure": 0.3, **settings})
     if kind == "confident":
         head = accept_head(lean.module.config.hidden_size)
         return Confident(lanes=StateLanes(lean), candidates=candidates, head=head, **settings)

@@ -14,16 +14,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from witten_bell import witten_bell
 
+from runtime.drafting.drafters.hierarchy import token_ids
 from runtime.drafting.drafters.tables import occurrences as occurrences_module
-from runtime.drafting.drafters.tables.blend import blended
 from runtime.drafting.drafters.tables.continuations import following, indexed
-from runtime.drafting.drafters.tables.corpus import token_ids
-from runtime.drafting.drafters.tables.growth import grow
-from runtime.drafting.drafters.tables.history import BORDER, History
-from runtime.drafting.drafters.tables.joining import join
-from runtime.drafting.drafters.tables.occurrences import Occurrences
+from runtime.drafting.drafters.tables.growth import grow, join
+from runtime.drafting.drafters.tables.occurrences import BORDER, History, Occurrences
 from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket, likely
-from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie
+from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie, blended
 from runtime.errors import RequestError
 from runtime.sampling.tree import ROOT, Tree
 

@@ -12,11 +12,10 @@ import torch
 from distribution_cases import expected, misfit, table_logits, written
 
 from runtime.drafting.caches.lanes import Lane
+from runtime.drafting.drafters import model_tree
 from runtime.drafting.drafters.base import Ask, Draw
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree
-from runtime.drafting.drafters.parts import growing
-from runtime.drafting.drafters.parts.tried import Tried
+from runtime.drafting.drafters.model_tree import DynamicTree, LargeTree, Tried
 from runtime.drafting.verify.exact import Exact
 from runtime.sampling.options import GenerationOptions
 from runtime.sampling.tree import ROOT, Tree
@@ -255,7 +254,7 @@ def test_drawn_trees_go_deep_where_unlikely_draws_are_accepted() -> None:
 
 
 # ---------------------------------------------------------------- drawn trees
-class ByToken(growing.Growing):
+class ByToken(model_tree.Growing):
     """Broken on purpose: what is kept is chosen by what was drawn."""
 
     def best(self) -> Tree:

@@ -13,9 +13,9 @@ from tiny_models import llama, save
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
+from runtime.drafting.config.artifact_draft import write_choice
 from runtime.drafting.config.build import Target, check_written, choose_speculation
-from runtime.drafting.config.measured_choice import write_choice
-from runtime.drafting.config.registry import COMPOSITIONS, FREE, HEADS, MODELS, SELF, names
+from runtime.drafting.config.registry import drafters
 from runtime.drafting.drafters.lookup import Lookup
 from runtime.drafting.speculation import Speculation
 from runtime.errors import ArtifactError, RequestError
@@ -38,10 +38,10 @@ WRONG: list[tuple[Any, str]] = [
     ({"of": ["lookup", "trie"], "leest": 1}, "drafter.leest: unknown key 'leest'; did you mean 'least'?"),
     ({"of": ["lookup", "trie"], "model": "x"}, "drafter.model: a composition has no model of its own"),
     # Amounts.
-    ({"method": "lookup", "depth": 0}, "drafter.depth: expected an integer between 1 and"),
-    ({"method": "lookup", "nodes": "x", "lengths": "fixed"}, "drafter.nodes: expected an integer between 1 and"),
+    ({"method": "lookup", "depth": 0}, "drafter.depth: expected an integer at least 1"),
+    ({"method": "lookup", "nodes": "x", "lengths": "fixed"}, "drafter.nodes: expected an integer at least 1"),
     ({"method": "lookup", "lengths": {"fixed": {"depth": 0}}}, "drafter.lengths.fixed.depth: expected an integer"),
-    ({"of": ["lookup", "trie"], "nodes": 0}, "drafter.nodes: expected an integer between 1 and"),
+    ({"of": ["lookup", "trie"], "nodes": 0}, "drafter.nodes: expected an integer at least 1"),
     ({"method": "lookup", "depth": 2, "lengths": {"goodput": {"dept": 3}}}, "drafter.lengths.goodput.dept: unknown key 'dept'"),
     ({"method": "lookup", "acceptance": {"typical": {"epsilon": 2}}}, "drafter.acceptance.typical.epsilon: expected a number"),
     # Names and keys.
@@ -72,6 +72,10 @@ def test_what_cannot_be_is_said_where_it_was_written_before_a_model_is_read(
     assert str(caught.value).startswith(f"--{said}")
 
 
+def names_of(*sources: str) -> list[str]:
+    return [method.name for method in drafters(*sources)]
+
+
 def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
     good: list[Any] = [
         None,
@@ -85,8 +89,9 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
         Lookup(),
         Speculation(Lookup()),
     ]
-    good += [*FREE.names, *SELF.names, *({"model": True, "method": name} for name in (*MODELS.names, *HEADS.names))]
-    good += [{"of": ["lookup", True, ["trie", Lookup()]], "method": name} for name in COMPOSITIONS.names]
+    good += names_of("text", "target")
+    good += [{"model": True, "method": name} for name in names_of("model", "heads")]
+    good += [{"of": ["lookup", True, ["trie", Lookup()]], "method": name} for name in names_of("drafters")]
     good.append(
         {"method": "lookup", "longest": 4, "depth": 3, "lengths": {"fixed": {"nodes": 3}}, "acceptance": "typical"}
     )
@@ -99,7 +104,7 @@ def test_the_settings_of_the_documentation_can_be() -> None:
     page = (root / "docs" / "speculative.md").read_text(encoding="utf-8")
     examples = [json.loads(text) for text in re.findall(r'`(\{"method": "(?:skip|early-exit)".*?\})`', page)]
     layers = json.loads((root / "recipes/checkpoints/stdlib-4m/config.json").read_text())["num_hidden_layers"]
-    assert {example["method"] for example in examples} == set(SELF.names)
+    assert {example["method"] for example in examples} == set(names_of("target"))
     for example in examples:
         check_written(example)
         named = [*example.get("skip_attention", ()), *example.get("skip_mlp", ()), example.get("layer", 1)]
@@ -171,9 +176,8 @@ def test_the_draft_of_another_target_is_refused_with_short_fingerprints(target: 
 
 # ---------------------------------------------------------------- names
 def test_drafters_are_called_as_they_are_written() -> None:
-    for table in (FREE, SELF, MODELS, HEADS, COMPOSITIONS):
-        assert [method.load().name for method in table] == table.names  # type: ignore[attr-defined]
-    assert len(names()) == len(set(names()))
+    assert [method.load().name for method in drafters()] == [method.name for method in drafters()]
+    assert len(names_of()) == len(set(names_of()))
 
 
 @needs_c

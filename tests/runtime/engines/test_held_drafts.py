@@ -91,7 +91,7 @@ def test_a_group_of_texts_is_decoded_together_without_drafts(module: Any) -> Non
 def test_tokens_before_the_prompt_are_nobodys(module: Any) -> None:
     """Hidden states and positions count from the prompt's own first token."""
     policy = Policy.parse({"keys": "int4", "values": "int4", "recent": 8, "prefix": "calibrated"})
-    policy = policy.with_calibrated(Calibrated(fingerprint(module.config), prefix_tokens=(7, 9, 11)))
+    policy = policy.with_calibrated(Calibrated(fingerprint(module.config), {"prefix_tokens": (7, 9, 11)}))
     plain = model(module, policy)
     texts = prompts(2, 60)
     truth = {tuple(text): plain.generate(text, max_new_tokens=40) for text in texts}

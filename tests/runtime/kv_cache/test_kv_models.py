@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicSlidingWindowLayer, LinearAttentionCacheLayerMixin
 
 import runtime.kv_cache
-from runtime.config.fields import PolicyError
+from runtime.config.settings import ConfigError
 from runtime.engines.torch.compressed_cache import HeldCache
 from runtime.kv_cache import CompressedCache, Policy, prepare
 from runtime.kv_cache.estimate import held_bytes, needed_bytes
@@ -135,7 +135,7 @@ def test_hybrids_are_evicted_from_and_stored_in_few_bits(family: str) -> None:
 
 def test_layers_with_attention_and_a_state_side_by_side_are_refused_as_that() -> None:
     for family in ("falcon_h1", "zamba2"):
-        with pytest.raises(PolicyError, match=r"attention and a recurrent state side by side \(hybrid\)"):
+        with pytest.raises(ConfigError, match=r"attention and a recurrent state side by side \(hybrid\)"):
             Policy.parse("kivi").check_model(AutoConfig.for_model(family))
 
 
@@ -145,7 +145,7 @@ def test_attention_of_its_own_is_refused_wherever_it_is_prepared(family: str, na
     sizes = {"n_layer": 1, "n_head": 2, "num_hidden_layers": 1, "num_attention_heads": 2, "hidden_size": 32}
     model = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, vocab_size=64, **sizes))
     sentence = f"{name} computes attention in a way of its own"
-    with pytest.raises(PolicyError, match=sentence):
+    with pytest.raises(ConfigError, match=sentence):
         HeldCache(model, Policy.parse({}))
     with pytest.raises(ValueError, match=sentence):
         prepare(model)
@@ -166,7 +166,7 @@ def test_a_model_that_calls_the_interface_for_some_layers_only_is_found_by_two_t
         return hidden_states, None
 
     monkeypatch.setattr(layer, "forward", own)
-    with pytest.raises(PolicyError, match="LlamaForCausalLM computes attention in a way that does not read compressed"):
+    with pytest.raises(ConfigError, match="LlamaForCausalLM computes attention in a way that does not read compressed"):
         HeldCache(model, Policy.parse({}))
 
 
@@ -205,9 +205,9 @@ def test_layers_of_several_shapes_are_counted_and_checked_one_by_one() -> None:
         return Policy.parse({"method": "doublesparsity", "select": {"tokens": 64}, "calibrated": known})
 
     sparse([[[31]], [[16]]]).check_model(config)
-    with pytest.raises(PolicyError, match="channel 32 is outside the head size 32"):
+    with pytest.raises(ConfigError, match="channel 32 is outside the head size 32"):
         sparse([[[31]], [[32]]]).check_model(config)
-    with pytest.raises(PolicyError, match=r"2 layers of 2 key heads; .* has 2 layers with full attention, of 1"):
+    with pytest.raises(ConfigError, match=r"2 layers of 2 key heads; .* has 2 layers with full attention, of 1"):
         sparse([[[1], [1]], [[1], [1]]]).check_model(config)
 
 
@@ -248,7 +248,7 @@ def test_a_policy_is_checked_wherever_a_cache_is_made_of_it() -> None:
     own, gates = fingerprint(model.config), [[0.1, 0.9], [0.9, 0.1]]
     CompressedCache(model, duo(own, gates))
     for policy in (duo("0" * 16, gates), duo(own, gates[:1]), duo(own, [[0.1], [0.9]])):
-        with pytest.raises(PolicyError) as refused:
+        with pytest.raises(ConfigError) as refused:
             policy.check_model(model.config)
         with pytest.raises(ValueError, match="calibrated") as caught:
             CompressedCache(model, policy)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, fields, replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
@@ -11,7 +11,7 @@ import torch
 from kv_observation import observation, weights
 from random_models import padded_rows, random_llama
 
-from runtime.config.ranges import Range, range_of
+from runtime.config.settings import settings_of
 from runtime.errors import RequestError
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
 from runtime.kv_cache.budgets.base import LayerFacts
@@ -388,30 +388,30 @@ def rule(**options: Any) -> EvictionPlan:
         (lambda: rule(tokens=1.5), r"tokens must be an integer, not 1\.5"),
         (lambda: rule(), "needs ratio or tokens, one of them"),
         (lambda: rule(ratio=0.5, tokens=5), "needs ratio or tokens, one of them"),
-        (lambda: rule(ratio=0.5, interval=0), "interval must be at least 1"),
+        (lambda: rule(ratio=0.5, interval=0), "interval must be an integer at least 1"),
         (lambda: rule(ratio=0.5, keeps_prompt=True), "needs an interval"),
         (lambda: rule(ratio=0.5, keeps_prompt=True, interval=1, layer_share=Pyramid()), "those of pyramid are found when"),
         (lambda: SnapKV(kernel=4), r"snapkv\.kernel must be at least 1 and odd, not 4"),
         (lambda: ReasoningPath(kernel=0), r"rpc\.kernel must be"),
-        (lambda: SnapKV(observe=0), r"snapkv\.observe must be at least 1"),
-        (lambda: Defensive(prior=1.1), r"defensive\.prior must be at least 0 and at most 1, not 1\.1"),
-        (lambda: H2O(recent=-1), r"h2o\.recent must be at least 0, not -1"),
-        (lambda: Keyformer(temperature=0), r"keyformer\.temperature must be above 0"),
-        (lambda: Keyformer(generation_length=0), r"generation_length must be at least 1"),
+        (lambda: SnapKV(observe=0), r"snapkv\.observe must be an integer at least 1"),
+        (lambda: Defensive(prior=1.1), r"defensive\.prior must be a number between 0 and 1, not 1\.1"),
+        (lambda: H2O(recent=-1), r"h2o\.recent must be an integer at least 0, not -1"),
+        (lambda: Keyformer(temperature=0), r"keyformer\.temperature must be a number above 0"),
+        (lambda: Keyformer(generation_length=0), r"generation_length must be an integer at least 1"),
         (lambda: Streaming(-1), r"streaming\.sinks"),
         (lambda: Normalized(0), r"normalized\.observe"),
         (lambda: Duo(GATES, streaming=2.0), r"duo\.streaming"),
         (lambda: Duo(GATES, recent=-1), r"duo\.recent"),
-        (lambda: Pyramid(beta=1), r"pyramid\.beta must be above 1, not 1"),
+        (lambda: Pyramid(beta=1), r"pyramid\.beta must be a number above 1, not 1"),
         (lambda: Cake(entropy_temperature=0.0), r"cake\.entropy_temperature"),
-        (lambda: DefensiveLayers(1.0), r"defensive\.safeguard must be at least 0 and below 1"),
+        (lambda: DefensiveLayers(1.0), r"defensive\.safeguard must be a number at least 0 and below 1"),
         (lambda: AdaptiveHeads(-0.1), r"adaptive\.safeguard"),
-        (lambda: Bitmap(1.0), r"bitmap\.sparsity must be above 0 and below 1"),
+        (lambda: Bitmap(1.0), r"bitmap\.sparsity must be a number above 0 and below 1"),
         (lambda: Integer(3, "token"), r"int3\.bits must be one of 2, 4, 8, not 3"),
         (lambda: Integer(4, "row"), r"int4\.axis must be token or channel"),
-        (lambda: Integer(4, "token", -1), r"int4\.group must be at least 0"),
-        (lambda: Tier(Plain(), Plain(), 0.0), r"Tier\.share must be above 0"),
-        (lambda: StoragePlan(recent=-1), r"StoragePlan\.recent must be at least 0"),
+        (lambda: Integer(4, "token", -1), r"int4\.group must be an integer at least 0"),
+        (lambda: Tier(Plain(), Plain(), 0.0), r"Tier\.share must be a number above 0"),
+        (lambda: StoragePlan(recent=-1), r"StoragePlan\.recent must be an integer at least 0"),
     ],
 )  # fmt: skip
 def test_a_method_out_of_its_bounds_is_refused_in_one_sentence(make: Any, sentence: str) -> None:
@@ -423,18 +423,15 @@ def test_a_method_out_of_its_bounds_is_refused_in_one_sentence(make: Any, senten
 @pytest.mark.parametrize("key", ["evict.score", "evict.layers", "evict.heads", "keys, values"])
 def test_every_method_holds_its_own_fields_to_its_bounds(key: str) -> None:
     """A new method is one file: it checks itself, and nothing else has to know its fields."""
-    from runtime.config.registry import AXES
+    from runtime.kv_cache.policy.registries import AXES
 
     for method in AXES[key]:
         cls = method.load()
         given = {**method.fixed, **({"axis": "token"} if "axis" in {f.name for f in fields(cls)} else {})}
-        given |= {"gates": GATES} if method.name == "duo" else {}
-        for field in fields(cls):
-            if field.name in method.fixed or str(field.type) not in ("int", "float") or field.default is MISSING:
-                continue
-            low = range_of(field).low
-            with pytest.raises(ValueError, match=field.name):
-                cls(**{**given, field.name: type(field.default)(low - 1)})
+        numbers = [setting for setting in settings_of(cls, method.fixed).values() if setting.is_number]
+        for setting in numbers:
+            with pytest.raises(ValueError, match=setting.name):
+                cls(**{**given, setting.name: type(setting.default)(-1)})
 
 
 @pytest.mark.parametrize("axis", ["channel", "token"])
@@ -448,11 +445,3 @@ def test_rounding_a_scale_to_float16_misses_the_top_by_an_eighth_of_a_step(axis:
     step = (high - low) / 255
     # Half a step of rounding, what the top misses, and what the lowest is off as a float16.
     assert bool((error <= (0.5 + 255 * 2**-11) * step * 1.001 + low.abs() * 2**-11).all())
-
-
-def test_ranges_in_words() -> None:
-    assert str(Range()) == "at least 0"
-    assert str(Range(0, 1, open_low=True)) == "above 0 and at most 1"
-    assert str(Range(1, odd=True)) == "at least 1 and odd"
-    assert Range(1, odd=True).holds(3)
-    assert not Range(1, odd=True).holds(4)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compress.core.suggest import listing
 from compress.prune.structure.vocabulary.config_ids import collect_ids, named
 from compress.prune.structure.vocabulary.subword_models import BPE, SubwordModel, Unigram, WordPiece
 from runtime.checkpoint.checkpoint import read_json
+from runtime.config.messages import listing
 from runtime.errors import RequestError
 
 FILE = "tokenizer.json"

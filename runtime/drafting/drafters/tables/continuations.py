@@ -6,8 +6,7 @@ from collections.abc import Callable
 from itertools import chain
 
 from runtime.drafting.drafters.tables.growth import Candidate
-from runtime.drafting.drafters.tables.history import BORDER
-from runtime.drafting.drafters.tables.occurrences import Match
+from runtime.drafting.drafters.tables.occurrences import BORDER, Match
 from runtime.drafting.drafters.tables.odds import BUCKETS, Odds, bucket, likely
 
 #: Occurrences from which on a frequency is trusted more: as if so many times as many tokens agreed.

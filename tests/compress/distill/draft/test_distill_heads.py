@@ -29,14 +29,22 @@ from compress.distill.train.teacher import Teacher
 from compress.distill.train.teacher_cache import cache_teacher
 from compress.distill.train.train import train
 from runtime.api.model import Model
-from runtime.drafting.drafters.medusa import build_medusa
-from runtime.drafting.drafters.mtp import build_mtp
+from runtime.config.settings import read_settings
+from runtime.drafting.drafters.medusa import Medusa
+from runtime.drafting.drafters.mtp import MTP
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.speculation import Speculation
 from runtime.errors import RequestError
 
 KINDS: dict[str, type[HeadStudent]] = {"medusa": MedusaStudent, "mtp": MTPStudent}
-BUILDERS: dict[str, Any] = {"medusa": build_medusa, "mtp": build_mtp}
+
+
+def builder(cls: Any) -> Any:
+    """Builds the drafter of a directory from settings as they are written."""
+    return lambda target, path, facts, settings: cls.build(target, path, facts, **read_settings(cls, settings))
+
+
+BUILDERS: dict[str, Any] = {"medusa": builder(Medusa), "mtp": builder(MTP)}
 IDS = torch.randint(1, 257, (3, 14), generator=torch.Generator().manual_seed(0))
 
 

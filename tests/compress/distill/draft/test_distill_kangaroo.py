@@ -22,8 +22,8 @@ from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.drafting.config.build import Target
-from runtime.drafting.drafters import kangaroo
+from runtime.drafting.config.build import Target, build
+from runtime.drafting.config.request import parse
 from runtime.drafting.drafters.base import Ask, Place
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import take_over
@@ -140,7 +140,7 @@ def test_the_runtime_proposes_what_was_trained(tmp_path: Path, layer: int, feed_
     engine = take_over(TorchEngine(model, torch.device("cpu")))
     assert engine is not None
     artifact: Any = SimpleNamespace(path=path, checkpoint=SimpleNamespace(fingerprint=lambda: "f"))
-    drafter = kangaroo.build(Target(artifact, engine), {"model": str(path), "confidence": 0.0})
+    drafter = build(parse({"model": str(path), "confidence": 0.0}), Target(artifact, engine))
     assert drafter.weights == sum(value.nbytes for value in who.adapter().values())
     for row in runs.rows(3, 40, seed=5).ids.tolist():
         pages = [0, 1]
@@ -181,9 +181,7 @@ def test_made_for_an_artifact(tmp_path: Path) -> None:
     assert content["facts"] == json.loads(json.dumps(making.facts))
     assert {"before", "after", "training", "cost", "worth", "exit_layer"} <= content["facts"].keys()
     assert 0 < content["facts"]["cost"]["of_target"] < 1
-    drafter = kangaroo.build(
-        Target(model.artifact, model.engine), {"model": str(tmp_path / "draft"), "confidence": 0.0}
-    )
+    drafter = build(parse({"model": str(tmp_path / "draft"), "confidence": 0.0}), Target(model.artifact, model.engine))
     from runtime.drafting.lengths.fixed import Fixed
     from runtime.drafting.speculation import Speculation
 

@@ -240,8 +240,8 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     from compress.core.progress import Reporter
     from compress.distill.draft.making import Making
     from compress.distill.train.teacher import Teacher
-    from runtime.drafting.config.build import Target
-    from runtime.drafting.drafters import skip
+    from runtime.drafting.config.build import Target, build
+    from runtime.drafting.config.request import parse
     from runtime.drafting.lengths.fixed import Fixed
     from runtime.drafting.speculation import Speculation
 
@@ -285,7 +285,7 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     assert json.loads(json.dumps(making.facts)) == making.facts
     prompts = rows[:, :8].tolist()
     expected = loaded.generate(prompts, max_new_tokens=24)
-    drafter = skip.build(Target(loaded.artifact, loaded.engine), {**settings, "confidence": 0.0})
+    drafter = build(parse({**settings, "confidence": 0.0}), Target(loaded.artifact, loaded.engine))
     loaded.speculation = Speculation(drafter, lengths=Fixed(3, 3))
     assert loaded.generate(prompts, max_new_tokens=24) == expected
     assert loaded.stats["accepted_tokens"] > 0

@@ -1,0 +1,135 @@
+"""Phrases of error messages: a value, what a type accepts, the name that was probably meant."""
+
+from __future__ import annotations
+
+import difflib
+import re
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal, Union, get_args, get_origin
+
+import annotated_types
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from runtime.system import describe
+
+
+def plain(name: str) -> str:
+    """A name without case, hyphens, underscores and spaces: "Layer-DefensiveKV" is "layerdefensivekv"."""
+    return re.sub(r"[-_\s]", "", name.lower())
+
+
+def nearest(word: object, names: Iterable[str]) -> str | None:
+    """The most similar of `names`; None when none is close."""
+    by_plain = {plain(name): name for name in names}
+    found = difflib.get_close_matches(plain(str(word)), list(by_plain), n=1, cutoff=0.6)
+    return by_plain[found[0]] if found else None
+
+
+def did_you_mean(word: object, names: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` or an empty string, to be put into a sentence."""
+    found = nearest(word, names)
+    return f"; did you mean '{found}'?" if found else ""
+
+
+def listing(names: Iterable[str], limit: int = 40) -> str:
+    """`a, b, c`, cut after `limit` names."""
+    names = list(names)
+    text = ", ".join(names[:limit])
+    return text if len(names) <= limit else f"{text}, ... ({len(names)} in all)"
+
+
+def show(value: Any) -> str:
+    """A value as a message names it, shortened."""
+    if value is None:
+        return "nothing"
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, Mapping):
+        return f"a mapping with {listing(map(str, value), 4)}" if value else "an empty mapping"
+    if isinstance(value, (list, tuple)):
+        return f"a list of {len(value)}"
+    return describe.show(value)
+
+
+# ---------------------------------------------------------------- types
+def describe_field(field: FieldInfo) -> str:
+    """What a pydantic field accepts: "an integer between 2 and 8"."""
+    return describe_type(field.annotation, list(field.metadata))
+
+
+def describe_type(kind: Any, metadata: Iterable[Any] = ()) -> str:
+    """What an annotated type accepts: "an integer between 2 and 8", "one of token, channel"."""
+    metadata, origin = list(metadata), get_origin(kind)
+    if origin in (Union, types.UnionType):
+        parts = [describe_type(part, metadata) for part in get_args(kind) if part is not type(None)]
+        return " or ".join(dict.fromkeys(parts))
+    if origin is Literal:
+        words = ", ".join(choice if isinstance(choice, str) else show(choice) for choice in get_args(kind))
+        return f"one of {words}" if len(get_args(kind)) > 1 else words
+    if hasattr(kind, "__metadata__"):
+        return describe_type(kind.__origin__, [*metadata, *kind.__metadata__])
+    if kind in (bool, int, float, str):
+        name = {bool: "true or false", int: "an integer", float: "a number", str: "a text"}[kind]
+        return name + (_bounds(metadata) if kind in (int, float) else "")
+    if origin in (list, tuple, set, frozenset):
+        inner = [part for part in get_args(kind) if part is not Ellipsis]
+        one = describe_type(inner[0]) if inner else "a value"
+        noun, _, bounds = one.partition(" ")[2].partition(" ")
+        what = {"text": "texts", "integer": "integers", "number": "numbers", "list": "lists"}.get(noun)
+        return f"a list of {_length(metadata)}{'values' if what is None else f'{what} {bounds}'.strip()}"
+    if origin is dict or kind is dict or (isinstance(kind, type) and issubclass(kind, BaseModel)):
+        return "a mapping"
+    return "another kind of value"
+
+
+def choices_of(kind: Any) -> list[str]:
+    """The texts that a type allows by name; none where it is something else."""
+    if hasattr(kind, "__metadata__"):
+        return choices_of(kind.__origin__)
+    parts = (kind, *get_args(kind)) if get_origin(kind) in (Union, types.UnionType) else (kind,)
+    return [str(choice) for part in parts if get_origin(part) is Literal for choice in get_args(part)]
+
+
+def _length(metadata: list[Any]) -> str:
+    """ "2 or more " of a list that must have so many."""
+    flat = _flatten(metadata)
+    least = next((item.min_length for item in flat if isinstance(item, annotated_types.MinLen)), 0)
+    most = next((item.max_length for item in flat if isinstance(item, annotated_types.MaxLen)), None)
+    if most is not None:
+        return f"{least} to {most} "
+    return f"{least} or more " if least else ""
+
+
+def _bounds(metadata: list[Any]) -> str:
+    low: tuple[Any, str] | None = None
+    high: tuple[Any, str] | None = None
+    odd = False
+    for item in _flatten(metadata):
+        if isinstance(item, annotated_types.Ge):
+            low = (item.ge, "at least")
+        elif isinstance(item, annotated_types.Gt):
+            low = (item.gt, "above")
+        elif isinstance(item, annotated_types.Le):
+            high = (item.le, "at most")
+        elif isinstance(item, annotated_types.Lt):
+            high = (item.lt, "below")
+        elif isinstance(item, annotated_types.Predicate):
+            odd = True
+    words = [f"{word} {value}" for word, value in ((b[1], b[0]) for b in (low, high) if b)]
+    if low and high and (low[1], high[1]) == ("at least", "at most"):
+        words = [f"between {low[0]} and {high[0]}"]
+    return "".join(
+        f" {'and ' if index else ''}{word}" for index, word in enumerate([*words, *(["odd"] if odd else [])])
+    )
+
+
+def _flatten(metadata: Iterable[Any]) -> list[Any]:
+    flat: list[Any] = []
+    for item in metadata:
+        if isinstance(item, FieldInfo):  # of a `Field` inside of an Annotated
+            flat.extend(_flatten(list(item.metadata)))
+        else:
+            flat.extend(item if isinstance(item, annotated_types.GroupedMetadata) else [item])
+    return flat

@@ -1,0 +1,263 @@
+"""Heads that were trained on a target: their directory, what they use of the target, and layers that are computed fast.
+
+draft.json:
+    schema_version  1
+    method          "medusa" or "mtp"
+    target          fingerprint of the checkpoint they were trained on
+    vocabulary      its ids are below this
+    hidden          width of its hidden states
+    heads           sizes of the modules, as their builders read them
+    rates           how often proposals are right, measured: Medusa by depth and rank, else by depth
+    facts           what else was measured, plain data
+    files           {name: {"bytes", "sha256"}} of all others
+
+heads.safetensors: the modules' weights by name, and, of heads that propose only some tokens, "kept_tokens", int32 `[k]`, ascending.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runtime import formats
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.headers import read_header
+from runtime.drafting.config.target import UnfitError, other_target
+from runtime.drafting.drafters.model import Candidates
+from runtime.errors import ArtifactError, RequestError
+from runtime.formats.quantization_config import ModuleEntry
+from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.kernels.cpu import library
+from runtime.layers.compressed_linear import CompressedLinear
+
+WEIGHTS = "heads.safetensors"
+KEPT = "kept_tokens"
+METHODS = ("medusa", "mtp")
+SCHEMA_VERSION = 1
+
+
+@dataclass
+class HeadFiles:
+    """What a directory holds.
+
+    Attributes:
+        path: the directory. facts: draft.json.
+        weights: by name, on the CPU.
+        kept: int64 `[k]`, the target's id of each token that is proposed; None: all.
+    """
+
+    path: Path
+    facts: Mapping[str, Any]
+    weights: dict[str, torch.Tensor]
+    kept: torch.Tensor | None
+
+    def size(self, name: str, least: int = 1) -> int:
+        """A number of `heads` in draft.json."""
+        sizes = self.facts.get("heads")
+        value = sizes.get(name) if isinstance(sizes, Mapping) else None
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise ArtifactError(
+                f"{self.path / 'draft.json'}: heads.{name} must be an integer of at least {least}, not {value!r}"
+            )
+        return value
+
+    def install(self, module: nn.Module, parts: TargetParts) -> tuple[nn.Module | None, Candidates]:
+        """Fill a module (on meta), make it fast; returns the head of the tokens that it proposes alone (None: the target's own) and from
+        that head's logits to tokens of the target."""
+        self.fill(module)
+        make_lean(module, parts.dtype, parts.device)
+        head = None if self.kept is None else parts.head_of(self.kept)
+        return head, Candidates(parts.vocabulary, self.kept)
+
+    def fill(self, module: nn.Module) -> None:
+        """Put the weights into a module (on meta) of the sizes that draft.json says; ArtifactError where they are others."""
+        expected = module.state_dict()
+        for name, value in expected.items():
+            stored = self.weights.get(name)
+            if stored is None:
+                raise ArtifactError(f"{self.path / WEIGHTS} has no tensor {name}")
+            if stored.shape != value.shape or not stored.is_floating_point():
+                raise ArtifactError(
+                    f"{self.path / WEIGHTS}: tensor {name} is {stored.dtype} {list(stored.shape)}, expected {list(value.shape)}"
+                )
+        module.load_state_dict({name: self.weights[name] for name in expected}, assign=True)
+        module.requires_grad_(False)
+
+
+def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifact, parts: TargetParts) -> HeadFiles:
+    """Read heads of a target.
+
+    Args:
+        path: the directory. facts: its draft.json.
+        method: that they must be of.
+        target: what they shall propose for. parts: of its engine.
+
+    Raises:
+        RequestError: they are another target's, or of another method. ArtifactError: they cannot be read.
+    """
+    if facts.get("schema_version") != SCHEMA_VERSION or facts.get("method") != method:
+        raise RequestError(
+            f"drafter: {path} holds {facts.get('method')!r} of schema version {facts.get('schema_version')!r}, expected {method!r} of "
+            f"{SCHEMA_VERSION}"
+        )
+    own = facts.get("target")
+    if own != target.checkpoint.fingerprint():
+        raise other_target(path, own, target)
+    for name, size in (("vocabulary", parts.vocabulary), ("hidden", parts.hidden)):
+        if facts.get(name) != size:
+            raise RequestError(
+                f"drafter: {path} is for a {name} size of {facts.get(name)}, and {target.path} has {size}"
+            )
+    if not (path / WEIGHTS).is_file():
+        raise ArtifactError(f"drafter: {path} has no {WEIGHTS}")
+    read_header(path / WEIGHTS)  # says in a sentence what is wrong with a damaged file
+    from safetensors.torch import load_file
+
+    weights = load_file(path / WEIGHTS)
+    return HeadFiles(path, facts, weights, _kept(weights.pop(KEPT, None), path, parts.vocabulary))
+
+
+def rates_of(facts: Mapping[str, Any], depths: int) -> list[list[float]]:
+    """The measured rates by depth and rank; ArtifactError where they are not there."""
+    stored = facts.get("rates")
+    levels: list[Any] = stored if isinstance(stored, list) else []
+    if len(levels) != depths or not all(
+        isinstance(ranks, list) and ranks and all(map(_rate, ranks)) for ranks in levels
+    ):
+        raise ArtifactError(f"draft.json: rates must be {depths} lists of numbers from 0 to 1, one for each head")
+    return [[float(value) for value in ranks] for ranks in levels]
+
+
+def _rate(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
+
+
+def _kept(ids: torch.Tensor | None, path: Path, vocabulary: int) -> torch.Tensor | None:
+    if ids is None:
+        return None
+    whole = ids.dtype == torch.int32 and ids.dim() == 1 and len(ids) > 0
+    if not whole or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary or not bool((ids.diff() > 0).all()):
+        raise ArtifactError(f"{path / WEIGHTS}: {KEPT} must be ascending int32 ids below {vocabulary}")
+    return ids.long()
+
+
+@dataclass
+class TargetParts:
+    """Of a loaded target.
+
+    Attributes:
+        embedding: ids to `[..., hidden]`. head: hidden states, after the final norm, to logits.
+        hidden: width of the hidden states. vocabulary: ids are below it.
+        device: where both are. dtype: that drafts are computed in.
+    """
+
+    embedding: nn.Module
+    head: nn.Module
+    hidden: int
+    vocabulary: int
+    device: torch.device
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, engine: Any, where: str = "drafter") -> TargetParts:
+        """Those of an engine; UnfitError where it does not show them."""
+        module: Any = getattr(engine, "module", None)
+        head = None if module is None else module.get_output_embeddings()
+        if head is None or not hasattr(head, "in_features"):
+            raise UnfitError((), f"{engine.description} shows no head and no embedding, which heads need", where)
+        dtype = compute_dtype(engine.device, _dtype(head))
+        return cls(module.get_input_embeddings(), head, head.in_features, engine.vocab_size, engine.device, dtype)
+
+    def embed(self, ids: torch.Tensor) -> torch.Tensor:
+        """`[..., hidden]` in `dtype`."""
+        found: torch.Tensor = self.embedding(ids.to(self.device))
+        return found.to(self.dtype)
+
+    def logits(self, states: torch.Tensor) -> torch.Tensor:
+        """Float32 `[..., vocabulary]` of states `[..., hidden]`."""
+        found: torch.Tensor = self.head(states.to(_dtype(self.head)))
+        return found[..., : self.vocabulary].float()
+
+    def rows(self, kept: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The head's weight `[k, hidden]`, dense, and bias `[k]`, of these tokens, int64 `[k]`; None: of all ids."""
+        head: Any = self.head
+        weight = head.dequantize() if isinstance(head, CompressedLinear) else head.weight
+        chosen = slice(self.vocabulary) if kept is None else kept.to(weight.device)
+        return weight.detach()[chosen], None if head.bias is None else head.bias.detach()[chosen]
+
+    def head_of(self, kept: torch.Tensor) -> nn.Module:
+        """A layer of these tokens' rows alone, `[..., hidden]` in `dtype` to `[..., k]`."""
+        weight, bias = self.rows(kept)
+        return lean_linear(weight, bias, self.dtype, self.device)
+
+
+def _dtype(layer: nn.Module) -> torch.dtype:
+    if isinstance(layer, CompressedLinear):
+        return layer.dtype
+    weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+    return weight.dtype
+
+
+_GRID = WeightScheme(8, "int", True, "channel")
+_MOST = 127  # of the codes; symmetric, so that -128 is never used
+
+
+def compute_dtype(device: torch.device, stored: torch.dtype) -> torch.dtype:
+    """What drafts are computed in: float32 on CPUs, as the decoder in C does, and the target's dtype elsewhere."""
+    return torch.float32 if device.type == "cpu" else stored
+
+
+def lean_linear(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype, device: torch.device) -> nn.Module:
+    """A layer `[..., in]` to `[..., out]` in `dtype`.
+
+    On CPUs with a C compiler each row of the weight is rounded to 255 values. What a draft proposes hardly changes, what is written does
+    not at all, and reading the weight is what a draft's time goes to.
+
+    Args:
+        weight: `[out, in]`. bias: `[out]`.
+    """
+    if device.type == "cpu" and library.load() is not None:
+        return _rounded(weight, bias, dtype)
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias is not None, device="meta")
+    layer.weight = nn.Parameter(weight.detach().to(device, dtype), requires_grad=False)
+    if bias is not None:
+        layer.bias = nn.Parameter(bias.detach().to(device, dtype), requires_grad=False)
+    return layer
+
+
+def make_lean(module: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
+    """Replace the plain linear layers inside a module, and move everything else to `dtype` and `device`."""
+    for name, child in list(module.named_modules()):
+        if isinstance(child, nn.Linear):
+            parent, _, leaf = name.rpartition(".")
+            bias = None if child.bias is None else child.bias
+            setattr(module.get_submodule(parent), leaf, lean_linear(child.weight, bias, dtype, device))
+    for child in module.modules():
+        if not isinstance(child, CompressedLinear):
+            for parameter in child.parameters(recurse=False):
+                parameter.data = parameter.data.to(device, dtype)
+                parameter.requires_grad_(False)
+            for buffer in child.buffers(recurse=False):
+                buffer.data = buffer.data.to(device)
+
+
+def nbytes(module: nn.Module) -> int:
+    """Memory of all parameters and buffers."""
+    return sum(each.numel() * each.element_size() for each in (*module.parameters(), *module.buffers()))
+
+
+def _rounded(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> CompressedLinear:
+    dense = weight.detach().float()
+    scale = (dense.abs().amax(1, keepdim=True) / _MOST).clamp_min(torch.finfo(torch.float32).tiny)
+    scheme, shape = Scheme(_GRID), (dense.shape[0], dense.shape[1])
+    codes = (dense / scale).round().clamp(-_MOST, _MOST).to(torch.int8)
+    storage = formats.choose(scheme, shape)
+    tensors = storage.pack(CompressedWeight(codes, scale.to(dtype), None, None, scheme, dtype))
+    layer = CompressedLinear.from_tensors(ModuleEntry(scheme, storage.name), shape, tensors, bias, dtype)
+    layer.prepare()
+    return layer

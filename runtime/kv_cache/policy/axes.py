@@ -1,0 +1,173 @@
+"""Axes of a cache policy: which tokens stay, how they are stored, what a step reads, where they lie."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+
+from runtime.config.settings import ConfigError, Natural
+from runtime.kv_cache.clusters import Clusters
+from runtime.kv_cache.eviction import EvictionPlan
+from runtime.kv_cache.offload import OffloadPlan
+from runtime.kv_cache.plan import CachePlan
+from runtime.kv_cache.policy.calibrated import Calibrated
+from runtime.kv_cache.policy.choices import Choice, Evict, TierChoice
+from runtime.kv_cache.policy.presets import PRESETS
+from runtime.kv_cache.policy.registries import PREFIX_TOKENS
+from runtime.kv_cache.storage.plan import StoragePlan
+
+RECENT = 128
+CALIBRATED = "calibrated"
+_Axes = TypeVar("_Axes", bound="Axes")
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Every axis is optional, and they combine; none of them: everything is kept as it comes.
+
+    Attributes:
+        method: name of the published method that it began with, if any.
+        evict: what leaves the cache; None: nothing.
+        tiers: how older tokens are held, one or several ways; empty: as floats. A recipe says `keys` and `values` where there is one.
+        recent: newest tokens that stay floats where older ones do not.
+        prefix: first tokens that stay floats and are never evicted; "calibrated": those that calibration puts before every prompt.
+        saliency: score that orders tokens where there are several tiers.
+        clusters: how similar tokens are merged.
+        select: what a step reads; None: everything.
+        offload: where older tokens lie; None: where attention computes.
+        calibrated: what was found out about the model; None where nothing is needed, or not yet.
+        floats: dtype that tokens that stay floats are held in; None: the model's.
+    """
+
+    method: str | None = None
+    evict: Evict | None = None
+    tiers: tuple[TierChoice, ...] = ()
+    recent: Natural = RECENT
+    prefix: Natural | Literal["calibrated"] = 0
+    saliency: Choice | None = None
+    clusters: Clusters | None = None
+    select: Choice | None = None
+    offload: OffloadPlan | None = None
+    calibrated: Calibrated | None = None
+    floats: Literal["float32", "float16", "bfloat16"] | None = None
+
+    # ---------------------------------------------------------------- calibration
+    @property
+    def choices(self) -> dict[str, Choice]:
+        """The methods that may need calibration, by their key."""
+        found = {"evict": None if self.evict is None else self.evict.score, "select": self.select}
+        return {key: choice for key, choice in found.items() if choice is not None}
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """What calibration must find, such as gates, channels, prefix_tokens."""
+        own = {PREFIX_TOKENS.name} if self.prefix == CALIBRATED else set()
+        return frozenset(own).union(*(choice.needs for choice in self.choices.values()))
+
+    @property
+    def missing(self) -> frozenset[str]:
+        """What of that has not been found."""
+        return self.needs - (frozenset() if self.calibrated is None else self.calibrated.found)
+
+    @property
+    def prefix_tokens(self) -> tuple[int, ...]:
+        """Token ids that are put before every prompt."""
+        if self.prefix != CALIBRATED or self.calibrated is None:
+            return ()
+        return tuple(self.calibrated.values.get(PREFIX_TOKENS.name, ()))
+
+    @property
+    def first(self) -> int:
+        """First tokens that stay floats, as far as the policy itself says how many they are."""
+        return self.prefix if isinstance(self.prefix, int) else 0
+
+    def with_calibrated(self: _Axes, calibrated: Calibrated | None) -> _Axes:
+        """The same with what was found for it."""
+        return dataclasses.replace(self, calibrated=calibrated)
+
+    # ---------------------------------------------------------------- use
+    def plan(self) -> CachePlan:
+        """What `CompressedCache` takes.
+
+        Raises:
+            ConfigError: it needs calibration and has none.
+        """
+        self.check_complete()
+        return self.draft()
+
+    def draft(self) -> CachePlan:
+        """As `plan`, whether calibrated or not: good for sizes."""
+        known, evict = self.calibrated, self.evict
+        eviction = None
+        if evict is not None:
+            methods = evict.score.build(known), evict.layers.build(), evict.heads.build()
+            eviction = EvictionPlan(*methods, evict.ratio, evict.tokens, evict.interval, evict.prompt == "keep")
+        storage = StoragePlan(
+            tuple(tier.build() for tier in self.tiers),
+            self.recent,
+            self.prefix if isinstance(self.prefix, int) else len(self.prefix_tokens),
+            None if self.saliency is None else self.saliency.build(),
+            self.clusters,
+            None if self.floats is None else getattr(torch, self.floats),
+        )
+        return CachePlan(eviction, storage, None if self.select is None else self.select.build(known), self.offload)
+
+    def check_complete(self) -> None:
+        """ConfigError where something must be calibrated and has not been."""
+        if self.missing:
+            what = ", ".join(sorted(self.missing))
+            name = self.method or "this policy"
+            text = f"{name} needs {what}: calibrate it with `compress apply` (a recipe with this policy as its kv_cache stage)"
+            raise ConfigError((), f"{text}, and load the artifact that it writes")
+
+    # ---------------------------------------------------------------- written
+    def resolved(self) -> dict[str, Any]:
+        """As JSON, every default filled in; `Policy.parse` gives an equal policy."""
+        tiers = [tier.resolved() for tier in self.tiers]
+        one = tiers[0] if len(tiers) == 1 else {}
+        result = {
+            "evict": None if self.evict is None else self.evict.resolved(),
+            "keys": one.get("keys"),
+            "values": one.get("values"),
+            "tiers": tiers if len(tiers) > 1 else None,
+            "recent": self.recent,
+            "prefix": self.prefix,
+            "saliency": None if self.saliency is None else self.saliency.resolved("score"),
+            "clusters": None if self.clusters is None else dataclasses.asdict(self.clusters),
+            "select": None if self.select is None else self.select.resolved("method", short=False),
+            "offload": None if self.offload is None else self.offload.resolved(),
+            "floats": self.floats,
+            "calibrated": None if self.calibrated is None else self.calibrated.resolved(),
+        }
+        # What a preset would fill in and this policy does not have is said to be nothing.
+        preset = {} if self.method is None else PRESETS[self.method].settings
+        written = {key: entry for key, entry in result.items() if entry is not None or key in preset}
+        return written if self.method is None else {"method": self.method, **written}
+
+    def describe(self) -> str:
+        """In a few words: "snapkv 25%, keys int4, values int4"."""
+        words = []
+        if self.evict is not None:
+            evict = self.evict
+            stays = f"{evict.tokens} tokens" if evict.ratio is None else f"{evict.ratio:.3g} of the tokens"
+            shares = [f"({c.name})" for c in (evict.layers, evict.heads) if c.name not in ("uniform", "equal")]
+            every = [] if evict.interval is None else [f"every {evict.interval} steps"]
+            whole = ["beside the prompt"] if evict.prompt == "keep" else []
+            words.append(" ".join([evict.score.name, "to", stays, *whole, *shares, *every]))
+        for tier in self.tiers:
+            share = f"{tier.share:.3g} in " if len(self.tiers) > 1 else ""
+            words.append(f"{share}keys {tier.keys.name}, values {tier.values.name}")
+        if self.clusters is not None:
+            words.append(f"clusters to {self.clusters.ratio:.3g}")
+        if self.prefix:
+            words.append(f"prefix {self.first or len(self.prefix_tokens)}")
+        if self.select is not None:
+            words.append(f"reads by {self.select.name}")
+        if self.offload is not None:
+            words.append(f"offload to {self.offload.to}")
+        if self.floats is not None:
+            words.append(f"floats in {self.floats}")
+        return "; ".join(words) or "everything as it comes"

@@ -22,7 +22,7 @@ from where import commit, cpu_name
 
 from compress import data as calibration
 from compress.core.resources import recipes_directory
-from compress.kv_cache.calibrate import NEEDS, calibrate
+from compress.kv_cache.calibrate import CalibrationOptions, calibrate
 from compress.kv_cache.gates import GateOptions
 from compress.recipe.models import CalibrationConfig
 from runtime.kv_cache.policy.policy import Policy
@@ -45,7 +45,8 @@ def main() -> None:
     )
     for checkpoint in CHECKPOINTS:
         rows = text(recipes_directory() / "checkpoints" / checkpoint, config)
-        for need, method in NEEDS.items():
+        for method in ("duoattention", "doublesparsity", "prefixquant"):
+            (need,) = Policy.parse(method).needs
             row = measure(checkpoint, need, method, rows, arguments.gate_steps)
             result["rows"].append(row)
             print(
@@ -75,10 +76,16 @@ def text(checkpoint: Path, config: CalibrationConfig) -> torch.Tensor:
 
 def measure(checkpoint: str, need: str, method: str, rows: torch.Tensor, gate_steps: int | None) -> dict[str, Any]:
     """One calibration: seconds of its own, and with the loading of the model."""
-    gates = None if gate_steps is None else GateOptions(steps=gate_steps)
+    options = CalibrationOptions(None if gate_steps is None else GateOptions(steps=gate_steps))
     passes = Passes()
     began = time.perf_counter()
-    found = calibrate(recipes_directory() / "checkpoints" / checkpoint, Policy.parse(method), rows, passes, gates=gates)
+    found = calibrate(
+        recipes_directory() / "checkpoints" / checkpoint,
+        Policy.parse(method),
+        rows,
+        passes,
+        options=CalibrationOptions(gates),
+    )
     total = time.perf_counter() - began
     facts = found["facts"][need]
     return {

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.errors import RequestError
+from runtime.kv_cache.attend import hidden_states
+from runtime.kv_cache.observation import Inputs
 from runtime.kv_cache.shape import compressed_layers
 
 if TYPE_CHECKING:
@@ -44,6 +46,12 @@ class AttentionCall:
     scale: float
     softcap: float = 0.0
     _module: torch.nn.Module | None = field(default=None, repr=False)
+
+    @property
+    def inputs(self) -> Inputs:
+        """What attention was computed of: the module and its hidden states, so also queries before their rotation; in `observe` only."""
+        assert self._module is not None
+        return Inputs(self._module, hidden_states(self._module))
 
     @property
     def groups(self) -> int:

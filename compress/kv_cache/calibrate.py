@@ -1,27 +1,57 @@
-"""What a KV-cache policy must know of a model before it can run, found on the artifact as it will run."""
+"""Calibration of KV-cache policies: what a cache must know of a model before its first prompt, found on the artifact as it will run."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from compress.kv_cache.channels import HeavyChannels, Rank
-from compress.kv_cache.gates import GateOptions, train_gates
-from compress.kv_cache.prefix import RATIO, OutlierTokens
-from compress.kv_cache.statistics import Observer, Progress, observe
+from compress.kv_cache import channels, gates, prefix
+from compress.kv_cache.channels import Rank
+from compress.kv_cache.gates import GateOptions
+from compress.kv_cache.statistics import Progress
+from compress.kv_cache.view import CalibrationView, Found
+from runtime.api.load import load_tokenizer
+from runtime.checkpoint.artifact import Artifact
+from runtime.config.settings import calibrations_of
+from runtime.engines.torch import engine
 from runtime.errors import RequestError
+from runtime.kv_cache.policy.calibrated import calibrations, fingerprint
+from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.policy.presets import find_preset
+from runtime.kv_cache.policy.registries import SCORES, SELECTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.kv_cache.policy.policy import Policy
 
-#: What can be calibrated, and the method that asks for it.
-NEEDS = {"gates": "duoattention", "channels": "doublesparsity", "prefix_tokens": "prefixquant"}
+@dataclass(frozen=True)
+class CalibrationOptions:
+    """Settings of the calibrations of this package.
+
+    Attributes:
+        gates: how gates are trained; None: the defaults, with the policy's window.
+        channels: heavy channels a head; None: an eighth of its size, at least 4.
+        rank: how channels are ranked (`HeavyChannels`).
+        ratio: how many times the median of its row a token's largest activation is where it is an outlier.
+    """
+
+    gates: GateOptions | None = None
+    channels: int | None = None
+    rank: Rank = "product"
+    ratio: float = prefix.RATIO
+
+
+#: Calibrations of this package's methods, by what they find. Methods of others have a static method `calibrate`.
+CALIBRATORS: dict[str, Callable[[CalibrationView], Found]] = {
+    "gates": lambda view: gates.calibrate(view),
+    "channels": lambda view: channels.calibrate(view),
+    "prefix_tokens": lambda view: prefix.calibrate(view),
+}
 
 
 def calibrate(
@@ -30,11 +60,7 @@ def calibrate(
     rows: torch.Tensor,
     progress: Progress | None = None,
     seed: int = 0,
-    *,
-    gates: GateOptions | None = None,
-    channels: int | None = None,
-    rank: Rank = "product",
-    ratio: float = RATIO,
+    options: CalibrationOptions | None = None,
     device: str | torch.device = "cpu",
     trust_remote_code: bool = False,
 ) -> dict[str, Any]:
@@ -42,21 +68,18 @@ def calibrate(
 
     Args:
         artifact: directory of a compressed artifact or plain checkpoint of a causal language model.
-        needs: some of "gates", "channels", "prefix_tokens", or the methods that need them ("duoattention", "doublesparsity",
-            "prefixquant"); a policy is asked for what it misses, and what a streaming head of it sees is what gates are trained for.
-        rows: calibration text, int64 `[n, length]`, without padding.
+        needs: what methods have calibrated ("gates", "channels", "prefix_tokens", ...), or published methods that need it
+            ("duoattention", ...); a policy is asked for what it misses, and its methods' settings count.
+        rows: calibration data, int64 `[n, length]`, without padding.
         progress: who is told; a `compress.core.progress.Reporter` will do.
         seed: of everything random.
-        gates: how gates are trained; None: the defaults, with the policy's window.
-        channels: heavy channels a head; None: an eighth of its size, at least 4.
-        rank: how channels are ranked (`HeavyChannels`).
-        ratio: how many times the median of its row a token's largest activation is where it is an outlier.
+        options: of the calibrations of this package; None: the defaults.
         device: where the model runs: "cpu", "cuda", "cuda:1".
         trust_remote_code: let the checkpoint bring Python code that is run.
 
     Returns:
-        JSON-able: `fingerprint` of the model; `gates` `[layer][kv_head]`, `channels` `[layer][kv_head][count]`, `prefix_tokens`
-        (each only where needed); `seconds` and `facts` of each. Layers are those with full attention.
+        JSON-able: `fingerprint` of the model; what was found under its name; `seconds` and `facts` of each. Layers are those with full
+        attention.
 
     Raises:
         RequestError: an unknown need, rows that do not fit the model, a model without a cache to compress.
@@ -65,29 +88,16 @@ def calibrate(
     wanted = _wanted(needs)
     model, tokenizer = load(artifact, trust_remote_code, device)
     _check(rows, model)
-    from runtime.kv_cache.policy.calibrated import fingerprint
-
+    view = CalibrationView(model, tokenizer, rows, None, options or CalibrationOptions(), progress, seed)
     result: dict[str, Any] = {"fingerprint": fingerprint(model.config), "seconds": {}, "facts": {}}
-    heavy, outliers = HeavyChannels(rank), OutlierTokens(ratio)
-    observers: dict[str, Observer] = {"channels": heavy, "prefix_tokens": outliers}
-    asked = [name for name in observers if name in wanted]
-    if asked:
+    for need in sorted(wanted):
+        if need in result:  # found beside another
+            continue
         began = time.perf_counter()
-        observe(model, rows, [observers[name] for name in asked], progress)
-        for name in asked:  # one pass for all of them
+        calibrator, method = _calibrator(need, needs)
+        for name, (value, facts) in calibrator(replace(view, method=method)).items():
+            result[name], result["facts"][name] = value, facts
             result["seconds"][name] = round(time.perf_counter() - began, 2)
-    if "channels" in wanted:
-        result["channels"] = heavy.chosen(channels)
-        result["facts"]["channels"] = {"rank": rank, "share": heavy.share(result["channels"])}
-    if "prefix_tokens" in wanted:
-        prefix = outliers.finish(_start(tokenizer))
-        result["prefix_tokens"] = prefix.tokens
-        result["facts"]["prefix_tokens"] = prefix.facts()
-    if "gates" in wanted:
-        trained = train_gates(model, tokenizer, rows, gates or _gate_options(needs), progress, seed)
-        result["gates"] = trained.values
-        result["seconds"]["gates"] = round(trained.seconds, 2)
-        result["facts"]["gates"] = trained.facts()
     return result
 
 
@@ -101,36 +111,38 @@ def load(
     Raises:
         RequestError: it is no causal language model. ArtifactError: it cannot be used.
     """
-    from runtime.api.load import load_tokenizer
-    from runtime.checkpoint.artifact import Artifact
-    from runtime.engines.torch.engine import Blueprint
-
     opened = Artifact(artifact, trust_remote_code)
     target = torch.device(device)
     dtype = torch.float32 if target.type == "cpu" else torch.bfloat16
-    blueprint = Blueprint(opened, target, "auto", dtype, trust_remote_code)
+    blueprint = engine.Blueprint(opened, target, "auto", dtype, trust_remote_code)
     if blueprint.kind != "decoder":
         raise RequestError(f"{opened.path} is an {blueprint.kind}, which keeps no cache that could be compressed")
     return blueprint.build_module(), load_tokenizer(opened.path, trust_remote_code)
 
 
-def _wanted(needs: Any) -> set[str]:
-    by_method = {method: need for need, method in NEEDS.items()}
-    wanted = {by_method.get(name.replace("-", ""), name) for name in getattr(needs, "missing", needs)}
-    unknown = sorted(wanted - set(NEEDS))
-    if unknown:
-        raise RequestError(f"a cache policy cannot be calibrated for {unknown[0]!r}; known are {', '.join(NEEDS)}")
+def _wanted(needs: Collection[str] | Policy) -> set[str]:
+    if isinstance(needs, Policy):
+        return set(needs.missing)
+    known, wanted = calibrations(), set()
+    for name in needs:
+        preset = find_preset(name)
+        found = {name} if name in known else set() if preset is None else set(Policy.parse(preset.name).needs)
+        if not found:
+            text = f"a cache policy cannot be calibrated for {name!r}; known are {', '.join(known)}"
+            raise RequestError(text)
+        wanted |= found
     return wanted
 
 
-def _gate_options(needs: Any) -> GateOptions:
-    """What a policy's streaming heads see, where it says so."""
-    evict = getattr(needs, "evict", None)
-    score = None if evict is None else evict.score.build()
-    default = GateOptions()
-    return GateOptions(
-        sinks=int(getattr(score, "sinks", default.sinks)), recent=int(getattr(score, "recent", default.recent))
-    )
+def _calibrator(need: str, needs: Any) -> tuple[Callable[[CalibrationView], Found], Any]:
+    """What finds `need`, and the method that asks for it, with the settings that a policy gives it."""
+    choices = needs.choices.values() if isinstance(needs, Policy) else ()
+    asking = next((choice for choice in choices if need in choice.needs), None)
+    owners = [method.load() for registry in (SCORES, SELECTIONS) for method in registry]
+    for cls in owners if asking is None else [asking.cls]:
+        if need in {calibration.name for calibration in calibrations_of(cls).values()} and hasattr(cls, "calibrate"):
+            return cast(Any, cls).calibrate, None if asking is None else asking.build()
+    return CALIBRATORS[need], None if asking is None else asking.build()
 
 
 def _check(rows: torch.Tensor, model: PreTrainedModel) -> None:
@@ -146,11 +158,3 @@ def _check(rows: torch.Tensor, model: PreTrainedModel) -> None:
         )
     if int(rows.min()) < 0 or int(rows.max()) >= text.vocab_size:
         raise RequestError(f"calibration rows have token ids outside the model's vocabulary of {text.vocab_size}")
-
-
-def _start(tokenizer: Any) -> int | None:
-    """The token that texts begin with; families without one have been trained to see their end-of-text token there."""
-    if tokenizer is None:
-        return None
-    bos: int | None = tokenizer.bos_token_id
-    return tokenizer.eos_token_id if bos is None else bos

@@ -7,13 +7,15 @@ from typing import Literal
 import torch
 
 from compress.kv_cache.attention import AttentionCall
+from compress.kv_cache.statistics import Observer
+from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
 
 LEAST = 4
 Rank = Literal["product", "variance"]
 
 
-class HeavyChannels:
+class HeavyChannels(Observer):
     """Observes how much each channel c of a key head contributes to attention scores (Double Sparsity, arXiv 2408.07092).
 
     By "product" that is the mean of |q_c k_c| over all pairs of a query and a key in a row, as the paper has it; query heads that share
@@ -39,9 +41,6 @@ class HeavyChannels:
         else:
             found = query.square().mean((2, 3)) * key.var(2, correction=0)
         self.sums[call.layer] = self.sums.get(call.layer, 0) + found.double().sum(0).cpu()
-
-    def activations(self, site: str, maxima: torch.Tensor) -> None:
-        pass
 
     def batch_done(self, ids: torch.Tensor) -> None:
         self.rows += len(ids)
@@ -76,3 +75,11 @@ class HeavyChannels:
             held = means.gather(1, torch.tensor(heads)).sum() / means.sum().clamp(min=1e-30)
             shares.append(round(float(held), 4))
         return shares
+
+
+def calibrate(view: CalibrationView) -> Found:
+    """Heavy channels of a `CalibrationView`."""
+    heavy = HeavyChannels(view.options.rank)
+    view.observe(heavy)
+    chosen = heavy.chosen(view.options.channels)
+    return {"channels": (chosen, {"rank": heavy.rank, "share": heavy.share(chosen)})}

@@ -14,6 +14,7 @@ from torch import nn
 
 from compress.kv_cache.attention import AttentionCall, watching
 from compress.kv_cache.statistics import Progress, hidden_states
+from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
 from runtime.kv_cache.shape import Shape
 from runtime.layers.compressed_linear import CompressedLinear
@@ -304,6 +305,15 @@ def train_gates(
         recall = trainer.recall(gates)
     window = (options.sinks, options.recent)
     return Gates(gates.tolist(), losses, recall, length, window, time.perf_counter() - began)
+
+
+def calibrate(view: CalibrationView) -> Found:
+    """Gates of a `CalibrationView`, for the window that the policy's streaming heads see, where it says so."""
+    default = GateOptions()
+    window = {key: int(getattr(view.method, key, getattr(default, key))) for key in ("sinks", "recent")}
+    options = view.options.gates or GateOptions(**window)
+    trained = train_gates(view.model, view.tokenizer, view.rows, options, view.progress, view.seed)
+    return {"gates": (trained.values, trained.facts())}
 
 
 def _fitting(model: PreTrainedModel, options: GateOptions) -> tuple[GateOptions, int]:

@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from compress.kv_cache.attention import AttentionCall
+from compress.kv_cache.statistics import Observer
+from compress.kv_cache.view import CalibrationView, Found
 
 RATIO = 64.0
 SELDOM = 0.1  # a lone candidate in fewer rows than this share is chance
@@ -47,7 +48,7 @@ class Prefix:
 
 
 @dataclass
-class OutlierTokens:
+class OutlierTokens(Observer):
     """Observes tokens whose largest activation exceeds `ratio` times the median of their row (PrefixQuant, arXiv 2410.05265).
 
     Every block is looked at in two places: its input, and the input of its down projection, where the paper looks.
@@ -60,9 +61,6 @@ class OutlierTokens:
     initial: int = 0
     largest: float = 0.0
     _batch: dict[str, torch.Tensor] = field(default_factory=dict)
-
-    def attention(self, call: AttentionCall) -> None:
-        pass
 
     def activations(self, site: str, maxima: torch.Tensor) -> None:
         ratios = maxima / maxima.median(1, keepdim=True).values.clamp(min=1e-30)
@@ -108,3 +106,19 @@ class OutlierTokens:
             text = "outlier tokens are first tokens only, and the tokenizer has none that texts begin with"
             return result([], text if initial else "the only outlier token is too rare")
         return result(tokens, f"{outliers:.1f} outlier tokens a row; the tokenizer has no token that texts begin with")
+
+
+def calibrate(view: CalibrationView) -> Found:
+    """Prefix tokens of a `CalibrationView`."""
+    outliers = OutlierTokens(view.options.ratio)
+    view.observe(outliers)
+    found = outliers.finish(_start(view.tokenizer))
+    return {"prefix_tokens": (found.tokens, found.facts())}
+
+
+def _start(tokenizer: Any) -> int | None:
+    """The token that texts begin with; families without one have been trained to see their end-of-text token there."""
+    if tokenizer is None:
+        return None
+    bos: int | None = tokenizer.bos_token_id
+    return tokenizer.eos_token_id if bos is None else bos

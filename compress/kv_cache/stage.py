@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -83,12 +82,7 @@ def _joined(known: Calibrated | None, found: Calibrated) -> Calibrated:
         what = ", ".join(sorted(known.found))
         text = f"the policy's {what} are of a model of fingerprint {known.fingerprint}, the finished one has {found.fingerprint}"
         raise RequestError(f"kv_cache.calibrated: {text}; leave them out, so that they are calibrated too")
-    notes: dict[str, Any] = {
-        name: {**known.notes.get(name, {}), **found.notes.get(name, {})}
-        for name in ("seconds", "facts")
-        if name in known.notes or name in found.notes
-    }
-    return replace(known, notes=notes, **{name: getattr(found, name) for name in found.found})
+    return known.joined(found)
 
 
 def _rows(session: Session) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compress.kv_cache.attention import AttentionCall, watching
+from runtime.kv_cache.attend import recorded_inputs
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.skeleton import find_blocks
 
@@ -29,8 +30,8 @@ class Progress(Protocol):
         """One of them is done."""
 
 
-class Observer(Protocol):
-    """What is gathered in a pass."""
+class Observer:
+    """What is gathered in a pass; one overrides what it asks to see."""
 
     def attention(self, call: AttentionCall) -> None:
         """One layer's queries and keys of the batch at hand, layers in order."""
@@ -72,6 +73,7 @@ def observe(
         return call.full()
 
     with ExitStack() as stack:
+        stack.enter_context(recorded_inputs(model))
         stack.enter_context(watching(model, watcher))
         stack.enter_context(_activations(model, observers))
         for number, ids in enumerate(batches, 1):

@@ -83,7 +83,7 @@ def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe
 def test_gates_are_trained_for_the_policys_window_and_beside_what_it_knows(
     make_checkpoint, recipe, tmp_path, monkeypatch
 ):
-    from compress.kv_cache import calibrate as module
+    from compress.kv_cache import gates as module
     from runtime.kv_cache.policy.calibrated import fingerprint
     from runtime.modeling.skeleton import read_config
 

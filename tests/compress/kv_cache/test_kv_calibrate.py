@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from compress.kv_cache import calibrate as module
-from compress.kv_cache.calibrate import calibrate
+from compress.kv_cache.calibrate import CalibrationOptions, calibrate
 from compress.kv_cache.gates import GateOptions, differentiable
 from runtime.errors import RequestError
-from runtime.kv_cache.policy.policy import Calibrated, Policy
+from runtime.kv_cache.policy.calibrated import Calibrated
+from runtime.kv_cache.policy.policy import Policy
 
 GATES = GateOptions(sinks=2, recent=6, length=64, steps=4, window=2)
 
@@ -37,7 +38,9 @@ class _Log:
 
 def test_everything_of_an_artifact(tiny_artifact: Path, rows: torch.Tensor) -> None:
     log = _Log()
-    found = calibrate(tiny_artifact, {"gates", "channels", "prefix_tokens"}, rows, log, gates=GATES)
+    found = calibrate(
+        tiny_artifact, {"gates", "channels", "prefix_tokens"}, rows, log, options=CalibrationOptions(GATES)
+    )
     assert json.loads(json.dumps(found)) == found
     assert set(found) == {"fingerprint", "seconds", "facts", "gates", "channels", "prefix_tokens"}
     assert torch.tensor(found["gates"]).shape == (2, 2)
@@ -46,7 +49,7 @@ def test_everything_of_an_artifact(tiny_artifact: Path, rows: torch.Tensor) -> N
     assert found["facts"]["prefix_tokens"]["reason"]
     assert "retrieval heads 2" in log.lines
     assert any(line.startswith("step 4: distance") for line in log.lines)
-    again = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES)
+    again = calibrate(tiny_artifact, {"gates", "channels"}, rows, options=CalibrationOptions(GATES))
     assert again["gates"] == found["gates"]
     assert again["channels"] == found["channels"]
 
@@ -57,7 +60,7 @@ def test_only_what_is_needed(tiny_llama: Any, rows: torch.Tensor) -> None:
         ["double-sparsity"],
         Policy.parse("doublesparsity"),
     ):
-        found = calibrate(tiny_llama(), needs, rows, channels=6)  # type: ignore[arg-type]
+        found = calibrate(tiny_llama(), needs, rows, options=CalibrationOptions(channels=6))  # type: ignore[arg-type]
         assert set(found) == {"fingerprint", "seconds", "facts", "channels"}
         assert len(found["channels"][0][0]) == 6
     assert set(calibrate(tiny_llama(), set(), rows)) == {"fingerprint", "seconds", "facts"}
@@ -79,7 +82,7 @@ def test_calibration_in_bfloat16_finds_about_the_same(
     from runtime.engines.torch import engine
 
     needs = {"gates", "channels", "prefix_tokens"}
-    exact = calibrate(tiny_artifact, needs, rows, gates=GATES)
+    exact = calibrate(tiny_artifact, needs, rows, options=CalibrationOptions(GATES))
     own, dtypes = engine.Blueprint, []
 
     def blueprint(artifact: Any, device: Any, kernels: str, dtype: Any, trust: bool) -> Any:
@@ -87,7 +90,7 @@ def test_calibration_in_bfloat16_finds_about_the_same(
         return own(artifact, device, kernels, torch.bfloat16, trust)
 
     monkeypatch.setattr(engine, "Blueprint", blueprint)
-    found = calibrate(tiny_artifact, needs, rows, gates=GATES, device="cpu")
+    found = calibrate(tiny_artifact, needs, rows, options=CalibrationOptions(GATES), device="cpu")
     assert dtypes == [torch.float32]
     torch.testing.assert_close(torch.tensor(found["gates"]), torch.tensor(exact["gates"]), atol=0.02, rtol=0)
     pairs = zip(found["facts"]["channels"]["share"], exact["facts"]["channels"]["share"], strict=True)
@@ -99,8 +102,8 @@ def test_calibration_in_bfloat16_finds_about_the_same(
 def test_calibration_on_a_gpu_finds_about_the_same(tiny_artifact: Path, rows: torch.Tensor) -> None:
     model, _ = module.load(tiny_artifact, device="cuda")
     assert {(p.device.type, p.dtype) for p in model.parameters() if p.is_floating_point()} == {("cuda", torch.bfloat16)}
-    exact = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES)
-    found = calibrate(tiny_artifact, {"gates", "channels"}, rows, gates=GATES, device="cuda")
+    exact = calibrate(tiny_artifact, {"gates", "channels"}, rows, options=CalibrationOptions(GATES))
+    found = calibrate(tiny_artifact, {"gates", "channels"}, rows, options=CalibrationOptions(GATES), device="cuda")
     torch.testing.assert_close(torch.tensor(found["gates"]), torch.tensor(exact["gates"]), atol=0.02, rtol=0)
     assert torch.tensor(found["channels"]).shape == (2, 2, 4)
 
@@ -129,7 +132,7 @@ def test_gradients_through_packed_weights_are_those_of_dense_ones(tiny_artifact:
         ({"channels"}, {"rows": torch.zeros(2, 4)}, "must be int64"),
         ({"channels"}, {"rows": torch.zeros(1, 129, dtype=torch.int64)}, "more than the 128 positions"),
         ({"channels"}, {"rows": torch.full((1, 8), 257)}, "outside the model's vocabulary"),
-        ({"channels"}, {"channels": 99}, "channels must be"),
+        ({"channels"}, {"options": CalibrationOptions(channels=99)}, "channels must be"),
     ],
 )
 def test_bad_input(tiny_llama: Any, rows: torch.Tensor, needs: Any, changed: dict[str, Any], sentence: str) -> None:

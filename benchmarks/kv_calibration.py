@@ -84,7 +84,7 @@ def measure(checkpoint: str, need: str, method: str, rows: torch.Tensor, gate_st
         Policy.parse(method),
         rows,
         passes,
-        options=CalibrationOptions(gates),
+        options=options,
     )
     total = time.perf_counter() - began
     facts = found["facts"][need]

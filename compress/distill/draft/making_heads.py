@@ -23,7 +23,7 @@ from compress.distill.train.data import TextRows, teacher_rows
 from runtime.drafting.drafters.heads import KEPT, METHODS, SCHEMA_VERSION, WEIGHTS
 from runtime.errors import RequestError
 
-# A directory of trained heads: what `runtime.drafting.drafters.parts.files` describes and reads.
+# A directory of trained heads: what `runtime.drafting.drafters.heads` describes and reads.
 
 
 def write_heads(

@@ -1,8 +1,8 @@
 """Compress Hugging Face checkpoints once, offline: one recipe in, one self-describing artifact out.
 
-`compress.apply(recipe)` runs a recipe, `compress.plan(recipe)` says what it would do; `runtime.load(path)` runs the result, and
-`compress.draft(path, recipe)` gives it another draft. `compress.sweep(file)` tries many values of a recipe.
-Heavy imports wait until a function is called.
+`compress.plan(recipe)` estimates a run, `compress.apply(recipe)` does it, `compress.draft(path, recipe)` gives the artifact a new
+draft, and `compress.sweep(file)` tries many values of a recipe; `runtime.load(path)` runs the result. Heavy imports wait until a
+function is called.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ def apply(
     quiet: bool = False,
     max_memory: int | str | None = None,
 ) -> AppliedArtifact:
-    """Compress a checkpoint as a recipe says.
+    """Compress a checkpoint with a recipe.
 
     Args:
         recipe: a YAML file, the name of a bundled recipe, a dictionary with a recipe's keys, or a `compress.recipe.Recipe`.
         model: a checkpoint directory or hub id, instead of the recipe's.
         output: directory of the artifact, instead of the recipe's.
         set: overrides as on the command line, such as `"calibration.samples=64"`, or values by key: `{"calibration.samples": 64}`.
-        resume: go on with an unfinished run in `output`.
-        overwrite: replace what an earlier run wrote to `output`.
-        device: where the work is done: `auto`, `cpu`, `cuda`, `cuda:1`.
+        resume: continue an unfinished run in `output`.
+        overwrite: replace the results of an earlier run in `output`.
+        device: where to compute: `auto`, `cpu`, `cuda`, `cuda:1`.
         quiet: no progress on stderr.
-        max_memory: what the process may take of the machine's memory, all in all, such as `"6GB"`; None: what is free.
+        max_memory: memory limit of the whole process, in bytes or such as `"6GB"`; None: nine tenths of what is free.
 
     Returns:
         The artifact: `path`, `metrics`, `manifest`.
@@ -71,21 +71,21 @@ def draft(
     device: str = "auto",
     quiet: bool = False,
 ) -> dict[str, Any] | None:
-    """Make the draft of a finished artifact, or replace the one that it has; several processes may share the training.
+    """Make or replace the draft of a finished artifact, for speculative decoding; processes of a launcher share the training.
 
     Args:
         artifact: its directory.
-        recipe: as of `apply`; only its draft stage and its calibration text count.
+        recipe: as of `apply`; only its draft stage and calibration text are used.
         set: as of `apply`.
         device: as of `apply`.
         quiet: as of `apply`.
 
     Returns:
-        What the manifest then says of the draft; None in all but the main process.
+        The manifest's entry of the draft; None in all processes but the first.
 
     Raises:
         runtime.errors.RequestError: the request is wrong; nothing was changed.
-        runtime.errors.CompressError: it failed; the artifact is as it was, and the same call goes on.
+        runtime.errors.CompressError: it failed; the artifact is unchanged, and the same call continues.
     """
     from compress.recipe import load
     from compress.run.redraft import redraft
@@ -100,7 +100,7 @@ def plan(
     set: Iterable[str] | Mapping[str, Any] = (),
     max_memory: int | str | None = None,
 ) -> Plan:
-    """What `apply` would do with the same arguments: tensors, sizes, memory, disk, time. Nothing is run or written."""
+    """Tensors, sizes, memory, disk and time of `apply` with the same arguments. Nothing is compressed or written."""
     from compress.recipe import load
     from compress.run.plan import make_plan
     from runtime.system.sizes import byte_count
@@ -122,20 +122,20 @@ def sweep(
     quiet: bool = False,
     max_memory: int | str | None = None,
 ) -> SweepResult:
-    """Compress a checkpoint with many values of a recipe: a grid or a search, in processes here or on a Ray cluster.
+    """Compress a checkpoint with many values of a recipe: a grid or a search, in local processes or on a Ray cluster.
 
     Args:
         sweep: a YAML file, the name of a bundled sweep, or a dictionary with a sweep's keys (docs/guides/sweep.md).
         model: a checkpoint directory or hub id, instead of the recipe's.
         output: directory of the sweep, instead of the file's.
         set: overrides of the recipe for all trials, such as `"calibration.samples=64"`.
-        jobs: trials at a time, in processes of this machine.
-        resume: go on with the sweep in `output`, or extend it by values or trials that were added.
-        retry: with `resume`, try those trials again that failed or were refused.
-        overwrite: replace what an earlier sweep wrote to `output`.
+        jobs: concurrent trials, each in a process of its own.
+        resume: continue the sweep in `output`, or extend it by added values or trials.
+        retry: with `resume`, repeat failed and refused trials.
+        overwrite: replace an earlier sweep in `output`.
         device: as of `apply`.
         quiet: no progress on stderr.
-        max_memory: what the trials that run at a time may take together; None: what is free. Each has its share.
+        max_memory: memory limit of concurrent trials together; None: what is free.
 
     Returns:
         `path`, `trials` (values, metrics, whether on the Pareto front), and all of sweep.json as `summary`.

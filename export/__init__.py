@@ -1,7 +1,7 @@
-"""Carry an artifact to other engines: one file or folder a target, every export proven by loading it back.
+"""Export of artifacts to other engines: one folder per target, every export verified by loading it back.
 
-`export.export(artifact, target="onnx")` writes and proves; `export.fitting(artifact)` says which targets fit an artifact and why
-the others do not. Heavy imports wait until a function is called.
+`export.export(artifact, target="onnx")` writes and verifies; `export.fitting(artifact)` lists the targets that fit and why the
+others do not. Heavy imports wait until a function is called.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ def export(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Exported:
-    """Write an artifact (or a plain checkpoint) in the form that `target` reads, and load the result back.
+    """Write an artifact (or a plain checkpoint) for another engine, and verify it by loading it back.
 
     Args:
         artifact: directory of the artifact.
         target: a name of `export.targets.names()`, such as "onnx", "tensorrt", "huggingface", "gguf", "triton".
         output: directory to write, new or empty; None: `<artifact>-<target>` beside the artifact.
         verify: load the export back and compare tokens and KL divergence with the artifact.
-        overwrite: replace what an earlier export wrote to `output`.
+        overwrite: replace an earlier export in `output`.
         quiet: no progress on stderr.
-        trust_remote_code: let the checkpoint bring Python code that is run.
-        options: of the target, see its `Options`.
+        trust_remote_code: run Python code that the checkpoint brings.
+        options: of the target (docs: reference, export targets).
 
     Returns:
         What was written, converted and measured.

@@ -50,13 +50,13 @@ class TextSource(Located):
     """Where text comes from; shared by `calibration` and `evaluate`.
 
     Attributes:
-        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub; for models that hear a
+        data: `bundled`, a .txt, .jsonl or .parquet file, or the id of a data set on the Hugging Face hub; for speech models a
             directory of .wav files, each with its transcript beside it (talk.wav, talk.txt).
         text_column: column (Parquet, data sets) or key (JSONL) that holds the text.
-        split, subset: which part of a data set.
-        sequence_length: tokens in a row; of a transcript at most.
-        batch_size: rows in one forward pass.
-        language: that transcripts are in, where the model can write several (`en`); None: what the checkpoint says.
+        split, subset: part of the data set.
+        sequence_length: tokens per row; for transcripts the most.
+        batch_size: rows per forward pass.
+        language: of the transcripts, such as `en`, for models of several languages; None: the checkpoint's.
     """
 
     data: str = Field(default="bundled", min_length=1)
@@ -72,10 +72,10 @@ class ExpertsConfig(Located):
     """Which tokens the routed experts of a mixture-of-experts model are calibrated on.
 
     Attributes:
-        tokens: `routed`, those that the router sends an expert; `all` tokens of its layer, for every expert.
-        at_least: an expert that the router sends fewer tokens of the text is starved; 0: none is.
-        starved: what is done with such an expert: `shared` calibrates it on all tokens of its layer, `nearest` rounds its weights to the
-            nearest values (and removes the smallest), `fail` ends the run.
+        tokens: `routed`, those that the router sends to the expert, or `all` tokens of its layer.
+        at_least: an expert that gets fewer tokens is starved; 0: none is.
+        starved: what happens to such an expert: `shared` calibrates it on all tokens of its layer, `nearest` rounds its weights to
+            nearest (and prunes by magnitude), `fail` ends the run.
     """
 
     tokens: Literal["routed", "all"] = "routed"
@@ -87,7 +87,7 @@ class CalibrationConfig(TextSource):
     """Text that the methods see while they compress.
 
     Attributes:
-        samples: rows to draw.
+        samples: number of rows to draw.
         seed: decides which rows are drawn.
         packing: true cuts documents laid end to end into full rows; false puts one document in a row, padded right.
         experts: see `ExpertsConfig`.
@@ -103,11 +103,11 @@ class EvaluateConfig(TextSource):
     """Held-out text and the limits that fail a run when they are exceeded (None: not checked).
 
     Attributes:
-        samples: rows to evaluate, from the start of the text; None is all of it.
+        samples: rows to score, from the start of the text; None: all.
         max_perplexity: largest perplexity of the artifact, of its weights and, with a kv_cache stage, of weights and cache together.
-        max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), held to both too.
-        max_kl: largest mean KL divergence from the source model, in nats a token.
-        min_top1_agreement: smallest share of positions where both models would say the same token.
+        max_perplexity_increase: largest relative increase over the source model (`10%` or 0.1), for both likewise.
+        max_kl: largest mean KL divergence from the source model, in nats per token.
+        min_top1_agreement: smallest fraction of positions with the same most likely token.
         min_cosine: encoders only, to which the limits above do not apply: smallest mean cosine similarity between the embeddings
             that both models give a text.
     """
@@ -134,10 +134,10 @@ class Recipe(Located):
         description: one line for `compress recipes`.
         model: a checkpoint directory (relative to the recipe file, else to the working directory) or a hub id.
         calibration: see `CalibrationConfig`.
-        stages: what is done, in order.
+        stages: list of stages, in order.
         evaluate: see `EvaluateConfig`; None skips evaluation.
         output: directory of the artifact (relative to the working directory).
-        sample: a prompt; `compress apply` shows what the artifact makes of it.
+        sample: a prompt that `compress apply` continues with the finished artifact.
         seed: seeds everything random that is not the draw of calibration rows.
         on_nonfinite: `fail`, or `skip` layers whose weights or activations hold NaN or Inf (copied, and recorded).
         true_sequential: layers of a block are solved in the order they run, on outputs of the compressed ones before.

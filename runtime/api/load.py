@@ -71,25 +71,24 @@ def load(
 ) -> Any:
     """Load a compressed artifact, an export of one (ONNX, TensorRT), or a plain Hugging Face checkpoint. Compressed weights stay packed.
 
-    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`, one that
-    hears (Whisper) as a `SpeechModel`.
+    A causal language model comes as a `Model`, an encoder as an `EncoderModel`, an encoder-decoder as a `Seq2SeqModel`, a
+    speech model (Whisper) as a `SpeechModel`.
 
     Args:
         path: the directory, or a hub id ("org/name").
         device: "auto" (a GPU if there is one), "cpu", "cuda", "cuda:1", ...
-        kernels: "auto" picks the fastest that is right for each layer; a name from `Model.explain()` forces one ("reference"
-            is plain torch).
-        threads: CPU threads of torch, for the whole process; None leaves them.
+        kernels: "auto" picks the fastest exact kernel of each layer; "fast" also rounds activations to int8 where that is faster; a
+            name from `Model.explain()` forces one ("reference" is plain torch).
+        threads: CPU threads of torch, for the whole process; None leaves them as they are.
         dtype: compute dtype, "float32", "float16" or "bfloat16"; None: the checkpoint's.
-        verify: compare every file with the SHA-256 in the artifact's or export's manifest first, and weights kept by earlier
-            loads (`runtime.engines.streaming`) with theirs; None does so up to 1 GiB, and leaves out the README.md of exports.
-        max_memory: bytes, or a text such as "2GB" or "1.5GiB": what loading and computing may add to the memory of this process
-            (on a GPU: to the GPU's). Blocks that do not fit are read from disk, while others compute, for every step. Counted are
-            weights, the buffers of a step, 160 MiB for imported modules and the like, and the cache of keys and values: a call
-            may use what is left then, at least 64 MiB, or 2048 positions where they take more. It is refused where it wants
-            more, unless its own `cache_memory` says otherwise; engines without a paged cache let theirs grow. A draft model counts
-            too, with a cache of its own; texts that do not fit in that are decoded without drafts. Only causal language models can be
-            loaded under a bound.
+        verify: compare every file with its SHA-256 in the manifest first, and repacked weights of earlier loads
+            (`runtime.engines.streaming`) with theirs; None does so up to 1 GiB, without the README.md of exports.
+        max_memory: bytes, or "2GB", "1.5GiB": limit of what loading and computing add to the memory of this process (on a GPU: to
+            the GPU's). Blocks that do not fit are read from disk in every step, while others compute. The limit covers weights, the
+            buffers of a step, 160 MiB for imported modules, and the KV cache, which gets what is left: at least 64 MiB, or 2048
+            positions where those take more. A call that needs more is refused, unless its own `cache_memory` allows it; engines
+            without a paged cache let theirs grow. A draft model and its cache count too; sequences that do not fit in that cache are
+            decoded without drafts. Causal language models only.
         kv_cache: compression of the cache of keys and values: a published name ("kivi", "snapkv", ...), a mapping such as {"keys":
             "int4", "values": "int4", "recent": 64}, JSON of one, or a .json file with one (`compress methods`, docs/guides/kv_cache.md).
             None: as the artifact says; False: a plain cache. A policy uses what `compress apply` calibrated for the artifact.
@@ -97,7 +96,7 @@ def load(
             settings ({"method": "lookup", "depth": 10}, {"model": "draft", "acceptance": "exact", "lengths": "goodput"}), a list of these
             (the first that expects enough proposes), or a `Drafter`. None: the artifact's own draft, if it has one; False: none. The
             output stays that of plain decoding.
-        trust_remote_code: let the checkpoint bring Python code that is run.
+        trust_remote_code: run Python code that the checkpoint brings.
 
     Raises:
         RequestError: a wrong option. ArtifactError: the directory cannot be used. Both say why in one sentence.

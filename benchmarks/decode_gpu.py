@@ -33,7 +33,7 @@ from runtime.engines.base import Chunk
 from runtime.engines.cuda import CudaEngine, ops, reference, take_over
 from runtime.engines.torch.engine import TorchEngine
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 
 AIM = 0.75
@@ -68,7 +68,7 @@ def dense_model(shape: dict[str, int], device: torch.device) -> Any:
 def pack(model: Any, kernels: str) -> str:
     """Replace the layers of all blocks by random 4-bit ones, one at a time; returns what computes them."""
     device, used = model.device, set()
-    entry = ModuleEntry(Scheme(WeightScheme(4, "int", True, "group", GROUP)), "pack-quantized")
+    entry = ModuleEntry(Scheme(GridScheme(4, "int", True, "group", GROUP)), "pack-quantized")
     for layer in model.model.layers:
         for parent in (layer.self_attn, layer.mlp):
             for name, old in list(parent.named_children()):

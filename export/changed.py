@@ -19,7 +19,7 @@ from export.source import Source
 from export.verify import Probe, compare_logits, load_artifact, probe_model
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
@@ -122,7 +122,7 @@ def _regridded(weight: CompressedWeight, grid: Grid, acts: ActivationScheme | No
     rows = grid.codes.shape[1]
     strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
     scale = grid.scale.t() if grid.block is not None else grid.scale.reshape(rows if grid.scale.dim() else 1, -1)
-    scheme = Scheme(WeightScheme(grid.bits, "int", True, strategy, grid.block), acts)
+    scheme = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
     return replace(
         weight,
         values=grid.codes.t().contiguous(),

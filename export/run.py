@@ -74,7 +74,7 @@ def run(
     place = Path(output) if output is not None else default_output(source.path, target)
     check_output(place, source.path, overwrite)
     source.verify()  # an export of a damaged artifact would pass every later check
-    reason = chosen.why_not(source, settings)
+    reason = chosen.reason_against(source, settings)
     if reason is not None:
         raise RequestError(f"target {target} cannot hold {source.path}: {reason}")
     chosen.require_packages()
@@ -167,7 +167,7 @@ def fitting(artifact: str | Path, trust_remote_code: bool = False) -> dict[str, 
     result: dict[str, str | None] = {}
     for name in targets.names():
         target = targets.get(name)
-        reason = target.why_not(source, target.options())
+        reason = target.reason_against(source, target.options())
         if reason is None:
             try:
                 target.require_packages()

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict
 
 from export.source import Source
 from runtime.errors import RequestError
+from runtime.formats.grid import GridScheme
 from runtime.system.native import how_to_install
 
 _WORTH_SAYING = 100_000  # bytes
@@ -121,6 +122,7 @@ class Target(ABC):
         packages: modules that must be importable to write.
         options: class of its options.
         keeps_cache: what it writes is an artifact for `runtime.load`, whose KV-cache policy goes along.
+        representations: names of the representations of weights that it can write.
     """
 
     name: ClassVar[str]
@@ -129,10 +131,22 @@ class Target(ABC):
     packages: ClassVar[tuple[str, ...]] = ()
     options: ClassVar[type[Options]] = Options
     keeps_cache: ClassVar[bool] = False
+    representations: ClassVar[frozenset[str]] = frozenset({GridScheme.name})
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
         """What is exported: an artifact; a target may take something of its own making up again (a build bundle)."""
         return Source(path, trust_remote_code)
+
+    def reason_against(self, source: Any, options: Any) -> str | None:
+        """Why this artifact cannot be written: a representation that the target does not know, or what `why_not` says; None when it can."""
+        for module, entry in source.entries.items() if isinstance(source, Source) else ():
+            weights = entry.scheme.weights
+            if weights is not None and weights.name not in self.representations:
+                return (
+                    f"the weights of {module} are stored as representation {weights.name} ({weights.describe()}), and it writes "
+                    f"only {' and '.join(sorted(self.representations))}"
+                )
+        return self.why_not(source, options)
 
     @abstractmethod
     def why_not(self, source: Source, options: Any) -> str | None:

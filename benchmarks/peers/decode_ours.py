@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: F401  importe
 import runtime
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 
 
@@ -66,7 +66,7 @@ def keep_two_of_four(codes: np.ndarray) -> np.ndarray:
 def layer(codes: np.ndarray, scale: np.ndarray, sparse: bool, kernels: str) -> tuple[CompressedLinear, int, np.ndarray]:
     """A prepared layer, the bytes of its stored tensors, and the codes it has."""
     group = codes.shape[1] // scale.shape[1]
-    scheme = Scheme(WeightScheme(4, "int", True, "group", group), None, "2:4" if sparse else None)
+    scheme = Scheme(GridScheme(4, "int", True, "group", group), None, "2:4" if sparse else None)
     mask = None
     if sparse:
         kept = keep_two_of_four(codes)

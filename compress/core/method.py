@@ -1,15 +1,48 @@
-"""What a method is to the rest of the house: a name, its configuration, and what the solver and the pipeline act on."""
+"""Method of a registry: name, configuration, and the hooks that the solver and the block pass call."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel
 
+from compress.core.statistics import Statistics
+from runtime.config.plugins import entries
+from runtime.formats.scheme import CompressedWeight, Scheme
+
 Need = Literal["hessian", "ranges"]
+
+
+@dataclass
+class Problem:
+    """Weights that read the same input, and what they are to become.
+
+    Attributes:
+        weights: `[out_i, in]` each, any float dtype; not changed.
+        statistics: of their common input; None where no method needs any.
+        prune, quantize: configurations of the methods; None: not pruned, or values stay float.
+        scheme: what `quantize` and `prune` mean.
+        dtype: of scales and of the dequantized weight.
+        names: of the layers, for messages.
+        sparsity: of each weight, where an allocation differs from `prune.sparsity`.
+        held: of each weight, masks and grids that are not to be chosen again (`compress.weights.fixed.Held`); weights are zero
+            there, and on the grids, already.
+        masks: of each weight, bool `[out, in]`, True = kept, as the pruning method chose them before; None: dense.
+    """
+
+    weights: list[torch.Tensor]
+    statistics: Statistics | None
+    prune: Any
+    quantize: Any
+    scheme: Scheme
+    dtype: torch.dtype
+    names: list[str] = field(default_factory=list)
+    sparsity: list[float] | None = None
+    held: list[Any] | None = None
+    masks: list[torch.Tensor] | None = None
 
 
 @dataclass(frozen=True)
@@ -22,10 +55,10 @@ class Method:
         summary: one line.
         paper: title, year and arXiv number of the source.
         needs: what calibration must collect: `hessian` (mean of x x^T), `ranges` (per-channel means, minima, maxima).
-        transforms: the method changes the model before it is quantized (scales folded into neighbours).
-        compensates: the method changes the remaining weights to make up for the error (the column loop with the Hessian).
-        scales: of methods that transform: `(weights, statistics, scheme, config) -> scale [in]` for weights that share an
-            input; columns are multiplied by it, the input is divided by it.
+        scales: of methods that transform the model before they round: `(weights, statistics, scheme, config) -> scale [in]` for
+            weights that share an input; columns are multiplied by it, the input is divided by it.
+        solve: of quantization methods that find the codes themselves: `(problem) -> a compressed weight for each`, zero where
+            `problem.masks` says so; None: the column loop where the configuration has one (`column_loop`), else rounding to nearest.
         score: of pruning methods that choose their mask beforehand: `(weight [out, in], statistics) -> importance [out, in]`;
             None for those that choose it inside the column loop.
         per_row: the mask is balanced row by row (unstructured pruning), as Wanda does.
@@ -36,8 +69,15 @@ class Method:
     summary: str
     paper: str
     needs: frozenset[Need] = frozenset()
-    transforms: bool = False
-    compensates: bool = False
     scales: Callable[..., torch.Tensor] | None = None
+    solve: Callable[[Problem], list[CompressedWeight]] | None = None
     score: Callable[..., torch.Tensor] | None = None
     per_row: bool = False
+
+
+def registry(group: str, *built_in: Method) -> dict[str, Method]:
+    """Methods by name: those given, then those that other packages add under the entry-point group, which replace none."""
+    found: dict[str, Method] = {}
+    for method in (*built_in, *(load() for load in entries(group).values())):
+        found.setdefault(method.name, method)
+    return found

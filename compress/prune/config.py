@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -51,3 +51,9 @@ class PruneConfig(BaseModel):
     def target_sparsity(self) -> float:
         """Fraction of zeros over all pruned weights."""
         return self.parsed.sparsity(self.sparsity)
+
+    def column_loop(self) -> dict[str, Any] | None:
+        """Settings of the column loop (fields of `compress.weights.solver.compensate.Options`) that makes up for the method's error in
+        the weights that remain; None: nothing is made up for.
+        """
+        return None

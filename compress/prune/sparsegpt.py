@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -36,6 +36,9 @@ class SparseGPTConfig(PruneConfig):
         128, ge=8, le=4096, description="Columns whose updates are applied together, and masked together."
     )
 
+    def column_loop(self) -> dict[str, Any]:
+        return self.model_dump(include={"damping", "order", "mask_search", "swaps", "reconstruction", "block_size"})
+
 
 METHOD = Method(
     name="sparsegpt",
@@ -43,5 +46,4 @@ METHOD = Method(
     summary="removes weights by exact cost and updates the others",
     paper="Frantar and Alistarh, SparseGPT, 2023, arXiv 2301.00774",
     needs=frozenset({"hessian", "ranges"}),
-    compensates=True,
 )

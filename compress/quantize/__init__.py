@@ -1,12 +1,12 @@
-"""Quantization methods, one file each; a new one is a file and a line in `METHODS`."""
+"""Quantization methods, one file each; a new one is a file and an argument of `registry`, or an entry point of another package."""
 
 from __future__ import annotations
 
-from compress.core.method import Method
+from compress.core.method import registry
 from compress.quantize import awq, gptq, rtn, smoothquant
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.presets import PRESETS, check_fits, resolve_scheme
 
-METHODS: dict[str, Method] = {module.METHOD.name: module.METHOD for module in (rtn, gptq, awq, smoothquant)}
+METHODS = registry("compress.quantize", rtn.METHOD, gptq.METHOD, awq.METHOD, smoothquant.METHOD)
 
 __all__ = ["METHODS", "PRESETS", "QuantizeConfig", "check_fits", "resolve_scheme"]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -13,8 +13,10 @@ class QuantizeConfig(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     method: str = Field(description="Name of the method, see `compress methods`.")
-    scheme: str | None = Field(
-        None, description="Preset such as W4A16, W8A8-INT8, FP8_DYNAMIC; the other fields override parts of it."
+    scheme: str | dict[str, Any] | None = Field(
+        None,
+        description="Preset such as W4A16, W8A8-INT8, FP8_DYNAMIC, parts of which the other fields override; or another representation "
+        "than a grid, {representation: NAME} and its fields.",
     )
     bits: int | None = Field(
         None, ge=2, le=8, description="Bits of a weight code, 2 to 8 (4 when neither bits nor scheme is given)."
@@ -40,3 +42,9 @@ class QuantizeConfig(BaseModel):
         ["Linear"], description="Modules to quantize: a class, a glob or 're:' and a regular expression."
     )
     ignore: list[str] = Field(["lm_head"], description="Modules to leave alone; same language as targets.")
+
+    def column_loop(self) -> dict[str, Any] | None:
+        """Settings of the column loop (fields of `compress.weights.solver.compensate.Options`) that makes up for the method's error in
+        the weights that remain; None: nothing is made up for.
+        """
+        return None

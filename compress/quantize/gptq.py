@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
 from compress.core.method import Method
 from compress.quantize.config import QuantizeConfig
+
+_LOOP = {"damping", "order", "block_size", "scales", "static_groups", "sweeps", "refit_scales", "joint"}
 
 
 class GPTQConfig(QuantizeConfig):
@@ -35,6 +37,9 @@ class GPTQConfig(QuantizeConfig):
         True, description="With sparsegpt in the same recipe: prune and round in one pass (false: one after the other)."
     )
 
+    def column_loop(self) -> dict[str, Any]:
+        return self.model_dump(include=_LOOP)
+
 
 METHOD = Method(
     name="gptq",
@@ -42,5 +47,4 @@ METHOD = Method(
     summary="rounds column by column and compensates the error",
     paper="Frantar et al., GPTQ, 2022, arXiv 2210.17323",
     needs=frozenset({"hessian", "ranges"}),
-    compensates=True,
 )

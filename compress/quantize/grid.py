@@ -1,4 +1,4 @@
-"""Grids: the values a weight may take, given by a scale and a zero point for every group of columns.
+"""Search of scales and zero points for weights on a grid.
 
 A scale is rounded to the dtype it is stored in before anything is rounded to the grid, so that what the solver sees is what the
 runtime computes. A symmetric grid has one code more on one side (`-8..7` for 4 bits); its scale may therefore be negative, which
@@ -13,9 +13,11 @@ from typing import Literal
 import torch
 
 from compress.core import file_matrix, native
-from runtime.formats.scheme import WeightScheme
+from runtime.formats.float8 import FLOAT8_MAXIMUM
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation
+from runtime.formats.scheme import CompressedWeight, Scheme
 
-FP8_MAX = 448.0
 #: Elements that are searched at a time: small enough to stay in the cache in torch; C takes care of that by itself.
 CHUNK, NATIVE_CHUNK = 1 << 17, 1 << 21
 Search = Literal["mse", "minmax", "hessian", "positive"]
@@ -23,57 +25,63 @@ Search = Literal["mse", "minmax", "hessian", "positive"]
 
 @dataclass
 class Grid:
-    """Scale and zero point of a weight `[out, in]`.
+    """Scales and zero points fitted to a weight.
 
     Attributes:
         scheme: bits, type, strategy, group size.
         scale: float32 `[rows, groups]`, representable in the storage dtype; rows is 1 for the tensor strategy, else out.
         zero: float32, shape of `scale`, integers in the signed code range; None when symmetric.
+        dim: dimension of the weight's columns: 1 for weights `[out, in]`, 0 for transposed ones, whose scales are `[groups, rows]`.
     """
 
-    scheme: WeightScheme
+    scheme: GridScheme
     scale: torch.Tensor
     zero: torch.Tensor | None
+    dim: int = 1
 
     def expand(self, columns: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Scale and zero point of every column, `[rows, in]`."""
-        if self.scheme.strategy != "group":
-            return self.scale, self.zero
-        assert self.scheme.group_size is not None
-        index = torch.arange(columns, device=self.scale.device) // self.scheme.group_size
-        return self.scale[:, index], None if self.zero is None else self.zero[:, index]
+        """Scale and zero point of every column, or such as broadcast to them."""
+        zero = None if self.zero is None else self.scheme.spread(self.zero, columns, self.dim)
+        return self.scheme.spread(self.scale, columns, self.dim), zero
 
     def codes(self, weight: torch.Tensor) -> torch.Tensor:
-        """Nearest codes of `weight [out, in]` as float32 (fp8 grids: the fp8 values)."""
-        scale, zero = self.expand(weight.shape[1])
-        if self.scheme.type == "float":
-            return round_fp8(weight / scale)
-        low, high = self.scheme.code_range
-        codes = (weight / scale).round_()
-        if zero is not None:
-            codes += zero
-        return codes.clamp_(low, high)
+        """Nearest codes of `weight` as float32 (fp8 grids: the fp8 values)."""
+        return self.scheme.codes(weight, *self.expand(weight.shape[self.dim]))
 
     def values(self, codes: torch.Tensor) -> torch.Tensor:
-        """Weights that `codes [out, in]` stand for, float32."""
-        scale, zero = self.expand(codes.shape[1])
-        return (codes if zero is None else codes - zero) * scale
+        """Weights that `codes` stand for, float32."""
+        return self.scheme.values(codes, *self.expand(codes.shape[self.dim]))
 
-    def rows(self, start: int, end: int) -> Grid:
+    def rows(self, index: slice | torch.Tensor) -> Grid:
         """The grid of some rows."""
-        if self.scheme.strategy == "tensor":
+        if self.dim == 1 and self.scheme.strategy == "tensor":
             return self
-        return Grid(self.scheme, self.scale[start:end], None if self.zero is None else self.zero[start:end])
+        place = (index,) if self.dim == 1 else (slice(None), index)
+        return Grid(self.scheme, self.scale[place], None if self.zero is None else self.zero[place], self.dim)
 
+    def group_of(self, columns: int) -> torch.Tensor:
+        """Group of every column, `[in]`."""
+        index = torch.arange(columns, device=self.scale.device)
+        return index // self.scheme.width(columns)
 
-def round_fp8(x: torch.Tensor) -> torch.Tensor:
-    """Nearest float8 e4m3 values as float32; saturates at 448 (the plain cast would give NaN)."""
-    return x.clamp(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn).to(torch.float32)
+    def weight(
+        self, codes: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
+    ) -> CompressedWeight:
+        """A compressed weight of codes `[out, in]` (float32 or int8; fp8 grids: the fp8 values). Removed positions get the code of zero."""
+        shape = self.scheme.parameter_shape((codes.shape[0], codes.shape[1]))
+        if mask is not None:
+            of_zero = self.expand(codes.shape[1])[1]
+            of_zero = torch.zeros((), device=codes.device) if of_zero is None else of_zero
+            codes = torch.where(mask, codes, of_zero.to(codes.dtype))
+        zero = None if self.zero is None else self.zero.reshape(shape).to(torch.int8)
+        return CompressedWeight(
+            codes.to(self.scheme.code_dtype), self.scale.reshape(shape).to(dtype), zero, mask, scheme, dtype
+        )
 
 
 def make_grid(
     weight: torch.Tensor,
-    scheme: WeightScheme,
+    scheme: GridScheme,
     dtype: torch.dtype,
     search: Search = "mse",
     importance: torch.Tensor | None = None,
@@ -94,8 +102,7 @@ def make_grid(
         hessian: `[in, in]`, for `hessian`.
     """
     out, columns = weight.shape
-    group = scheme.group_size if scheme.strategy == "group" else columns
-    assert group is not None
+    group = scheme.width(columns)
     rows = max(1, (NATIVE_CHUNK if native.usable(weight.T if weight.stride(0) == 1 else weight) else CHUNK) // group)
     if scheme.strategy == "tensor":
         return _tensor_grid(weight, scheme, dtype, search, importance, mask, rows)
@@ -120,7 +127,7 @@ def make_grid(
 
 def search_groups(
     groups: torch.Tensor,
-    scheme: WeightScheme,
+    scheme: GridScheme,
     dtype: torch.dtype,
     search: Search = "mse",
     cost: torch.Tensor | None = None,
@@ -139,7 +146,7 @@ def search_groups(
 
 def _search(
     groups: torch.Tensor,
-    scheme: WeightScheme,
+    scheme: GridScheme,
     scales: torch.Tensor,
     zeros: torch.Tensor | None,
     cost: torch.Tensor | None,
@@ -165,7 +172,7 @@ def _search(
 
 
 def candidate_grids(
-    groups: torch.Tensor, scheme: WeightScheme, dtype: torch.dtype, search: str
+    groups: torch.Tensor, scheme: GridScheme, dtype: torch.dtype, search: str
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The grids that are tried for groups `[rows, n]`: scales and zero points `[candidates, rows]`, the range-covering one first."""
     low, high = scheme.code_range
@@ -174,7 +181,7 @@ def candidate_grids(
     least, most = least.clamp(max=0), most.clamp(min=0)
     extreme = torch.maximum(-least, most)
     if scheme.type == "float":
-        return storable(extreme[None] / FP8_MAX, dtype), None
+        return storable(extreme[None] / FLOAT8_MAXIMUM, dtype), None
     levels = 2**scheme.bits
     tried = torch.tensor(shrinks(scheme.bits) if search != "minmax" else [], device=groups.device)[:, None]
     if scheme.symmetric:
@@ -222,3 +229,18 @@ def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
             errors.append(error)
         best = errors.index(min(errors))
     return Grid(scheme, scales[best][:, None], None if zeros is None else zeros[best][:, None])
+
+
+def nearest_values(
+    weight: torch.Tensor,
+    scheme: Representation,
+    dtype: torch.dtype,
+    search: Search = "mse",
+    importance: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`weight [out, in]` rounded to the nearest values of any representation, float32; arguments as for `make_grid`."""
+    if isinstance(scheme, GridScheme):
+        grid = make_grid(weight, scheme, dtype, search, importance)
+        return grid.values(grid.codes(weight))
+    parameters = scheme.fit(weight, dtype, importance)
+    return scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)

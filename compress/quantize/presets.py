@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import replace
+from typing import Any
 
 from compress.quantize.config import QuantizeConfig
 from runtime.errors import RequestError
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats import representation
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation
+from runtime.formats.scheme import ActivationScheme, Scheme
 
 _TOKEN_INT8 = ActivationScheme(8, "int", True, True, "token")
 _TOKEN_FP8 = ActivationScheme(8, "float", True, True, "token")
@@ -15,18 +19,18 @@ _STATIC_INT8 = ActivationScheme(8, "int", True, False, "tensor")
 _STATIC_FP8 = ActivationScheme(8, "float", True, False, "tensor")
 
 
-def _group(bits: int, symmetric: bool = True) -> WeightScheme:
-    return WeightScheme(bits, "int", symmetric, "group", 128)
+def _group(bits: int, symmetric: bool = True) -> GridScheme:
+    return GridScheme(bits, "int", symmetric, "group", 128)
 
 
 PRESETS: dict[str, Scheme] = {
     **{f"W{bits}A16": Scheme(_group(bits)) for bits in range(2, 8)},
-    "W8A16": Scheme(WeightScheme(8, "int", True, "channel")),
+    "W8A16": Scheme(GridScheme(8, "int", True, "channel")),
     "W4A16_ASYM": Scheme(_group(4, symmetric=False)),
-    "W8A8-INT8": Scheme(WeightScheme(8, "int", True, "channel"), _TOKEN_INT8),
+    "W8A8-INT8": Scheme(GridScheme(8, "int", True, "channel"), _TOKEN_INT8),
     "W4A8": Scheme(_group(4), _TOKEN_INT8),
-    "FP8": Scheme(WeightScheme(8, "float", True, "tensor"), _STATIC_FP8),
-    "FP8_DYNAMIC": Scheme(WeightScheme(8, "float", True, "channel"), _TOKEN_FP8),
+    "FP8": Scheme(GridScheme(8, "float", True, "tensor"), _STATIC_FP8),
+    "FP8_DYNAMIC": Scheme(GridScheme(8, "float", True, "channel"), _TOKEN_FP8),
 }
 ALIASES = {"W8A8": "W8A8-INT8", "INT8": "W8A8-INT8", "W8A8_INT8": "W8A8-INT8", "W4": "W4A16", "W8": "W8A16"}
 
@@ -58,8 +62,11 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
     """
     if config is None:
         return Scheme(sparsity=sparsity)
+    if isinstance(config.scheme, dict):
+        activations = _activations(config, None, None)
+        return Scheme(_represented(config, config.scheme), activations, sparsity)
     scheme = preset(config.scheme) if config.scheme is not None else PRESETS["W4A16"]
-    weights, activations = scheme.weights, scheme.activations
+    weights = scheme.grid
     assert weights is not None
     if config.bits is not None:
         if weights.type == "float" and config.bits != 8:
@@ -73,9 +80,28 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
                 f"scheme '{config.scheme}' stores weights as fp8, which has no zero point: symmetric must be true"
             )
         weights = replace(weights, symmetric=config.symmetric)
+    return Scheme(weights, _activations(config, scheme.activations, weights), sparsity)
+
+
+def _represented(config: QuantizeConfig, fields: dict[str, Any]) -> Representation:
+    """Another representation than a grid, by its name and its own fields."""
+    for key in ("bits", "group_size", "symmetric"):
+        if getattr(config, key) is not None:
+            raise RequestError(f"{key} is a field of grids; what a representation takes stands in scheme")
+    if "representation" not in fields:
+        raise RequestError("scheme is a mapping without 'representation', which names one; presets are a single word")
+    try:
+        return representation.find(fields["representation"]).from_config(fields)
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"scheme: {error}") from None
+
+
+def _activations(
+    config: QuantizeConfig, activations: ActivationScheme | None, weights: GridScheme | None
+) -> ActivationScheme | None:
     if config.activations is not None:
         activations = _TOKEN_INT8 if config.activations == "int8" else _TOKEN_FP8
-        if (activations.type == "float") != (weights.type == "float"):
+        if weights is not None and (activations.type == "float") != (weights.type == "float"):
             other = "FP8 or FP8_DYNAMIC" if activations.type == "float" else "W8A8-INT8 or W4A8"
             raise RequestError(
                 f"activations '{config.activations}' do not go with {weights.type} weights: use scheme {other}"
@@ -89,10 +115,10 @@ def resolve_scheme(config: QuantizeConfig | None, sparsity: str | None = None) -
             activations = _STATIC_INT8 if activations.type == "int" else _STATIC_FP8
         else:
             activations = _TOKEN_INT8 if activations.type == "int" else _TOKEN_FP8
-    return Scheme(weights, activations, sparsity)
+    return activations
 
 
-def _with_group(weights: WeightScheme, size: int | str) -> WeightScheme:
+def _with_group(weights: GridScheme, size: int | str) -> GridScheme:
     if size == "tensor":
         return replace(weights, strategy="tensor", group_size=None)
     if size in ("channel", -1):
@@ -106,7 +132,11 @@ def _with_group(weights: WeightScheme, size: int | str) -> WeightScheme:
 
 def check_fits(scheme: Scheme, shape: tuple[int, int], name: str = "weight") -> None:
     """Raise `RequestError` when a weight of `shape` (out, in) cannot have this scheme."""
-    weights = scheme.weights
+    weights = scheme.grid
+    if scheme.weights is not None and weights is None:
+        reason = scheme.weights.why_not(shape)
+        if reason is not None:
+            raise RequestError(f"{name}: {reason}")
     if weights is not None and weights.strategy == "group":
         assert weights.group_size is not None
         if weights.group_size > shape[1]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from pydantic import Field
@@ -10,7 +10,6 @@ from pydantic import Field
 from compress.core.method import Method
 from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
-from compress.quantize.transform import smoothquant_scales
 from runtime.formats.scheme import Scheme
 
 
@@ -22,6 +21,21 @@ class SmoothQuantConfig(QuantizeConfig):
         0.5, ge=0, le=1, description="How much of the difficulty moves into the weights: 0 none, 1 all."
     )
     solver: Literal["rtn", "gptq"] = Field("rtn", description="How the scaled weights are rounded.")
+
+    def column_loop(self) -> dict[str, Any] | None:
+        return {"scales": self.scales} if self.solver == "gptq" else None
+
+
+def smoothquant_scales(weights: list[torch.Tensor], statistics: Statistics, alpha: float = 0.5) -> torch.Tensor:
+    """`s = max|x|^alpha / max|w|^(1 - alpha)` moves outliers of the input into the weights; the input is divided by `s`.
+
+    Xiao et al., SmoothQuant, arXiv 2211.10438. `weights [out_i, in]` share the input; returns `s [in]` float32, positive.
+    """
+    inputs = torch.maximum(statistics.maximum.abs(), statistics.minimum.abs()).clamp(min=1e-5)
+    largest = torch.stack([w.detach().to(torch.float32).abs().amax(0) for w in weights]).amax(0).clamp(min=1e-5)
+    s = inputs.pow(alpha) / largest.pow(1 - alpha)
+    # A channel that is never used must not blow up its producer.
+    return s.clamp(min=1e-5)
 
 
 def scales(
@@ -37,6 +51,5 @@ METHOD = Method(
     summary="moves outliers of the inputs into the weights",
     paper="Xiao et al., SmoothQuant, 2022, arXiv 2211.10438",
     needs=frozenset({"hessian", "ranges"}),
-    transforms=True,
     scales=scales,
 )

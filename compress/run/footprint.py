@@ -170,7 +170,7 @@ class WorkingSet:
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
             else:
                 needed = NEAREST * 4 * min(layer.numel, 2 * chunk)
-                if work.scheme.weights is not None and work.scheme.weights.strategy == "tensor":
+                if work.scheme.grid is not None and work.scheme.grid.strategy == "tensor":
                     needed += 2 * 4 * layer.numel
             if pattern is not None and not work.pruned:  # masks, and values fitted to them, or scores and their order
                 needed += 6 * numel if work.compensates else numel + 20 * layer.numel

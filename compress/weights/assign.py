@@ -99,7 +99,7 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
         if quantize is None or not _by_default(stages):
             continue
         with _named(recipe, quantize, "group_size"):
-            grid = resolve_scheme(quantize.config, None).weights
+            grid = resolve_scheme(quantize.config, None).grid
         if grid is not None and grid.strategy == "group" and (grid.group_size or 0) > module.shape[1]:
             left.append(Left(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}"))
             weights += module.shape[0] * module.shape[1]

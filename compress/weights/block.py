@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from compress.core.file_matrix import in_memory
+from compress.core.method import Problem
 from compress.core.processes import Share
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
@@ -136,12 +137,12 @@ def _solve(
     assignment = local[unit.names[0]]
     modules = [job.block.get_submodule(n) for n in unit.names]
     weights = [work[n] if n in work else get_matrix(m) for n, m in zip(unit.names, modules, strict=True)]
-    solved = solve_group(
+    solved = solve_group(Problem(
         weights, unit.statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
         names=[job.prefix + n for n in unit.names],
         sparsity=[local[n].share for n in unit.names] if assignment.prune is not None else None,
         held=assignment.hold([job.held.get(job.prefix + n) for n in unit.names]),
-    )  # fmt: skip
+    ))  # fmt: skip
     packed = []
     for name, module, layer in zip(unit.names, modules, solved, strict=True):
         inputs = activation_tensors(assignment.scheme, unit.statistics, job.dtype)

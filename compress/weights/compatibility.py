@@ -59,7 +59,7 @@ def _several_unpacked(entries: Mapping[str, ModuleEntry]) -> bool:
     takes the first group's
     scheme for all layers; beside quantized activations it does not even do that."""
     stored = {_grid(entry) for entry in entries.values()}
-    packed = (e.scheme.weights for e in entries.values() if e.format == "pack-quantized")
+    packed = (e.scheme.grid for e in entries.values() if e.format == "pack-quantized")
     return len(stored) > 1 and any(w is not None and not w.symmetric and w.strategy != "tensor" for w in packed)
 
 
@@ -85,7 +85,7 @@ def _experts_carried(model: nn.Module, entries: Mapping[str, ModuleEntry], held:
     dense = experts - entries.keys()
     if dense and first.format != "float-quantized":
         return False
-    weights = first.scheme.weights
+    weights = first.scheme.grid
     known = weights is not None and weights.symmetric
     if first.format in ("float-quantized", "int-quantized"):
         known = known and weights is not None and weights.strategy in ("tensor", "channel")

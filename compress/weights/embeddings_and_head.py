@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.core.method import Problem
 from compress.core.processes import Share
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
@@ -103,17 +104,11 @@ def _solve(
     weight, dtype = module.weight, session.streamed.dtype
     assert isinstance(weight, torch.Tensor)
     shares = [work.share] if work.prune is not None else None
-    solved = solve_group(
-        [weight.data],
-        statistics,
-        work.prune,
-        work.quantize,
-        work.scheme,
-        dtype=dtype,
-        names=[name],
-        sparsity=shares,
-        held=work.hold([session.held.get(name)]),
-    )[0]
+    held = work.hold([session.held.get(name)])
+    problem = Problem(
+        [weight.data], statistics, work.prune, work.quantize, work.scheme, dtype, [name], shares, held
+    )  # fmt: skip
+    solved = solve_group(problem)[0]
     outside.layers[name] = pack_layer(name, work, solved, activation_tensors(work.scheme, statistics, dtype), module)
     reporter.detail(f"{name}  error {solved.error:.3e}")
 

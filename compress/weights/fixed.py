@@ -38,20 +38,19 @@ class Held:
         mask = weight.mask
         if mask is None and weight.scheme.sparsity is not None:
             mask = weight.dequantize() != 0
-        if weight.scheme.weights is None:
+        if weight.scheme.grid is None:
             return cls(mask, weight.scheme)
         assert weight.scale is not None
-        tensor = weight.scheme.weights.strategy == "tensor"
-        scale = weight.scale.float().reshape(1, 1) if tensor else weight.scale.float()
+        scale = weight.scale.float().reshape(-1, weight.scale.shape[-1])
         zero = None if weight.zero_point is None else weight.zero_point.float().reshape(scale.shape)
         return cls(mask, weight.scheme, scale, zero)
 
     @property
     def grid(self) -> Grid | None:
         """The grid, or None."""
-        if self.scale is None or self.scheme.weights is None:
+        if self.scale is None or self.scheme.grid is None:
             return None
-        return Grid(self.scheme.weights, self.scale, self.zero)
+        return Grid(self.scheme.grid, self.scale, self.zero)
 
 
 def save(file: Path, held: dict[str, Held]) -> None:

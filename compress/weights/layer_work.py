@@ -95,13 +95,17 @@ class LayerWork:
     @property
     def compensates(self) -> bool:
         """Whether a solver makes up for errors in later columns; then it pays to look at what the layers before it became."""
-        pruned = self.prune is not None and not self.pruned and prune.METHODS[self.prune.method].compensates
-        return pruned or (self.quantize is not None and not self.quantized and compensates(self.quantize))
+        configs = [] if self.pruned else [self.prune]
+        configs += [] if self.quantized else [self.quantize]
+        return any(
+            compensates(config, method)
+            for config, method in zip([c for c in configs if c is not None], self.methods, strict=True)
+        )
 
     @property
     def transform(self) -> Any:
         """`(weights, statistics, scheme, config) -> scale [in]` of a method that folds scales into neighbours, else None."""
-        return next((m.scales for m in self.methods if m.transforms), None)
+        return next((m.scales for m in self.methods if m.scales is not None), None)
 
     def without_data(self) -> LayerWork:
         """The same grid and the same number of zeros, chosen without calibration: weights are rounded to nearest, the smallest removed."""
@@ -124,11 +128,8 @@ class LayerWork:
                 f"{self.prune.method} {pattern}" if ":" in pattern else f"{self.prune.method} {self.share:.0%}"
             )
         if self.quantize is not None:
-            weights = self.scheme.weights
-            assert weights is not None
-            kind = "fp" if weights.type == "float" else "int"
-            span = f"g{weights.group_size}" if weights.strategy == "group" else weights.strategy
-            text = f"{self.quantize.method} {kind}{weights.bits} {span}"
+            assert self.scheme.weights is not None
+            text = f"{self.quantize.method} {self.scheme.weights.describe()}"
             if self.scheme.activations is not None:
                 text += f" a{self.scheme.activations.bits} {'dynamic' if self.scheme.activations.dynamic else 'static'}"
             parts.append(text)

@@ -14,12 +14,12 @@ from compress.weights.layer_work import LayerWork
 from compress.weights.solver.group import LayerResult
 from runtime import formats
 from runtime.errors import CompressError
+from runtime.formats.float8 import FLOAT8_MAXIMUM
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import Scheme
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.linear_modules import get_matrix, set_matrix
 
-FP8_MAX = 448.0
 #: Rows whose bytes are copied at a time for a digest.
 DIGESTED = 512
 
@@ -56,8 +56,7 @@ def pack_layer(
 ) -> SolvedLayer:
     """Pack through the layer's format and make sure that unpacking gives the very same weight."""
     weight = solved.weight
-    rows, columns = weight.values.shape
-    shape = (int(rows), int(columns))
+    shape = rows, columns = weight.shape
     kept = float(weight.mask.float().mean()) if weight.mask is not None else 1.0
     storage = formats.choose(weight.scheme, shape, density=kept)
     tensors = storage.pack(weight, **inputs)
@@ -92,7 +91,7 @@ def activation_tensors(scheme: Scheme, statistics: Statistics | None, dtype: tor
     low = torch.clamp(statistics.minimum.min(), max=0.0)
     high = torch.clamp(statistics.maximum.max(), min=0.0)
     if activations.type == "float":
-        scale = torch.maximum(-low, high) / FP8_MAX
+        scale = torch.maximum(-low, high) / FLOAT8_MAXIMUM
         return {"input_scale": _positive(scale, dtype)}
     levels = 2**activations.bits
     if activations.symmetric:

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 
 import torch
 
-from runtime.formats.scheme import CompressedWeight, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme
 
 BLOCK = 32
 BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q8_0": 34}  # of one block
@@ -27,14 +27,14 @@ _RANGE = {"Q4_0": (-8, 7), "Q5_0": (-16, 15), "Q8_0": (-128, 127)}
 _SLICE = 1 << 22  # weights laid out at once
 
 
-def aligned(scheme: WeightScheme, columns: int) -> bool:
+def aligned(scheme: GridScheme, columns: int) -> bool:
     """Every block of 32 lies inside one group."""
     return scheme.strategy != "group" or scheme.group_size is None or not (scheme.group_size % BLOCK) or (
         scheme.group_size >= columns
     )  # fmt: skip
 
 
-def block_type(scheme: WeightScheme) -> str:
+def block_type(scheme: GridScheme) -> str:
     """The smallest block type that has room for the integers of this grid (int grids only).
 
     Asymmetric int4 gets "Q5_0", asymmetric int8 "Q8_0" although some of its `q - z` may not fit: `codes_fit` tells.
@@ -45,7 +45,7 @@ def block_type(scheme: WeightScheme) -> str:
     return next((name for name, (least, most) in _RANGE.items() if least <= low and high <= most), "Q8_0")
 
 
-def nominal_type(scheme: WeightScheme) -> str:
+def nominal_type(scheme: GridScheme) -> str:
     """The block type of this many bits, for weights that are rounded anew."""
     if scheme.bits <= 4:
         return "Q4_0" if scheme.symmetric else "Q4_1"
@@ -79,7 +79,7 @@ class Slice:
 
 def slices(weight: CompressedWeight) -> Iterator[Slice]:
     """The weight in slices of rows, its scale and zero point repeated for each block of 32 (int grids, `aligned`)."""
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     assert scheme is not None
     assert weight.scale is not None
     rows, columns = weight.values.shape
@@ -133,7 +133,7 @@ def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
 def values(weight: CompressedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, float32 `[n, columns]`): `(q - z) * scale`, not rounded to the model's dtype. Any grid, and float values."""
     rows, columns = weight.values.shape
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     step = max(1, _SLICE // max(1, columns))
     for start in range(0, rows, step):
         part = slice(start, min(start + step, rows))

@@ -14,8 +14,7 @@ from export.source import Source
 from export.target import Conversion
 from runtime import formats
 from runtime.errors import RequestError
-from runtime.formats.bitpack import unpack_columns
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 DENSE = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32"}
 DENSE_BYTES = {"BF16": 2, "F16": 2, "F32": 4}
@@ -74,7 +73,7 @@ def why_not(source: Source, options: GgufOptions) -> str | None:
     if options.requantize:
         return None
     for module, entry in source.entries.items():
-        scheme, columns = entry.scheme.weights, source.shapes[module][1]
+        scheme, columns = entry.scheme.grid, source.shapes[module][1]
         if _blocked(scheme, columns) and scheme is not None and not grids.aligned(scheme, columns):
             return (
                 f"{module} has groups of {scheme.group_size}, and GGUF's blocks of {grids.BLOCK} weights have one scale; "
@@ -117,7 +116,7 @@ def _repeats(source: Source, parameter: str) -> bool:
     )
 
 
-def _blocked(scheme: WeightScheme | None, columns: int) -> bool:
+def _blocked(scheme: GridScheme | None, columns: int) -> bool:
     """Whether the weights go into blocks at all."""
     return scheme is not None and scheme.type == "int" and columns % grids.BLOCK == 0
 
@@ -125,7 +124,7 @@ def _blocked(scheme: WeightScheme | None, columns: int) -> bool:
 def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str, str, bool, bool]:
     """(type, sentence, exact, rounded anew) of one compressed module."""
     scheme, columns = source.entries[module].scheme, source.shapes[module][1]
-    weights, dense = scheme.weights, _dense_type(options, source.dtype)
+    weights, dense = scheme.grid, _dense_type(options, source.dtype)
     as_stored = DENSE.get(source.dtype) == dense
     words = f"dense {dense}" + ("" if as_stored else f", rounded from {source.dtype}".replace("torch.", ""))
     exact = as_stored or dense == "F32"
@@ -180,14 +179,10 @@ def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str,
 def grid_of(source: Source, module: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Scale and zero point (int8, of the scale's shape) as stored; the codes are not read."""
     entry, checkpoint = source.entries[module], source.artifact.checkpoint
-    assert entry.scheme.weights is not None
-    scale = checkpoint.get(f"{module}.weight_scale")
-    if entry.scheme.weights.symmetric:
-        return scale, None
-    zero = checkpoint.get(f"{module}.weight_zero_point")
-    if formats.get(entry.format).zero_point_packed(entry.scheme.weights):
-        zero = unpack_columns(zero, entry.scheme.weights.bits, scale.shape[0])
-    return scale, zero
+    assert entry.scheme.grid is not None
+    names = ("weight_scale",) if entry.scheme.grid.symmetric else ("weight_scale", "weight_zero_point")
+    tensors = {name: checkpoint.get(f"{module}.{name}") for name in names}
+    return tensors["weight_scale"], formats.get(entry.format).zero_point(tensors, entry.scheme.grid)
 
 
 def conversions(source: Source, tensors: list[Planned]) -> list[Conversion]:
@@ -228,7 +223,7 @@ def _conversion(what: str, exact: bool, members: list[Planned]) -> Conversion:
 
 
 def _describe(scheme: Scheme) -> str:
-    weights = scheme.weights
+    weights = scheme.grid
     assert weights is not None
     sparse = f"{scheme.sparsity} " if scheme.sparsity else ""
     if weights.type == "float":

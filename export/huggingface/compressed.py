@@ -21,7 +21,7 @@ from export.target import Conversion, Job
 from runtime import formats
 from runtime.formats import Format, TensorSpec
 from runtime.formats.quantization_config import ModuleEntry, build
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 
 class CompressedTensors(Layout):
@@ -30,10 +30,10 @@ class CompressedTensors(Layout):
     name = "compressed-tensors"
 
     def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
-        weights, activations = entry.scheme.weights, entry.scheme.activations
+        weights, activations = entry.scheme.grid, entry.scheme.activations
         if weights is None:
             return None  # dense with zeros in it: there is no format for that any more
-        grid: WeightScheme | None = weights
+        grid: GridScheme | None = weights
         if activations is None and weights.type == "int":
             grid = integer_goal(weights, shape[1], keep_bits)
         elif weights.strategy == "group" or weights.type == "int":
@@ -68,8 +68,8 @@ class CompressedTensors(Layout):
             return [Part({name: spec}, _reader(source, name)) for name, spec in specs.items()]
 
         def make() -> Mapping[str, torch.Tensor]:
-            assert entry.scheme.weights is not None
-            weight = regrid(source.weight(module), entry.scheme.weights)
+            assert entry.scheme.grid is not None
+            weight = regrid(source.weight(module), entry.scheme.grid)
             tensors = formats.get(entry.format).pack(
                 weight, source.input_scale(module), source.input_zero_point(module)
             )
@@ -108,7 +108,7 @@ def same(before: ModuleEntry, after: ModuleEntry) -> bool:
 
 def objections(entry: ModuleEntry, shape: tuple[int, int]) -> list[str]:
     """What vLLM's kernels do not take, in sentences; `shape` is that of the fused layer."""
-    weights, activations = entry.scheme.weights, entry.scheme.activations
+    weights, activations = entry.scheme.grid, entry.scheme.activations
     assert weights is not None
     if activations is None and weights.type == "int":
         return _weight_only(weights, shape)
@@ -134,7 +134,7 @@ def fused_rows(source: Source, plan: Plan) -> dict[str, int]:
     return rows
 
 
-def _weight_only(weights: WeightScheme, shape: tuple[int, int]) -> list[str]:
+def _weight_only(weights: GridScheme, shape: tuple[int, int]) -> list[str]:
     found = []
     if weights.bits not in (4, 8):
         found.append(f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only")
@@ -150,7 +150,7 @@ def _weight_only(weights: WeightScheme, shape: tuple[int, int]) -> list[str]:
     return found
 
 
-def _with_activations(weights: WeightScheme, columns: int, keep_bits: bool) -> WeightScheme | None:
+def _with_activations(weights: GridScheme, columns: int, keep_bits: bool) -> GridScheme | None:
     """Grids beside quantized activations, and float8 in groups: only ragged groups and odd widths change."""
     bits = widened(weights.bits) if weights.type == "int" and not keep_bits else weights.bits
     size = weights.group_size

@@ -55,9 +55,9 @@ def disagreement(sets: Mapping[str, tuple[str, ...]], stored: Mapping[str, Modul
 
 def words(entry: ModuleEntry | None) -> str:
     """A scheme for people: "int4 in groups of 64, symmetric"."""
-    if entry is None or entry.scheme.weights is None:
+    if entry is None or entry.scheme.grid is None:
         return "dense"
-    weights, activations = entry.scheme.weights, entry.scheme.activations
+    weights, activations = entry.scheme.grid, entry.scheme.activations
     spread = {"group": f"in groups of {weights.group_size}", "channel": "a scale a row", "tensor": "one scale"}
     text = f"{weights.type}{weights.bits} {spread[weights.strategy]}"
     if weights.type == "int":
@@ -68,4 +68,4 @@ def words(entry: ModuleEntry | None) -> str:
 
 
 def _key(entry: ModuleEntry | None) -> object:
-    return None if entry is None or entry.scheme.weights is None else (entry.scheme, entry.format)
+    return None if entry is None or entry.scheme.grid is None else (entry.scheme, entry.format)

@@ -41,7 +41,7 @@ class Gptq(Layout):
     name = "gptq"
 
     def goal(self, entry: ModuleEntry, shape: tuple[int, int], keep_bits: bool) -> ModuleEntry | None:
-        weights, activations = entry.scheme.weights, entry.scheme.activations
+        weights, activations = entry.scheme.grid, entry.scheme.activations
         if weights is None:
             return None
         if weights.type != "int":
@@ -69,7 +69,7 @@ class Gptq(Layout):
         return ModuleEntry(Scheme(grid), FORMAT)
 
     def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
-        weights = entry.scheme.weights
+        weights = entry.scheme.grid
         assert weights is not None
         rows, columns = source.shapes[module]
         groups, bits = weights.groups(columns), weights.bits
@@ -82,9 +82,9 @@ class Gptq(Layout):
 
     def parts(self, job: Job, module: str, entry: ModuleEntry) -> list[Part]:
         def make() -> Mapping[str, torch.Tensor]:
-            assert entry.scheme.weights is not None
+            assert entry.scheme.grid is not None
             first = job.options.checkpoint_format == "gptq"
-            weight = regrid(job.source.weight(module), entry.scheme.weights)
+            weight = regrid(job.source.weight(module), entry.scheme.grid)
             weight = _in_float16(reflect_low_zeros(weight) if first else weight, job, module)
             return {f"{module}.{name}": tensor for name, tensor in pack(weight, first).items()}
 
@@ -137,7 +137,7 @@ def pack(weight: CompressedWeight, first: bool) -> dict[str, torch.Tensor]:
         weight: groups divide the row; columns and rows fill whole words.
         first: checkpoint_format "gptq", which stores zero points less one (none may be the lowest); else "gptq_v2".
     """
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     assert scheme is not None
     assert weight.scale is not None
     columns = weight.values.shape[1]
@@ -189,7 +189,7 @@ def _float32(weight: CompressedWeight) -> torch.Tensor:
 
 
 def _objections(entry: ModuleEntry, shape: tuple[int, int], checkpoint_format: str) -> list[str]:
-    weights = entry.scheme.weights
+    weights = entry.scheme.grid
     assert weights is not None
     found = []
     marlin = "Marlin, the fast kernel of vLLM, SGLang and GPTQModel,"

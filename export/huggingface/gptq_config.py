@@ -35,7 +35,7 @@ def quantization_config(source: Source, entries: Mapping[str, ModuleEntry], chec
     assert base is not None
     config: dict[str, Any] = {"quant_method": "gptq", **_numbers(base)}
     quantizers = [f"compress:{_own_version()}"]
-    asymmetric = any(e.scheme.weights is not None and not e.scheme.weights.symmetric for e in entries.values())
+    asymmetric = any(e.scheme.grid is not None and not e.scheme.grid.symmetric for e in entries.values())
     if asymmetric and checkpoint_format == "gptq":
         quantizers.append(_ASYMMETRIC_MARK)
     config |= {
@@ -92,7 +92,7 @@ def _dynamic(source: Source, entries: Mapping[str, ModuleEntry], base: ModuleEnt
 
 
 def _numbers(entry: ModuleEntry) -> dict[str, Any]:
-    weights = entry.scheme.weights
+    weights = entry.scheme.grid
     assert weights is not None
     return {
         "bits": weights.bits,

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import torch
 
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
 KERNEL_GROUPS = (
     128,
@@ -34,7 +34,7 @@ def group_for(size: int, columns: int) -> int | None:
     return common if common >= SMALLEST_GROUP else None
 
 
-def holds(outer: WeightScheme, inner: WeightScheme, columns: int) -> bool:
+def holds(outer: GridScheme, inner: GridScheme, columns: int) -> bool:
     """True when every weight on the grid `inner` lies on `outer` too (integer grids)."""
     if outer.type != "int" or inner.type != "int" or outer.bits < inner.bits:
         return False
@@ -44,24 +44,24 @@ def holds(outer: WeightScheme, inner: WeightScheme, columns: int) -> bool:
     return outer.strategy != "tensor" and (inner.strategy == "tensor" or narrow % wide == 0 or narrow >= columns)
 
 
-def union(schemes: list[WeightScheme], columns: int) -> WeightScheme | None:
+def union(schemes: list[GridScheme], columns: int) -> GridScheme | None:
     """The smallest integer grid of whole groups that holds all of `schemes`; None where there is none."""
     if any(scheme.type != "int" for scheme in schemes):
         return None
     bits = widened(max(scheme.bits for scheme in schemes))
     symmetric = all(scheme.symmetric for scheme in schemes)
     if all(scheme.strategy != "group" for scheme in schemes):
-        return WeightScheme(bits, "int", symmetric, "channel", None)
+        return GridScheme(bits, "int", symmetric, "channel", None)
     common = columns
     for scheme in schemes:
         if scheme.strategy == "group":
             assert scheme.group_size is not None
             common = math.gcd(common, scheme.group_size)
     size = group_for(common, columns)
-    return None if size is None else WeightScheme(bits, "int", symmetric, "group", size)
+    return None if size is None else GridScheme(bits, "int", symmetric, "group", size)
 
 
-def regrid(weight: CompressedWeight, goal: WeightScheme) -> CompressedWeight:
+def regrid(weight: CompressedWeight, goal: GridScheme) -> CompressedWeight:
     """The same matrix on the grid `goal`, sparsity forgotten (zeros are values).
 
     Codes are signed, so they and their zero points are valid at every greater width as they are.
@@ -69,7 +69,7 @@ def regrid(weight: CompressedWeight, goal: WeightScheme) -> CompressedWeight:
     Args:
         goal: a grid that `holds` the weight's; for float grids only one with smaller groups.
     """
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     assert scheme is not None
     assert weight.scale is not None
     rows, columns = weight.values.shape
@@ -89,7 +89,7 @@ def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
     `(q - z) s = ((-1 - q) - (-1 - z)) (-s)`, and -1 - q is a code for every code q. GPTQ's first layout stores z - 1 and so has
     no place for the lowest z.
     """
-    scheme, zero = weight.scheme.weights, weight.zero_point
+    scheme, zero = weight.scheme.grid, weight.zero_point
     assert scheme is not None
     assert weight.scale is not None
     if zero is None:
@@ -107,7 +107,7 @@ def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
     )
 
 
-def _spread(grid: torch.Tensor, old: WeightScheme, new: WeightScheme, rows: int, columns: int) -> torch.Tensor:
+def _spread(grid: torch.Tensor, old: GridScheme, new: GridScheme, rows: int, columns: int) -> torch.Tensor:
     """`[rows, groups]` of the new grid out of the old one's numbers."""
     if old.strategy == "tensor":
         grid = grid.reshape(1, 1).expand(rows, 1)
@@ -115,7 +115,7 @@ def _spread(grid: torch.Tensor, old: WeightScheme, new: WeightScheme, rows: int,
     return grid[:, starts // _width(old, columns)].contiguous()
 
 
-def _width(scheme: WeightScheme, columns: int) -> int:
+def _width(scheme: GridScheme, columns: int) -> int:
     """How many columns share a scale."""
     if scheme.strategy == "group":
         assert scheme.group_size is not None

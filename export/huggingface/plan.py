@@ -17,7 +17,7 @@ from export.source import Source
 from export.target import Conversion
 from runtime.formats import TensorSpec
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 
 class UnfitError(Exception):
@@ -97,14 +97,14 @@ def make_plan(layout: Layout, source: Source, options: Any) -> Plan:
     return Plan(entries, tuple(dense), problem)
 
 
-def integer_goal(weights: WeightScheme, columns: int, keep_bits: bool) -> WeightScheme | None:
+def integer_goal(weights: GridScheme, columns: int, keep_bits: bool) -> GridScheme | None:
     """The nearest grid that kernels for 16-bit activations know and that holds these integer weights; None: only dense will do."""
     bits = weights.bits if keep_bits else widened(weights.bits)
     if weights.strategy != "group":
-        return WeightScheme(bits, "int", weights.symmetric, "channel", None)
+        return GridScheme(bits, "int", weights.symmetric, "channel", None)
     assert weights.group_size is not None
     size = group_for(weights.group_size, columns)
-    return None if size is None else WeightScheme(bits, "int", weights.symmetric, "group", size)
+    return None if size is None else GridScheme(bits, "int", weights.symmetric, "group", size)
 
 
 def _unify(
@@ -114,7 +114,7 @@ def _unify(
     result = dict(entries)
     for shards in sets:
         found = [entries[name] for name in shards if name in entries]
-        schemes = [entry.scheme.weights for entry in found]
+        schemes = [entry.scheme.grid for entry in found]
         if len(found) < len(shards) or len(set(found)) == 1 or any(e.scheme.activations for e in found):
             continue
         columns = math.gcd(*(source.shapes[name][1] for name in shards))
@@ -140,7 +140,7 @@ def changes(
             text = f"{words(before)} ({before.format}{_pattern(before)}) becomes {words(entry)} ({entry.format}{_zeros(before)})"
             found.setdefault((text, True), []).append(name)
     for name in plan.dense:
-        before, exact = source.entries[name], source.entries[name].scheme.weights is None
+        before, exact = source.entries[name], source.entries[name].scheme.grid is None
         if exact:
             text = f"{before.scheme.sparsity} sparse floats ({before.format}) become dense, zeros stored"
         else:

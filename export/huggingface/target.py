@@ -148,7 +148,7 @@ def _dense(job: Job, module: str) -> Part:
     def make() -> dict[str, Any]:
         weight = source.weight(module)
         matrix = weight.dequantize().to(source.dtype)
-        if weight.scheme.weights is not None:
+        if weight.scheme.grid is not None:
             job.losses[module] = proof.rounding_loss(weight, matrix)
         return {name: matrix}
 

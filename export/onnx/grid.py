@@ -12,7 +12,7 @@ import torch
 
 from runtime.errors import RequestError
 from runtime.formats.float8 import widen
-from runtime.formats.scheme import CompressedWeight, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme
 
 FLOAT8 = torch.float8_e4m3fn
 NEGATIVE = (
@@ -81,7 +81,7 @@ class Grid:
         return codes * scale
 
 
-def why_not(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
+def why_not(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:
     """Why the scheme at this shape `(out, in)` cannot be said exactly, as far as the scheme tells; None when it can."""
     if weights.type == "float":
         return None
@@ -103,7 +103,7 @@ def why_not(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str 
     return None
 
 
-def conversion(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
+def conversion(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:
     """What changes about the way the scheme is said, exactly; None when nothing does."""
     if weights.type == "float":
         return None
@@ -122,7 +122,7 @@ def conversion(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> s
     return ", ".join(parts) or None
 
 
-def grid_bytes(weights: WeightScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
+def grid_bytes(weights: GridScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
     """Bytes of a matrix `(out, in)` in the words of `rules`: codes, scales of `scale_bytes` each, zero points."""
     rows, columns = shape
     changed = why_not(weights, shape, rules) is not None
@@ -138,7 +138,7 @@ def grid_bytes(weights: WeightScheme, shape: tuple[int, int], rules: Rules, scal
     return codes + rows * count * scale_bytes + zeros
 
 
-def rounded_anew(weights: WeightScheme, shape: tuple[int, int], rules: Rules) -> str | None:
+def rounded_anew(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:
     """What a weight that cannot be said exactly is rounded to, and why, as far as the scheme tells; None where it can be said.
 
     Raises:
@@ -152,7 +152,7 @@ def rounded_anew(weights: WeightScheme, shape: tuple[int, int], rules: Rules) ->
     return f"{reason}: rounded anew to int{4 if weights.bits <= 4 else 8} codes with {width}"
 
 
-def block_anew(weights: WeightScheme, columns: int, rules: Rules) -> int | None:
+def block_anew(weights: GridScheme, columns: int, rules: Rules) -> int | None:
     """The block that weights are rounded anew in, the nearest to their groups; None: one scale a column.
 
     Raises:
@@ -178,7 +178,7 @@ def to_grid(weight: CompressedWeight, rules: Rules, requantize: bool, where: str
     Raises:
         RequestError: it cannot be said exactly, and `requantize` is off.
     """
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     assert scheme is not None
     assert weight.scale is not None
     rows, columns = weight.values.shape
@@ -206,7 +206,7 @@ def _block(size: int | None, columns: int, rules: Rules) -> int | None:
     return next((b for b in sorted(rules.blocks, reverse=True) if size % b == 0), None)
 
 
-def _exact(weight: CompressedWeight, scheme: WeightScheme, rules: Rules) -> Grid:
+def _exact(weight: CompressedWeight, scheme: GridScheme, rules: Rules) -> Grid:
     rows, columns = weight.values.shape
     scale, zero = weight.scale, weight.zero_point
     assert scale is not None
@@ -245,7 +245,7 @@ def _positive(grid: Grid) -> Grid | None:
 
 def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     """Nearest rounding to symmetric blocks (4 bits) or columns (8 bits) with the scale of least squared error among a few."""
-    scheme = weight.scheme.weights
+    scheme = weight.scheme.grid
     assert scheme is not None
     assert weight.scale is not None
     dense = replace(weight, scale=weight.scale.float(), dtype=torch.float32).dequantize()
@@ -279,7 +279,7 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
 
 def turns_positive(weight: CompressedWeight) -> bool:
     """Whether the weight can be said with positive scales, exactly."""
-    scheme, scale = weight.scheme.weights, weight.scale
+    scheme, scale = weight.scheme.grid, weight.scale
     if scheme is None or scheme.type == "float" or scale is None or weight.zero_point is not None:
         return True
     negative = scale < 0

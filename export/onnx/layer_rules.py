@@ -11,7 +11,7 @@ from runtime.formats.scheme import Scheme
 
 def multiplies_integers(scheme: Scheme) -> bool:
     """Whether the layer's product can be one of int8 codes: both sides are, and neither scale changes along the sum."""
-    weights, acts = scheme.weights, scheme.activations
+    weights, acts = scheme.grid, scheme.activations
     if weights is None or acts is None or weights.type != "int" or acts.type != "int":
         return False
     return (

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     """`x [..., K]` times the layer's matrix, plus its bias."""
     entry = job.source.entries.get(module)
-    if entry is None or entry.scheme.weights is None:
+    if entry is None or entry.scheme.grid is None:
         result = _dense(b, job, module, x, dialect)
     else:
         result = _compressed(b, job, module, x, dialect)

@@ -56,7 +56,7 @@ def read_back(job: Job, files: list[str]) -> int:
         {} if job.facts.get("kind") != "decoder" else job.source.entries
     )  # encoders are written without their heads
     for module, entry in entries.items():
-        if entry.scheme.weights is not None and module not in job.source.embeddings and module not in compared:
+        if entry.scheme.grid is not None and module not in job.source.embeddings and module not in compared:
             raise CompressError(f"no file has codes of {module}, which the artifact compresses")
     return len(compared)
 

@@ -33,10 +33,10 @@ def groups(job: Job, marks: Iterable[onnx_ir.Node]) -> dict[onnx_ir.Node, list[o
         module = mark.attributes.get_string("module", "")
         modules.append(module)
         entry = job.source.entries.get(module)
-        if entry is None or entry.scheme.weights is None or entry.scheme.weights.type != "int":
+        if entry is None or entry.scheme.grid is None or entry.scheme.grid.type != "int":
             continue
         if entry.scheme.activations is None:
-            found.setdefault((mark.inputs[0], module.rpartition(".")[0], entry.scheme.weights), []).append(mark)
+            found.setdefault((mark.inputs[0], module.rpartition(".")[0], entry.scheme.grid), []).append(mark)
     # A layer that is called twice keeps a matrix of its own, which both calls share.
     once = {module for module, count in Counter(modules).items() if count == 1}
     kept = [[m for m in group if m.attributes.get_string("module", "") in once] for group in found.values()]

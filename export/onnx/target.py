@@ -120,9 +120,9 @@ def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | 
     acts = scheme.activations
     if acts is not None and acts.type == "float" and not acts.symmetric:
         return "fp8 activations with a zero point, which no ONNX operator computes"
-    if scheme.weights is None or requantize:
+    if scheme.grid is None or requantize:
         return None
-    return why_not(scheme.weights, shape, ONNX)
+    return why_not(scheme.grid, shape, ONNX)
 
 
 def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
@@ -143,20 +143,20 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
         if name in source.embeddings:
             say(f"a compressed embedding is stored in {width}", name)
             continue
-        if scheme.weights is None:
+        if scheme.grid is None:
             say(f"{scheme.sparsity} zeros are stored like other values ({width})", name)
             continue
         rules = layer_rules(scheme, spoken)
-        rounded = rounded_anew(scheme.weights, shape, rules)
+        rounded = rounded_anew(scheme.grid, shape, rules)
         if rounded is not None:
             say(rounded, name, False)
         else:
-            changed = conversion(scheme.weights, shape, rules)
+            changed = conversion(scheme.grid, shape, rules)
             if changed is not None:
                 say(changed, name)
         if scheme.sparsity is not None:
             say(f"{scheme.sparsity} zeros are stored like other codes", name)
-        if scheme.weights.type == "float" and spoken.name != "tensorrt":
+        if scheme.grid.type == "float" and spoken.name != "tensorrt":
             say("fp8 weights stay fp8 in the file and are held as floats when the session has started", name)
         if spoken.name == "onnx" and _static_int8(scheme):
             say(
@@ -164,7 +164,7 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
                 "session.x64quantprecision is 1, which runtime.load sets (--ort needs no option)",
                 name,
             )
-        if not spoken.own_operators and spoken.name == "onnx" and why_not(scheme.weights, shape, TENSORRT) is not None:
+        if not spoken.own_operators and spoken.name == "onnx" and why_not(scheme.grid, shape, TENSORRT) is not None:
             say("blocks or zero points that ONNX Runtime reads and TensorRT does not", name)
     if spoken.dtype == torch.float16 and source.dtype != torch.float16:
         say(
@@ -180,7 +180,7 @@ def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
 def growth(source: Source, module: str, spoken: Dialect) -> int:
     """Bytes that a compressed module takes more in the graph than in the artifact."""
     scheme, shape = source.entries[module].scheme, source.shapes[module]
-    weights = scheme.weights
+    weights = scheme.grid
     if weights is None or module in source.embeddings:
         stored = shape[0] * shape[1] * source.dtype.itemsize
     else:

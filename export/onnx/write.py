@@ -232,7 +232,7 @@ def fusible(job: Job, marks: Iterable[onnx_ir.Node]) -> int:
     count = 0
     for mark in marks:
         entry = job.source.entries.get(mark.attributes.get_string("module", "")) if mark.op_type == "Linear" else None
-        count += entry is not None and entry.scheme.weights is not None and entry.scheme.weights.type == "int"
+        count += entry is not None and entry.scheme.grid is not None and entry.scheme.grid.type == "int"
     return count
 
 

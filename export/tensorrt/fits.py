@@ -33,9 +33,9 @@ def reason_against(source: Source, options: TensorrtOptions) -> str | None:
         activations = entry.scheme.activations
         if activations is not None and not activations.dynamic and not activations.symmetric:
             return f"{name} has activations with a zero point, and TensorRT quantizes symmetrically only"
-        if entry.scheme.weights is None or options.requantize:
+        if entry.scheme.grid is None or options.requantize:
             continue
-        reason = why_not(entry.scheme.weights, source.shapes[name], TENSORRT)
+        reason = why_not(entry.scheme.grid, source.shapes[name], TENSORRT)
         if reason is not None:
             return f"{name} has {reason} (--requantize rounds them anew)"
     return None if options.requantize else _negative(source)
@@ -90,12 +90,12 @@ def _changes(source: Source, name: str, entry: ModuleEntry, options: TensorrtOpt
     if name in source.embeddings:
         yield "the compressed embedding is stored dense", True
         return
-    if scheme.weights is None:
+    if scheme.grid is None:
         yield f"{scheme.sparsity} values are stored with their zeros", True
-    elif why_not(scheme.weights, shape, TENSORRT) is not None:
-        yield f"{why_not(scheme.weights, shape, TENSORRT)}: rounded anew", False
+    elif why_not(scheme.grid, shape, TENSORRT) is not None:
+        yield f"{why_not(scheme.grid, shape, TENSORRT)}: rounded anew", False
     else:
-        exact = conversion(scheme.weights, shape, TENSORRT)
+        exact = conversion(scheme.grid, shape, TENSORRT)
         if exact is not None:
             yield exact, True
         if options.requantize:

@@ -88,7 +88,7 @@ def bytes_needed(source: Source, dtype: str | None) -> int:
     codes, dense = 0.0, 0
     for name, (rows, columns) in source.shapes.items():
         entry = source.entries.get(name)
-        weights = None if entry is None or name in source.embeddings else entry.scheme.weights
+        weights = None if entry is None or name in source.embeddings else entry.scheme.grid
         if weights is None:
             dense += rows * columns
         else:

@@ -1,45 +1,54 @@
 """Storage formats, one file each. `get` one by name, or let `choose` pick the one that fits a scheme.
 
-To add a format: write one file with a `Format` subclass and add it to `_FORMATS`.
+To add a format: write one file with a `Format` subclass and add it to `_BUILT_IN`; to add a representation, a file with a `Representation`
+subclass. Other packages register either under the entry-point group `compress.formats`.
 """
 
 from __future__ import annotations
 
 import difflib
 import re
+from functools import cache
 
 import torch
 
 from runtime.errors import RequestError
-from runtime.formats.base import Format
+from runtime.formats import representation
+from runtime.formats.base import Format, OwnFormat
 from runtime.formats.bitmap import Bitmap
-from runtime.formats.checks import Shape, Tensors, TensorSpec
-from runtime.formats.float_quantized import FloatQuantized
-from runtime.formats.int_quantized import IntQuantized
-from runtime.formats.pack_quantized import PackQuantized
-from runtime.formats.packed import Packed
+from runtime.formats.compressed_tensors import Naive, Packed, PackQuantized
+from runtime.formats.representation import Shape, Tensors, TensorSpec
 from runtime.formats.scheme import Scheme
 from runtime.formats.sparse24 import Sparse24
 
 __all__ = ["Format", "TensorSpec", "choose", "density_of", "get", "names", "value_count"]
 
 # Compressed-tensors formats first: what another engine can read is preferred.
-_FORMATS: tuple[Format, ...] = (PackQuantized(), IntQuantized(), FloatQuantized(), Packed(), Sparse24(), Bitmap())
-_BY_NAME = {f.name: f for f in _FORMATS}
+_BUILT_IN: tuple[Format, ...] = (PackQuantized(), Naive("int"), Naive("float"), Packed(), Sparse24(), Bitmap())
+
+
+@cache
+def _formats() -> dict[str, Format]:
+    """Every format by name; those of this package first, which no other replaces."""
+    found = {storage.name: storage for storage in _BUILT_IN}
+    for value in representation.plugins():
+        storage: Format = OwnFormat(value) if issubclass(value, representation.Representation) else value()
+        found.setdefault(storage.name, storage)
+    return found
 
 
 def names() -> list[str]:
     """Names of all formats, compressed-tensors ones first."""
-    return list(_BY_NAME)
+    return list(_formats())
 
 
 def get(name: str) -> Format:
     """The format called `name`; RequestError with the nearest name otherwise."""
-    if name not in _BY_NAME:
-        near = difflib.get_close_matches(str(name), _BY_NAME, n=1)
+    if name not in _formats():
+        near = difflib.get_close_matches(str(name), names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        raise RequestError(f"unknown storage format {name!r}, known: {', '.join(_BY_NAME)}{hint}")
-    return _BY_NAME[name]
+        raise RequestError(f"unknown storage format {name!r}, known: {', '.join(names())}{hint}")
+    return _formats()[name]
 
 
 def choose(scheme: Scheme, shape: Shape, density: float | None = None) -> Format:
@@ -53,8 +62,8 @@ def choose(scheme: Scheme, shape: Shape, density: float | None = None) -> Format
     Raises:
         RequestError: no format can store it; the message gives each format's reason.
     """
-    reasons = {f.name: f.why_not(scheme, shape) for f in _FORMATS}
-    able = [f for f in _FORMATS if reasons[f.name] is None]
+    reasons = {name: storage.why_not(scheme, shape) for name, storage in _formats().items()}
+    able = [storage for name, storage in _formats().items() if reasons[name] is None]
     if not able:
         listed = "; ".join(f"{name}: {reason}" for name, reason in reasons.items())
         raise RequestError(f"no storage format can hold a weight of shape {list(shape)} with this scheme ({listed})")

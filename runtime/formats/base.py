@@ -1,5 +1,6 @@
-"""What a storage format is: which schemes it can store, which tensors that makes, and how to lay out and read the
-bits.
+"""Storage format: which schemes it can store, which tensors that makes, and how codes are laid out and read.
+
+`GridFormat` is the base of formats for weights on a grid; `OwnFormat` stores a representation as its own `tensors` say.
 """
 
 from __future__ import annotations
@@ -9,20 +10,13 @@ from dataclasses import replace
 
 import torch
 
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError
 from runtime.formats.bitpack import pack_columns, packed_words, unpack_columns
-from runtime.formats.checks import (
-    FLOAT8,
-    SCALE_DTYPES,
-    Shape,
-    Tensors,
-    TensorSpec,
-    check_tensor,
-    check_weight,
-    grid_shape,
-    join,
-)
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.checks import check_tensor, check_weight, join
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.grid import GridScheme, scale_dtype
+from runtime.formats.representation import Representation, Shape, Tensors, TensorSpec
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 
 class Format(ABC):
@@ -44,21 +38,32 @@ class Format(ABC):
     def weight_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
-        """The tensors that hold the weight itself (no scales, no activation parameters)."""
+        """The tensors that hold the weight and its parameters (no activation parameters)."""
 
     @abstractmethod
     def pack_weight(self, weight: CompressedWeight) -> Tensors:
         """Lay out the weight: exactly the tensors of `weight_tensors`."""
 
     @abstractmethod
-    def unpack_weight(
-        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
+    def unpack_weight(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> CompressedWeight:
+        """Inverse of `pack_weight`."""
 
-    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+    @abstractmethod
+    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
+        """The tensors of the matrix made of these rows (int64 `[n]`) only, so that a lookup unpacks no more than it needs."""
+
+    def zero_point_packed(self, scheme: GridScheme) -> bool:
         """True when the zero point is bit-packed along the rows, as `pack-quantized` does for groups and channels."""
         return False
+
+    def zero_point(self, tensors: Tensors, grid: GridScheme) -> torch.Tensor | None:
+        """Zero points as int8, unpacked; None for symmetric grids."""
+        if grid.symmetric:
+            return None
+        zero = tensors["weight_zero_point"]
+        return (
+            unpack_columns(zero, grid.bits, tensors["weight_scale"].shape[0]) if self.zero_point_packed(grid) else zero
+        )
 
     def count(self, weight: CompressedWeight) -> int | None:
         """How many values are stored when the scheme does not tell (`bitmap`); None for every other format."""
@@ -76,17 +81,7 @@ class Format(ABC):
             RequestError: the format cannot store this scheme at this shape.
         """
         self._require(scheme, shape)
-        specs = self.weight_tensors(scheme, shape, dtype, count)
-        if scheme.weights is not None:
-            grid = grid_shape(scheme.weights, shape)
-            specs["weight_scale"] = TensorSpec(grid, scale_dtype(dtype))
-            if not scheme.weights.symmetric:
-                if self.zero_point_packed(scheme.weights):
-                    words = packed_words(grid[0], scheme.weights.bits)
-                    specs["weight_zero_point"] = TensorSpec((words, grid[1]), torch.int32)
-                else:
-                    specs["weight_zero_point"] = TensorSpec(grid, torch.int8)
-        return specs | input_tensors(scheme, dtype)
+        return self.weight_tensors(scheme, shape, dtype, count) | input_tensors(scheme, dtype)
 
     def pack(
         self,
@@ -101,19 +96,8 @@ class Format(ABC):
             CompressError: the weight breaks the contract of `CompressedWeight` (a bug in a solver, never bad input).
         """
         weight = _on_cpu(weight)  # where files are written from
-        shape = (weight.values.shape[0], weight.values.shape[1])
-        self._require(weight.scheme, shape)
-        check_weight(weight)
+        self._require(weight.scheme, weight.shape)
         out = {name: tensor.contiguous() for name, tensor in self.pack_weight(weight).items()}
-        if weight.scheme.weights is not None:
-            assert weight.scale is not None
-            out["weight_scale"] = weight.scale.contiguous()
-            if weight.zero_point is not None:
-                zero = weight.zero_point
-                packed = self.zero_point_packed(weight.scheme.weights)
-                out["weight_zero_point"] = (
-                    pack_columns(zero, weight.scheme.weights.bits) if packed else zero.contiguous()
-                )
         if input_scale is not None:
             out["input_scale"] = input_scale.cpu().reshape(1)
         if input_zero_point is not None:
@@ -129,8 +113,7 @@ class Format(ABC):
         where: str = "",
         check: bool = True,
     ) -> CompressedWeight:
-        """Inverse of `pack`. `where` is the module's name, for messages; `check=False` is for tensors `validate` has
-        passed.
+        """Inverse of `pack`. `where` is the module's name, for messages; `check=False` is for tensors `validate` has passed.
 
         Raises:
             ArtifactError: a tensor is missing or has the wrong shape, dtype or content.
@@ -138,24 +121,15 @@ class Format(ABC):
         if check:
             self._require(scheme, shape)
             self.validate(tensors, scheme, shape, dtype, where)
-        scale = zero = None
-        if scheme.weights is not None:
-            scale = tensors["weight_scale"]
-            if not scheme.weights.symmetric:
-                zero = tensors["weight_zero_point"]
-                if self.zero_point_packed(scheme.weights):
-                    zero = unpack_columns(zero, scheme.weights.bits, scale.shape[0])
-        values, mask = self.unpack_weight(tensors, scheme, shape, zero)
-        return CompressedWeight(values, scale, zero, mask, scheme, dtype)
+        return self.unpack_weight(tensors, scheme, shape, dtype)
 
     def validate(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype, where: str = "") -> None:
-        """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and
-        dtype.
+        """Raise ArtifactError, naming the tensor, unless every weight tensor is there with the right shape and dtype.
+
+        Parameters of activations are not part of the weight: whoever runs the layer checks them.
         """
-        specs = self.tensors(scheme, shape, dtype, self.stored_count(tensors, where))
-        for name, spec in specs.items():
-            if name.startswith("input_"):
-                continue  # not part of the weight: whoever runs the layer checks them
+        self._require(scheme, shape)
+        for name, spec in self.weight_tensors(scheme, shape, dtype, self.stored_count(tensors, where)).items():
             check_tensor(tensors, name, spec, where)
         declared = tensors.get("weight_shape")
         if declared is not None and declared.device.type != "meta" and tuple(declared.tolist()) != tuple(shape):
@@ -166,32 +140,6 @@ class Format(ABC):
 
     def validate_content(self, tensors: Tensors, shape: Shape, where: str) -> None:  # noqa: B027
         """Raise ArtifactError when numbers that steer the unpacking (positions, counts) contradict each other."""
-
-    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
-        """The tensors of the matrix made of these rows (int64 `[n]`) only, so that a lookup unpacks no more than it
-        needs.
-        """
-        out = self.select_weight_rows(tensors, scheme, rows)
-        if "weight_shape" in tensors:
-            out["weight_shape"] = torch.tensor([rows.numel(), shape[1]], dtype=torch.int64)
-        for name in ("weight_scale", "weight_zero_point"):
-            grid = tensors.get(name)
-            if grid is None or scheme.weights is None:
-                continue
-            if scheme.weights.strategy == "tensor":
-                out[name] = grid
-            elif name == "weight_zero_point" and self.zero_point_packed(scheme.weights):
-                # Every selected zero point has its own bit offset in its column, so the columns are opened.
-                bits = scheme.weights.bits
-                out[name] = pack_columns(unpack_columns(grid, bits, shape[0])[rows], bits)
-            else:
-                out[name] = grid[rows]
-        return out
-
-    def select_weight_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
-        """`select_rows` for the tensors of `weight_tensors`; right for every format that stores row by row."""
-        names = ("weight", "weight_packed", "weight_values", "weight_metadata")
-        return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
 
     def stored_count(self, tensors: Tensors, where: str = "") -> int | None:
         """`count` of `tensors(...)` as the stored tensors tell it; None when the format has no such number."""
@@ -208,11 +156,109 @@ class Format(ABC):
             raise RequestError(f"format {self.name} cannot store this weight: {reason}")
 
 
-def scale_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Scales are stored in the model's dtype; float16 for a model in a dtype that is no plain float (as
-    compressed-tensors).
-    """
-    return dtype if dtype in SCALE_DTYPES else torch.float16
+class GridFormat(Format):
+    """A format for weights on a grid, or of floats: its own layout of the codes, beside scales and zero points."""
+
+    @abstractmethod
+    def code_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        """The tensors that hold the codes (no scales and zero points)."""
+
+    @abstractmethod
+    def pack_codes(self, weight: CompressedWeight) -> Tensors:
+        """Lay out the codes: exactly the tensors of `code_tensors`."""
+
+    @abstractmethod
+    def unpack_codes(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Values `[out, in]` and mask (None when the format stores none); `zero` is the unpacked zero point."""
+
+    def weight_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        specs, grid = self.code_tensors(scheme, shape, dtype, count), scheme.grid
+        if grid is not None:
+            specs |= grid.parameter_tensors(shape, dtype)
+            if not grid.symmetric and self.zero_point_packed(grid):
+                rows, groups = grid.parameter_shape(shape)
+                specs["weight_zero_point"] = TensorSpec((packed_words(rows, grid.bits), groups), torch.int32)
+        return specs
+
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        check_weight(weight)
+        out, grid = self.pack_codes(weight), weight.scheme.grid
+        if grid is not None:
+            out |= self._parameters(weight.parameters, grid)
+        return out
+
+    def _parameters(self, parameters: Tensors, grid: GridScheme) -> Tensors:
+        out = {f"weight_{name}": parameter for name, parameter in parameters.items()}
+        if "zero_point" in parameters and self.zero_point_packed(grid):
+            out["weight_zero_point"] = pack_columns(parameters["zero_point"], grid.bits)
+        return out
+
+    def unpack_weight(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> CompressedWeight:
+        scale = zero = None
+        if scheme.grid is not None:
+            scale, zero = tensors["weight_scale"], self.zero_point(tensors, scheme.grid)
+        values, mask = self.unpack_codes(tensors, scheme, shape, zero)
+        return CompressedWeight(values, scale, zero, mask, scheme, dtype)
+
+    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
+        out = self.select_code_rows(tensors, scheme, rows)
+        if "weight_shape" in tensors:
+            out["weight_shape"] = torch.tensor([rows.numel(), shape[1]], dtype=torch.int64)
+        grid = scheme.grid
+        if grid is not None:
+            # Every selected zero point has its own bit offset in its column, so the columns are opened.
+            zero = self.zero_point(tensors, grid)
+            chosen = grid.rows(
+                {"scale": tensors["weight_scale"], **({} if zero is None else {"zero_point": zero})}, rows
+            )
+            out |= self._parameters(chosen, grid)
+        return out
+
+    def select_code_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
+        """`select_rows` for the tensors of `code_tensors`; right for every format that stores row by row."""
+        names = ("weight", "weight_packed", "weight_values", "weight_metadata")
+        return {name: _rows_of(tensors[name], rows) for name in names if name in tensors}
+
+
+class OwnFormat(Format):
+    """The tensors that a representation brings itself; the format has its name."""
+
+    def __init__(self, kind: type[Representation]) -> None:
+        self.kind, self.name = kind, kind.name
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        if not isinstance(scheme.weights, self.kind):
+            return f"it stores weights of representation {self.name}"
+        if scheme.sparsity is not None:
+            return f"representation {self.name} stores dense weights only"
+        return scheme.weights.why_not(shape)
+
+    def weight_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        return _own(scheme).tensors(shape, scale_dtype(dtype))
+
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        tensors = _own(weight.scheme).encode(weight.values, weight.parameters)
+        wanted = self.weight_tensors(weight.scheme, weight.shape, weight.dtype, None)
+        found = {name: TensorSpec(tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+        if found != wanted:
+            raise CompressError(f"representation {self.name} encodes {found}, and its tensors are {wanted}")
+        return tensors
+
+    def unpack_weight(self, tensors: Tensors, scheme: Scheme, shape: Shape, dtype: torch.dtype) -> CompressedWeight:
+        return CompressedWeight.of(*_own(scheme).decode(tensors, shape), None, scheme, dtype)
+
+    def select_rows(self, tensors: Tensors, scheme: Scheme, shape: Shape, rows: torch.Tensor) -> Tensors:
+        weights = _own(scheme)
+        codes, parameters = weights.decode(tensors, shape)
+        return weights.encode(_rows_of(codes, rows), weights.rows(parameters, rows))
 
 
 def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
@@ -226,17 +272,19 @@ def input_tensors(scheme: Scheme, dtype: torch.dtype) -> dict[str, TensorSpec]:
     return specs
 
 
+def _own(scheme: Scheme) -> Representation:
+    assert scheme.weights is not None
+    return scheme.weights
+
+
 def _on_cpu(weight: CompressedWeight) -> CompressedWeight:
     if weight.values.device.type == "cpu":
         return weight
-    zero, mask = weight.zero_point, weight.mask
-    return replace(
-        weight,
-        values=weight.values.cpu(),
-        scale=None if weight.scale is None else weight.scale.cpu(),
-        zero_point=None if zero is None else zero.cpu(),
-        mask=None if mask is None else mask.cpu(),
-    )
+    moved = {name: tensor.cpu() for name, tensor in weight.parameters.items()}
+    mask = None if weight.mask is None else weight.mask.cpu()
+    if weight.scheme.weights is None:
+        return replace(weight, values=weight.values.cpu(), mask=mask)
+    return CompressedWeight.of(weight.values.cpu(), moved, mask, weight.scheme, weight.dtype)
 
 
 def _rows_of(matrix: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -8,13 +8,16 @@ from __future__ import annotations
 import torch
 
 from runtime.errors import ArtifactError
-from runtime.formats.base import Format
+from runtime.formats.base import GridFormat
 from runtime.formats.bitpack import gather_stream, pack_stream, packed_words, unpack_stream
-from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, expand_groups, join, kept, why_not_weights
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.checks import expand_groups, join, kept, why_not_weights
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 
-class Bitmap(Format):
+class Bitmap(GridFormat):
     """`weight_bitmap` uint8 `[out, ceil(in / 8)]` (bit `i` of byte `j` is column `8j + i`), `weight_row_offsets`
     int64 `[out + 1]` (where each row's values start), `weight_shape`, and the `count` kept values: `weight_packed`
     int32 `[ceil(count * bits / 32)]` (one bit stream) or `weight_values` `[count]` for floats. Scales stay per group
@@ -33,7 +36,7 @@ class Bitmap(Format):
             return "weights with quantized activations are stored dense"
         return None
 
-    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+    def zero_point_packed(self, scheme: GridScheme) -> bool:
         return scheme.strategy != "tensor"
 
     def count(self, weight: CompressedWeight) -> int | None:
@@ -45,7 +48,7 @@ class Bitmap(Format):
             raise ArtifactError(f"tensor {join(where, 'weight_row_offsets')} is missing or not a list of int64")
         return int(offsets[-1])
 
-    def select_weight_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
+    def select_code_rows(self, tensors: Tensors, scheme: Scheme, rows: torch.Tensor) -> Tensors:
         offsets = tensors["weight_row_offsets"]
         lengths = offsets.diff()[rows]
         ends = lengths.cumsum(0)
@@ -55,8 +58,8 @@ class Bitmap(Format):
         index += torch.repeat_interleave(offsets[rows] - new[:-1], lengths)
         out = {"weight_bitmap": tensors["weight_bitmap"][rows], "weight_row_offsets": new}
         if "weight_packed" in tensors:
-            assert scheme.weights is not None
-            bits = scheme.weights.bits
+            assert scheme.grid is not None
+            bits = scheme.grid.bits
             out["weight_packed"] = pack_stream(gather_stream(tensors["weight_packed"], bits, index), bits)
         else:
             values = tensors["weight_values"]
@@ -64,7 +67,7 @@ class Bitmap(Format):
             out["weight_values"] = picked
         return out
 
-    def weight_tensors(
+    def code_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
         if count is None or not 0 <= count <= shape[0] * shape[1]:
@@ -76,14 +79,14 @@ class Bitmap(Format):
             "weight_row_offsets": TensorSpec((shape[0] + 1,), torch.int64),
             "weight_shape": TensorSpec((2,), torch.int64),
         }
-        if scheme.weights is not None and scheme.weights.type == "int":
-            specs["weight_packed"] = TensorSpec((packed_words(count, scheme.weights.bits),), torch.int32)
+        if scheme.grid is not None and scheme.grid.type == "int":
+            specs["weight_packed"] = TensorSpec((packed_words(count, scheme.grid.bits),), torch.int32)
         else:
             specs["weight_values"] = TensorSpec((count,), dtype if scheme.weights is None else FLOAT8)
         return specs
 
-    def pack_weight(self, weight: CompressedWeight) -> Tensors:
-        mask, scheme = kept(weight), weight.scheme.weights
+    def pack_codes(self, weight: CompressedWeight) -> Tensors:
+        mask, scheme = kept(weight), weight.scheme.grid
         rows, columns = mask.shape
         padded = torch.nn.functional.pad(mask, (0, -columns % 8)).view(rows, -1, 8).to(torch.uint8)
         bitmap = torch.zeros(padded.shape[:2], dtype=torch.uint8)
@@ -111,14 +114,14 @@ class Bitmap(Format):
         if int(offsets[0]) != 0 or not torch.equal(offsets.diff(), bits.sum(1)) or bool(beyond.any()):
             raise ArtifactError(f"tensor {join(where, 'weight_bitmap')} does not agree with the row offsets beside it")
 
-    def unpack_weight(
+    def unpack_codes(
         self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         offsets = tensors["weight_row_offsets"]
         mask = unpack_mask(tensors["weight_bitmap"], shape[1])
         if "weight_packed" in tensors:
-            assert scheme.weights is not None
-            stored = unpack_stream(tensors["weight_packed"], scheme.weights.bits, int(offsets[-1]))
+            assert scheme.grid is not None
+            stored = unpack_stream(tensors["weight_packed"], scheme.grid.bits, int(offsets[-1]))
         else:
             stored = tensors["weight_values"]
         if stored.dtype == FLOAT8:
@@ -126,7 +129,7 @@ class Bitmap(Format):
             return values.masked_scatter_(mask, stored.view(torch.uint8)).view(FLOAT8), mask
         values = torch.zeros(shape, dtype=stored.dtype, device=stored.device)
         if zero is not None:
-            values.copy_(expand_groups(zero, scheme.weights, shape[1]).expand(shape))
+            values.copy_(expand_groups(zero, scheme.grid, shape[1]).expand(shape))
         return values.masked_scatter_(mask, stored), mask
 
 

@@ -1,33 +1,14 @@
-"""Shapes, dtypes and contents that stored tensors and solved weights must have, and what is said when they do not."""
+"""Checks of stored tensors and of solved weights: shapes, dtypes, contents, and the errors that name what is wrong."""
 
 from __future__ import annotations
-
-import math
-from dataclasses import dataclass
 
 import torch
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
-
-Shape = tuple[int, int]
-Tensors = dict[str, torch.Tensor]
-
-SCALE_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-FLOAT8 = torch.float8_e4m3fn
-
-
-@dataclass(frozen=True)
-class TensorSpec:
-    """Shape and dtype of one tensor on disk."""
-
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Size on disk."""
-        return math.prod(self.shape) * self.dtype.itemsize
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.grid import SCALE_DTYPES, GridScheme
+from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 
 def check_tensor(tensors: Tensors, name: str, spec: TensorSpec, where: str) -> None:
@@ -45,25 +26,25 @@ def check_tensor(tensors: Tensors, name: str, spec: TensorSpec, where: str) -> N
 
 
 def check_weight(weight: CompressedWeight) -> None:
-    """Raise CompressError when the parts of `weight` do not fit together or a pruned position is not zero."""
-    scheme, values = weight.scheme.weights, weight.values
-    shape = (values.shape[0], values.shape[1])
-    expected = weight.dtype if scheme is None else (torch.int8 if scheme.type == "int" else FLOAT8)
+    """Raise CompressError when the parts of a weight on a grid, or of floats, do not fit together or a pruned position is not zero."""
+    scheme, values = weight.scheme.grid, weight.values
+    expected = weight.dtype if scheme is None else scheme.code_dtype
     if values.dtype != expected:
         raise CompressError(f"compressed weight has values in {_short(values.dtype)}, expected {_short(expected)}")
     if scheme is not None:
-        grid = grid_shape(scheme, shape)
+        grid = scheme.parameter_shape(weight.shape)
         if weight.scale is None or tuple(weight.scale.shape) != grid:
             found = None if weight.scale is None else list(weight.scale.shape)
-            raise CompressError(f"compressed weight {list(shape)} has scales of shape {found}, expected {list(grid)}")
+            raise CompressError(
+                f"compressed weight {list(weight.shape)} has scales of shape {found}, expected {list(grid)}"
+            )
         if (weight.zero_point is None) != scheme.symmetric:
             raise CompressError("compressed weight must have a zero point exactly when its scheme is asymmetric")
         if weight.zero_point is not None:
             if tuple(weight.zero_point.shape) != grid or weight.zero_point.dtype != torch.int8:
                 raise CompressError(f"compressed weight has a zero point that is not int8 {list(grid)}")
             _check_range(weight.zero_point, scheme, "zero point")
-        if scheme.type == "int":
-            _check_range(values, scheme, "code")
+        _check_range(values, scheme, "code")
     if weight.mask is not None:
         if weight.mask.shape != values.shape or weight.mask.dtype != torch.bool:
             raise CompressError("compressed weight has a mask that is not a bool tensor of the weight's shape")
@@ -76,7 +57,7 @@ def nonzero(weight: CompressedWeight) -> torch.Tensor:
     values = weight.values
     if weight.zero_point is None:
         return (values.view(torch.uint8) & 0x7F) != 0 if values.dtype == FLOAT8 else values != 0
-    return values != expand_groups(weight.zero_point, weight.scheme.weights, values.shape[1])
+    return values != expand_groups(weight.zero_point, weight.scheme.grid, values.shape[1])
 
 
 def kept(weight: CompressedWeight) -> torch.Tensor:
@@ -84,14 +65,9 @@ def kept(weight: CompressedWeight) -> torch.Tensor:
     return weight.mask if weight.mask is not None else nonzero(weight)
 
 
-def expand_groups(grid: torch.Tensor, scheme: WeightScheme | None, columns: int) -> torch.Tensor:
+def expand_groups(parameter: torch.Tensor, scheme: GridScheme | None, columns: int) -> torch.Tensor:
     """Spread per-group numbers `[out, groups]` over the columns they rule; other strategies broadcast as they are."""
-    if scheme is None or scheme.strategy != "group":
-        return grid
-    assert scheme.group_size is not None
-    if columns % scheme.group_size == 0:
-        return grid.repeat_interleave(scheme.group_size, dim=1)
-    return grid[:, torch.arange(columns, device=grid.device) // scheme.group_size]
+    return parameter if scheme is None else scheme.spread(parameter, columns)
 
 
 def join(where: str, name: str) -> str:
@@ -100,32 +76,15 @@ def join(where: str, name: str) -> str:
 
 
 def why_not_weights(scheme: Scheme, shape: Shape) -> str | None:
-    """Reasons no format has a remedy for: number grids that do not exist."""
-    weights, activations = scheme.weights, scheme.activations
-    if weights is None:
-        return "activations are quantized but weights are not" if activations is not None else None
-    if weights.type == "int" and not 2 <= weights.bits <= 8:
-        return f"integer weights have 2 to 8 bits, not {weights.bits}"
-    if weights.type == "float" and (weights.bits != 8 or not weights.symmetric):
-        return "float weights are 8-bit e4m3 and symmetric"
-    if weights.strategy == "group":
-        if not weights.group_size or weights.group_size < 1:
-            return "strategy group needs a group_size of at least 1"
-        if weights.group_size > shape[1]:
-            return f"group size {weights.group_size} is larger than the row of {shape[1]} weights"
-    return None
+    """Reasons no format has a remedy for: grids that do not exist, and representations that bring tensors of their own."""
+    if scheme.weights is None:
+        return "activations are quantized but weights are not" if scheme.activations is not None else None
+    if scheme.grid is None:
+        return f"it stores integers and float8, not representation {scheme.weights.name}"
+    return scheme.grid.why_not(shape)
 
 
-def ragged(scheme: WeightScheme, shape: Shape) -> bool:
-    """True when the last group of a row is shorter than the others."""
-    return scheme.strategy == "group" and shape[1] % (scheme.group_size or 1) != 0
-
-
-def grid_shape(scheme: WeightScheme, shape: Shape) -> tuple[int, ...]:
-    return (1,) if scheme.strategy == "tensor" else (shape[0], scheme.groups(shape[1]))
-
-
-def _check_range(codes: torch.Tensor, scheme: WeightScheme, what: str) -> None:
+def _check_range(codes: torch.Tensor, scheme: GridScheme, what: str) -> None:
     if scheme.type != "int" or codes.numel() == 0:
         return
     low, high = scheme.code_range

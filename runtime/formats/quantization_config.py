@@ -95,7 +95,7 @@ def needs_dense_loading(entries: Collection[ModuleEntry]) -> bool:
     quantized activations that path would drop their rounding, so there it is not used.
     """
     schemes = [entry.scheme for entry in entries if entry.format == "pack-quantized"]
-    packed = any(s.weights is not None and not s.weights.symmetric and s.weights.strategy != "tensor" for s in schemes)
+    packed = any(s.grid is not None and not s.grid.symmetric and s.grid.strategy != "tensor" for s in schemes)
     return packed and all(entry.scheme.activations is None for entry in entries)
 
 
@@ -166,12 +166,16 @@ def _entry(key: str, group: Any, default_format: Any) -> ModuleEntry:
         raise ArtifactError(f"{where} quantizes output activations, which this runtime does not do")
     cleaned = dict(group)
     for part in ("weights", "input_activations"):
-        if group.get(part):
-            cleaned[part] = _arguments(group[part], f"{where}.{part}", part == "weights")
-    scheme = Scheme.from_config(cleaned)
+        given = group.get(part)
+        if given and not (part == "weights" and isinstance(given, Mapping) and "representation" in given):
+            cleaned[part] = _arguments(given, f"{where}.{part}", part == "weights")
+    try:
+        scheme = Scheme.from_config(cleaned)
+    except (TypeError, ValueError) as error:
+        raise ArtifactError(f"{where}.weights: {error}") from None
     name = group.get("format") or default_format
     if name == "naive-quantized":  # what compressed-tensors calls the same layout without activations
-        name = "float-quantized" if scheme.weights and scheme.weights.type == "float" else "int-quantized"
+        name = "float-quantized" if scheme.grid and scheme.grid.type == "float" else "int-quantized"
     if name not in formats.names():
         near = difflib.get_close_matches(str(name), formats.names(), n=1)
         hint = f"; did you mean {near[0]}?" if near else ""

@@ -12,10 +12,13 @@ import re
 import torch
 
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.base import Format
+from runtime.formats.base import GridFormat
 from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
-from runtime.formats.checks import FLOAT8, Shape, Tensors, TensorSpec, expand_groups, join, kept, why_not_weights
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.checks import expand_groups, join, kept, why_not_weights
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.scheme import CompressedWeight, Scheme
 
 _SLICE = 1 << 18  # weights handled at once
 
@@ -37,7 +40,7 @@ def _positions() -> torch.Tensor:
 _NIBBLE = _positions()
 
 
-class Sparse24(Format):
+class Sparse24(GridFormat):
     """`weight_metadata` uint8 `[out, ceil(in / 8)]` (two quads a byte, the earlier one in the low nibble),
     `weight_shape`, and the two values of each quad in column order: `weight_packed` int32 `[out, ceil(in / 2 * bits /
     32)]` for integer codes, `weight_values` `[out, in / 2]` for floats. A quad with fewer than two non-zeros keeps
@@ -60,10 +63,10 @@ class Sparse24(Format):
             return "weights with quantized activations are stored dense"
         return None
 
-    def zero_point_packed(self, scheme: WeightScheme) -> bool:
+    def zero_point_packed(self, scheme: GridScheme) -> bool:
         return scheme.strategy != "tensor"
 
-    def weight_tensors(
+    def code_tensors(
         self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
     ) -> dict[str, TensorSpec]:
         rows, half = shape[0], shape[1] // 2
@@ -71,13 +74,13 @@ class Sparse24(Format):
             "weight_metadata": TensorSpec((rows, -(-shape[1] // 8)), torch.uint8),
             "weight_shape": TensorSpec((2,), torch.int64),
         }
-        if scheme.weights is not None and scheme.weights.type == "int":
-            specs["weight_packed"] = TensorSpec((rows, packed_words(half, scheme.weights.bits)), torch.int32)
+        if scheme.grid is not None and scheme.grid.type == "int":
+            specs["weight_packed"] = TensorSpec((rows, packed_words(half, scheme.grid.bits)), torch.int32)
         else:
             specs["weight_values"] = TensorSpec((rows, half), dtype if scheme.weights is None else FLOAT8)
         return specs
 
-    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+    def pack_codes(self, weight: CompressedWeight) -> Tensors:
         rows, columns = weight.values.shape
         mask = kept(weight)
         nibbles = torch.empty(rows, columns // 4, dtype=torch.uint8)
@@ -96,7 +99,7 @@ class Sparse24(Format):
             "weight_metadata": nibbles[:, 0::2] | nibbles[:, 1::2] << 4,
             "weight_shape": torch.tensor([rows, columns], dtype=torch.int64),
         }
-        scheme = weight.scheme.weights
+        scheme = weight.scheme.grid
         if scheme is not None and scheme.type == "int":
             out["weight_packed"] = pack_rows(halves, scheme.bits)
         else:
@@ -109,20 +112,20 @@ class Sparse24(Format):
             if bool(((nibbles & 3) >= (nibbles >> 2)).any()):
                 raise ArtifactError(f"tensor {join(where, 'weight_metadata')} holds positions that are not 2:4 pairs")
 
-    def unpack_weight(
+    def unpack_codes(
         self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         rows, columns = shape
         metadata = tensors["weight_metadata"]
         if "weight_packed" in tensors:
-            assert scheme.weights is not None
-            halves = unpack_rows(tensors["weight_packed"], scheme.weights.bits, columns // 2)
+            assert scheme.grid is not None
+            halves = unpack_rows(tensors["weight_packed"], scheme.grid.bits, columns // 2)
         else:
             halves = tensors["weight_values"]
         mask = torch.zeros(shape, dtype=torch.bool, device=metadata.device)
         values = torch.zeros(shape, dtype=torch.int8 if zero is not None else halves.dtype, device=metadata.device)
         if zero is not None:
-            values.copy_(expand_groups(zero, scheme.weights, columns).expand(shape))
+            values.copy_(expand_groups(zero, scheme.grid, columns).expand(shape))
         for start, stop in _slices(rows, columns):
             index = _columns(_nibbles(metadata[start:stop], columns))
             _bytes(values[start:stop]).scatter_(1, index, _bytes(halves[start:stop]))

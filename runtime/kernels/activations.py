@@ -6,10 +6,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.checks import FLOAT8
+from runtime.formats.float8 import FLOAT8, FLOAT8_MAXIMUM
 from runtime.formats.scheme import ActivationScheme
-
-FLOAT8_MAXIMUM = 448.0
 
 
 def code_limits(scheme: ActivationScheme) -> tuple[float, float]:

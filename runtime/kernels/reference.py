@@ -21,8 +21,10 @@ class Reference(Kernel):
     name = "reference"
     device = None
 
-    def __init__(self) -> None:
-        self.formats = frozenset(formats.names())
+    @property
+    def formats(self) -> frozenset[str]:  # type: ignore[override]
+        """All of them, those of other packages too, whose modules may import this one."""
+        return frozenset(formats.names())
 
     def why_not(self, layer: Layer) -> str | None:
         return None

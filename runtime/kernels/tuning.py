@@ -157,7 +157,7 @@ def _rounded(columns: int) -> int:
 
 
 def _key(layer: Layer, rows: ShapeClass, kernels: Sequence[Kernel]) -> str:
-    weights = layer.entry.scheme.weights
+    weights = layer.entry.scheme.grid
     assert weights is not None
     grid = f"{weights.strategy}-{weights.group_size}" + ("" if weights.symmetric else "-asymmetric")
     parts = [

@@ -17,7 +17,7 @@ from weight_cases import int_scheme
 from export.source import Source
 from export.target import Conversion
 from runtime.errors import CompressError, RequestError
-from runtime.formats.scheme import WeightScheme
+from runtime.formats.scheme import GridScheme
 
 gguf = pytest.importorskip("gguf")
 LLAMA_CPP = importlib.util.find_spec("llama_cpp") is not None
@@ -217,7 +217,7 @@ def test_float8_is_exact_in_float32(made: Make, tmp_path: Path) -> None:
     result = export_gguf(made("fp8"), tmp_path / "out", dense="f32", verify=False)
     source = Source(made("fp8"))
     found = read_gguf(result.path)[1]["blk.1.ffn_down.weight"][1]
-    assert source.entries["model.layers.1.mlp.down_proj"].scheme.weights == WeightScheme(
+    assert source.entries["model.layers.1.mlp.down_proj"].scheme.weights == GridScheme(
         8, "float", True, "channel", None
     )
     assert torch.equal(found, exactly(source.weight("model.layers.1.mlp.down_proj")))

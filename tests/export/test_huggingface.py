@@ -16,7 +16,7 @@ import export
 import runtime
 from export.huggingface.gptq_reader import Folder
 from runtime.errors import CompressError, RequestError
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 Make = Callable[..., Path]
 WEIGHT_ONLY = ["w4_g128", "w4_g32_asymmetric", "w4_channel", "w8_channel", "w3_g64", "w4_g48", "sparse_w4"]
@@ -203,7 +203,7 @@ def test_shapes_that_fill_no_words_are_refused(mixed: Make, tmp_path: Path) -> N
 
 
 def test_float_weights_in_groups_load_and_vllms_objection_is_said(mixed: Make, tmp_path: Path) -> None:
-    result = _export(mixed({"_proj": Scheme(WeightScheme(8, "float", True, "group", 64))}), tmp_path)
+    result = _export(mixed({"_proj": Scheme(GridScheme(8, "float", True, "group", 64))}), tmp_path)
     assert any("vLLM has no kernel for float8 in groups of 64" in c.what for c in result.conversions)
 
 

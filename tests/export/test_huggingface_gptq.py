@@ -15,7 +15,7 @@ from export.huggingface.grids import group_for, holds, reflect_low_zeros, regrid
 from export.huggingface.shards import Part, write
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.formats import TensorSpec
-from runtime.formats.scheme import CompressedWeight, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme
 
 # rows and columns that fill whole words, the smallest among them; groups: a size, or one a row
 SHAPES = [(32, 32, 32), (32, 64, 16), (96, 160, 32), (64, 96, "channel"), (8, 8, "channel")]
@@ -101,17 +101,17 @@ def test_a_zero_point_of_zero_is_refused_or_reflected_never_wrapped() -> None:
 @pytest.mark.parametrize(
     ("old", "goal"),
     [
-        ((3, 48), WeightScheme(4, "int", True, "group", 16)),
-        ((2, "channel"), WeightScheme(4, "int", True, "group", 32)),
-        ((5, "tensor"), WeightScheme(8, "int", True, "channel", None)),
-        ((4, 64), WeightScheme(8, "int", False, "group", 32)),
-        ((4, 80), WeightScheme(4, "int", True, "group", 16)),  # the last group of a row is shorter
+        ((3, 48), GridScheme(4, "int", True, "group", 16)),
+        ((2, "channel"), GridScheme(4, "int", True, "group", 32)),
+        ((5, "tensor"), GridScheme(8, "int", True, "channel", None)),
+        ((4, 64), GridScheme(8, "int", False, "group", 32)),
+        ((4, 80), GridScheme(4, "int", True, "group", 16)),  # the last group of a row is shorter
     ],
 )
-def test_regridding_changes_no_weight(old: tuple[int, int | str], goal: WeightScheme, symmetric: bool) -> None:
+def test_regridding_changes_no_weight(old: tuple[int, int | str], goal: GridScheme, symmetric: bool) -> None:
     bits, group = old
     weight = random_weight(int_scheme(bits, symmetric, group), (24, 96), torch.bfloat16)
-    goal = WeightScheme(goal.bits, "int", goal.symmetric and symmetric, goal.strategy, goal.group_size)
+    goal = GridScheme(goal.bits, "int", goal.symmetric and symmetric, goal.strategy, goal.group_size)
     assert holds(goal, weight.scheme.weights, 96)
     after = regrid(weight, goal)
     assert after.scheme.weights == goal
@@ -119,12 +119,12 @@ def test_regridding_changes_no_weight(old: tuple[int, int | str], goal: WeightSc
 
 
 def test_union_holds_both() -> None:
-    one, other = WeightScheme(4, "int", True, "group", 128), WeightScheme(8, "int", False, "channel", None)
+    one, other = GridScheme(4, "int", True, "group", 128), GridScheme(8, "int", False, "channel", None)
     both = union([one, other], 256)
-    assert both == WeightScheme(8, "int", False, "group", 128)
+    assert both == GridScheme(8, "int", False, "group", 128)
     assert holds(both, one, 256)
     assert holds(both, other, 256)
-    assert union([one, WeightScheme(8, "float", True, "channel", None)], 256) is None
+    assert union([one, GridScheme(8, "float", True, "channel", None)], 256) is None
 
 
 def test_group_for_prefers_what_kernels_know() -> None:

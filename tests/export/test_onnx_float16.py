@@ -15,7 +15,7 @@ from onnx_layer import write_layer
 import export
 import runtime
 from export.onnx.dialect import dialect
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -70,7 +70,7 @@ def test_sums_of_integers_beyond_float16_are_right(tmp_path: Path, dtype: torch.
     values = torch.full((3, 1024), 127, dtype=torch.int8)
     values[1] = -127
     values[2] = torch.randint(-127, 128, (1024,), generator=generator)
-    scheme = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, True, "token"))
+    scheme = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, True, "token"))
     scale = torch.tensor([[1e-3], [2e-3], [3e-3]], dtype=torch.bfloat16)
     weight = CompressedWeight(values, scale, None, None, scheme, torch.float32)
     x = torch.full((2, 1024), 20.0)

@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from export.onnx.grid import ONNX, TENSORRT, conversion, to_grid, why_not
 from export.onnx.matmul_nbits import packed, packed_zero_points
 from runtime.errors import RequestError
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
 
 def weight(
-    rows: int, columns: int, scheme: WeightScheme, seed: int = 0, lowest: bool = True, negative: bool = True
+    rows: int, columns: int, scheme: GridScheme, seed: int = 0, lowest: bool = True, negative: bool = True
 ) -> CompressedWeight:
     generator = torch.Generator().manual_seed(seed)
     if scheme.type == "float":
@@ -59,14 +59,14 @@ def dense(of: CompressedWeight) -> torch.Tensor:
 
 
 int_schemes = st.builds(
-    WeightScheme,
+    GridScheme,
     bits=st.integers(2, 8),
     type=st.just("int"),
     symmetric=st.booleans(),
     strategy=st.just("group"),
     group_size=st.sampled_from([16, 32, 64, 128, 256, 512]),
 ) | st.builds(
-    WeightScheme,
+    GridScheme,
     bits=st.integers(2, 8),
     type=st.just("int"),
     symmetric=st.booleans(),
@@ -81,7 +81,7 @@ int_schemes = st.builds(
     columns=st.sampled_from([16, 48, 64, 100, 128, 192, 256, 384]),
     seed=st.integers(0, 9),
 )
-def test_what_onnx_can_say_is_exact(scheme: WeightScheme, rows: int, columns: int, seed: int) -> None:
+def test_what_onnx_can_say_is_exact(scheme: GridScheme, rows: int, columns: int, seed: int) -> None:
     given_weight = weight(rows, columns, scheme, seed)
     if why_not(scheme, (rows, columns), ONNX) is not None:
         with pytest.raises(RequestError, match="requantize"):
@@ -104,7 +104,7 @@ def test_what_onnx_can_say_is_exact(scheme: WeightScheme, rows: int, columns: in
     lowest=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_tensorrt_is_exact_or_refuses(scheme: WeightScheme, rows: int, columns: int, lowest: bool, seed: int) -> None:
+def test_tensorrt_is_exact_or_refuses(scheme: GridScheme, rows: int, columns: int, lowest: bool, seed: int) -> None:
     given_weight = weight(rows, columns, scheme, seed, lowest)
     low = scheme.code_range[0]
     negative = given_weight.scale is not None and bool((given_weight.scale < 0).any())
@@ -128,15 +128,15 @@ def test_tensorrt_is_exact_or_refuses(scheme: WeightScheme, rows: int, columns: 
 
 def test_tensorrt_refuses_zero_points_small_groups_and_signs() -> None:
     for scheme, word in (
-        (WeightScheme(4, "int", False, "group", 128), "zero points"),
-        (WeightScheme(4, "int", True, "group", 32), "groups of 32"),
-        (WeightScheme(6, "int", True, "group", 64), "6-bit groups"),
+        (GridScheme(4, "int", False, "group", 128), "zero points"),
+        (GridScheme(4, "int", True, "group", 32), "groups of 32"),
+        (GridScheme(6, "int", True, "group", 64), "6-bit groups"),
     ):
         assert word in str(why_not(scheme, (16, 256), TENSORRT))
         with pytest.raises(RequestError, match="requantize"):
             to_grid(weight(16, 256, scheme), TENSORRT, False, "layer")
     # A negative scale is turned around unless a code has no opposite.
-    scheme = WeightScheme(4, "int", True, "group", 128)
+    scheme = GridScheme(4, "int", True, "group", 128)
     kept = to_grid(weight(16, 256, scheme, lowest=False), TENSORRT, False, "layer")
     assert bool((kept.scale > 0).all())
     with pytest.raises(RequestError, match="negative scales"):
@@ -146,12 +146,12 @@ def test_tensorrt_refuses_zero_points_small_groups_and_signs() -> None:
 @pytest.mark.parametrize(
     "scheme",
     [
-        WeightScheme(4, "int", False, "group", 32),
-        WeightScheme(3, "int", True, "group", 128),
-        WeightScheme(8, "int", True, "group", 64),
+        GridScheme(4, "int", False, "group", 32),
+        GridScheme(3, "int", True, "group", 128),
+        GridScheme(8, "int", True, "group", 64),
     ],
 )
-def test_rounding_anew_keeps_to_the_rules_and_tells_the_loss(scheme: WeightScheme) -> None:
+def test_rounding_anew_keeps_to_the_rules_and_tells_the_loss(scheme: GridScheme) -> None:
     given_weight = weight(24, 256, scheme)
     grid = to_grid(given_weight, TENSORRT, True, "layer")
     wanted, got = dense(given_weight), grid.dequantize()
@@ -164,12 +164,12 @@ def test_rounding_anew_keeps_to_the_rules_and_tells_the_loss(scheme: WeightSchem
 
 
 def test_conversions_are_said() -> None:
-    assert conversion(WeightScheme(4, "int", True, "group", 128), (8, 256), ONNX) is None
+    assert conversion(GridScheme(4, "int", True, "group", 128), (8, 256), ONNX) is None
     assert "groups of 512 become blocks of 256" in str(
-        conversion(WeightScheme(4, "int", True, "group", 512), (8, 1024), ONNX)
+        conversion(GridScheme(4, "int", True, "group", 512), (8, 1024), ONNX)
     )
-    assert "int3 codes become int4 codes" in str(conversion(WeightScheme(3, "int", True, "group", 64), (8, 256), ONNX))
-    assert "blocks of 128" in str(conversion(WeightScheme(4, "int", True, "channel"), (8, 256), TENSORRT))
+    assert "int3 codes become int4 codes" in str(conversion(GridScheme(3, "int", True, "group", 64), (8, 256), ONNX))
+    assert "blocks of 128" in str(conversion(GridScheme(4, "int", True, "channel"), (8, 256), TENSORRT))
 
 
 @pytest.mark.parametrize("bits", [4, 8])

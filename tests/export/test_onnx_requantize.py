@@ -20,7 +20,7 @@ from export.onnx.dialect import dialect
 from export.onnx.grid import ONNX, conversion, grid_bytes, rounded_anew, to_grid
 from export.onnx.layer_rules import layer_rules, multiplies_integers
 from runtime.errors import CompressError, RequestError
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -90,7 +90,7 @@ def test_products_of_integers_announce_no_blocks(
 
 SPOKEN = {name: dialect(name, torch.float32) for name in ("onnx", "ort")}
 WEIGHTS = [
-    WeightScheme(bits, "int", symmetric, strategy, 64 if strategy == "group" else None)
+    GridScheme(bits, "int", symmetric, strategy, 64 if strategy == "group" else None)
     for bits in (4, 8)
     for symmetric in (True, False)
     for strategy in ("channel", "tensor", "group")
@@ -106,7 +106,7 @@ INPUTS = [
 @pytest.mark.parametrize("inputs", [None, *INPUTS], ids=str)
 @pytest.mark.parametrize("weights", WEIGHTS, ids=str)
 def test_what_is_announced_is_what_is_written(
-    tmp_path: Path, weights: WeightScheme, inputs: ActivationScheme | None, name: str
+    tmp_path: Path, weights: GridScheme, inputs: ActivationScheme | None, name: str
 ) -> None:
     """Blocks are said if and only if the scales in the graph have them."""
     rows, columns = 48, 256
@@ -135,12 +135,12 @@ def test_what_is_announced_is_what_is_written(
 @pytest.mark.parametrize(
     ("weights", "columns", "words", "block"),
     [
-        (WeightScheme(4, "int", True, "group", 24), 120, "int4 codes with blocks of 32", 32),
-        (WeightScheme(8, "int", False, "group", 48), 144, "int8 codes with blocks of 48", None),
-        (WeightScheme(3, "int", True, "group", 200), 400, "int4 codes with blocks of 256", 256),
+        (GridScheme(4, "int", True, "group", 24), 120, "int4 codes with blocks of 32", 32),
+        (GridScheme(8, "int", False, "group", 48), 144, "int8 codes with blocks of 48", None),
+        (GridScheme(3, "int", True, "group", 200), 400, "int4 codes with blocks of 256", 256),
     ],
 )
-def test_bytes_of_what_is_rounded_anew(weights: WeightScheme, columns: int, words: str, block: int | None) -> None:
+def test_bytes_of_what_is_rounded_anew(weights: GridScheme, columns: int, words: str, block: int | None) -> None:
     shape = (40, columns)
     said = rounded_anew(weights, shape, ONNX)
     if block is None:  # three blocks of 16: nothing is rounded

@@ -334,10 +334,10 @@ def test_what_does_not_fit_is_said(tiny_llama: Any, tiny_artifact: Path, monkeyp
 
 def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from runtime.formats.quantization_config import ModuleEntry
-    from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+    from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 
     source = Source(tiny_artifact)
-    float8 = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    float8 = Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
     first = next(iter(source.entries))
     source.entries[first] = ModuleEntry(float8, "float-quantized", None)
     kernels = plan.layers(source, TritonOptions(), 90)

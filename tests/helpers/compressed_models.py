@@ -12,17 +12,17 @@ from tiny_models import save
 
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry, build
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 from runtime.modeling.skeleton import linear_shapes
 
 BATCH = torch.randint(2, 400, (2, 9), generator=torch.Generator().manual_seed(1))
 
 SCHEMES = {
-    "pack-quantized": Scheme(WeightScheme(4, group_size=32)),
-    "int-quantized": Scheme(WeightScheme(8, strategy="channel"), ActivationScheme()),
-    "float-quantized": Scheme(WeightScheme(8, "float", strategy="channel"), ActivationScheme(8, "float")),
-    "packed": Scheme(WeightScheme(3, symmetric=False, group_size=40)),
-    "sparse24": Scheme(WeightScheme(4, group_size=32), sparsity="2:4"),
+    "pack-quantized": Scheme(GridScheme(4, group_size=32)),
+    "int-quantized": Scheme(GridScheme(8, strategy="channel"), ActivationScheme()),
+    "float-quantized": Scheme(GridScheme(8, "float", strategy="channel"), ActivationScheme(8, "float")),
+    "packed": Scheme(GridScheme(3, symmetric=False, group_size=40)),
+    "sparse24": Scheme(GridScheme(4, group_size=32), sparsity="2:4"),
     "bitmap": Scheme(None, sparsity="unstructured"),
 }
 

@@ -10,7 +10,7 @@ import torch
 from runtime import formats
 from runtime.formats.checks import expand_groups
 from runtime.formats.quantization_config import ModuleEntry, build
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
 FLOAT8 = torch.float8_e4m3fn
 
@@ -71,8 +71,8 @@ def random_weight(
 def int_scheme(bits: int, symmetric: bool = True, group: int | str = "channel", sparsity: str | None = None) -> Scheme:
     """Weight-only integer scheme; `group` is a size, "channel" or "tensor"."""
     if isinstance(group, str):
-        return Scheme(WeightScheme(bits, "int", symmetric, group), None, sparsity)  # type: ignore[arg-type]
-    return Scheme(WeightScheme(bits, "int", symmetric, "group", group), None, sparsity)
+        return Scheme(GridScheme(bits, "int", symmetric, group), None, sparsity)  # type: ignore[arg-type]
+    return Scheme(GridScheme(bits, "int", symmetric, "group", group), None, sparsity)
 
 
 def quantize(dense: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> CompressedWeight:
@@ -86,7 +86,7 @@ def quantize(dense: torch.Tensor, scheme: Scheme, dtype: torch.dtype) -> Compres
     width = weights.group_size if weights.strategy == "group" and weights.group_size else shape[1]
     groups = -(-shape[1] // width)
     parts = torch.nn.functional.pad(dense, (0, groups * width - shape[1])).view(shape[0], groups, width)
-    spread = WeightScheme(weights.bits, weights.type, weights.symmetric, "group", width)
+    spread = GridScheme(weights.bits, weights.type, weights.symmetric, "group", width)
     if weights.type == "float":
         scale = (parts.abs().amax(-1) / 448).to(dtype)
         values = (dense / expand_groups(scale.float(), spread, shape[1])).clamp(-448, 448).to(FLOAT8)

@@ -1,4 +1,7 @@
-"""Which rows are solved together: enough for efficient matrix products, few enough that the working memory stays small."""
+"""Chunks of rows that are solved together, and the order in which the column loop visits their columns.
+
+A chunk has enough rows for efficient matrix products, and few enough that the working memory stays small.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,11 @@ from functools import reduce
 
 import torch
 
+from compress.core import file_matrix
 from compress.prune.patterns import Pattern
-from compress.quantize.grid import Search, make_grid, round_fp8
-from runtime.formats.scheme import WeightScheme
+from compress.quantize.grid import Grid, Search, make_grid
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation
 
 #: Float32 elements of one working matrix (`[in, rows]`).
 ELEMENTS = 1 << 23
@@ -44,9 +49,10 @@ def rows_at_a_time(columns: int) -> int:
     return max(256, ELEMENTS // columns)
 
 
-def rows_are_independent(pattern: Pattern | None, scheme: WeightScheme | None) -> bool:
-    """Whether rows can be solved apart: not if they share a scale, or a number of zeros to choose."""
-    return (pattern is None or pattern.kind == "n:m") and (scheme is None or scheme.strategy != "tensor")
+def rows_are_independent(pattern: Pattern | None, weights: Representation | None) -> bool:
+    """Whether rows can be solved apart: not if they share a scale or a codebook, or a number of zeros to choose."""
+    apart = weights is None or (isinstance(weights, GridScheme) and weights.strategy != "tensor")
+    return apart and (pattern is None or pattern.kind == "n:m")
 
 
 def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:
@@ -66,9 +72,6 @@ def chunks(heights: list[int], columns: int, split_rows: bool) -> list[Chunk]:
                 found.append(Chunk(tuple(pieces)))
                 pieces, room = [], limit
     return [*found, Chunk(tuple(pieces))] if pieces else found
-
-
-# In which order the column loop visits the columns.
 
 
 def column_order(diagonal: torch.Tensor, units: list[int]) -> torch.Tensor:
@@ -100,61 +103,24 @@ def column_order(diagonal: torch.Tensor, units: list[int]) -> torch.Tensor:
     return key
 
 
-# The grids of weights that are solved together, transposed like the weights: `[groups, rows of all weights]`.
+def stacked_grid(
+    weights: list[torch.Tensor],
+    scheme: GridScheme,
+    dtype: torch.dtype,
+    search: Search,
+    masks: list[torch.Tensor] | None,
+    hessian: torch.Tensor,
+) -> Grid:
+    """One transposed grid for float weights `[out_i, in]` that are solved together, each fitted by itself (see `make_grid`).
 
-
-@dataclass
-class StackedGrid:
-    """`scale` and `zero` (None when symmetric) float32 `[groups, rows]`; the tensor strategy repeats its scale for every row."""
-
-    scheme: WeightScheme
-    scale: torch.Tensor
-    zero: torch.Tensor | None
-
-    @classmethod
-    def fit(
-        cls,
-        weights: list[torch.Tensor],
-        scheme: WeightScheme,
-        dtype: torch.dtype,
-        search: Search,
-        masks: list[torch.Tensor] | None,
-        importance: torch.Tensor,
-        hessian: torch.Tensor,
-    ) -> StackedGrid:
-        """Grids of float weights `[out_i, in]`, each by itself (see `make_grid`)."""
-        grids = [
-            make_grid(w, scheme, dtype, search, importance, None if masks is None else masks[i], hessian)
-            for i, w in enumerate(weights)
-        ]
-        heights = [w.shape[0] for w in weights]
-        scale = torch.cat([g.scale.T.expand(-1, h) for g, h in zip(grids, heights, strict=True)], dim=1).contiguous()
-        zeros = [g.zero.T.expand(-1, h) for g, h in zip(grids, heights, strict=True) if g.zero is not None]
-        return cls(scheme, scale, torch.cat(zeros, dim=1).contiguous() if zeros else None)
-
-    def rows(self, index: torch.Tensor) -> StackedGrid:
-        """A copy of the grid of some rows."""
-        return StackedGrid(self.scheme, self.scale[:, index], None if self.zero is None else self.zero[:, index])
-
-    def group_of(self, columns: int) -> torch.Tensor:
-        """Group of every column, `[in]`."""
-        if self.scheme.strategy != "group":
-            return torch.zeros(columns, dtype=torch.long, device=self.scale.device)
-        assert self.scheme.group_size is not None
-        return torch.arange(columns, device=self.scale.device) // self.scheme.group_size
-
-    def codes(self, weight: torch.Tensor) -> torch.Tensor:
-        """Nearest codes of `weight [in, rows]`, float32 (fp8 grids: the fp8 values)."""
-        group = self.group_of(weight.shape[0])
-        codes = weight / self.scale[group]
-        if self.scheme.type == "float":
-            return round_fp8(codes)
-        codes.round_()
-        if self.zero is not None:
-            codes += self.zero[group]
-        return codes.clamp_(*self.scheme.code_range)
-
-    def values(self, codes: torch.Tensor) -> torch.Tensor:
-        """Weights that `codes [in, rows]` stand for."""
-        group = self.group_of(codes.shape[0])
-        return (codes if self.zero is None else codes - self.zero[group]) * self.scale[group]
+    `scale` and `zero` are `[groups, rows of all weights]`; the tensor strategy repeats its scale for every row.
+    """
+    energy = file_matrix.diagonal(hessian).clamp(min=0)
+    grids = [
+        make_grid(w, scheme, dtype, search, energy, None if masks is None else masks[i], hessian)
+        for i, w in enumerate(weights)
+    ]
+    heights = [w.shape[0] for w in weights]
+    scale = torch.cat([g.scale.T.expand(-1, h) for g, h in zip(grids, heights, strict=True)], dim=1).contiguous()
+    zeros = [g.zero.T.expand(-1, h) for g, h in zip(grids, heights, strict=True) if g.zero is not None]
+    return Grid(scheme, scale, torch.cat(zeros, dim=1).contiguous() if zeros else None, dim=0)

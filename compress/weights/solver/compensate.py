@@ -1,9 +1,12 @@
-"""Solve weights that share an input: order, factor, column loop, refinement, the promise that no row ends above rounding to nearest."""
+"""GPTQ and SparseGPT for weights that share an input: order, factor, column loop, refinement.
+
+No row ends with a larger output error than rounding to nearest would have left it with (`Promise`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -14,35 +17,50 @@ from compress.prune.patterns import Pattern
 from compress.quantize.grid import Grid, Search
 from compress.quantize.objective import column_errors
 from compress.weights.solver import loop
-from compress.weights.solver.columns import Chunk, StackedGrid, chunks, column_order, rows_are_independent
+from compress.weights.solver.columns import Chunk, chunks, column_order, rows_are_independent, stacked_grid
 from compress.weights.solver.factor import Factor, factorize
 from compress.weights.solver.masks import exact_mask_chooser, mask_chooser, reconstruct, scale_chooser, searchable, swap
 from compress.weights.solver.refine import refine
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation
+from runtime.formats.scheme import CompressedWeight, Scheme
 
-# Solving without compensation: round to nearest, or keep the float values, under a given mask.
+
+@dataclass(frozen=True)
+class Options:
+    """Settings of the column loop; see the fields of `GPTQConfig` and `SparseGPTConfig`."""
+
+    damping: float = 0.01
+    order: Literal["activation", "group", "natural"] = "activation"
+    block_size: int = 128
+    scales: Search = "mse"
+    static_groups: bool = False
+    mask_search: Literal["exact", "greedy"] = "exact"
+    reconstruction: int = 10
+    swaps: int = 0
+    sweeps: int = 0
+    refit_scales: bool = False
+    joint: bool = True
 
 
-def assemble(
-    codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype
-) -> CompressedWeight:
-    """A compressed weight from codes `[out, in]` (float32 or int8; fp8 grids: the fp8 values) and their grid.
+@dataclass
+class Constraint:
+    """What the weights must become. `masks`: fixed, one a weight; `pattern` and `sparsity`: masks are chosen in the loop."""
 
-    Removed positions get the code of zero.
-    """
-    assert scheme.weights is not None
-    per_tensor = scheme.weights.strategy == "tensor"
-    scale = (grid.scale.reshape(1) if per_tensor else grid.scale).to(dtype)
-    zero = None if grid.zero is None else (grid.zero.reshape(1) if per_tensor else grid.zero).to(torch.int8)
-    if mask is not None:
-        of_zero = torch.zeros((), device=codes.device)
-        if grid.zero is not None:
-            expanded = grid.expand(codes.shape[1])[1]
-            assert expanded is not None
-            of_zero = expanded
-        codes = torch.where(mask, codes, of_zero.to(codes.dtype))
-    storage = torch.float8_e4m3fn if scheme.weights.type == "float" else torch.int8
-    return CompressedWeight(codes.to(storage), scale, zero, mask, scheme, dtype)
+    scheme: Scheme
+    dtype: torch.dtype
+    masks: list[torch.Tensor] | None = None
+    pattern: Pattern | None = None
+    sparsity: tuple[float, ...] = ()
+
+
+@dataclass
+class Solved:
+    """A compressed weight, its output error `tr(E H E^T)` (None: not known), and what a report should know of it."""
+
+    weight: CompressedWeight
+    lost: float | None
+    notes: dict[str, Any]
 
 
 def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, dtype: torch.dtype) -> CompressedWeight:
@@ -51,7 +69,234 @@ def keep_float(weight: torch.Tensor, mask: torch.Tensor | None, scheme: Scheme, 
     return CompressedWeight(values.to(dtype), None, None, mask, scheme, dtype)
 
 
-# The promise that no row ends with a larger output error than rounding to nearest would have left it with.
+def compensate(
+    weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: Options, name: str
+) -> list[Solved]:
+    """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
+
+    Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
+    grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
+    them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
+    and only one factor of the Hessian is in memory at a time. Weights of another representation than a grid are solved one at a
+    time, without masks.
+    """
+    pattern, scheme = constraint.pattern, constraint.scheme.weights
+    parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rows_are_independent(pattern, scheme))
+    notes: dict[str, Any] = {}
+    if dead := int((file_matrix.diagonal(hessian) <= 0).sum()):
+        notes["dead_columns"] = dead
+    masks = constraint.masks
+    goals: list[torch.Tensor] | None = None
+    if pattern is not None:
+        goals, masks = _prune(weights, parts, hessian, constraint, options, name, notes)
+    if scheme is None:
+        assert goals is not None
+        assert masks is not None
+        return [
+            Solved(keep_float(goal, mask, constraint.scheme, constraint.dtype), None, dict(notes))
+            for goal, mask in zip(goals, masks, strict=True)
+        ]
+    if isinstance(scheme, GridScheme):
+        return _GridSolver(scheme, hessian, constraint, options, name).solve(weights, goals, masks, parts, notes)
+    order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
+    factor = factorize(hessian, order, options.damping, name)
+    notes |= {"damping": factor.damping, "retries": factor.retries}
+    return [_represent(weight, scheme, factor, order, hessian, constraint, options, notes) for weight in weights]
+
+
+def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: Options, name: str, notes):
+    """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
+    pattern = constraint.pattern
+    assert pattern is not None
+    order = visiting_order(options.order, file_matrix.diagonal(hessian), None, pattern)
+    inverse = order.argsort()
+    factor = factorize(hessian, order, options.damping, name)
+    notes |= {"damping": factor.damping, "retries": factor.retries}
+    goals = [torch.empty(w.shape, device=w.device) for w in weights]
+    masks = [torch.empty(w.shape, dtype=torch.bool, device=w.device) for w in weights]
+    for chunk in parts:
+        target = chunk.stack(weights).float()
+        unit = pattern.unit
+        if options.mask_search == "exact" and searchable(pattern):
+            choose = exact_mask_chooser(pattern, factor)
+        else:
+            shares = [constraint.sparsity[index] for index, _, _ in chunk.pieces]
+            choose = mask_chooser(pattern, factor.diagonal.square().reciprocal(), chunk.heights, shares)
+            if pattern.kind != "n:m":
+                unit *= max(1, options.block_size // unit)
+        solution = loop.run(target[order], factor, None, None, choose, unit, options.block_size)
+        assert solution.mask is not None
+        mask = solution.mask[inverse]
+        values = (target - solution.error[inverse]).mul_(mask)
+        del solution
+        values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
+        if options.swaps and searchable(pattern):
+            swap(target, None, values, None, mask, hessian, pattern, options.swaps)
+            # Few zeros move, so the values are close already.
+            values = reconstruct(target, values, mask, hessian, factor.damping, -(-options.reconstruction // 2))
+        chunk.unstack(values, goals)
+        chunk.unstack(mask, masks)
+    return goals, masks
+
+
+@dataclass
+class _GridSolver:
+    """The column loop on a grid, for weights on one Hessian: its order and factor, and the steps of one chunk of rows."""
+
+    scheme: GridScheme
+    hessian: torch.Tensor
+    constraint: Constraint
+    options: Options
+    name: str
+    order: torch.Tensor = field(init=False)
+    factor: Factor = field(init=False)
+    promise: Promise = field(init=False)
+
+    def __post_init__(self) -> None:
+        energy = file_matrix.diagonal(self.hessian).clamp(min=0)
+        self.order = visiting_order(self.options.order, energy, self.scheme, None)
+        self.factor = factorize(self.hessian, self.order, self.options.damping, self.name)
+        self.promise = Promise(self.factor, self.order.argsort(), self.hessian)
+
+    def solve(
+        self,
+        weights: list[torch.Tensor],
+        goals: list[torch.Tensor] | None,
+        masks: list[torch.Tensor] | None,
+        parts: list[Chunk],
+        notes: dict[str, Any],
+    ) -> list[Solved]:
+        """Round `goals` (None: the weights) so that the output of `weights` is kept; masks may move if the loop chose them."""
+        scheme, hessian, options = self.scheme, self.hessian, self.options
+        notes = notes | {"damping": self.factor.damping, "retries": self.factor.retries}
+        groups = scheme.groups(hessian.shape[0])
+        codes = [torch.empty(w.shape, dtype=scheme.code_dtype, device=w.device) for w in weights]
+        scales = [torch.empty(w.shape[0], groups, device=w.device) for w in weights]
+        zeros = None if scheme.symmetric else [torch.empty_like(s) for s in scales]
+        lost, replaced = [0.0] * len(weights), [0] * len(weights)
+        for chunk in parts:
+            target = chunk.stack(weights).float()
+            mask = None if masks is None else chunk.stack(masks)
+            if goals is not None:
+                goal = chunk.stack(goals)
+            elif mask is not None:
+                goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
+            else:
+                goal = target
+            rounded, worse = self._round(target, goal, mask, chunk.heights)
+            chunk.unstack(rounded.codes.to(scheme.code_dtype), codes)
+            chunk.unstack(rounded.grid.scale, scales)
+            if zeros is not None and rounded.grid.zero is not None:
+                chunk.unstack(rounded.grid.zero, zeros)
+            if masks is not None and mask is not None and self.constraint.pattern is not None:
+                chunk.unstack(mask, masks)
+            for (index, _, _), error, rows in zip(
+                chunk.pieces, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
+            ):
+                lost[index] += float(error.sum())
+                replaced[index] += int(rows.sum())
+        solved = []
+        for i, code in enumerate(codes):
+            rows = slice(0, 1) if scheme.strategy == "tensor" else slice(None)
+            grid = Grid(scheme, scales[i][rows], None if zeros is None else zeros[i][rows])
+            kept = None if masks is None else masks[i]
+            weight = grid.weight(code, kept, self.constraint.scheme, self.constraint.dtype)
+            solved.append(Solved(weight, lost[i], notes | {"rows_replaced": replaced[i]}))
+        return solved
+
+    def _round(
+        self, target: torch.Tensor, goal: torch.Tensor, mask: torch.Tensor | None, heights: list[int]
+    ) -> tuple[Rounded, torch.Tensor]:
+        """One chunk, `[in, rows]`: the column loop, refinement, and which rows (bool) were better rounded to nearest."""
+        scheme, dtype, order = self.scheme, self.constraint.dtype, self.order
+        options, pattern = self.options, self.constraint.pattern
+        whole = [g.T for g in goal.split(heights, dim=1)]
+        kept = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
+        static = stacked_grid(whole, scheme, dtype, options.scales, kept, self.hessian)
+        grid = self._column_grid(static)
+        ordered = None if mask is None else mask[order]
+        solution = loop.run(goal[order], self.factor, grid, ordered, block=options.block_size)
+        inverse = order.argsort()
+        solved = Grid(scheme, grid.scale, grid.zero, dim=0)
+        error = solution.error[inverse]
+        codes = solution.codes[inverse] if solution.codes is not None else solved.codes(goal - error)
+        del solution
+        if goal is not target:
+            error += target - goal
+        if scheme.type == "int" and options.swaps and mask is not None and searchable(pattern):
+            assert pattern is not None
+            values = stored_values(codes, solved, mask, torch.float32)
+            swap(target, codes, values, solved, mask, self.hessian, pattern, options.swaps)
+            error = target - values
+        rounded = Rounded(codes, solved, self._polish(error, codes, solved, mask))
+        return rounded, self.promise.keep(rounded, target, mask, static, dtype, self._polish)
+
+    def _polish(self, error: torch.Tensor, codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None) -> torch.Tensor:
+        """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
+        options, dtype = self.options, self.constraint.dtype
+        refit = options.refit_scales and self.scheme.strategy != "tensor"
+        if self.scheme.type == "int" and options.sweeps:
+            return refine(error, codes, grid, mask, self.hessian, dtype, options.sweeps, refit)
+        if dtype != torch.float32:
+            exact = stored_values(codes, grid, mask, torch.float32)
+            error += exact - exact.to(dtype)
+        return column_errors(error, self.hessian)
+
+    def _column_grid(self, static: Grid) -> loop.ColumnGrid:
+        """The grid in visiting order; its scales are set on arrival where a group's columns are visited one after the other."""
+        scheme, options = self.scheme, self.options
+        group = static.group_of(self.order.shape[0])[self.order].tolist()
+        runs = 1 + sum(a != b for a, b in pairwise(group))
+        choose = None
+        grouped = scheme.strategy == "group" and scheme.type == "int"
+        if grouped and not options.static_groups and runs == static.scale.shape[0]:
+            choose = scale_chooser(scheme, self.constraint.dtype, options.scales, self.order, self.hessian)
+        zero = None if static.zero is None else static.zero.clone()
+        return loop.ColumnGrid(scheme, static.scale.clone(), zero, group, choose)
+
+
+def _represent(
+    weight: torch.Tensor,
+    scheme: Representation,
+    factor: Factor,
+    order: torch.Tensor,
+    hessian: torch.Tensor,
+    constraint: Constraint,
+    options: Options,
+    notes: dict[str, Any],
+) -> Solved:
+    """The column loop with any other representation, whose parameters are fitted to the weight as it is."""
+    weight = weight.float()
+    parameters = scheme.fit(weight, constraint.dtype, file_matrix.diagonal(hessian).clamp(min=0))
+    rounding = loop.VectorRounding(scheme, parameters, order)
+    loop.run(weight.T[order], factor, rounding, block=options.block_size)
+
+    def lost(codes: torch.Tensor) -> torch.Tensor:
+        return column_errors((weight - scheme.dequantize(codes, parameters, constraint.dtype).float()).T, hessian)
+
+    codes, nearest = rounding.codes, scheme.round(weight, parameters)
+    error, plain = lost(codes), lost(nearest)
+    worse = error > plain
+    codes = torch.where(worse[:, None], nearest, codes)
+    solved = CompressedWeight.of(codes, parameters, None, constraint.scheme, constraint.dtype)
+    replaced = {"rows_replaced": int(worse.sum())}
+    return Solved(solved, float(torch.minimum(error, plain).sum()), notes | replaced)
+
+
+def visiting_order(
+    kind: str, energy: torch.Tensor, weights: Representation | None, pattern: Pattern | None
+) -> torch.Tensor:
+    """Permutation `[in]` of the columns; units of a pattern and vectors stay together, and groups too where the kind of order says so."""
+    unit = pattern.unit if pattern is not None else 1 if weights is None else weights.vector
+    if kind == "natural":
+        return torch.arange(energy.shape[0], device=energy.device)
+    units = [unit]
+    if kind == "group" and isinstance(weights, GridScheme) and weights.strategy == "group":
+        assert weights.group_size is not None
+        if weights.group_size % unit == 0:
+            units = [weights.group_size, unit]
+    return column_order(energy, units)
+
 
 #: Size of the random sketch that tells rows which are plainly better from those that have to be computed.
 SKETCH = 256
@@ -65,12 +310,12 @@ class Rounded:
     """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, and output error `[rows]`."""
 
     codes: torch.Tensor
-    grid: StackedGrid
+    grid: Grid
     lost: torch.Tensor
 
 
 #: `(error, codes, grid, mask)` -> output error `[rows]`: refines in place what it is given, see `refine`.
-Polish = Callable[[torch.Tensor, torch.Tensor, StackedGrid, "torch.Tensor | None"], torch.Tensor]
+Polish = Callable[[torch.Tensor, torch.Tensor, Grid, "torch.Tensor | None"], torch.Tensor]
 
 
 class Promise:
@@ -90,7 +335,7 @@ class Promise:
         rounded: Rounded,
         target: torch.Tensor,
         mask: torch.Tensor | None,
-        static: StackedGrid,
+        static: Grid,
         dtype: torch.dtype,
         polish: Polish,
     ) -> torch.Tensor:
@@ -133,225 +378,9 @@ class Promise:
         return (lost > least).nonzero()[:, 0]
 
 
-def stored_values(
-    codes: torch.Tensor, grid: StackedGrid, mask: torch.Tensor | None, dtype: torch.dtype
-) -> torch.Tensor:
+def stored_values(codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
     """Weights `[in, rows]` that codes stand for, as `dtype` holds them, float32; zero where removed."""
     values = grid.values(codes)
     if mask is not None:
         values *= mask
     return values if dtype == torch.float32 else values.to(dtype).float()
-
-
-@dataclass(frozen=True)
-class Options:
-    """Settings of the column loop; see the fields of `GPTQConfig` and `SparseGPTConfig`."""
-
-    damping: float = 0.01
-    order: Literal["activation", "group", "natural"] = "activation"
-    block_size: int = 128
-    scales: Search = "mse"
-    static_groups: bool = False
-    mask_search: Literal["exact", "greedy"] = "exact"
-    reconstruction: int = 10
-    swaps: int = 0
-    sweeps: int = 0
-    refit_scales: bool = False
-
-
-@dataclass
-class Constraint:
-    """What the weights must become. `masks`: fixed, one a weight; `pattern` and `sparsity`: masks are chosen in the loop."""
-
-    scheme: Scheme
-    dtype: torch.dtype
-    masks: list[torch.Tensor] | None = None
-    pattern: Pattern | None = None
-    sparsity: tuple[float, ...] = ()
-
-
-@dataclass
-class Solved:
-    """A compressed weight, its output error `tr(E H E^T)` (None: not known), and what a report should know of it."""
-
-    weight: CompressedWeight
-    lost: float | None
-    notes: dict[str, Any]
-
-
-def compensate(
-    weights: list[torch.Tensor], hessian: torch.Tensor, constraint: Constraint, options: Options, name: str
-) -> list[Solved]:
-    """Solve weights `[out_i, in]` (any float dtype) with one input on one Hessian.
-
-    Masks first (chosen by the column loop, or given), then the kept weights by least squares, then the column loop again on the
-    grid under those masks. The least-squares values are the projection of the target onto what the masks allow, so rounding
-    them is rounding the target: both losses are compensated against the same output. Each pass goes over the rows in chunks,
-    and only one factor of the Hessian is in memory at a time.
-    """
-    pattern, scheme = constraint.pattern, constraint.scheme.weights
-    parts = chunks([w.shape[0] for w in weights], weights[0].shape[1], rows_are_independent(pattern, scheme))
-    notes: dict[str, Any] = {}
-    if dead := int((file_matrix.diagonal(hessian) <= 0).sum()):
-        notes["dead_columns"] = dead
-    masks = constraint.masks
-    goals: list[torch.Tensor] | None = None
-    if pattern is not None:
-        goals, masks = _prune(weights, parts, hessian, constraint, options, name, notes)
-    if scheme is None:
-        assert goals is not None
-        assert masks is not None
-        return [
-            Solved(keep_float(goal, mask, constraint.scheme, constraint.dtype), None, dict(notes))
-            for goal, mask in zip(goals, masks, strict=True)
-        ]
-    return _quantize(weights, goals, masks, parts, hessian, constraint, options, name, notes)
-
-
-def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options: Options, name: str, notes):
-    """Choose masks and fit the kept weights: float32 values and masks, `[out, in]` each."""
-    pattern = constraint.pattern
-    assert pattern is not None
-    order = visiting_order(options.order, file_matrix.diagonal(hessian), None, pattern)
-    inverse = order.argsort()
-    factor = factorize(hessian, order, options.damping, name)
-    notes |= {"damping": factor.damping, "retries": factor.retries}
-    goals = [torch.empty(w.shape, device=w.device) for w in weights]
-    masks = [torch.empty(w.shape, dtype=torch.bool, device=w.device) for w in weights]
-    for chunk in parts:
-        target = chunk.stack(weights).float()
-        unit = pattern.unit
-        if options.mask_search == "exact" and searchable(pattern):
-            choose = exact_mask_chooser(pattern, factor)
-        else:
-            shares = [constraint.sparsity[index] for index, _, _ in chunk.pieces]
-            choose = mask_chooser(pattern, factor.diagonal.square().reciprocal(), chunk.heights, shares)
-            if pattern.kind != "n:m":
-                unit *= max(1, options.block_size // unit)
-        solution = loop.run(target[order], factor, None, None, choose, unit, options.block_size)
-        assert solution.mask is not None
-        mask = solution.mask[inverse]
-        values = (target - solution.error[inverse]).mul_(mask)
-        del solution
-        values = reconstruct(target, values, mask, hessian, factor.damping, options.reconstruction)
-        if options.swaps and searchable(pattern):
-            swap(target, None, values, None, mask, hessian, pattern, options.swaps)
-            # Few zeros move, so the values are close already.
-            values = reconstruct(target, values, mask, hessian, factor.damping, -(-options.reconstruction // 2))
-        chunk.unstack(values, goals)
-        chunk.unstack(mask, masks)
-    return goals, masks
-
-
-def _quantize(weights, goals, masks, parts: list[Chunk], hessian, constraint, options, name, notes) -> list[Solved]:
-    """Round `goals` (None: the weights) so that the output of `weights` is kept; masks may move if they were chosen here."""
-    scheme = constraint.scheme.weights
-    order = visiting_order(options.order, file_matrix.diagonal(hessian).clamp(min=0), scheme, None)
-    factor = factorize(hessian, order, options.damping, name)
-    notes |= {"damping": factor.damping, "retries": factor.retries}
-    promise = Promise(factor, order.argsort(), hessian)
-    storage = torch.float8_e4m3fn if scheme.type == "float" else torch.int8
-    columns = hessian.shape[0]
-    groups = 1 if scheme.strategy == "tensor" else scheme.groups(columns)
-    codes = [torch.empty(w.shape, dtype=storage, device=w.device) for w in weights]
-    scales = [torch.empty(w.shape[0], groups, device=w.device) for w in weights]
-    zeros = None if scheme.symmetric else [torch.empty_like(s) for s in scales]
-    lost = [0.0] * len(weights)
-    replaced = [0] * len(weights)
-    for chunk in parts:
-        target = chunk.stack(weights).float()
-        mask = None if masks is None else chunk.stack(masks)
-        if goals is not None:
-            goal = chunk.stack(goals)
-        elif mask is not None:
-            goal = reconstruct(target, target * mask, mask, hessian, options.damping, options.reconstruction)
-        else:
-            goal = target
-        rounded, worse = _round(target, goal, mask, chunk.heights, order, factor, promise, hessian, constraint, options)
-        chunk.unstack(rounded.codes if storage == torch.int8 else rounded.codes.to(storage), codes)
-        chunk.unstack(rounded.grid.scale, scales)
-        if zeros is not None and rounded.grid.zero is not None:
-            chunk.unstack(rounded.grid.zero, zeros)
-        if masks is not None and mask is not None and constraint.pattern is not None:
-            chunk.unstack(mask, masks)
-        for (index, _, _), error, rows in zip(
-            chunk.pieces, rounded.lost.split(chunk.heights), worse.split(chunk.heights), strict=True
-        ):
-            lost[index] += float(error.sum())
-            replaced[index] += int(rows.sum())
-    solved = []
-    for i, code in enumerate(codes):
-        rows = slice(0, 1) if scheme.strategy == "tensor" else slice(None)
-        grid = Grid(scheme, scales[i][rows], None if zeros is None else zeros[i][rows])
-        weight = assemble(code, grid, None if masks is None else masks[i], constraint.scheme, constraint.dtype)
-        solved.append(Solved(weight, lost[i], notes | {"rows_replaced": replaced[i]}))
-    return solved
-
-
-def _round(
-    target, goal, mask, heights, order, factor: Factor, promise: Promise, hessian, constraint, options
-) -> tuple[Rounded, torch.Tensor]:
-    """One chunk, `[in, rows]`: the column loop on the grid, refinement, and which rows (bool) were better rounded to nearest."""
-    scheme, dtype = constraint.scheme.weights, constraint.dtype
-    energy = file_matrix.diagonal(hessian).clamp(min=0)
-    whole = [g.T for g in goal.split(heights, dim=1)]
-    kept = None if mask is None else [m.T for m in mask.split(heights, dim=1)]
-    static = StackedGrid.fit(whole, scheme, dtype, options.scales, kept, energy, hessian)
-    grid = _column_grid(static, order, dtype, options, hessian)
-    ordered = None if mask is None else mask[order]
-    solution = loop.run(goal[order], factor, grid, ordered, block=options.block_size)
-    inverse = order.argsort()
-    solved = StackedGrid(scheme, grid.scale, grid.zero)
-    error = solution.error[inverse]
-    codes = solution.codes[inverse] if solution.codes is not None else solved.codes(goal - error)
-    del solution
-    if goal is not target:
-        error += target - goal
-
-    def polish(error, codes, solved: StackedGrid, mask) -> torch.Tensor:
-        """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
-        refit = options.refit_scales and scheme.strategy != "tensor"
-        if scheme.type == "int" and options.sweeps:
-            return refine(error, codes, solved, mask, hessian, dtype, options.sweeps, refit)
-        if dtype != torch.float32:
-            exact = stored_values(codes, solved, mask, torch.float32)
-            error += exact - exact.to(dtype)
-        return column_errors(error, hessian)
-
-    if scheme.type == "int" and options.swaps and mask is not None and searchable(constraint.pattern):
-        values = stored_values(codes, solved, mask, torch.float32)
-        swap(target, codes, values, solved, mask, hessian, constraint.pattern, options.swaps)
-        error = target - values
-    rounded = Rounded(codes, solved, polish(error, codes, solved, mask))
-    return rounded, promise.keep(rounded, target, mask, static, dtype, polish)
-
-
-def visiting_order(kind: str, energy: torch.Tensor, grid: WeightScheme | None, pattern: Pattern | None) -> torch.Tensor:
-    """Permutation `[in]` of the columns; units of a pattern stay together, and groups too where the kind of order says so."""
-    unit = pattern.unit if pattern is not None else 1
-    if kind == "natural":
-        return torch.arange(energy.shape[0], device=energy.device)
-    units = [unit]
-    if kind == "group" and grid is not None and grid.strategy == "group":
-        assert grid.group_size is not None
-        if grid.group_size % unit == 0:
-            units = [grid.group_size, unit]
-    return column_order(energy, units)
-
-
-def _column_grid(static: StackedGrid, order, dtype, options: Options, hessian) -> loop.ColumnGrid:
-    """The grid in visiting order; its scales are set on arrival where a group's columns are visited one after the other."""
-    scheme = static.scheme
-    low, high = scheme.code_range
-    group = static.group_of(order.shape[0])[order].tolist()
-    runs = 1 + sum(a != b for a, b in pairwise(group))
-    choose = None
-    if (
-        not options.static_groups
-        and scheme.strategy == "group"
-        and scheme.type == "int"
-        and runs == static.scale.shape[0]
-    ):
-        choose = scale_chooser(scheme, dtype, options.scales, order, hessian)
-    zero = None if static.zero is None else static.zero.clone()
-    return loop.ColumnGrid(low, high, scheme.type == "float", static.scale.clone(), zero, group, choose)

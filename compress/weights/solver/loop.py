@@ -10,13 +10,15 @@ On a CPU with a C compiler, integer grids are rounded in C (`compress/native/col
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Protocol
 
 import torch
 
 from compress.core import native as columns_in_c
-from compress.quantize.grid import round_fp8
 from compress.weights.solver.factor import Factor
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Representation, Tensors
 
 LEAF = 16
 
@@ -30,41 +32,70 @@ MaskChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[t
 ScaleChooser = Callable[[int, int, torch.Tensor, "torch.Tensor | None"], "tuple[torch.Tensor, torch.Tensor | None]"]
 
 
+class Rounding(Protocol):
+    """How the loop rounds columns; `vector` of them at a time."""
+
+    @property
+    def vector(self) -> int: ...
+
+    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        """Nearest values of `columns [vector, rows]` into `out`; they are number `first` and the next of the visiting order."""
+
+
 @dataclass
 class ColumnGrid:
     """Grid of stacked rows: `scale` and `zero` are `[groups, rows]`; `group[j]` is the group of visited column j.
 
     `choose`: the scales of a group are set when the loop arrives at it (its columns must be visited one after the other);
-    None: they are as given.
+    None: they are as given. `codes` `[in, rows]` int8, in visiting order, are set by the loop (int grids).
     """
 
-    low: float
-    high: float
-    is_float: bool
+    scheme: GridScheme
     scale: torch.Tensor
     zero: torch.Tensor | None
     group: list[int]
     choose: ScaleChooser | None = None
+    codes: torch.Tensor | None = None
+    vector: int = field(default=1, init=False)
 
-    def round(self, column: torch.Tensor, group: int, out: torch.Tensor, codes: torch.Tensor | None) -> None:
-        """Nearest grid values of `column [rows]` into `out [rows]`, and their codes (int8) into `codes`."""
-        scale = self.scale[group]
-        torch.div(column, scale, out=out)
-        if self.is_float:
-            out.copy_(round_fp8(out))
-        else:
-            out.round_()
-            if self.zero is None:
-                out.clamp_(self.low, self.high)
-                if codes is not None:
-                    codes.copy_(out)
-            else:
-                zero = self.zero[group]
-                out.add_(zero).clamp_(self.low, self.high)
-                if codes is not None:
-                    codes.copy_(out)
-                out.sub_(zero)
-        out.mul_(scale)
+    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        group = self.group[first]
+        scale, zero = self.scale[group], None if self.zero is None else self.zero[group]
+        codes = self.scheme.codes(columns, scale, zero)
+        if self.codes is not None:
+            self.codes[first] = codes[0]
+        torch.mul(codes if zero is None else codes.sub_(zero), scale, out=out)
+
+    def fit_group(self, first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None) -> None:
+        """Choose the scale of the group that is the columns `first:last`."""
+        assert self.choose is not None
+        scale, zero = self.choose(first, last, adjusted, kept)
+        self.scale[self.group[first]] = scale
+        if self.zero is not None and zero is not None:
+            self.zero[self.group[first]] = zero
+
+
+class VectorRounding:
+    """Rounding to any representation whose parameters are fitted to the whole weight beforehand.
+
+    Args:
+        order: visiting order `[in]`, in which the columns of a vector stay together.
+    """
+
+    def __init__(self, weights: Representation, parameters: Tensors, order: torch.Tensor) -> None:
+        self.weights, self.parameters, self.vector = weights, parameters, weights.vector
+        self._first = order[:: self.vector].tolist()
+        self._codes: list[torch.Tensor | None] = [None] * len(self._first)
+
+    def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
+        own = self._first[first // self.vector]
+        values, self._codes[own // self.vector] = self.weights.nearest(columns, self.parameters, own)
+        out.copy_(values)
+
+    @property
+    def codes(self) -> torch.Tensor:
+        """`[rows, in / vector]`, columns as in the weight."""
+        return torch.stack([code for code in self._codes if code is not None], dim=1)
 
 
 @dataclass
@@ -80,7 +111,7 @@ class Solution:
 def run(
     weight: torch.Tensor,
     factor: Factor,
-    grid: ColumnGrid | None = None,
+    rounding: Rounding | None = None,
     mask: torch.Tensor | None = None,
     choose_mask: MaskChooser | None = None,
     mask_columns: int = 1,
@@ -91,22 +122,25 @@ def run(
     Args:
         weight: float32 `[in, rows]`, contiguous, in visiting order. Its memory becomes `Solution.error`.
         factor: of the Hessian in visiting order.
-        grid: None keeps float values.
+        rounding: a `ColumnGrid`, or another representation; None keeps float values.
         mask: bool `[in, rows]`, fixed beforehand; or
         choose_mask: called for every `mask_columns` columns (with float values, or a grid fixed beforehand).
         block: columns that look back together at those before them; made a multiple of the units that are chosen together.
     """
     columns, rows = weight.shape
+    grid = rounding if isinstance(rounding, ColumnGrid) else None
+    vector = 1 if rounding is None else rounding.vector
+    leaf, block = max(1, LEAF // vector) * vector, max(1, block // vector) * vector
     groups = _starts(grid.group) if grid is not None and grid.choose is not None else {}
     masks = {}
     if choose_mask is not None:
         masks = {j: min(j + mask_columns, columns) for j in range(0, columns, mask_columns)}
         mask = torch.empty(columns, rows, dtype=torch.bool, device=weight.device)
-    codes = None
-    if grid is not None and not grid.is_float:
-        codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
-    group = None if grid is None else torch.tensor(grid.group, device=weight.device)
-    value = torch.empty(rows, device=weight.device)
+    codes = group = None
+    if grid is not None and grid.scheme.type == "int":
+        codes = grid.codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
+        group = torch.tensor(grid.group, device=weight.device)
+    values = torch.empty(vector, rows, device=weight.device)
     for start, end in _blocks(columns, block, masks, groups):
         corner = factor.corner(start, end)
         upper = torch.linalg.solve_triangular(corner, torch.eye(end - start, device=weight.device), upper=False).T
@@ -124,16 +158,12 @@ def run(
         first = start
         while first < end:
             # A leaf never reaches into a unit that is yet to be chosen: its columns must be up to date then.
-            last = end if native else min(first + LEAF, end)
+            last = end if native else min(first + leaf, end)
             last = next((j for j in range(first + 1, last) if j in masks or j in groups), last)
-            if first in groups and grid is not None and grid.choose is not None:
+            if first in groups and grid is not None:
                 upto = groups[first]
-                kept = None if mask is None else mask[first:upto]
                 ahead = work[first - start : upto - start] if upto <= end else _adjusted(weight, factor, first, upto)
-                scale, zero = grid.choose(first, upto, ahead, kept)
-                grid.scale[grid.group[first]] = scale
-                if grid.zero is not None and zero is not None:
-                    grid.zero[grid.group[first]] = zero
+                grid.fit_group(first, upto, ahead, None if mask is None else mask[first:upto])
             if first in masks and choose_mask is not None and mask is not None:
                 upto = masks[first]
                 here = slice(first - start, upto - start)
@@ -154,16 +184,18 @@ def run(
                 assert group is not None
                 columns_in_c.round_block(
                     work, error, codes[start:end], None if mask is None else mask[start:end], first - start, last - start,
-                    upper, inverse, grid.scale, grid.zero, group[start:end], (grid.low, grid.high),
+                    upper, inverse, grid.scale, grid.zero, group[start:end], grid.scheme.code_range,
                 )  # fmt: skip
                 first = last
                 continue
             for j in range(first - start, last - start):
                 adjusted = work[j]
-                if grid is not None:
-                    grid.round(adjusted, grid.group[start + j], value, None if codes is None else codes[start + j])
-                else:
-                    value.copy_(adjusted)
+                place = (start + j) % vector
+                if rounding is None:
+                    values.copy_(adjusted)
+                elif place == 0:
+                    rounding.round(work[j : j + vector], start + j, values)
+                value = values[place]
                 if mask is not None:
                     value.mul_(mask[start + j])
                 adjusted.sub_(value).mul_(divisors[j])
@@ -180,7 +212,7 @@ def run(
         if grid.zero is None:
             codes.mul_(mask)
         else:
-            codes = torch.where(mask, codes, grid.zero[group].to(torch.int8))
+            codes = torch.where(mask, codes, grid.zero[group].to(torch.int8))  # type: ignore[index]
     return Solution(weight, codes, mask)
 
 

@@ -14,11 +14,10 @@ import torch
 
 from compress.core import file_matrix
 from compress.prune.patterns import Pattern, keep_largest
-from compress.quantize.grid import Search, search_groups
-from compress.weights.solver.columns import StackedGrid
+from compress.quantize.grid import Grid, Search, search_groups
 from compress.weights.solver.factor import Factor
 from compress.weights.solver.loop import MaskChooser, ScaleChooser
-from runtime.formats.scheme import WeightScheme
+from runtime.formats.scheme import GridScheme
 
 # What the column loop asks when it arrives at a column whose mask or scale is not decided yet.
 
@@ -103,7 +102,7 @@ def _mask_part(pattern: Pattern, score: torch.Tensor, zeros: int) -> torch.Tenso
 
 
 def scale_chooser(
-    scheme: WeightScheme, dtype: torch.dtype, search: Search, order: torch.Tensor, hessian: torch.Tensor
+    scheme: GridScheme, dtype: torch.dtype, search: Search, order: torch.Tensor, hessian: torch.Tensor
 ) -> ScaleChooser:
     """Fit the scale of a group to its weights as earlier columns have left them.
 
@@ -191,7 +190,7 @@ def swap(
     weight: torch.Tensor,
     codes: torch.Tensor | None,
     values: torch.Tensor,
-    grid: StackedGrid | None,
+    grid: Grid | None,
     mask: torch.Tensor,
     hessian: torch.Tensor,
     pattern: Pattern,
@@ -279,7 +278,7 @@ def _prepare(hessian: torch.Tensor, pattern: Pattern) -> _Choices:
     return _Choices(kept, cost.float(), target.float(), upper.float(), inverse.float())
 
 
-def _best(choices: _Choices, block: int, values, gradient, scale, zero, grid: StackedGrid | None):
+def _best(choices: _Choices, block: int, values, gradient, scale, zero, grid: Grid | None):
     """Which rows improve, `[rows]`, and to which values, codes and mask, `[m, rows]`."""
     m, rows = values.shape
     wanted = values + choices.inverse[block] @ gradient

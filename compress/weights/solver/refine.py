@@ -11,8 +11,8 @@ import torch
 
 from compress.core import file_matrix
 from compress.core import native as columns_in_c
+from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
-from compress.weights.solver.columns import StackedGrid
 
 LEAF = 16
 #: Columns (whole groups) whose gradient is computed together, from all that is lost at that time.
@@ -22,7 +22,7 @@ BLOCK = 128
 def refine(
     error: torch.Tensor,
     codes: torch.Tensor,
-    grid: StackedGrid,
+    grid: Grid,
     mask: torch.Tensor | None,
     hessian: torch.Tensor,
     dtype: torch.dtype,
@@ -46,8 +46,7 @@ def refine(
         Output error of every row at the end, float32 `[rows]`.
     """
     columns = error.shape[0]
-    group = grid.scheme.group_size if grid.scheme.strategy == "group" else columns
-    assert group is not None
+    group = grid.scheme.width(columns)
     step = group * max(1, BLOCK // group)
     spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
     divisors = _inverse(file_matrix.diagonal(hessian))
@@ -94,7 +93,7 @@ class _Part:
         self.divisors, self.error, self.dtype, self.last = divisors, error, dtype, last
         self.value = torch.empty_like(codes[0])
 
-    def group(self, start: int, end: int, grid: StackedGrid, g: int, zero: torch.Tensor | None, refit: bool) -> None:
+    def group(self, start: int, end: int, grid: Grid, g: int, zero: torch.Tensor | None, refit: bool) -> None:
         """All codes of one group, one column after the other, then its scale."""
         scale = grid.scale[g]
         old = self._values(start, end, scale, zero)

@@ -31,7 +31,7 @@ from runtime.drafting.config.target import UnfitError, other_target
 from runtime.drafting.drafters.model import Candidates
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.kernels.cpu import library
 from runtime.layers.compressed_linear import CompressedLinear
 
@@ -203,7 +203,7 @@ def _dtype(layer: nn.Module) -> torch.dtype:
     return weight.dtype
 
 
-_GRID = WeightScheme(8, "int", True, "channel")
+_GRID = GridScheme(8, "int", True, "channel")
 _MOST = 127  # of the codes; symmetric, so that -128 is never used
 
 

@@ -33,7 +33,6 @@ from runtime.engines.streaming.prepared_file import (
     room_for,
     share,
 )
-from runtime.formats.checks import grid_shape
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.integer import PanelKernel
@@ -131,10 +130,10 @@ def _of(module: CompressedModule, kernel: Kernel, layer: Layer) -> dict[str, Exp
 
 def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dict[str, Expected]:
     """What `runtime.kernels.cpu.panels` describes."""
-    weights, (rows, columns), group = layer.entry.scheme.weights, layer.shape, panels.group(layer)
+    weights, (rows, columns), group = layer.entry.scheme.grid, layer.shape, panels.group(layer)
     assert weights is not None
     high, groups = -(-rows // PANEL), -(-columns // group)
-    grid = (high, grid_shape(weights, layer.shape)[-1], PANEL)
+    grid = (high, weights.parameter_shape(layer.shape)[-1], PANEL)
     scale = stored["weight_scale"].dtypes[0]
     floats = (scale if scale in library.TYPES else torch.float32, *library.TYPES)
     found = {

@@ -41,7 +41,7 @@ class Int4Cpu(Kernel):
     formats = frozenset({"pack-quantized", "packed", "sparse24", "bitmap"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         if weights is None or weights.type != "int" or weights.bits > 4:
             return "it computes integer weights of 2 to 4 bits"
         if layer.entry.scheme.activations is not None:
@@ -55,7 +55,7 @@ class Int4Cpu(Kernel):
         return None
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
-        scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+        scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
         assert scheme is not None
         weight = formats.get(layer.entry.format).unpack(tensors, layer.entry.scheme, layer.shape, layer.dtype)
         assert weight.scale is not None
@@ -82,7 +82,7 @@ class Int4Cpu(Kernel):
         return out
 
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
-        scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+        scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
         order = _row_order()
         assert scheme is not None
         assert order is not None
@@ -159,7 +159,7 @@ class Int4Cpu(Kernel):
 
 def _group(layer: Layer) -> int:
     """Group size torch's kernel is called with: it divides ours, and pads the row least."""
-    scheme = layer.entry.scheme.weights
+    scheme = layer.entry.scheme.grid
     assert scheme is not None
     whole = scheme.group_size if scheme.strategy == "group" and scheme.group_size else 0
     fitting = [g for g in GROUPS if whole % g == 0]
@@ -168,7 +168,7 @@ def _group(layer: Layer) -> int:
 
 def _per_group(grid: torch.Tensor, layer: Layer, group: int) -> torch.Tensor:
     """Scales or zero points as `[out, groups of the kernel]`."""
-    scheme, (rows, columns) = layer.entry.scheme.weights, layer.shape
+    scheme, (rows, columns) = layer.entry.scheme.grid, layer.shape
     assert scheme is not None
     count = -(-columns // group)
     if scheme.strategy != "group":

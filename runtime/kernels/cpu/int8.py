@@ -27,7 +27,7 @@ class Int8Cpu(Kernel):
     formats = frozenset({"pack-quantized", "packed", "int-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         if weights is None or weights.type != "int" or weights.bits < 5:
             return "it computes integer weights of 5 to 8 bits"
         if layer.entry.scheme.activations is not None:
@@ -55,7 +55,7 @@ class Int8Cpu(Kernel):
     def restore(self, tensors: Tensors, layer: Layer) -> CompressedWeight:
         values = tensors["weight"].transpose(0, 1).reshape(layer.shape)
         scale, zero = tensors["scale"].t().contiguous(), tensors.get("zero_point")
-        if layer.entry.scheme.weights is not None and layer.entry.scheme.weights.strategy == "tensor":
+        if layer.entry.scheme.grid is not None and layer.entry.scheme.grid.strategy == "tensor":
             scale = scale[0, :1]
         return CompressedWeight(values, scale, zero, None, layer.entry.scheme, layer.dtype)
 
@@ -98,6 +98,6 @@ def _dense(x: torch.Tensor, tensors: Tensors, bias: torch.Tensor | None) -> torc
 
 
 def _width(layer: Layer) -> int:
-    scheme = layer.entry.scheme.weights
+    scheme = layer.entry.scheme.grid
     assert scheme is not None
     return scheme.group_size if scheme.strategy == "group" and scheme.group_size else layer.shape[1]

@@ -23,9 +23,10 @@ import torch
 
 from runtime import formats
 from runtime.formats.bitmap import unpack_mask
-from runtime.formats.bitpack import pack_rows, unpack_columns, unpack_rows
+from runtime.formats.bitpack import pack_rows, unpack_rows
 from runtime.formats.checks import Tensors
 from runtime.formats.scheme import CompressedWeight
+from runtime.formats.sparse24 import Sparse24
 from runtime.kernels.base import Layer
 from runtime.kernels.cpu import library
 
@@ -36,15 +37,13 @@ PANEL = 16
 
 def to_panels(tensors: Tensors, layer: Layer) -> Tensors:
     """Scales and zero points of stored tensors as panels."""
-    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.weights, layer.shape[0]
+    scale, weights, rows = tensors["weight_scale"], layer.entry.scheme.grid, layer.shape[0]
     assert weights is not None
     out = {"scale": _panels(scale, rows)}
     if scale.dtype not in library.TYPES:
         out |= {"scale": out["scale"].float(), "stored_scale": scale}
-    if not weights.symmetric:
-        zero = tensors["weight_zero_point"]
-        if formats.get(layer.entry.format).zero_point_packed(weights):
-            zero = unpack_columns(zero, weights.bits, scale.shape[0])
+    zero = formats.get(layer.entry.format).zero_point(tensors, weights)
+    if zero is not None:
         out["zero_point"] = _panels(zero, rows)
     return out
 
@@ -67,7 +66,7 @@ def weight_of(values: torch.Tensor, mask: torch.Tensor | None, tensors: Tensors,
         if panels is None:
             return None
         flat = panels.transpose(1, 2).reshape(-1, panels.shape[1])[:rows]
-        tensor_wide = scheme.weights is not None and scheme.weights.strategy == "tensor"
+        tensor_wide = scheme.grid is not None and scheme.grid.strategy == "tensor"
         return flat[:1, 0].clone() if tensor_wide else flat.contiguous()
 
     scale = tensors.get("stored_scale")
@@ -182,7 +181,7 @@ class Panels(ABC):
     # ---------------------------------------------------------------- what fits
     def why_not(self, layer: Layer) -> str | None:
         """The reason this layout cannot hold the layer, or None."""
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         low, high = self.bits
         if weights is None or weights.type != "int" or not low <= weights.bits <= high:
             return f"it computes integer weights of {low} to {high} bits"
@@ -196,7 +195,7 @@ class Panels(ABC):
 
     def group(self, layer: Layer) -> int:
         """Columns of the activations that share a scale: they never cross a group of the weight."""
-        weights, columns = layer.entry.scheme.weights, layer.shape[1]
+        weights, columns = layer.entry.scheme.grid, layer.shape[1]
         assert weights is not None
         if weights.strategy != "group" or not weights.group_size:
             count = -(-columns // _PREFERRED)
@@ -277,8 +276,8 @@ class Dense(Panels):
         """A function that makes some rows' words `[rows, words]`, and the prepared scales and zero points."""
         scheme, columns = layer.entry.scheme, layer.shape[1]
         storage = formats.get(layer.entry.format)
-        assert scheme.weights is not None
-        bits = scheme.weights.bits
+        assert scheme.grid is not None
+        bits = scheme.grid.bits
         if self.kind == "w4" and layer.entry.format in ("pack-quantized", "packed"):  # without unpacking the bits
             storage.validate(tensors, scheme, layer.shape, layer.dtype)
             packed = tensors["weight_packed"]
@@ -320,7 +319,7 @@ class Pairs(Panels):
     column_bytes = 6
 
     def why_not(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         if weights is not None and not weights.symmetric:
             return "it computes symmetric weights: a pruned weight is the code 0"
         return super().why_not(layer)
@@ -328,7 +327,7 @@ class Pairs(Panels):
     def pack(self, tensors: Tensors, layer: Layer) -> Tensors:
         scheme, (rows, columns) = layer.entry.scheme, layer.shape
         formats.get(layer.entry.format).validate(tensors, scheme, layer.shape, layer.dtype)
-        assert scheme.weights is not None
+        assert scheme.grid is not None
         group = self.group(layer)
         panels, groups = -(-rows // PANEL), -(-columns // group)
         wide = groups * group
@@ -337,7 +336,7 @@ class Pairs(Panels):
         for start, end in _slices(panels, wide):
             height, part = (end - start) * PANEL, slice(start * PANEL, min(rows, end * PANEL))
             codes = torch.full((height, wide // 16), _ZEROS, dtype=torch.int32)
-            read = from_stream(tensors["weight_packed"][part], scheme.weights.bits, columns // 2)
+            read = from_stream(tensors["weight_packed"][part], scheme.grid.bits, columns // 2)
             codes[: read.shape[0], : read.shape[1]] = read
             pair = torch.zeros(height, wide // 8, dtype=torch.uint8)
             places = from_metadata(tensors["weight_metadata"][part])
@@ -359,12 +358,12 @@ class Pairs(Panels):
         halves = unpack_nibbles(kept)[:rows, : columns // 2]
         pair = words[:, :, 2].transpose(1, 2).clone(memory_format=whole).view(panels * PANEL, -1).view(torch.uint8)
         metadata = to_metadata(pair[:rows, : -(-columns // 8)])
-        assert scheme.weights is not None
+        assert scheme.grid is not None
         stored = {
-            "weight_packed": pack_rows(halves, scheme.weights.bits),
+            "weight_packed": pack_rows(halves, scheme.grid.bits),
             "weight_metadata": metadata,
         }
-        values, mask = formats.get("sparse24").unpack_weight(stored, scheme, layer.shape, None)
+        values, mask = Sparse24().unpack_codes(stored, scheme, layer.shape, None)
         return weight_of(values, mask, tensors, layer)
 
 
@@ -375,7 +374,7 @@ S24 = Pairs()
 
 def _share(layer: Layer, group: int, groups: int) -> int:
     """Activation groups that have one scale of the weight."""
-    weights = layer.entry.scheme.weights
+    weights = layer.entry.scheme.grid
     assert weights is not None
     return weights.group_size // group if weights.strategy == "group" and weights.group_size else max(1, groups)
 

@@ -29,7 +29,7 @@ class W8A8Cpu(Kernel):
     formats = frozenset({"int-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.weights, layer.entry.scheme.activations
+        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
         if weights is None or activations is None or activations.type != "int" or activations.bits > 8:
             return "it computes integer weights with integer activations"
         if weights.strategy == "group":

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from runtime.formats.checks import FLOAT8, Tensors
+from runtime.formats.float8 import FLOAT8
+from runtime.formats.representation import Tensors
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.triton import gpu
@@ -21,7 +22,7 @@ class Float8Cuda(Kernel):
     formats = frozenset({"float-quantized"})
 
     def why_not(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.weights, layer.entry.scheme.activations
+        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
         if weights is None or activations is None or activations.type != "float" or not activations.symmetric:
             return "it computes float8 weights with symmetric float8 activations"
         if weights.strategy == "group":

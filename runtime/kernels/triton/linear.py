@@ -9,7 +9,7 @@ from runtime.formats.base import scale_dtype
 from runtime.formats.bitmap import unpack_mask
 from runtime.formats.bitpack import unpack_rows
 from runtime.formats.checks import Tensors, expand_groups
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme
 from runtime.kernels.activations import quantize_input
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import layout
@@ -27,7 +27,7 @@ class _WeightOnly(TritonKernel):
     bits: range
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         if weights is None or weights.type != "int" or weights.bits not in self.bits:
             return f"it computes integer weights of {self.bits.start} to {self.bits.stop - 1} bits"
         if layer.entry.scheme.activations is not None:
@@ -103,7 +103,7 @@ class Sparse24Triton(TritonKernel):
     formats = frozenset({"sparse24"})
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         if weights is None or weights.type != "int" or weights.bits > 4:
             return "it computes integer weights of 2 to 4 bits"
         if layer.entry.scheme.activations is not None:
@@ -171,7 +171,7 @@ class W8A8Triton(TritonKernel):
     formats = frozenset({"int-quantized", "float-quantized"})
 
     def why_not_scheme(self, layer: Layer) -> str | None:
-        weights, activations = layer.entry.scheme.weights, layer.entry.scheme.activations
+        weights, activations = layer.entry.scheme.grid, layer.entry.scheme.activations
         if weights is None or activations is None or weights.type != activations.type or activations.bits > 8:
             return "it computes integer weights with integer activations, or float8 with float8"
         if weights.strategy == "group":
@@ -183,7 +183,7 @@ class W8A8Triton(TritonKernel):
         return None
 
     def capability(self, layer: Layer) -> tuple[int, int]:
-        weights = layer.entry.scheme.weights
+        weights = layer.entry.scheme.grid
         return (8, 9) if weights is not None and weights.type == "float" else (8, 0)
 
     def prepare(self, tensors: Tensors, layer: Layer) -> Tensors:
@@ -235,9 +235,9 @@ class W8A8Triton(TritonKernel):
         return "triton quantize input + 8-bit matrix product"
 
 
-def _weights(layer: Layer) -> WeightScheme:
-    assert layer.entry.scheme.weights is not None
-    return layer.entry.scheme.weights
+def _weights(layer: Layer) -> GridScheme:
+    assert layer.entry.scheme.grid is not None
+    return layer.entry.scheme.grid
 
 
 def _activations(layer: Layer) -> ActivationScheme:
@@ -245,7 +245,7 @@ def _activations(layer: Layer) -> ActivationScheme:
     return layer.entry.scheme.activations
 
 
-def _group(scheme: WeightScheme) -> int:
+def _group(scheme: GridScheme) -> int:
     """Group size as the kernels take it: 0 for one scale a channel (or one for all)."""
     return (scheme.group_size or 0) if scheme.strategy == "group" else 0
 

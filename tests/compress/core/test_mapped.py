@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from compress.core import file_matrix
+from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
@@ -141,7 +142,7 @@ def test_weights_solved_on_a_file_have_the_same_bits(pattern, fields, tmp_path: 
     config = QUANTIZE["gptq"].config(bits=4, group_size=64, **{k: v for k, v in fields.items() if k != "swaps"})
     scheme = resolve_scheme(config, pattern)
     solved = [
-        solve_group(w, collected(columns, directory), prune, config, scheme, torch.bfloat16)
+        solve_group(Problem(w, collected(columns, directory), prune, config, scheme, torch.bfloat16))
         for directory in (None, tmp_path)
     ]
     for here, there in zip(*solved, strict=True):

@@ -5,9 +5,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
-from compress.quantize.transform import awq_scales, smoothquant_scales
+from compress.quantize.awq import awq_scales
+from compress.quantize.smoothquant import smoothquant_scales
 from compress.weights.solver.group import solve_group
 
 
@@ -34,8 +36,8 @@ def test_awq_scales_lower_the_output_error(bits: int, duo: bool) -> None:
     s = awq_scales(weights, statistics, scheme, grid_points=10, duo=duo, search="minmax")
     assert s.shape == (64,)
     assert (s > 0).all()
-    plain = solve_group(weights, None, None, config, scheme, torch.float32)
-    scaled = solve_group([w * s for w in weights], None, None, config, scheme, torch.float32)
+    plain = solve_group(Problem(weights, None, None, config, scheme, torch.float32))
+    scaled = solve_group(Problem([w * s for w in weights], None, None, config, scheme, torch.float32))
     for weight, before, after in zip(weights, plain, scaled, strict=True):
         unscaled = output_error(weight, before.weight.dequantize(), x)
         assert output_error(weight, after.weight.dequantize() / s, x) < 0.8 * unscaled
@@ -48,7 +50,7 @@ def test_the_error_after_scaling_is_that_of_the_scaled_statistics() -> None:
     method = METHODS["awq"]
     assert method.scales is not None
     s = method.scales(weights, statistics, scheme, config)
-    results = solve_group([w * s for w in weights], statistics.scaled(s), None, config, scheme, torch.float32)
+    results = solve_group(Problem([w * s for w in weights], statistics.scaled(s), None, config, scheme, torch.float32))
     for weight, result in zip(weights, results, strict=True):
         assert result.error == pytest.approx(output_error(weight, result.weight.dequantize() / s, x), rel=1e-3)
 
@@ -58,7 +60,7 @@ def test_clipping_lowers_the_output_error_and_gptq_lowers_it_further() -> None:
     errors = []
     for fields in ({"scales": "minmax"}, {"scales": "hessian"}, {"scales": "hessian", "solver": "gptq"}):
         config = METHODS["awq"].config(bits=3, group_size=32, **fields)
-        results = solve_group(weights, statistics, None, config, resolve_scheme(config), torch.float32)
+        results = solve_group(Problem(weights, statistics, None, config, resolve_scheme(config), torch.float32))
         errors.append(sum(r.error for r in results))
     assert errors[0] > errors[1] >= errors[2]
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from compress.quantize.grid import FP8_MAX, Grid, make_grid, round_fp8, storable
-from runtime.formats.scheme import WeightScheme
+from compress.quantize.grid import Grid, make_grid, storable
+from runtime.formats.float8 import FLOAT8_MAXIMUM, round_float8
+from runtime.formats.scheme import GridScheme
 
 SCHEMES = [
-    WeightScheme(bits, "int", symmetric, strategy, 24 if strategy == "group" else None)
+    GridScheme(bits, "int", symmetric, strategy, 24 if strategy == "group" else None)
     for bits in (2, 3, 4, 8)
     for symmetric in (True, False)
     for strategy in ("group", "channel", "tensor")
@@ -27,7 +28,7 @@ def error(grid: Grid, w: torch.Tensor, importance: torch.Tensor | None = None) -
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
 @pytest.mark.parametrize("search", ["minmax", "mse", "hessian"])
-def test_shapes_range_and_storage(scheme: WeightScheme, search: str) -> None:
+def test_shapes_range_and_storage(scheme: GridScheme, search: str) -> None:
     w, hessian = weight(), torch.eye(100)
     grid = make_grid(w, scheme, torch.bfloat16, search, None, None, hessian)
     rows = 1 if scheme.strategy == "tensor" else 6
@@ -48,7 +49,7 @@ def test_shapes_range_and_storage(scheme: WeightScheme, search: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=str)
-def test_search_never_loses_to_the_range(scheme: WeightScheme) -> None:
+def test_search_never_loses_to_the_range(scheme: GridScheme) -> None:
     w = weight()
     importance = torch.rand(100, generator=torch.Generator().manual_seed(1)) + 0.01
     plain = make_grid(w, scheme, torch.float32, "minmax")
@@ -60,7 +61,7 @@ def test_search_never_loses_to_the_range(scheme: WeightScheme) -> None:
 
 
 def test_the_longer_side_of_a_symmetric_grid_points_at_the_larger_extreme() -> None:
-    scheme = WeightScheme(2, "int", True, "channel")
+    scheme = GridScheme(2, "int", True, "channel")
     w = torch.tensor([[2.0, 1.0, 0.0, -1.0], [-2.0, -1.0, 0.0, 1.0]])
     grid = make_grid(w, scheme, torch.float32)
     assert grid.scale[0, 0] < 0 < grid.scale[1, 0]
@@ -68,7 +69,7 @@ def test_the_longer_side_of_a_symmetric_grid_points_at_the_larger_extreme() -> N
 
 
 def test_removed_weights_have_no_say() -> None:
-    scheme = WeightScheme(4, "int", False, "group", 8)
+    scheme = GridScheme(4, "int", False, "group", 8)
     w = weight(3, 16)
     spoiled, mask = w.clone(), torch.ones_like(w, dtype=torch.bool)
     mask[:, ::4] = False
@@ -82,17 +83,17 @@ def test_removed_weights_have_no_say() -> None:
 
 def test_the_last_group_may_be_shorter() -> None:
     w = weight(4, 40)
-    grid = make_grid(w, WeightScheme(4, "int", True, "group", 32), torch.float32)
-    alone = make_grid(w[:, 32:].contiguous(), WeightScheme(4, "int", True, "channel"), torch.float32)
+    grid = make_grid(w, GridScheme(4, "int", True, "group", 32), torch.float32)
+    alone = make_grid(w[:, 32:].contiguous(), GridScheme(4, "int", True, "channel"), torch.float32)
     assert torch.equal(grid.scale[:, 1:], alone.scale)
 
 
 def test_fp8_saturates_and_empty_groups_have_a_usable_scale() -> None:
-    assert round_fp8(torch.tensor([1e9, -1e9])).tolist() == [FP8_MAX, -FP8_MAX]
-    grid = make_grid(weight(), WeightScheme(8, "float", True, "tensor"), torch.bfloat16)
+    assert round_float8(torch.tensor([1e9, -1e9])).tolist() == [FLOAT8_MAXIMUM, -FLOAT8_MAXIMUM]
+    grid = make_grid(weight(), GridScheme(8, "float", True, "tensor"), torch.bfloat16)
     assert torch.isfinite(grid.values(grid.codes(weight()))).all()
     assert error(grid, weight()) < 0.01 * float(weight().square().sum())
-    zeros = make_grid(torch.zeros(2, 16), WeightScheme(4, "int", True, "group", 8), torch.bfloat16)
+    zeros = make_grid(torch.zeros(2, 16), GridScheme(4, "int", True, "group", 8), torch.bfloat16)
     assert (zeros.scale == 1).all()
     tiny = storable(torch.tensor([1e-12]), torch.float16)
     assert tiny[0] > 0
@@ -103,7 +104,7 @@ def test_positive_scales_are_positive_and_cost_little():
     """Between covering the range and searching both signs, and never negative."""
     torch.manual_seed(0)
     weight = torch.randn(64, 256)
-    scheme = WeightScheme(4, "int", True, "group", 64)
+    scheme = GridScheme(4, "int", True, "group", 64)
     errors = {}
     for search in ("minmax", "positive", "mse"):
         grid = make_grid(weight, scheme, torch.bfloat16, search)

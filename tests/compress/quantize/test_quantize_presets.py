@@ -8,7 +8,7 @@ from pydantic import ValidationError
 from compress.quantize import METHODS, PRESETS, check_fits, resolve_scheme
 from compress.quantize.presets import preset
 from runtime.errors import RequestError
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 
 Config = METHODS["rtn"].config
 
@@ -21,18 +21,18 @@ def test_every_preset_survives_config_json(name: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "expected"),
     [
-        ({}, Scheme(WeightScheme(4, "int", True, "group", 128))),
-        ({"scheme": "w4a16", "group_size": 32}, Scheme(WeightScheme(4, "int", True, "group", 32))),
-        ({"bits": 3, "group_size": -1}, Scheme(WeightScheme(3, "int", True, "channel"))),
-        ({"bits": 3, "group_size": "tensor", "symmetric": False}, Scheme(WeightScheme(3, "int", False, "tensor"))),
+        ({}, Scheme(GridScheme(4, "int", True, "group", 128))),
+        ({"scheme": "w4a16", "group_size": 32}, Scheme(GridScheme(4, "int", True, "group", 32))),
+        ({"bits": 3, "group_size": -1}, Scheme(GridScheme(3, "int", True, "channel"))),
+        ({"bits": 3, "group_size": "tensor", "symmetric": False}, Scheme(GridScheme(3, "int", False, "tensor"))),
         ({"scheme": "W8A8"}, PRESETS["W8A8-INT8"]),
         (
             {"scheme": "W8A8-INT8", "activation_mode": "static"},
-            Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor")),
+            Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor")),
         ),
         (
             {"scheme": "FP8", "activation_mode": "dynamic"},
-            Scheme(WeightScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations),
+            Scheme(GridScheme(8, "float", True, "tensor"), PRESETS["FP8_DYNAMIC"].activations),
         ),
         ({"bits": 4, "activations": "int8"}, PRESETS["W4A8"]),
     ],

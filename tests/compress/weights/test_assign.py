@@ -7,7 +7,7 @@ import pytest
 from compress.recipe import load
 from compress.weights.assign import Left, ModuleInfo, assign, lay_out
 from runtime.errors import RequestError
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
 
 def model(width=64, inner=172, layers=2):
@@ -38,7 +38,7 @@ def test_defaults_take_every_linear_layer_but_the_head():
     found = assign(recipe({"quantize": {"method": "rtn", "scheme": "W4A16", "group_size": 32}}), model())
     assert list(found) == [f"model.layers.{n}.{m}" for n in range(2) for m in ("self_attn.q_proj", "mlp.down_proj")]
     entry = found["model.layers.0.mlp.down_proj"]
-    assert entry.scheme == Scheme(WeightScheme(4, "int", True, "group", 32))
+    assert entry.scheme == Scheme(GridScheme(4, "int", True, "group", 32))
     assert entry.prune is None
     assert entry.quantize is not None
     assert entry.quantize.method == "rtn"
@@ -51,7 +51,7 @@ def test_prune_and_quantize_meet_in_one_assignment():
         {"quantize": {"method": "gptq", "bits": 4, "group_size": 32}},
     ]
     entry = assign(recipe(*stages), model())["model.layers.1.self_attn.q_proj"]
-    assert entry.scheme == Scheme(WeightScheme(4, "int", True, "group", 32), None, "2:4")
+    assert entry.scheme == Scheme(GridScheme(4, "int", True, "group", 32), None, "2:4")
     assert entry.stages == [0, 1]
     assert entry.prune is not None
     assert entry.prune.method == "sparsegpt"
@@ -71,7 +71,7 @@ def test_later_stages_of_a_kind_override_earlier_ones():
     first, second = found["model.layers.0.self_attn.q_proj"], found["model.layers.0.mlp.down_proj"]
     assert (first.quantize.method, first.stages) == ("gptq", [0])
     assert (second.quantize.method, second.stages) == ("rtn", [1])
-    assert second.scheme.weights == WeightScheme(8, "int", True, "channel")
+    assert second.scheme.weights == GridScheme(8, "int", True, "channel")
 
 
 def test_head_and_embedding_when_they_are_named():

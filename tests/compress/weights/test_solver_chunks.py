@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
@@ -13,7 +14,7 @@ from compress.weights.solver import columns as chunks
 from compress.weights.solver import compensate, loop
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.group import solve_group
-from runtime.formats.scheme import WeightScheme
+from runtime.formats.scheme import GridScheme
 
 
 def inputs(columns: int, tokens: int, seed: int, correlated: float = 0.6) -> Statistics:
@@ -50,9 +51,9 @@ def test_chunks_give_what_the_whole_gives(pattern: str | None, dtype: torch.dtyp
     prune = None if pattern is None else PRUNE["sparsegpt"].config(pattern=pattern)
     config = QUANTIZE["gptq"].config(bits=3, group_size=16)
     scheme = resolve_scheme(config, pattern)
-    whole = solve_group(w, statistics, prune, config, scheme, dtype)
+    whole = solve_group(Problem(w, statistics, prune, config, scheme, dtype))
     monkeypatch.setattr(chunks, "ELEMENTS", 256 * 64)
-    parts = solve_group(w, statistics, prune, config, scheme, dtype)
+    parts = solve_group(Problem(w, statistics, prune, config, scheme, dtype))
     for a, b in zip(whole, parts, strict=True):
         # Products of another width are summed in another order; a tie may fall the other way.
         rows = (a.weight.values == b.weight.values).all(1)
@@ -73,9 +74,9 @@ def test_wide_rows_are_never_above_nearest(bits: int, correlated: float, sweeps:
     w[3] *= 1e-3
     w[7, :50] = 0
     config = QUANTIZE["gptq"].config(bits=bits, group_size=75, sweeps=sweeps)
-    (ours,) = solve_group([w], statistics, None, config, resolve_scheme(config), torch.float32)
+    (ours,) = solve_group(Problem([w], statistics, None, config, resolve_scheme(config), torch.float32))
     rtn = QUANTIZE["rtn"].config(bits=bits, group_size=75)
-    (plain,) = solve_group([w], statistics, None, rtn, resolve_scheme(rtn), torch.float32)
+    (plain,) = solve_group(Problem([w], statistics, None, rtn, resolve_scheme(rtn), torch.float32))
     # The nearest rounding is compared on GPTQ's own grid, which weighs columns by their energy.
     a, b = output_errors(w, ours, statistics), output_errors(w, plain, statistics)
     assert (a <= b * (1 + 1e-3)).all()
@@ -98,8 +99,8 @@ def test_rounding_by_the_dtype_does_not_break_the_promise(bits: int, dtype: torc
         w = torch.randn(200, columns, generator=generator).to(dtype)
         fields = {"bits": bits, "group_size": 64, "scales": "minmax"}
         config, rtn = QUANTIZE["gptq"].config(**fields, sweeps=sweeps), QUANTIZE["rtn"].config(**fields)
-        (ours,) = solve_group([w], statistics, None, config, resolve_scheme(config), dtype)
-        (plain,) = solve_group([w], statistics, None, rtn, resolve_scheme(rtn), dtype)
+        (ours,) = solve_group(Problem([w], statistics, None, config, resolve_scheme(config), dtype))
+        (plain,) = solve_group(Problem([w], statistics, None, rtn, resolve_scheme(rtn), dtype))
         a, b = (output_errors(w.float(), result, statistics) for result in (ours, plain))
         assert (a <= b * (1 + 1e-4)).all()
 
@@ -108,8 +109,10 @@ def test_a_group_may_mix_dtypes() -> None:
     statistics = inputs(64, 300, 1)
     first, second = (torch.randn(8, 64, generator=torch.Generator().manual_seed(i)) for i in range(2))
     config = QUANTIZE["gptq"].config(bits=8, group_size=16)
-    together = solve_group([first.bfloat16(), second], statistics, None, config, resolve_scheme(config), torch.float32)
-    (alone,) = solve_group([second], statistics, None, config, resolve_scheme(config), torch.float32)
+    together = solve_group(
+        Problem([first.bfloat16(), second], statistics, None, config, resolve_scheme(config), torch.float32)
+    )
+    (alone,) = solve_group(Problem([second], statistics, None, config, resolve_scheme(config), torch.float32))
     assert torch.equal(together[1].weight.values, alone.weight.values)
 
 
@@ -119,7 +122,7 @@ def test_the_reported_error_is_that_of_the_stored_weight() -> None:
     for method, fields in (("gptq", {"sweeps": 0}), ("gptq", {"sweeps": 2}), ("rtn", {})):
         for bits in (3, 8):
             config = QUANTIZE[method].config(bits=bits, group_size=32, **fields)
-            (result,) = solve_group([w], statistics, None, config, resolve_scheme(config), torch.bfloat16)
+            (result,) = solve_group(Problem([w], statistics, None, config, resolve_scheme(config), torch.bfloat16))
             total = ((w.double() @ statistics.hessian.double()) * w.double()).sum()
             exact = output_errors(w.float(), result, statistics).sum() / total
             assert result.error == pytest.approx(float(exact), rel=5e-3)
@@ -152,9 +155,9 @@ def test_scales_set_on_arrival_see_the_whole_group(group: int) -> None:
         seen[first] = adjusted.clone()
         return adjusted.abs().amax(0) / 1.5, None
 
-    scheme = WeightScheme(bits=2, type="int", symmetric=True, strategy="group", group_size=group)
+    scheme = GridScheme(bits=2, type="int", symmetric=True, strategy="group", group_size=group)
     index = [j // group for j in range(columns)]
-    grid = loop.ColumnGrid(-2, 1, False, torch.ones(index[-1] + 1, rows), None, index, choose)
+    grid = loop.ColumnGrid(GridScheme(2), torch.ones(index[-1] + 1, rows), None, index, choose)
     order = torch.arange(columns)
     solution = loop.run(weight.clone(), factorize(statistics.hessian, order, 0.01), grid, block=16)
     assert scheme.group_size == group

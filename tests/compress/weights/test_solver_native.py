@@ -10,12 +10,13 @@ import torch
 
 from compress.core import native
 from compress.quantize import grid as grids
+from compress.quantize.grid import Grid
 from compress.quantize.objective import column_errors
 from compress.weights.solver import loop
-from compress.weights.solver.columns import StackedGrid
+from compress.weights.solver.columns import stacked_grid
 from compress.weights.solver.factor import factorize
 from compress.weights.solver.refine import refine
-from runtime.formats.scheme import WeightScheme
+from runtime.formats.scheme import GridScheme
 from runtime.system import native as libraries
 
 needs_c = pytest.mark.skipif(libraries.find_compiler() is None, reason="needs a C compiler: CC, cc, gcc or clang")
@@ -33,17 +34,16 @@ def problem(rows: int, columns: int, seed: int, zero: bool, masked: bool):
     x = torch.randn(4 * columns, columns, generator=generator)
     x[:, 1:] += 0.6 * x[:, :-1]
     weight = torch.randn(columns, rows, generator=generator)
-    scheme = WeightScheme(bits=3, type="int", symmetric=not zero, strategy="group", group_size=24)
-    grid = StackedGrid.fit([weight.T], scheme, torch.float32, "minmax", None, x.square().mean(0), x.T @ x)
+    scheme = GridScheme(bits=3, type="int", symmetric=not zero, strategy="group", group_size=24)
+    grid = stacked_grid([weight.T], scheme, torch.float32, "minmax", None, x.T @ x)
     mask = torch.rand(columns, rows, generator=generator) > 0.4 if masked else None
     return weight, x.T @ x / x.shape[0], grid, mask
 
 
-def column_grid(grid: StackedGrid, columns: int) -> loop.ColumnGrid:
-    low, high = grid.scheme.code_range
+def column_grid(grid: Grid, columns: int) -> loop.ColumnGrid:
     group = grid.group_of(columns).tolist()
     zero = None if grid.zero is None else grid.zero.clone()
-    return loop.ColumnGrid(low, high, False, grid.scale.clone(), zero, group)
+    return loop.ColumnGrid(grid.scheme, grid.scale.clone(), zero, group)
 
 
 @needs_c
@@ -90,7 +90,7 @@ def test_refinement_is_that_of_torch_and_says_the_error_it_leaves(rows, refit, z
     for kind in ("c", "torch"):
         if kind == "torch":
             monkeypatch.setattr(native, "usable", lambda *_: False)
-        here = StackedGrid(grid.scheme, grid.scale.clone(), None if grid.zero is None else grid.zero.clone())
+        here = Grid(grid.scheme, grid.scale.clone(), None if grid.zero is None else grid.zero.clone(), dim=0)
         codes = start.to(torch.int8)
         values = here.values(start) if mask is None else here.values(start) * mask
         error = weight - values
@@ -114,7 +114,7 @@ def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, symmetr
     generator = torch.Generator().manual_seed(rows + width)
     groups = torch.randn(rows, width, generator=generator)
     cost = torch.rand(width, generator=generator) if weighted else None
-    scheme = WeightScheme(bits=4, type="int", symmetric=symmetric, strategy="channel", group_size=None)
+    scheme = GridScheme(bits=4, type="int", symmetric=symmetric, strategy="channel", group_size=None)
     scales, zeros = grids.candidate_grids(groups, scheme, torch.bfloat16, "mse")
     best = native.search_grid(groups.T.contiguous(), cost, scales, zeros, scheme.code_range)
     low, high = scheme.code_range

@@ -7,6 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
@@ -32,7 +33,7 @@ def weights(columns: int, seed: int, heights: tuple[int, ...] = (8, 12)) -> list
 
 def solve(w, statistics, prune=None, quantize=None, dtype=torch.float32, **more) -> list[LayerResult]:
     pattern = None if prune is None else str(prune.parsed)
-    return solve_group(w, statistics, prune, quantize, resolve_scheme(quantize, pattern), dtype, **more)
+    return solve_group(Problem(w, statistics, prune, quantize, resolve_scheme(quantize, pattern), dtype, **more))
 
 
 def row_error(weight: torch.Tensor, result: LayerResult, statistics: Statistics) -> torch.Tensor:

@@ -7,6 +7,7 @@ import itertools
 import pytest
 import torch
 
+from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
@@ -86,7 +87,7 @@ def test_gptq_gives_the_codes_of_the_reference(bits: int, group: int | str, symm
         return (codes - zero[:, j]) * scale[:, j]
 
     expected = obq(weight, damped(statistics), quantize)
-    (result,) = solve_group([weight], statistics, None, config, scheme, torch.float32)
+    (result,) = solve_group(Problem([weight], statistics, None, config, scheme, torch.float32))
     # float32 against float64: a value exactly between two codes may go either way, and every later column with it.
     differs = (result.weight.dequantize().double() - expected).abs().amax(1) > 1e-4
     assert result.notes["rows_replaced"] <= 1
@@ -115,7 +116,7 @@ def test_sparsegpt_gives_the_mask_of_the_reference(pattern: str, sparsity: float
         return scores > scores.flatten().kthvalue(int(sparsity * scores.numel())).values
 
     expected = obq(weight, damped(statistics), lambda column, j: column, prune, block)
-    (result,) = solve_group([weight], statistics, config, None, resolve_scheme(None, pattern), torch.float32)
+    (result,) = solve_group(Problem([weight], statistics, config, None, resolve_scheme(None, pattern), torch.float32))
     assert torch.equal(result.weight.mask, expected != 0)
     torch.testing.assert_close(result.weight.values, expected.float(), rtol=1e-3, atol=1e-3)
 
@@ -125,9 +126,9 @@ def test_gptq_lies_between_brute_force_and_nearest(seed: int) -> None:
     weight, statistics = problem(1, 6, seed=seed)
     config = QUANTIZE["gptq"].config(bits=2, group_size="channel", symmetric=True, static_groups=True, sweeps=0)
     scheme = resolve_scheme(config)
-    (result,) = solve_group([weight], statistics, None, config, scheme, torch.float32)
+    (result,) = solve_group(Problem([weight], statistics, None, config, scheme, torch.float32))
     rounded = QUANTIZE["rtn"].config(bits=2, group_size="channel", symmetric=True)
-    (plain,) = solve_group([weight], statistics, None, rounded, scheme, torch.float32)
+    (plain,) = solve_group(Problem([weight], statistics, None, rounded, scheme, torch.float32))
     codes = torch.tensor(list(itertools.product(range(-2, 2), repeat=6)), dtype=torch.float32)
     assert result.weight.scale is not None
     difference = weight - codes * result.weight.scale

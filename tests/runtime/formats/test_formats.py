@@ -10,15 +10,15 @@ from weight_cases import int_scheme, random_mask, random_weight
 
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.formats.scheme import ActivationScheme, CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
 SHAPES = [(7, 172), (16, 128), (5, 257), (1, 64)]
 GRIDS = [
-    WeightScheme(bits, "int", symmetric, strategy, group)
+    GridScheme(bits, "int", symmetric, strategy, group)
     for bits, symmetric, (strategy, group) in itertools.product(
         range(2, 9), (True, False), (("group", 32), ("group", 48), ("channel", None), ("tensor", None))
     )
-] + [WeightScheme(8, "float", True, "channel"), WeightScheme(8, "float", True, "tensor")]
+] + [GridScheme(8, "float", True, "channel"), GridScheme(8, "float", True, "tensor")]
 PATTERNS = [None, "unstructured", "2:4", "1:4", "4:8", "3:16", "block:4x8"]
 
 
@@ -174,12 +174,12 @@ def test_mask_may_be_left_out():
         (int_scheme(4, sparsity="block:4x4"), (64, 256), "bitmap"),
         (Scheme(None, None, "2:4"), (64, 256), "sparse24"),
         (Scheme(None, None, "unstructured"), (64, 256), "bitmap"),
-        (Scheme(WeightScheme(8, "float", True, "channel")), (64, 256), "float-quantized"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), (64, 256), "int-quantized"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(), "2:4"), (64, 256), "int-quantized"),
-        (Scheme(WeightScheme(4, "int", True, "group", 128), ActivationScheme()), (64, 172), "packed"),
-        (Scheme(WeightScheme(8, "float", True, "tensor"), ActivationScheme(8, "float")), (9, 7), "float-quantized"),
-        (Scheme(WeightScheme(4, "int", True, "channel"), ActivationScheme(8, "float")), (9, 7), "packed"),
+        (Scheme(GridScheme(8, "float", True, "channel")), (64, 256), "float-quantized"),
+        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), (64, 256), "int-quantized"),
+        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(), "2:4"), (64, 256), "int-quantized"),
+        (Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme()), (64, 172), "packed"),
+        (Scheme(GridScheme(8, "float", True, "tensor"), ActivationScheme(8, "float")), (9, 7), "float-quantized"),
+        (Scheme(GridScheme(4, "int", True, "channel"), ActivationScheme(8, "float")), (9, 7), "packed"),
     ],
     ids=str,
 )
@@ -199,7 +199,7 @@ def test_choose_heeds_the_density():
         (int_scheme(4, group=512), (8, 256), "larger than the row"),
         (int_scheme(1), (8, 256), "2 to 8 bits"),
         (int_scheme(9), (8, 256), "2 to 8 bits"),
-        (Scheme(WeightScheme(4, "float", True, "channel")), (8, 256), "e4m3"),
+        (Scheme(GridScheme(4, "float", True, "channel")), (8, 256), "e4m3"),
         (Scheme(None, ActivationScheme()), (8, 256), "weights are not"),
         (Scheme(), (8, 256), "no storage format"),
     ],
@@ -224,8 +224,8 @@ def case(name):
     scheme = {
         "pack-quantized": int_scheme(4, False, 32),
         "packed": int_scheme(3, False, 48),
-        "int-quantized": Scheme(WeightScheme(8, "int", False, "channel")),
-        "float-quantized": Scheme(WeightScheme(8, "float", True, "channel")),
+        "int-quantized": Scheme(GridScheme(8, "int", False, "channel")),
+        "float-quantized": Scheme(GridScheme(8, "float", True, "channel")),
         "sparse24": int_scheme(4, True, 32, "2:4"),
         "bitmap": int_scheme(4, True, 32, "unstructured"),
     }[name]
@@ -290,7 +290,7 @@ def test_a_weight_that_breaks_its_contract_is_not_packed():
 
 
 def test_static_activations_add_their_tensors():
-    scheme = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", False, False, "tensor"))
+    scheme = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", False, False, "tensor"))
     storage = formats.get("int-quantized")
     scale, zero = torch.tensor(0.5, dtype=torch.bfloat16), torch.tensor(3, dtype=torch.int8)
     tensors = storage.pack(random_weight(scheme, (8, 64)), scale, zero)

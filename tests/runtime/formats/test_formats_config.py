@@ -10,13 +10,13 @@ from weight_cases import int_scheme
 
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.quantization_config import ModuleEntry, build, entry_from_dict, entry_to_dict, parse
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 
 LINEAR = ["model.layers.0.q_proj", "model.layers.0.down_proj", "model.layers.1.q_proj", "lm_head"]
 W4 = ModuleEntry(int_scheme(4, group=128), "pack-quantized")
-W8A8 = ModuleEntry(Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), "int-quantized")
+W8A8 = ModuleEntry(Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), "int-quantized")
 STATIC = ModuleEntry(
-    Scheme(WeightScheme(8, "float", True, "tensor"), ActivationScheme(8, "float", True, False, "tensor")),
+    Scheme(GridScheme(8, "float", True, "tensor"), ActivationScheme(8, "float", True, False, "tensor")),
     "float-quantized",
 )
 SPARSE = ModuleEntry(int_scheme(4, False, 64, "2:4"), "sparse24")

@@ -13,7 +13,7 @@ from runtime import formats, kernels
 from runtime.errors import RequestError
 from runtime.formats.float8 import widen
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.activations import fake_quantize
 from runtime.kernels.cpu import int4, w8a8
 from runtime.kernels.cuda.fp8 import Float8Cuda
@@ -32,7 +32,7 @@ def weight_only():
     for bits, symmetric, (strategy, group), sparsity in itertools.product(
         (2, 3, 4, 5, 8), (True, False), grids, (None, "2:4", "unstructured")
     ):
-        yield Scheme(WeightScheme(bits, "int", symmetric, strategy, group), None, sparsity)
+        yield Scheme(GridScheme(bits, "int", symmetric, strategy, group), None, sparsity)
 
 
 def with_activations():
@@ -40,7 +40,7 @@ def with_activations():
         (("token", True), ("tensor", True), ("tensor", False)), (True, False), (True, False), ("channel", "tensor")
     ):
         activations = ActivationScheme(8, "int", symmetric, dynamic, strategy)
-        yield Scheme(WeightScheme(8, "int", weight_symmetric, weight_strategy), activations)
+        yield Scheme(GridScheme(8, "int", weight_symmetric, weight_strategy), activations)
 
 
 def layer_of(scheme, shape, dtype=torch.bfloat16, bias=True, seed=0):
@@ -136,7 +136,7 @@ def test_reference_is_a_dense_layer(shape):
     for scheme in [
         *weight_only(),
         Scheme(None, None, "unstructured"),
-        Scheme(WeightScheme(8, "float", True, "channel")),
+        Scheme(GridScheme(8, "float", True, "channel")),
     ]:
         if (scheme.sparsity == "2:4" and shape[1] % 4) or (
             scheme.weights and (scheme.weights.group_size or 1) > shape[1]
@@ -176,7 +176,7 @@ def test_activations_round_as_in_compressed_tensors(scheme, dtype):
 
 
 def test_float8_activations():
-    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    scheme = Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
     layer, weight = layer_of(scheme, (32, 64), torch.float32, bias=False)
     x = torch.randn(5, 64)
     scale = x.abs().amax(-1, keepdim=True) / 448
@@ -189,7 +189,7 @@ def test_float8_activations():
 @pytest.mark.parametrize(("activations", "dynamic"), [("token", True), ("tensor", True), ("tensor", False)])
 def test_fp8_cuda_arithmetic(strategy, activations, dynamic):
     """torch computes `_scaled_mm` on a CPU too, slowly, so the arithmetic can be held against the reference anywhere."""
-    scheme = Scheme(WeightScheme(8, "float", True, strategy), ActivationScheme(8, "float", True, dynamic, activations))
+    scheme = Scheme(GridScheme(8, "float", True, strategy), ActivationScheme(8, "float", True, dynamic, activations))
     layer, _ = layer_of(scheme, (48, 96))
     kernel = Float8Cuda()
     for rows in (0, 1, 19):
@@ -203,7 +203,7 @@ def test_fp8_cuda_arithmetic(strategy, activations, dynamic):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_fp8_cuda():
-    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    scheme = Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
     layer, _ = layer_of(scheme, (256, 512))
     layer.cuda()
     for rows in (1, 7, 300):
@@ -215,7 +215,7 @@ def test_fp8_cuda():
 
 
 def test_fp8_cuda_says_why_not():
-    scheme = Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
+    scheme = Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float"))
     entry = ModuleEntry(scheme, "float-quantized")
     device = torch.device("cuda")
     assert "16" in Float8Cuda().why_not(kernels.Layer(entry, (48, 90), torch.bfloat16, device))

@@ -14,13 +14,13 @@ from weight_cases import int_scheme, write_checkpoint
 
 import runtime
 from runtime.formats.quantization_config import parse
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedLinear, install
 from runtime.layers.compressed_module import CompressedModule
 
 ROOT = Path(runtime.__file__).parents[1]
 IDS = torch.tensor([[1, 5, 98, 3, 0, 7, 7], [4, 4, 2, 60, 9, 1, 30]])
-W8, F8 = WeightScheme(8, "int", True, "channel"), WeightScheme(8, "float", True, "channel")
+W8, F8 = GridScheme(8, "int", True, "channel"), GridScheme(8, "float", True, "channel")
 
 
 def tiny(dtype=torch.float32):
@@ -76,7 +76,7 @@ def test_shared_formats_load_through_compressed_tensors(tmp_path, scheme, dtype)
         (Scheme(W8, ActivationScheme(8, "int", True, False, "tensor")), 0.02),
         (Scheme(F8, ActivationScheme(8, "float")), None),
         (Scheme(F8, ActivationScheme(8, "float", True, False, "tensor")), 0.01),
-        (Scheme(WeightScheme(4, "int", True, "group", 4), ActivationScheme()), None),
+        (Scheme(GridScheme(4, "int", True, "group", 4), ActivationScheme()), None),
     ],
     ids=str,
 )

@@ -12,17 +12,17 @@ from weight_cases import int_scheme, random_weight
 from runtime import formats, kernels
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.layers.compressed_linear import CompressedEmbedding, CompressedLinear, install, prepare_all
 
-STATIC = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor"))
+STATIC = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int", True, False, "tensor"))
 SCHEMES = [
     int_scheme(4, False, 32),
     int_scheme(4, True, "channel", "2:4"),
     int_scheme(3, False, 32, "unstructured"),
     int_scheme(8, True, 64),
-    Scheme(WeightScheme(8, "float", True, "channel")),
-    Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()),
+    Scheme(GridScheme(8, "float", True, "channel")),
+    Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()),
     Scheme(None, None, "2:4"),
     Scheme(None, None, "unstructured"),
 ]
@@ -251,7 +251,7 @@ def test_prepare_all_uses_a_kernel_where_it_fits():
         prepare_all(broken)
 
 
-STATIC_FREE = Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme())
+STATIC_FREE = Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme())
 
 
 def test_dense_is_the_same_layer():

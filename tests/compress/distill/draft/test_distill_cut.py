@@ -129,11 +129,11 @@ def test_compressed_layers_that_are_stored_transposed() -> None:
     """GPT-2's Conv1D is `[in, out]`, the compressed layer in its place `[out, in]`."""
     from runtime import formats
     from runtime.formats.quantization_config import ModuleEntry
-    from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+    from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
     from runtime.layers.compressed_linear import CompressedLinear
 
     model, twin = family("GPT2"), family("GPT2")
-    scheme = Scheme(WeightScheme(8, strategy="channel"))
+    scheme = Scheme(GridScheme(8, strategy="channel"))
     storage = formats.choose(scheme, (64, 64))
     for name, module in list(model.named_modules()):
         if type(module).__name__ != "Conv1D":

@@ -23,10 +23,10 @@ from compress.quantize.grid import make_grid
 from compress.weights.fixed import Held, load, save
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 
-INT3 = Scheme(weights=WeightScheme(3, group_size=8))
-ASYMMETRIC = Scheme(weights=WeightScheme(4, symmetric=False, group_size=8), sparsity="unstructured")
+INT3 = Scheme(weights=GridScheme(3, group_size=8))
+ASYMMETRIC = Scheme(weights=GridScheme(4, symmetric=False, group_size=8), sparsity="unstructured")
 
 
 def layers(out: int = 6, columns: int = 16) -> nn.Module:
@@ -105,7 +105,7 @@ def test_training_begins_where_a_weight_was_rounded_from(scheme: Scheme) -> None
 def test_what_is_beyond_the_grid_comes_back_and_goes_no_further() -> None:
     module = nn.Linear(8, 1, bias=False)
     module.weight.data = torch.linspace(-1, 1, 8)[None]
-    _, held = on_grid(module.weight.detach(), Scheme(weights=WeightScheme(3, group_size=8)))
+    _, held = on_grid(module.weight.detach(), Scheme(weights=GridScheme(3, group_size=8)))
     module.weight.data[0, 0], module.weight.data[0, 7] = -9.0, 9.0
     holder = nn.ModuleDict({"layer": module})
     constrain(holder, {"layer": held})

@@ -16,7 +16,7 @@ from runtime.engines.llama_structure import Joined, Part
 from runtime.engines.torch.engine import weight_bytes
 from runtime.formats.checks import Tensors
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import CompressedWeight, Scheme, WeightScheme
+from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 from runtime.kernels.base import Kernel, Layer
 from runtime.kernels.triton import layout
 from runtime.layers.compressed_linear import CompressedLinear
@@ -59,7 +59,7 @@ def reordered(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def compressed(rows: int, columns: int, symmetric: bool = True, bias: bool = False, seed: int = 0) -> CompressedLinear:
     generator = torch.Generator().manual_seed(rows + seed)
-    scheme = Scheme(WeightScheme(4, "int", symmetric, "group", 16))
+    scheme = Scheme(GridScheme(4, "int", symmetric, "group", 16))
     codes = torch.randint(-8, 8, (rows, columns), generator=generator, dtype=torch.int8)
     groups = -(-columns // 16)
     scale = torch.rand(rows, groups, generator=generator) * 0.05 + 0.01
@@ -214,7 +214,7 @@ def test_layouts_of_the_triton_kernels_are_joined(name: str, symmetric: bool, mo
     monkeypatch.setattr(table, "_KERNELS", (getattr(kernels, name)("cpu"), table.REFERENCE))
     generator = torch.Generator().manual_seed(0)
     sparse = name == "Sparse24Triton"
-    scheme = Scheme(WeightScheme(4, "int", symmetric, "group", 64), sparsity="2:4" if sparse else None)
+    scheme = Scheme(GridScheme(4, "int", symmetric, "group", 64), sparsity="2:4" if sparse else None)
     storage = "sparse24" if sparse else "pack-quantized"
     layers: list[nn.Module] = []
     for rows in (64, 32, 32):

@@ -12,7 +12,7 @@ from weight_cases import int_scheme
 
 from runtime import formats, kernels
 from runtime.errors import RequestError
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels import tuning
 from runtime.kernels.cpu import integer, library
 from runtime.layers.compressed_linear import prepare_all
@@ -52,15 +52,15 @@ needs_c = pytest.mark.skipif(library.load() is None, reason="needs a C compiler"
         (int_scheme(8, group=128, sparsity="2:4"), torch.bfloat16, "int8-c", "int8-c-fast"),
         (int_scheme(6, False, 64, sparsity="unstructured"), torch.float16, "int8-c", "int8-c-fast"),
         (int_scheme(4, group=128), torch.float64, "reference", "reference"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.bfloat16, "w8a8-cpu", "w8a8-cpu"),
-        (Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme()), torch.float32, "w8a8-cpu", "w8a8-cpu"),
+        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), torch.bfloat16, "w8a8-cpu", "w8a8-cpu"),
+        (Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme()), torch.float32, "w8a8-cpu", "w8a8-cpu"),
         (
-            Scheme(WeightScheme(4, "int", True, "group", 128), ActivationScheme()),
+            Scheme(GridScheme(4, "int", True, "group", 128), ActivationScheme()),
             torch.bfloat16,
             "reference",
             "reference",
         ),
-        (Scheme(WeightScheme(8, "float", True, "channel")), torch.bfloat16, "reference", "reference"),
+        (Scheme(GridScheme(8, "float", True, "channel")), torch.bfloat16, "reference", "reference"),
         (Scheme(None, None, "2:4"), torch.bfloat16, "reference", "reference"),
     ],
     ids=str,

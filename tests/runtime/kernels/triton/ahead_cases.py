@@ -12,7 +12,7 @@ import torch
 
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import Scheme, WeightScheme
+from runtime.formats.scheme import GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import jit
 from runtime.kernels.triton.base import ROWS
@@ -72,7 +72,7 @@ def write_kernels(directory: Path, variants: Iterable[Variant], architecture: st
 
 def w4_layer(rows: int = 48, columns: int = 256, group: int = 32) -> Layer:
     """A layer of 4-bit weights, on the CPU."""
-    scheme = Scheme(WeightScheme(4, "int", True, "group", group))
+    scheme = Scheme(GridScheme(4, "int", True, "group", group))
     return Layer(ModuleEntry(scheme, "pack-quantized", None), (rows, columns), torch.bfloat16, CPU)
 
 

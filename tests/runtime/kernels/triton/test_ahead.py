@@ -26,7 +26,7 @@ from export.triton_aot.worker import compile_variant
 from runtime import formats
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.triton import ahead, cubins, gpu, jit, signature, tuning
 from runtime.kernels.triton.base import TritonKernel
@@ -285,20 +285,20 @@ def test_tuning_chooses_among_what_is_there(tmp_path: Path) -> None:
 
 
 SCHEMES: list[tuple[TritonKernel, Scheme, str]] = [
-    (W4A16Triton("cpu"), Scheme(WeightScheme(4, "int", True, "group", 32)), "pack-quantized"),
-    (W4A16Triton("cpu"), Scheme(WeightScheme(3, "int", False, "group", 48)), "pack-quantized"),
-    (W4A16Triton("cpu"), Scheme(WeightScheme(4, "int", False, "tensor")), "packed"),
-    (W8A16Triton("cpu"), Scheme(WeightScheme(8, "int", False, "channel")), "int-quantized"),
-    (Sparse24Triton("cpu"), Scheme(WeightScheme(4, "int", False, "group", 64), None, "2:4"), "sparse24"),
-    (W8A8Triton("cpu"), Scheme(WeightScheme(8, "int", True, "channel"), ActivationScheme(8, "int")), "int-quantized"),
+    (W4A16Triton("cpu"), Scheme(GridScheme(4, "int", True, "group", 32)), "pack-quantized"),
+    (W4A16Triton("cpu"), Scheme(GridScheme(3, "int", False, "group", 48)), "pack-quantized"),
+    (W4A16Triton("cpu"), Scheme(GridScheme(4, "int", False, "tensor")), "packed"),
+    (W8A16Triton("cpu"), Scheme(GridScheme(8, "int", False, "channel")), "int-quantized"),
+    (Sparse24Triton("cpu"), Scheme(GridScheme(4, "int", False, "group", 64), None, "2:4"), "sparse24"),
+    (W8A8Triton("cpu"), Scheme(GridScheme(8, "int", True, "channel"), ActivationScheme(8, "int")), "int-quantized"),
     (
         W8A8Triton("cpu"),
-        Scheme(WeightScheme(8, "int", False, "tensor"), ActivationScheme(8, "int", False, False, "tensor")),
+        Scheme(GridScheme(8, "int", False, "tensor"), ActivationScheme(8, "int", False, False, "tensor")),
         "int-quantized",
     ),
     (
         W8A8Triton("cpu"),
-        Scheme(WeightScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
+        Scheme(GridScheme(8, "float", True, "channel"), ActivationScheme(8, "float")),
         "float-quantized",
     ),
 ]

@@ -8,7 +8,7 @@ from weight_cases import random_weight
 
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
-from runtime.formats.scheme import ActivationScheme, Scheme, WeightScheme
+from runtime.formats.scheme import ActivationScheme, GridScheme, Scheme
 from runtime.kernels.base import Layer
 from runtime.kernels.reference import Reference
 from runtime.kernels.triton.linear import Sparse24Triton, W4A16Triton, W8A8Triton, W8A16Triton
@@ -60,11 +60,11 @@ def check(kernel, scheme, shape, storage, dtype=torch.bfloat16, seed=0, rows=(0,
 def test_w4a16(grid):
     kernel = W4A16Triton("cpu")
     for seed, (bits, symmetric) in enumerate(((2, True), (3, False), (4, True), (4, False))):
-        scheme = Scheme(WeightScheme(bits, "int", symmetric, *grid))
+        scheme = Scheme(GridScheme(bits, "int", symmetric, *grid))
         check(kernel, scheme, (7, 192), "pack-quantized", (torch.bfloat16, torch.float16)[seed % 2], seed, (1, 5))
-    check(kernel, Scheme(WeightScheme(4, "int", False, *grid)), (5, 100), "packed")
+    check(kernel, Scheme(GridScheme(4, "int", False, *grid)), (5, 100), "packed")
     for storage, sparsity in (("bitmap", "unstructured"), ("sparse24", "2:4")):
-        check(kernel, Scheme(WeightScheme(4, "int", False, *grid), None, sparsity), (6, 128), storage, rows=(1,))
+        check(kernel, Scheme(GridScheme(4, "int", False, *grid), None, sparsity), (6, 128), storage, rows=(1,))
 
 
 @pytest.mark.parametrize("grid", GRIDS, ids=str)
@@ -72,7 +72,7 @@ def test_w8a16(grid):
     for seed, (bits, symmetric) in enumerate(itertools.product((5, 8), (True, False))):
         check(
             W8A16Triton("cpu"),
-            Scheme(WeightScheme(bits, "int", symmetric, *grid)),
+            Scheme(GridScheme(bits, "int", symmetric, *grid)),
             (7, 192),
             "pack-quantized",
             seed=seed,
@@ -84,7 +84,7 @@ def test_sparse24(grid):
     for seed, (bits, symmetric, sparsity) in enumerate(((3, True, "2:4"), (4, False, "2:4"), (4, True, "1:4"))):
         check(
             Sparse24Triton("cpu"),
-            Scheme(WeightScheme(bits, "int", symmetric, *grid), None, sparsity),
+            Scheme(GridScheme(bits, "int", symmetric, *grid), None, sparsity),
             (7, 132),
             "sparse24",
             seed=seed,
@@ -97,10 +97,10 @@ def test_w8a8():
         itertools.product(kinds, (True, False), (True, False), ("channel", "tensor"))
     ):
         activations = ActivationScheme(8, "int", symmetric, dynamic, strategy)
-        scheme = Scheme(WeightScheme(8, "int", weight_symmetric, of), activations)
+        scheme = Scheme(GridScheme(8, "int", weight_symmetric, of), activations)
         check(W8A8Triton("cpu"), scheme, (7, 100), "int-quantized", seed=seed, rows=(0, 1, 3))
     for (strategy, dynamic), of in itertools.product(kinds, ("channel", "tensor")):
-        scheme = Scheme(WeightScheme(8, "float", True, of), ActivationScheme(8, "float", True, dynamic, strategy))
+        scheme = Scheme(GridScheme(8, "float", True, of), ActivationScheme(8, "float", True, dynamic, strategy))
         check(W8A8Triton("cpu"), scheme, (7, 100), "float-quantized", rows=(0, 1, 3))
 
 
@@ -108,9 +108,9 @@ def test_why_not():
     def reason(kernel, scheme, dtype=torch.bfloat16):
         return kernel.why_not(Layer(ModuleEntry(scheme, "packed"), (64, 64), dtype, torch.device("cpu")))
 
-    int4 = Scheme(WeightScheme(4, "int", True, "group", 32))
+    int4 = Scheme(GridScheme(4, "int", True, "group", 32))
     assert "float32" in reason(W4A16Triton(), int4, torch.float32)
-    assert "multiple of 16" in reason(W4A16Triton(), Scheme(WeightScheme(4, "int", True, "group", 24)))
+    assert "multiple of 16" in reason(W4A16Triton(), Scheme(GridScheme(4, "int", True, "group", 24)))
     assert "multiple of 64" in reason(Sparse24Triton(), int4)
     assert "5 to 8 bits" in reason(W8A16Triton(), int4)
     assert "integer activations" in reason(W8A8Triton(), int4)

@@ -1,0 +1,99 @@
+"""Dense formats of compressed-tensors (`pack-quantized`, `int-quantized`, `float-quantized`), and `packed` for other integer schemes."""
+
+from __future__ import annotations
+
+import torch
+
+from runtime.formats.base import GridFormat, OwnFormat
+from runtime.formats.bitpack import pack_rows, packed_words, unpack_rows
+from runtime.formats.checks import check_weight, why_not_weights
+from runtime.formats.grid import GridScheme
+from runtime.formats.representation import Shape, Tensors, TensorSpec
+from runtime.formats.scheme import CompressedWeight, Scheme
+
+
+class Packed(GridFormat):
+    """Integer weights of 2 to 8 bits, bit-packed rows: `weight_packed` int32 `[out, ceil(in * bits / 32)]`, `weight_scale`,
+    `weight_shape` int64 `[2]`.
+
+    Asymmetric schemes add `weight_zero_point`: int32, bit-packed along dimension 0 (per group or channel), or int8 `[1]` (per tensor).
+    Symmetric schemes store none, because vLLM refuses one. Beyond `pack-quantized`, also a last group shorter than the others (ragged),
+    and activation schemes of any kind.
+    """
+
+    name = "packed"
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = why_not_weights(scheme, shape)
+        if reason is None and (scheme.grid is None or scheme.grid.type != "int"):
+            reason = "it stores integer weights only"
+        return reason
+
+    def zero_point_packed(self, scheme: GridScheme) -> bool:
+        return scheme.strategy != "tensor"
+
+    def code_tensors(
+        self, scheme: Scheme, shape: Shape, dtype: torch.dtype, count: int | None
+    ) -> dict[str, TensorSpec]:
+        assert scheme.grid is not None
+        words = packed_words(shape[1], scheme.grid.bits)
+        return {
+            "weight_packed": TensorSpec((shape[0], words), torch.int32),
+            "weight_shape": TensorSpec((2,), torch.int64),
+        }
+
+    def pack_codes(self, weight: CompressedWeight) -> Tensors:
+        assert weight.scheme.grid is not None
+        return {
+            "weight_packed": pack_rows(weight.values, weight.scheme.grid.bits),
+            "weight_shape": torch.tensor(weight.values.shape, dtype=torch.int64),
+        }
+
+    def unpack_codes(
+        self, tensors: Tensors, scheme: Scheme, shape: Shape, zero: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        assert scheme.grid is not None
+        return unpack_rows(tensors["weight_packed"], scheme.grid.bits, shape[1]), None
+
+
+class PackQuantized(Packed):
+    """`pack-quantized`: the tensors of `packed`, weight only, groups that divide the row (read by vLLM and SGLang)."""
+
+    name = "pack-quantized"
+    own = False
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = super().why_not(scheme, shape)
+        if reason is None and scheme.activations is not None:
+            reason = "it stores weight-only schemes; quantized activations go to int-quantized"
+        return reason or _why_not_groups(scheme, shape)
+
+
+class Naive(OwnFormat):
+    """`int-quantized` and `float-quantized`: `GridScheme.tensors` as they are, one int8 or float8 code a weight, mostly for layers whose
+    activations are of the same kind (W8A8). Static activations add `input_scale` [1].
+    """
+
+    own = False
+
+    def __init__(self, number: str) -> None:
+        self.number, self.name = number, f"{number}-quantized"
+
+    def why_not(self, scheme: Scheme, shape: Shape) -> str | None:
+        reason = why_not_weights(scheme, shape)
+        words = {"int": "integer", "float": "float8"}[self.number]
+        if reason is None and (scheme.grid is None or scheme.grid.type != self.number):
+            reason = f"it stores {words} weights only"
+        if reason is None and scheme.activations is not None and scheme.activations.type != self.number:
+            reason = f"it is for layers with {words} activations, or none"
+        return reason or _why_not_groups(scheme, shape)
+
+    def pack_weight(self, weight: CompressedWeight) -> Tensors:
+        check_weight(weight)
+        return super().pack_weight(weight)
+
+
+def _why_not_groups(scheme: Scheme, shape: Shape) -> str | None:
+    if scheme.grid is None or not scheme.grid.ragged(shape):
+        return None
+    return f"compressed-tensors wants groups that divide the row: {shape[1]} % {scheme.grid.group_size} != 0"

@@ -1,0 +1,134 @@
+"""Representation of a weight matrix: the values it may take, how they are found, and the tensors that hold them on disk."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any, ClassVar
+
+import torch
+
+from runtime.config.plugins import entries
+
+Shape = tuple[int, int]
+Tensors = dict[str, torch.Tensor]
+GROUP = "compress.formats"
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """Shape and dtype of one tensor on disk."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Size on disk."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Representation(ABC):
+    """The values that a weight matrix `[out, in]` may take, and how they are stored.
+
+    A subclass is a frozen dataclass. Its fields (numbers, strings, booleans) are what a recipe's `scheme` and `config.json` say beside
+    `representation: NAME`; the constructor raises ValueError for fields that mean nothing. A package of its own registers the class under
+    the entry-point group `compress.formats`.
+
+    *Codes* are integers `[out, in / vector]`, one for every `vector` columns of a row. *Parameters* are tensors by name (scales, a
+    codebook), fitted to one matrix and stored with it.
+
+    Attributes:
+        name: word of the recipe and of `config.json`, and name of the storage format made of `tensors`.
+        bits: bits of code for each weight, parameters not counted.
+        vector: consecutive columns that are rounded together.
+    """
+
+    name: ClassVar[str]
+    bits: float
+    vector: int = 1
+
+    def why_not(self, shape: Shape) -> str | None:
+        """The reason a matrix of this shape (out, in) cannot be represented; None when it can."""
+        return f"rows of {shape[1]} weights are not whole vectors of {self.vector}" if shape[1] % self.vector else None
+
+    @abstractmethod
+    def describe(self) -> str:
+        """In a few words, for plans and reports: "int4 g128"."""
+
+    @abstractmethod
+    def fit(self, weight: torch.Tensor, dtype: torch.dtype, importance: torch.Tensor | None = None) -> Tensors:
+        """Parameters for `weight` float32 `[out, in]`, as they will be stored.
+
+        Args:
+            dtype: of the model.
+            importance: `[in]` weights of the squared error, the mean square of each input; None: all alike.
+        """
+
+    @abstractmethod
+    def nearest(self, columns: torch.Tensor, parameters: Tensors, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Round some columns of all rows; the column loop of GPTQ calls it once for every `vector` columns.
+
+        Args:
+            columns: float32 `[vector, rows]`: transposed, so that a column of the matrix is contiguous.
+            first: number of the first of them in the matrix.
+
+        Returns:
+            The nearest values, float32 `[vector, rows]`, and their codes `[rows]`.
+        """
+
+    @abstractmethod
+    def dequantize(self, codes: torch.Tensor, parameters: Tensors, dtype: torch.dtype) -> torch.Tensor:
+        """The matrix `[out, in]` that codes stand for, in `dtype`."""
+
+    @abstractmethod
+    def tensors(self, shape: Shape, dtype: torch.dtype) -> dict[str, TensorSpec]:
+        """Tensors on disk of a matrix of this shape in a model of `dtype`, by their names inside the module."""
+
+    @abstractmethod
+    def encode(self, codes: torch.Tensor, parameters: Tensors) -> Tensors:
+        """The tensors that hold codes and parameters, bit for bit: exactly those of `tensors`."""
+
+    @abstractmethod
+    def decode(self, tensors: Tensors, shape: Shape) -> tuple[torch.Tensor, Tensors]:
+        """Codes and parameters back; the inverse of `encode`."""
+
+    def round(self, weight: torch.Tensor, parameters: Tensors) -> torch.Tensor:
+        """Nearest codes `[out, in / vector]` of float32 `weight [out, in]`."""
+        columns, step = weight.T.contiguous(), self.vector
+        codes = [self.nearest(columns[j : j + step], parameters, j)[1] for j in range(0, len(columns), step)]
+        return torch.stack(codes, dim=1)
+
+    def rows(self, parameters: Tensors, index: torch.Tensor) -> Tensors:
+        """Parameters of the matrix made of these rows only (int64 `[n]`); as they are where all rows share them."""
+        return parameters
+
+    def to_config(self) -> dict[str, Any]:
+        """What `config.json` says."""
+        return {"representation": self.name, **asdict(self)}  # type: ignore[call-overload]
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> Representation:
+        """Inverse of `to_config`; ValueError, naming the field, for fields that are missing, unknown or mean nothing."""
+        given = {name: value for name, value in config.items() if name != "representation"}
+        known = [field.name for field in fields(cls)]  # type: ignore[arg-type]
+        unknown = sorted(set(given) - set(known))
+        if unknown:
+            raise ValueError(f"representation {cls.name} has no field {unknown[0]!r}, only {', '.join(known)}")
+        return cls(**given)
+
+
+def plugins() -> list[type[Any]]:
+    """What other packages register: classes of representations, and of storage formats."""
+    return [load() for load in entries(GROUP).values()]
+
+
+def find(name: Any) -> type[Representation]:
+    """The representation called `name`, of another package; ValueError where none is installed that has it."""
+    known = {kind.name: kind for kind in plugins() if issubclass(kind, Representation)}
+    if name not in known:
+        listed = f"installed are {', '.join(sorted(known))}" if known else "no installed package adds one"
+        raise ValueError(f"representation {name!r} is unknown ({listed})")
+    return known[name]

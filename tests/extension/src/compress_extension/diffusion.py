@@ -1,4 +1,4 @@
-"""Error-diffusion rounding (Floyd and Steinberg, 1976): what rounding a column loses is added to the next, so that the errors of a row cancel."""
+"""Error-diffusion rounding (Floyd and Steinberg, 1976): what rounding a column loses is added to the next, so that errors cancel."""
 
 from __future__ import annotations
 
@@ -9,30 +9,34 @@ from pydantic import Field
 
 from compress.core.method import Method, Problem
 from compress.quantize import QuantizeConfig
-from compress.quantize.grid import make_grid
+from runtime.errors import RequestError
 from runtime.formats.scheme import CompressedWeight
 
 
 class DiffusionConfig(QuantizeConfig):
-    """Round each row from left to right and carry the rounding error along; needs no calibration."""
+    """Round each row from left to right and carry the rounding error along; needs no calibration, and takes any representation."""
 
     method: Literal["diffusion"] = Field("diffusion", description="Name of the method.")
-    carry: float = Field(1.0, ge=0, le=1, description="Fraction of the error that is carried to the next column.")
+    carry: float = Field(1.0, ge=0, le=1, description="Fraction of the error that is carried to the next columns.")
 
 
 def solve(problem: Problem) -> list[CompressedWeight]:
-    """Codes of every weight of the problem, on a grid."""
+    """A compressed weight for each of the problem's."""
+    represented = problem.scheme.weights
+    assert represented is not None
+    if problem.masks is not None:
+        raise RequestError(f"{problem.names[0]}: method diffusion rounds dense weights only")
     found = []
     for weight in problem.weights:
-        weight = weight.float()
-        grid = make_grid(weight, problem.scheme.grid, problem.dtype, problem.quantize.scales)
-        values, carried = torch.empty_like(weight), torch.zeros(weight.shape[0])
-        for j in range(weight.shape[1]):
-            wanted = weight.clone()
-            wanted[:, j] += problem.quantize.carry * carried
-            values[:, j] = grid.values(grid.codes(wanted))[:, j]
-            carried = wanted[:, j] - values[:, j]
-        found.append(grid.weight(grid.codes(values), None, problem.scheme, problem.dtype))
+        columns = weight.float().T.contiguous()
+        parameters = represented.fit(columns.T, problem.dtype)
+        carried, codes = torch.zeros_like(columns[0]), []
+        for first in range(0, len(columns), represented.vector):
+            wanted = columns[first : first + represented.vector] + problem.quantize.carry * carried
+            values, code = represented.nearest(wanted, parameters, first)
+            carried = (wanted - values).mean(0)
+            codes.append(code)
+        found.append(CompressedWeight.of(torch.stack(codes, 1), parameters, None, problem.scheme, problem.dtype))
     return found
 
 

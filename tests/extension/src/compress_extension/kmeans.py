@@ -1,4 +1,4 @@
-"""Codebook fitted by k-means (Lloyd, 1982): every `vector` weights of a row become the number of the nearest of `2^(bits * vector)` centroids."""
+"""Codebook fitted by k-means (Lloyd, 1982): `vector` weights of a row become the number of the nearest of its centroids."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict
 from export.source import Source
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 _WORTH_SAYING = 100_000  # bytes
 

@@ -42,12 +42,10 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name == "__version__":
-        from importlib.metadata import PackageNotFoundError, version
+        from runtime.system.distribution import installed
 
-        try:
-            return version("compress")
-        except PackageNotFoundError:  # run from a source tree that was never installed
-            return "0+unknown"
+        distribution = installed()
+        return distribution.version if distribution is not None else "0+unknown"
     if name in _HOMES:
         from importlib import import_module
 

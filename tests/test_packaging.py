@@ -11,6 +11,13 @@ from pathlib import Path
 
 import pytest
 
+import compress
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = """
 import json, sys
@@ -91,3 +98,85 @@ def test_license_and_metadata(wheel):
         assert f"Provides-Extra: {extra}" in metadata
     scripts = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert "compress = compress.cli:main" in scripts
+
+
+# ---------------------------------------------------------------- the runtime alone
+RUNTIME_ALONE = """
+import sys
+import runtime
+model = runtime.load(sys.argv[1], device="cpu")
+print(model.generate("import os", max_new_tokens=3, temperature=0.0))
+print(runtime.__file__, *sorted(sys.modules))
+"""
+
+
+@pytest.fixture(scope="module")
+def runtime_wheel(tmp_path_factory) -> Path:
+    from hatchling.builders.wheel import WheelBuilder
+
+    directory = tmp_path_factory.mktemp("runtime-wheel")
+    return Path(next(iter(WheelBuilder(str(ROOT / "runtime")).build(directory=str(directory), versions=["standard"]))))
+
+
+def _closure(names: set[str]) -> set[str]:
+    """Distributions that these need, themselves included, extras left out."""
+    from importlib.metadata import PackageNotFoundError, requires
+
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    found: set[str] = set()
+    left = {canonicalize_name(name) for name in names}
+    while left:
+        name = left.pop()
+        found.add(name)
+        try:
+            stated = [Requirement(text) for text in requires(name) or []]
+        except PackageNotFoundError:
+            continue
+        for requirement in stated:
+            if requirement.marker is None or requirement.marker.evaluate({"extra": ""}):
+                left |= {canonicalize_name(requirement.name)} - found
+    return found
+
+
+def test_the_runtime_is_a_distribution_of_its_own(runtime_wheel):
+    names = set(zipfile.ZipFile(runtime_wheel).namelist())
+    here = {p.relative_to(ROOT).as_posix() for k in ("*.py", "*.c", "*.h") for p in (ROOT / "runtime").rglob(k)}
+    assert here <= names
+    assert {name.split("/")[0] for name in names if ".dist-info/" not in name} == {"runtime"}
+    assert "runtime/pyproject.toml" not in names
+    stated = [
+        tomllib.loads((ROOT / path).read_text())["project"] for path in ("pyproject.toml", "runtime/pyproject.toml")
+    ]
+    assert stated[0]["version"] == stated[1]["version"] == compress.__version__
+    whole, alone = (set(project["dependencies"]) for project in stated)
+    assert alone < whole
+
+
+def test_the_runtime_runs_without_what_only_compressing_needs(runtime_wheel, tmp_path):
+    """In a Python that has nothing but the runtime's wheel and the distributions that it asks for."""
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    from packaging.requirements import Requirement
+
+    stated = tomllib.loads((ROOT / "runtime/pyproject.toml").read_text())["project"]["dependencies"]
+    site = tmp_path / "site"
+    zipfile.ZipFile(runtime_wheel).extractall(site)
+    for name in _closure({Requirement(text).name for text in stated}):
+        try:
+            found = distribution(name)
+        except PackageNotFoundError:
+            continue
+        for top in {file.parts[0] for file in found.files or [] if file.parts[0] not in ("..", "__pycache__")}:
+            if not (site / top).exists():
+                (site / top).symlink_to(found.locate_file(top))
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONHOME"} | {"PYTHONPATH": str(site)}
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", RUNTIME_ALONE, str(ROOT / "recipes/checkpoints/stdlib-4m")],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    place, *modules = done.stdout.splitlines()[-1].split()
+    assert place.startswith(str(site))
+    assert not {"compress", "export", "datasets", "matplotlib", "accelerate", "optuna"} & set(modules)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.config.messages import did_you_mean
 from runtime.errors import CompressError, RequestError
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 if TYPE_CHECKING:
     from runtime.api.model import Model

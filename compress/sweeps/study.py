@@ -19,7 +19,7 @@ from compress.sweeps.models import SearchConfig, Sweep
 from compress.sweeps.records import Trial, next_number
 from compress.sweeps.space import MOST, Choices, Values, text_of, tidy
 from runtime.errors import RequestError
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 _ATTEMPTS = 10  # proposals of a sampler before one that was tried already is given up
 

@@ -18,7 +18,7 @@ from compress.cli import main
 from export import folder, targets
 from export.source import Source
 from export.target import Job, Target, missing_packages
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 Run = Callable[..., tuple[int, str, str]]
 

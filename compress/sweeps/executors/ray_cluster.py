@@ -13,7 +13,7 @@ from compress.sweeps.executors.base import Outcome, died, of_launchers
 from compress.sweeps.models import RayConfig
 from compress.sweeps.trial import run_trial
 from runtime.errors import RequestError
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 
 class RayExecutor:

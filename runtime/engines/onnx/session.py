@@ -11,7 +11,7 @@ import torch
 
 from runtime.checkpoint.export_directory import Export
 from runtime.errors import ArtifactError, RequestError
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
 _KINDS = {torch.int64: numpy.int64, torch.float32: numpy.float32, torch.float16: numpy.float16}

@@ -15,7 +15,7 @@ from runtime.engines.rows import RowEngine
 from runtime.engines.tensorrt.cache import Rows, Sizes
 from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
 from runtime.errors import ArtifactError, CompressError, RequestError
-from runtime.system.native import how_to_install
+from runtime.system.distribution import how_to_install
 from runtime.system.sizes import byte_count
 
 _SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache

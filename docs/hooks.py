@@ -121,7 +121,7 @@ def method_pages() -> dict[str, str]:
     names = {page: [] for page in METHOD_PAGES}  # type: dict[str, list[str]]
     for entry in listed:
         page = entry["stage"].split()[0]
-        if entry["name"] not in names[page]:
+        if entry["name"] not in names.get(page, [entry["name"]]):  # stages of other packages have no page here
             names[page].append(entry["name"])
     made = {}
     for page, first in METHOD_PAGES.items():

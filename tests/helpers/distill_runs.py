@@ -11,10 +11,10 @@ from random_models import random_llama
 from compress.distill.draft.cut import cut
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
+from compress.distill.train.loop import Trained, Training
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher
-from compress.distill.train.train import Trained, train
 
 VOCABULARY = 61
 
@@ -40,7 +40,8 @@ def run(
 ) -> Trained:
     judge = Teacher.of(model, fingerprint="t")
     source = source or rows()
-    return train(who, source, judge if teacher is None else teacher, rows(5, seed=9), judge, options, **arguments)
+    teacher = judge if teacher is None else teacher
+    return Training(who, source, teacher, rows(5, seed=9), judge, options, **arguments).run()
 
 
 def weights(who: Student) -> dict[str, torch.Tensor]:

@@ -1,19 +1,13 @@
-"""Fields that every draft method has, and what such a method is."""
+"""Fields that every draft method has."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
-
-if TYPE_CHECKING:
-    from compress.distill.draft.making import Making
-    from compress.distill.draft.prospect import Prospect
 
 
 class DraftConfig(BaseModel):
@@ -100,24 +94,3 @@ class ChainConfig(CutConfig):
         False,
         description="Also train a head that foresees what will be accepted and ends drafts by it (SpecDec++, 2405.19715).",
     )
-
-
-@dataclass(frozen=True)
-class DraftMethod:
-    """One method of `compress.distill.draft.METHODS`.
-
-    Attributes:
-        name, config, summary, paper: as of `compress.core.method.Method`.
-        make: trains the draft and writes it; returns what `drafter=` of `runtime.load` takes for it, "model" being its directory.
-        check: raises `compress.distill.draft.prospect.RefusedError` where a draft with these fields cannot be made for a target.
-        trains: a training is part of it, which several processes can share.
-    """
-
-    name: str
-    config: type[DraftConfig]
-    summary: str
-    paper: str
-    make: Callable[[Making, Any], dict[str, Any]]
-    check: Callable[[Any, Prospect], None]
-    trains: bool = True
-    needs: frozenset[str] = frozenset()

@@ -142,6 +142,19 @@ def chosen_layers(config: PretrainedConfig, depth: int, count: int) -> list[int]
     return attending(config, even, others, even[-1])
 
 
+def final_norm(model: PreTrainedModel) -> nn.Module:
+    """The norm between the last layer and the head; RequestError where there is not just one that could be it."""
+    norms = [child for child in decoder_of(model).children() if "norm" in type(child).__name__.lower()]
+    if len(norms) != 1:
+        raise RequestError(f"a {type(model).__name__} has {len(norms)} final norms; a nested draft needs one")
+    return norms[0]
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module whose child the list of layers is."""
+    return model.get_submodule(find_blocks(model)[0].rpartition(".")[0])
+
+
 def _blocks(target: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     """The target's layers, if it is built in a way that can be cut."""
     what, config = type(target).__name__, target.config

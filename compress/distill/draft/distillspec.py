@@ -7,11 +7,11 @@ from typing import Any, Literal
 from pydantic import Field
 
 from compress.distill.draft.accept_head import fit_accept_head, save_accept_head
-from compress.distill.draft.checks import check_cut, check_trained
-from compress.distill.draft.config import ChainConfig, DraftMethod
-from compress.distill.draft.making import Making
-from compress.distill.draft.prospect import Prospect
+from compress.distill.draft.checks import Prospect, check_cut, check_trained
+from compress.distill.draft.config import ChainConfig
+from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student
+from compress.distill.draft.write import note
 from compress.distill.train.data import TextRows
 
 
@@ -27,21 +27,16 @@ class DistillSpecConfig(ChainConfig):
 
 def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    given, held_out = making.split()
-    student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary, given))
-    before = making.measure(config, student, held_out)
-    source = making.source(config, student, given)
-    making.train(config, student, source, held_out)
-    making.write(config, student)
-    making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
-    more = {}
+    student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary))
+    drafter = making.run(config, student)
     if config.accept_head:
+        given, held_out = making.split()
+        source = making.source(config, student, given)
         rows = source if isinstance(source, TextRows) else TextRows(given)
         head, making.facts["accept_head"] = fit_accept_head(student, making.teacher, rows, held_out, config.seed)
         save_accept_head(making.output, head)
-        more = {"accept_head": True}
-    making.settle(student, **more)
-    return {"model": making.output.name}
+        note(making.output, facts=making.facts, accept_head=True)
+    return drafter
 
 
 def check(config: ChainConfig, target: Prospect) -> None:

@@ -6,19 +6,59 @@ what it is compressed to is what they foretell.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import Field
 from torch import nn
 from torch.nn import functional
 
+from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_trained, plain_head
+from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.features import Features
-from compress.distill.draft.student import Student, Sums, overlaps
+from compress.distill.draft.making import Making
+from compress.distill.draft.student import Student, round_trained
+from compress.distill.draft.write import write_tensors
+from compress.distill.train.checkpoint import trained_weights
 from compress.distill.train.data import Batch, TextRows
 from compress.distill.train.losses import Objective, Targets
-from runtime.drafting.drafters.medusa import MedusaHeads
-from runtime.errors import RequestError
+from compress.distill.train.teacher import Teacher, teacher_rows
+from runtime.drafting.drafters.heads import KEPT, WEIGHTS
+
+_RANKS = 8  # guesses of each head whose rates are measured
+
+
+class HeadsConfig(DraftConfig):
+    """Heads that read the artifact's own hidden states."""
+
+    vocabulary: int | None = Field(
+        None,
+        ge=1,
+        description="Tokens that the heads may propose, those that the artifact writes most (2506.22694, 2509.18362); none: all.",
+    )
+    decay: float = Field(
+        0.8, gt=0, le=1, description="Weight of the loss of each further token, of that of the one before."
+    )
+
+
+def check_heads(config: HeadsConfig, target: Prospect) -> None:
+    """See `DraftMethod.check`."""
+    check_trained(config, target)
+    check_ahead(config)
+    what = type(target.model).__name__
+    if not hasattr(target.model.get_output_embeddings(), "in_features"):
+        raise RefusedError("method", f"a {what} shows no head, which heads of this kind need")
+    if plain_head(target.model) is False:
+        raise RefusedError("method", f"a {what} does more to its logits than its head; heads cannot be trained on it")
+
+
+def features_of(making: Making) -> tuple[Features, Making]:
+    """The target's hidden states, and the same making with the teacher that reads them: they are computed once for both."""
+    features = Features.of(making.teacher.source)
+    return features, replace(making, teacher=features.teacher)
 
 
 class HeadModel(nn.Module):
@@ -59,10 +99,6 @@ class HeadStudent(Student):
         decay: float = 0.8,
     ) -> None:
         super().__init__(HeadModel(module, features.config), objective, kept)  # type: ignore[arg-type]
-        if levels < 1:
-            raise RequestError(f"heads must foretell at least 1 token, not {levels}")
-        if not 0 < decay <= 1:
-            raise RequestError(f"the weight of a further token must be above 0 and at most 1, not {decay}")
         self.features, self.levels, self.decay = features, levels, decay
         weight, bias = features.parts.rows(self.kept)
         self.register_buffer("head_weight", weight.float(), persistent=False)
@@ -72,6 +108,10 @@ class HeadStudent(Student):
     def sizes(self) -> dict[str, int]:
         """Of the module, for draft.json."""
         raise NotImplementedError
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "hidden": self.features.parts.hidden, "heads": self.sizes}
 
     def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
         """For each of `length` tokens ahead, j = 0, 1, ...: what the target's head reads, `[b, s - 1 - j, hidden]`, anchors from 1 on."""
@@ -83,17 +123,10 @@ class HeadStudent(Student):
 
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Student.forward`, the losses of the tokens ahead weighted and summed."""
-        following = batch.ids.roll(-1, 1)
         total, weights = self.head_weight.new_zeros(()), self.head_weight.new_zeros(())
         for ahead, states in enumerate(self.states(batch.ids, self.levels)):
-            trained, labels = batch.trained[:, 1 + ahead :], following[:, 1 + ahead :]
-            if self.kept is not None and not self.objective.needs_teacher:
-                labels, known = self._renamed(labels)
-                trained = trained & known
-            chosen = None if targets is None else self._restricted(targets[:, 1 + ahead :][trained])
-            losses = self.objective(self.said(states[trained]), chosen, labels[trained])
-            total = total + self.decay**ahead * losses.sum()
-            weights = weights + self.decay**ahead * trained.sum()
+            loss, count = self.loss(states, batch, targets, 1 + ahead, self.said)
+            total, weights = total + self.decay**ahead * loss, weights + self.decay**ahead * count
         return total, weights
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
@@ -104,65 +137,30 @@ class HeadStudent(Student):
             logits = self.said(states)
             yield torch.cat([torch.zeros_like(logits[:, :1]), logits], 1)
 
-    @torch.no_grad()
-    def measure(self, batch: Batch, teacher: torch.Tensor) -> Sums:
-        """As `Student.measure`, without anchor 0."""
-        result: dict[str, tuple[float, float]] = {}
-        for ahead, states in enumerate(self.states(batch.ids, self.levels)):
-            first = 1 + ahead
-            found = overlaps(self.said(states), teacher[:, first:], batch.trained[:, first:], self.kept)
-            for name, (value, count) in found.items():
-                before = result.get(name, (0.0, 0.0))
-                result[name] = (before[0] + value, before[1] + count)
-                result[f"{name}_{ahead + 1}"] = (value, count)
-        return result
+    def measured(self, ids: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """As `Student.measured`, without anchor 0."""
+        for ahead, states in enumerate(self.states(ids, self.levels)):
+            yield str(ahead + 1), self.said(states), 1 + ahead
+
+    def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
+        """As `Student.write`; with the rates of guesses on what the target writes after held-out prompts, or on held-out text."""
+        round_trained(self)
+        rows = held_out
+        if teacher.writes:
+            prompt = max(1, held_out.length // 4)
+            rows = teacher_rows(teacher, held_out.ids[:, :prompt], held_out.length - prompt)
+        write_heads(directory, self, {**content, "rates": rank_rates(self, rows, _RANKS)})
+
+    def read_back(self, directory: Path) -> None:
+        """They were rounded when they were written."""
+
+    def bytes_read(self, directory: Path, artifact: Path) -> float:
+        """Each weight, and each of the target's head, is 8 bits where it runs."""
+        return sum(weight.numel() for weight in trained_weights(self).values()) + self.head_weight.numel()
 
     def describe(self) -> dict[str, Any]:
-        return {
-            **super().describe(),
-            "levels": self.levels,
-            "decay": self.decay,
-            "target": self.features.teacher.fingerprint,
-        }
-
-
-class MedusaStudent(HeadStudent):
-    """Medusa heads, which at first all say what the target says next.
-
-    Args:
-        features: of the target.
-        heads: tokens ahead.
-        blocks: residual blocks of each.
-        objective, kept, decay: as of `HeadStudent`; the paper weights head k by 0.8^k.
-    """
-
-    one_pass = True
-
-    def __init__(
-        self,
-        features: Features,
-        heads: int = 3,
-        blocks: int = 1,
-        objective: Objective | None = None,
-        kept: torch.Tensor | None = None,
-        decay: float = 0.8,
-    ) -> None:
-        self_heads = MedusaHeads(features.parts.hidden, heads, blocks)
-        self_heads.begin()
-        super().__init__(features, self_heads, heads, objective, kept, decay)
-        self.blocks = blocks
-
-    @property
-    def sizes(self) -> dict[str, int]:
-        return {"count": self.levels, "blocks": self.blocks}
-
-    def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
-        if length > self.levels:
-            raise RequestError(f"there are {self.levels} heads; they cannot propose {length} tokens")
-        hidden = self.features.hidden(ids)
-        module: Any = self.draft.module
-        for ahead, head in enumerate(module.heads[:length]):
-            yield head(hidden[:, : hidden.shape[1] - 1 - ahead])
+        own = {"levels": self.levels, "decay": self.decay, "target": self.features.teacher.fingerprint}
+        return super().describe() | own
 
 
 @torch.no_grad()
@@ -193,3 +191,19 @@ def rank_rates(student: HeadStudent, rows: TextRows, width: int = 8, batch: int 
             alive = alive & hit.any(-1)
     rates: list[list[float]] = (right / seen.clamp_min(1)[:, None]).tolist()
     return rates
+
+
+def write_heads(
+    directory: Path, student: HeadStudent, content: Mapping[str, Any], dtype: torch.dtype = torch.bfloat16
+) -> None:
+    """Write heads as `runtime.drafting.drafters.heads` describes and reads them.
+
+    Args:
+        directory, dtype: as of `write_tensors`.
+        content: of draft.json: "method", "target", "facts", and "rates" of `rank_rates`.
+    """
+    module: Any = student.draft.module
+    tensors = {**module.state_dict(), **dict(module.named_parameters())}
+    if student.kept is not None:
+        tensors[KEPT] = student.kept.to(torch.int32)
+    write_tensors(directory, WEIGHTS, tensors, {**content, **student.content}, dtype)

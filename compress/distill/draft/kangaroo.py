@@ -10,23 +10,21 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from compress.distill.draft.checks import check_in_c, check_trained
-from compress.distill.draft.config import DraftConfig, DraftMethod
-from compress.distill.draft.cut import cut_checkpoint
-from compress.distill.draft.directory import draft_directory
-from compress.distill.draft.making import round_trained
-from compress.distill.draft.nested import final_norm
-from compress.distill.draft.prospect import Prospect, RefusedError
-from compress.distill.draft.student import Student
-from compress.distill.draft.write import SCHEMA_VERSION
+from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_trained
+from compress.distill.draft.config import DraftConfig
+from compress.distill.draft.cut import cut_checkpoint, final_norm
+from compress.distill.draft.making import DraftMethod, Making
+from compress.distill.draft.student import Student, read_bytes, round_trained
+from compress.distill.draft.write import write_tensors
+from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
+from compress.distill.train.teacher import Teacher
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 from runtime.modeling.skeleton import find_blocks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-    from compress.distill.draft.making import Making
 
 ADAPTER = "adapter.safetensors"
 _PARTS = ("self_attn", "mlp", "input_layernorm", "post_attention_layernorm")
@@ -89,79 +87,42 @@ class KangarooStudent(Student):
             module.requires_grad_(True)
 
     def adapter(self) -> dict[str, torch.Tensor]:
-        """Its tensors, as `runtime.engines.native.sublayers.Adapter` names them."""
-        tensors = {name: value for name, value in self._block.named_parameters() if value.requires_grad}
+        """What was trained, as `runtime.engines.native.sublayers.Adapter` names them."""
+        trained = {name: value for name, value in self._block.named_parameters() if value.requires_grad}
         norm: Any = final_norm(self.draft)
-        return {name: value.detach() for name, value in {**tensors, "norm.weight": norm.weight}.items()}
+        return {**trained, "norm.weight": norm.weight}
+
+    @property
+    def content(self) -> dict[str, Any]:
+        return {"vocabulary": self.vocabulary, "exit_layer": self.exit_layer}
+
+    def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
+        """As `Student.write`: what was trained. See `runtime.drafting.drafters.kangaroo.build`."""
+        round_trained(self)
+        write_tensors(directory, ADAPTER, self.adapter(), {**content, **self.content})
+
+    def read_back(self, directory: Path) -> None:
+        """It was rounded when it was written."""
+
+    def bytes_read(self, directory: Path, artifact: Path) -> float:
+        """Those of the artifact up to the exit and of its head, and the adapter's."""
+        checkpoint, blocks = Checkpoint(artifact), find_blocks(self.draft)[0]
+        later = (
+            checkpoint.nbytes(name)
+            for name in checkpoint.names()
+            if name.startswith(f"{blocks}.") and int(name[len(blocks) + 1 :].partition(".")[0]) >= self.exit_layer
+        )
+        return read_bytes(artifact) - sum(later) + sum(2 * value.numel() for value in self.adapter().values())
 
     def describe(self) -> dict[str, Any]:
-        return {**super().describe(), "exit_layer": self.exit_layer, "feed_forward": self.feed_forward}
-
-
-def write_adapter(
-    directory: str | Path,
-    student: KangarooStudent,
-    facts: Mapping[str, Any],
-    *,
-    target: str,
-    dtype: torch.dtype = torch.bfloat16,
-) -> Path:
-    """Write what was trained; the directory is there whole or not at all. See `runtime.drafting.drafters.kangaroo.build`.
-
-    Args:
-        directory: new, or an earlier draft's, which is replaced.
-        facts: JSON-able, for draft.json.
-        target: fingerprint of the checkpoint that it is for.
-        dtype: of the stored weights.
-
-    Raises:
-        RequestError: the directory holds something else.
-    """
-    from safetensors.torch import save_file
-
-    directory = Path(directory)
-    tensors = {name: value.to("cpu", dtype).contiguous() for name, value in student.adapter().items()}
-    content = {
-        "schema_version": SCHEMA_VERSION, "method": "kangaroo", "target": target, "vocabulary": student.vocabulary,
-        "exit_layer": student.exit_layer, "facts": dict(facts),
-    }  # fmt: skip
-    with draft_directory(directory, content) as temporary:
-        save_file(tensors, temporary / ADAPTER)
-    return directory
+        return super().describe() | self.content | {"feed_forward": self.feed_forward}
 
 
 def make(making: Making, config: KangarooConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    from compress.distill.draft.making import read_bytes
-    from compress.distill.draft.write import note_facts
-
-    given, held_out = making.split()
-    draft = cut_checkpoint(making.artifact, config.exit_layer + 1)
-    student = KangarooStudent(draft, config.objective(), config.feed_forward)
     making.facts["exit_layer"] = config.exit_layer
-    before = making.measure(config, student, held_out)
-    making.train(config, student, making.source(config, student, given), held_out)
-    round_trained(student)
-    making.facts |= {"before": before, "after": making.measure(config, student, held_out)}
-    write_adapter(making.output, student, making.facts, target=making.fingerprint)
-    whole = read_bytes(making.artifact, Student(student.draft))
-    own = sum(2 * value.numel() for value in student.adapter().values())
-    read = whole - _later_bytes(making.artifact, find_blocks(student.draft)[0], config.exit_layer) + own
-    making.note_cost(student, read, whole)
-    note_facts(making.output, making.facts)
-    return {"model": making.output.name}
-
-
-def _later_bytes(artifact: Path, blocks: str, first: int) -> int:
-    """Bytes of the layers from `first` on, which a draft does not read."""
-    from runtime.checkpoint.checkpoint import Checkpoint
-
-    checkpoint = Checkpoint(artifact)
-    total = 0
-    for name in checkpoint.names():
-        if name.startswith(f"{blocks}.") and int(name[len(blocks) + 1 :].partition(".")[0]) >= first:
-            total += checkpoint.nbytes(name)
-    return total
+    draft = cut_checkpoint(making.artifact, config.exit_layer + 1)
+    return making.run(config, KangarooStudent(draft, config.objective(), config.feed_forward))
 
 
 def check(config: KangarooConfig, target: Prospect) -> None:

@@ -1,16 +1,19 @@
-"""Medusa: heads on the artifact, each of which foretells one of the next tokens."""
+"""Medusa: heads on the artifact, each of which foretells one of the next tokens (Cai et al., arXiv 2401.10774)."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
+import torch
 from pydantic import Field
 
-from compress.distill.draft.config import DraftMethod
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import MedusaStudent
-from compress.distill.draft.making import Making
-from compress.distill.draft.making_heads import HeadsConfig, check_heads, make_heads
+from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
+from compress.distill.draft.making import DraftMethod, Making
+from compress.distill.train.losses import Objective
+from runtime.drafting.drafters.medusa import MedusaHeads
+from runtime.errors import RequestError
 
 
 class MedusaConfig(HeadsConfig):
@@ -28,13 +31,51 @@ class MedusaConfig(HeadsConfig):
     quantize: Literal["none"] = Field("none", description="Heads are rounded where they run.")
 
 
+class MedusaStudent(HeadStudent):
+    """Medusa heads, which at first all say what the target says next.
+
+    Args:
+        features: of the target.
+        heads: tokens ahead.
+        blocks: residual blocks of each.
+        objective, kept, decay: as of `HeadStudent`; the paper weights head k by 0.8^k.
+    """
+
+    one_pass = True
+
+    def __init__(
+        self,
+        features: Features,
+        heads: int = 3,
+        blocks: int = 1,
+        objective: Objective | None = None,
+        kept: torch.Tensor | None = None,
+        decay: float = 0.8,
+    ) -> None:
+        self_heads = MedusaHeads(features.parts.hidden, heads, blocks)
+        self_heads.begin()
+        super().__init__(features, self_heads, heads, objective, kept, decay)
+        self.blocks = blocks
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return {"count": self.levels, "blocks": self.blocks}
+
+    def states(self, ids: torch.Tensor, length: int) -> Iterator[torch.Tensor]:
+        if length > self.levels:
+            raise RequestError(f"there are {self.levels} heads; they cannot propose {length} tokens")
+        hidden = self.features.hidden(ids)
+        module: Any = self.draft.module
+        for ahead, head in enumerate(module.heads[:length]):
+            yield head(hidden[:, : hidden.shape[1] - 1 - ahead])
+
+
 def make(making: Making, config: MedusaConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
-    kept = making.kept(config.vocabulary, making.split()[0])
-    student = MedusaStudent(
-        Features.of(making.teacher.source), config.tokens, config.blocks, config.objective(), kept, config.decay
-    )
-    return make_heads(making, config, student)
+    kept = making.kept(config.vocabulary)
+    features, making = features_of(making)
+    student = MedusaStudent(features, config.tokens, config.blocks, config.objective(), kept, config.decay)
+    return making.run(config, student)
 
 
 METHOD = DraftMethod(

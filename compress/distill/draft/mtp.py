@@ -1,4 +1,4 @@
-"""A recursive head as it is trained: the same block for every token ahead, on states that are the target's at first and then its own.
+"""FastMTP: one head on the artifact, applied again and again; its states are the target's at first and then its own.
 
 FastMTP (arXiv 2509.18362): one head shared by all positions, its loss falling exponentially with the token ahead, the target frozen. Each
 anchor's recursion sees what it will see when it drafts: the entries of the target's states up to the anchor and those of its own, and not
@@ -8,19 +8,37 @@ what other anchors' recursions made (as EAGLE-3 trains, arXiv 2503.01840).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal
 
 import torch
+from pydantic import Field
 from torch import nn
 
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadStudent
+from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
+from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.train.losses import Objective
 from runtime.drafting.drafters.mtp_block import BlockSizes, MTPBlock
-from runtime.errors import RequestError
 from runtime.modeling.layer_sizes import uniform
 
 _THETA = 10000.0  # of rotations, where the target has none
+
+
+class MTPConfig(HeadsConfig):
+    """A block as of the artifact's own, on its hidden states and the tokens after them; it foretells the next token but one, and out of its
+    own output the ones after that. One set of weights serves all places. `vocabulary` decides much of what a token costs.
+    """
+
+    method: Literal["mtp"] = Field("mtp", description="Name of the method.")
+    data: Literal["given", "teacher"] = Field(
+        "teacher", description="What is trained on: the calibration text, or what the artifact writes after it."
+    )
+    tokens: int = Field(3, ge=1, le=16, description="Tokens ahead that are trained.")
+    decay: float = Field(
+        0.6, gt=0, le=1, description="Weight of the loss of each further token, of that of the one before."
+    )
+    intermediate: int | None = Field(None, ge=1, description="Width of the block's MLP; none: the artifact's.")
+    quantize: Literal["none"] = Field("none", description="Heads are rounded where they run.")
 
 
 class MTPStudent(HeadStudent):
@@ -32,9 +50,13 @@ class MTPStudent(HeadStudent):
         intermediate: width of the block's MLP; None: the target's.
         objective, kept: as of `HeadStudent`.
         decay: the paper's beta.
-        window: entries that the block sees.
         seed: of the first weights.
+
+    Attributes:
+        window: entries that the block sees.
     """
+
+    window = 2048
 
     def __init__(
         self,
@@ -44,15 +66,11 @@ class MTPStudent(HeadStudent):
         objective: Objective | None = None,
         kept: torch.Tensor | None = None,
         decay: float = 0.6,
-        window: int = 2048,
         seed: int = 0,
     ) -> None:
-        if window < 1:
-            raise RequestError(f"the window of a recursive head must be at least 1, not {window}")
         block = MTPBlock(block_sizes(features, intermediate))
         begin(block, features, seed)
         super().__init__(features, block, steps, objective, kept, decay)
-        self.window = window
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -142,3 +160,23 @@ def _frequencies(features: Features, dim: int) -> torch.Tensor:
     if isinstance(found, torch.Tensor) and found.dim() == 1 and 2 * len(found) <= dim:
         return found.detach().float().cpu().clone()
     return _THETA ** (-torch.arange(0, dim, 2).float() / dim)
+
+
+def make(making: Making, config: MTPConfig) -> dict[str, Any]:
+    """See `DraftMethod.make`."""
+    kept = making.kept(config.vocabulary)
+    features, making = features_of(making)
+    student = MTPStudent(
+        features, config.tokens, config.intermediate, config.objective(), kept, config.decay, config.seed
+    )
+    return making.run(config, student)
+
+
+METHOD = DraftMethod(
+    name="mtp",
+    config=MTPConfig,
+    summary="one small block on the artifact that foretells token after token",
+    paper="Cai et al., FastMTP: Accelerating LLM Inference with Enhanced Multi-Token Prediction, 2025, arXiv 2509.18362",
+    make=make,
+    check=check_heads,
+)

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
 
-from compress.distill.draft.checks import check_in_c, check_lengths
-from compress.distill.draft.config import DraftConfig, DraftMethod
-from compress.distill.draft.prospect import Prospect, RefusedError
+from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_lengths
+from compress.distill.draft.config import DraftConfig
+from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.speedup import VerifyCost, best_length, tokens_of, worth
 from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
@@ -20,10 +20,6 @@ from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.errors import RequestError
-
-if TYPE_CHECKING:
-    from compress.distill.draft.making import Making
-
 
 # How far parts of a model draft what the whole model writes: drafts from places in texts, counted as speculative decoding would.
 

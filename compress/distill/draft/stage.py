@@ -101,7 +101,7 @@ def prepare(
         RequestError: with file and line, where the draft cannot be made.
     """
     from compress.distill.draft import METHODS
-    from compress.distill.draft.prospect import Prospect, RefusedError
+    from compress.distill.draft.checks import Prospect, RefusedError
 
     stage, origin = recipe.draft_stage, recipe.origin
     assert stage is not None

@@ -1,17 +1,24 @@
-"""A draft as it is trained and measured: what it proposes, its loss on a batch, how often its target would accept it."""
+"""Drafts in training: what they propose, their loss on a batch, and how often the target would accept them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress.distill.train.data import Batch
-from compress.distill.train.loop import Goal, Sums
+from compress.distill.draft.cut import cut_checkpoint
+from compress.distill.draft.vocab_trim import check_kept
+from compress.distill.draft.write import write_draft
+from compress.distill.train.checkpoint import trained_weights
+from compress.distill.train.data import Batch, TextRows, digest_of
+from compress.distill.train.loop import Goal, Sums, Training, add_sums
 from compress.distill.train.losses import Objective, SparseTargets, Targets
+from compress.distill.train.teacher import Teacher
 from compress.distill.train.teacher_cache import TeacherCache, kept_digest
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -25,7 +32,7 @@ class Student(nn.Module):
 
     Attributes:
         draft: the model; weights to be trained are float32.
-        objective: what is made small.
+        objective: the loss.
         vocabulary: the target's; so wide are the logits of the whole head.
         kept: int64 `[k]`, ascending, the only tokens that a trimmed head proposes (`vocab_trim`); None: all. The distribution of a
             trimmed draft is over these, and so is the teacher's in the loss (renormalized); acceptance is that of the whole target.
@@ -53,6 +60,30 @@ class Student(nn.Module):
         """Tokens that it may propose."""
         return self.vocabulary if self.kept is None else len(self.kept)
 
+    def check(self, training: Training) -> None:
+        """Raise RequestError where rows or teachers do not fit the draft."""
+        teacher = training.teacher
+        if teacher is None and self.objective.needs_teacher:
+            raise RequestError(f"{self.objective.divergence} needs a teacher")
+        for who in (teacher, training.judge):
+            if isinstance(who, Teacher):
+                check_vocabulary(self, who)
+        if isinstance(teacher, TeacherCache):
+            sha256 = digest_of(training.source.ids) if isinstance(training.source, TextRows) else None
+            for key, value in {"sha256": sha256, "vocabulary": self.width, "kept": kept_digest(self.kept)}.items():
+                if teacher.facts[key] != value:
+                    text = f"{key} is {teacher.facts[key]!r}, and {value!r} is needed; rows that the draft writes need a live teacher"
+                    raise RequestError(f"the teacher's cache in {teacher.directory} is of other rows or tokens: {text}")
+        limit = getattr(self.draft.config.get_text_config(decoder=True), "max_position_embeddings", None)
+        for what, rows in (("training rows", training.source), ("held-out rows", training.held_out)):
+            if limit is not None and rows.length > limit:
+                raise RequestError(f"{what} of {rows.length} tokens are more than the {limit} positions of the draft")
+            if rows.largest >= self.vocabulary:
+                text = f"{what} have token id {rows.largest}, outside the draft's vocabulary of {self.vocabulary}"
+                raise RequestError(text)
+        if not bool(training.held_out.trained.any()):
+            raise RequestError("held-out rows: no position of them counts")
+
     def forward(self, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss over a batch, and what to divide it by: the sum of weighted losses of the trained positions, the sum of weights.
 
@@ -61,7 +92,7 @@ class Student(nn.Module):
             targets: the teacher's logits `[b, s, vocabulary]`, sparse targets `[b, s, k]` over `kept`, or None where the objective
                 has no teacher.
         """
-        return self._loss(self.logits(batch.ids), batch, targets)
+        return self.loss(self.logits(batch.ids), batch, targets)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """What it would propose after each token, `[b, s, width]`."""
@@ -74,45 +105,34 @@ class Student(nn.Module):
         for ahead in range(length):
             yield logits[:, ahead:]
 
-    def targets(self, teacher: Any, batch: Batch) -> Targets | None:
-        """What is learned from a `Teacher`, a `TeacherCache`, or None."""
-        if teacher is None:
-            return None
-        if isinstance(teacher, TeacherCache):
-            return teacher.targets(batch.rows).to(batch.ids.device)
-        logits: torch.Tensor = teacher.logits(batch.ids)
-        return logits
+    def measured(self, ids: torch.Tensor) -> Iterator[tuple[str, torch.Tensor, int]]:
+        """What `measure` compares: the end of a name ("": none), logits `[b, s - first, width]`, the first position that they are of."""
+        for ahead, logits in enumerate(self.proposals(ids, self.levels)):
+            yield (str(ahead + 1) if self.levels > 1 else ""), logits, ahead
 
-    def look(self, batch: Batch, judge: Any) -> Sums:
-        """`measure`, against a `Teacher`."""
-        return self.measure(batch, judge.logits(batch.ids))
-
-    def told(self, means: dict[str, float]) -> str:
+    def describe_means(self, means: dict[str, float]) -> str:
         """For people."""
         return f"acceptance {means['acceptance']:.3f}, same token {means['agreement']:.3f}"
 
     @torch.no_grad()
-    def measure(self, batch: Batch, teacher: torch.Tensor) -> Sums:
+    def measure(self, batch: Batch, targets: torch.Tensor) -> Sums:
         """How often the target would accept what it proposes, on trained positions.
 
         Args:
             batch: `[b, s]`.
-            teacher: the target's logits `[b, s, vocabulary]`.
+            targets: the target's logits `[b, s, vocabulary]`.
 
         Returns:
             "acceptance", the sum over tokens of min(p, q), as speculative sampling accepts at temperature 1 (arXiv 2211.17192), and
             "agreement", the share of positions whose likeliest token is the same, as greedy decoding accepts; of drafts with several
-            levels also "acceptance_1", ... of each.
+            levels or depths also "acceptance_1", ... of each.
         """
-        result: dict[str, tuple[float, float]] = {}
-        for ahead, logits in enumerate(self.proposals(batch.ids, self.levels)):
-            found = overlaps(logits, teacher[:, ahead:], batch.trained[:, ahead:], self.kept)
-            for name, (value, count) in found.items():
-                before = result.get(name, (0.0, 0.0))
-                result[name] = (before[0] + value, before[1] + count)
-                if self.levels > 1:
-                    result[f"{name}_{ahead + 1}"] = (value, count)
-        return result
+        sums: Sums = {}
+        for end, logits, first in self.measured(batch.ids):
+            found = overlaps(logits, targets[:, first:], batch.trained[:, first:], self.kept)
+            add_sums(sums, found)
+            sums |= {f"{name}_{end}": value for name, value in found.items() if end}
+        return sums
 
     def describe(self) -> dict[str, Any]:
         """What is trained and how, as plain data; equal for runs that go on from each other."""
@@ -121,30 +141,63 @@ class Student(nn.Module):
             "parameters": {name: list(p.shape) for name, p in self.named_parameters() if p.requires_grad},
         }  # fmt: skip
 
-    # ---------------------------------------------------------------- what the kinds share
-    def _own(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits if self.kept is None else logits[..., self.kept]
+    # ---------------------------------------------------------------- how it is stored
+    @property
+    def content(self) -> dict[str, Any]:
+        """What draft.json says of drafts of this kind."""
+        return {}
 
-    def _loss(self, logits: torch.Tensor, batch: Batch, targets: Targets | None) -> tuple[torch.Tensor, torch.Tensor]:
-        trained = batch.trained
-        labels = batch.ids.roll(-1, 1)  # the last position, where this is wrong, is never trained
-        if self.kept is not None and not self.objective.needs_teacher:
-            labels, known = self._renamed(labels)
-            trained = trained & known
-        chosen = None if targets is None else self._restricted(targets)[trained]
-        losses = self.objective(logits[trained], chosen, labels[trained])
+    def write(self, directory: Path, content: Mapping[str, Any], teacher: Teacher, held_out: TextRows) -> None:
+        """Write the draft's directory.
+
+        Args:
+            content: of draft.json.
+            teacher, held_out: for measures that the drafter reads when it runs.
+        """
+        write_draft(directory, self.draft, {**content, **self.content}, None if self.kept is None else self.kept.cpu())
+
+    def read_back(self, directory: Path) -> None:
+        """Take on the numbers that are stored, which have fewer bits: acceptance has to be measured on them."""
+        # The model, not its numbers alone: a quantized head is no longer the embeddings that it was tied to.
+        self.draft = cut_checkpoint(directory, None, device=self.draft.device)
+
+    def bytes_read(self, directory: Path, artifact: Path) -> float:
+        """Bytes of weights that one pass reads of the draft stored in `directory`, and of its target."""
+        return read_bytes(directory, self.width, self.vocabulary)
+
+    def variants(self) -> dict[str, Student]:
+        """Drafts that it holds, by name, the whole one last; none: it is one."""
+        return {}
+
+    # ---------------------------------------------------------------- what the kinds share
+    def loss(
+        self, states: torch.Tensor, batch: Batch, targets: Targets | None, first: int = 0, head: Any = None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Sum of the losses of the trained positions, and their number.
+
+        Args:
+            states: logits `[b, s - first, width]` at the positions from `first` on; with a `head`, what it makes such logits of.
+        """
+        # The label of the last position is wrong, and it is never trained.
+        labels, trained = self.labels(batch.ids.roll(-1, 1)[:, first:], batch.trained[:, first:])
+        logits = states[trained] if head is None else head(states[trained])
+        chosen = None if targets is None else self.restricted(targets[:, first:][trained])
+        losses = self.objective(logits, chosen, labels[trained])
         return losses.sum(), trained.sum().to(losses.dtype)
 
-    def _restricted(self, targets: Targets) -> Targets:
-        if self.kept is None or isinstance(targets, SparseTargets):
-            return targets
-        return targets[..., self.kept]
-
-    def _renamed(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Ids as indices of `kept`, and whether they are among them."""
-        assert self.kept is not None
+    def labels(self, ids: torch.Tensor, trained: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Ids as a trimmed head counts them where the text itself is learned, and positions whose ids it has."""
+        if self.kept is None or self.objective.needs_teacher:
+            return ids, trained
         index = torch.searchsorted(self.kept, ids.contiguous()).clamp_max(len(self.kept) - 1)
-        return index, self.kept[index] == ids
+        return index, trained & (self.kept[index] == ids)
+
+    def restricted(self, targets: Targets) -> Targets:
+        """The teacher's logits of the tokens that a trimmed head has."""
+        return targets if self.kept is None or isinstance(targets, SparseTargets) else targets[..., self.kept]
+
+    def _own(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits if self.kept is None else logits[..., self.kept]
 
 
 def overlaps(
@@ -169,15 +222,30 @@ def overlaps(
     return {"acceptance": (float(accepted.double().sum()), count), "agreement": (float(agree), count)}
 
 
-def check_kept(kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
-    """Kept tokens as int64; RequestError unless they are ascending ids of the vocabulary."""
-    ids = kept.to(torch.int64)
-    if (
-        ids.dim() != 1
-        or not len(ids)
-        or int(ids[0]) < 0
-        or int(ids[-1]) >= vocabulary
-        or not bool((ids.diff() > 0).all())
-    ):
-        raise RequestError(f"kept tokens must be ascending ids below {vocabulary}, without repetition")
-    return ids
+def check_vocabulary(student: Student, target: Teacher) -> None:
+    """RequestError unless a draft and its target have equally many tokens."""
+    if student.vocabulary != target.vocabulary:
+        text = f"the draft has a vocabulary of {student.vocabulary} and its target of {target.vocabulary}; both must have the same"
+        raise RequestError(text)
+
+
+@torch.no_grad()
+def round_trained(student: Student, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Round what was trained as it is stored."""
+    for weight in trained_weights(student).values():
+        weight.copy_(weight.to(dtype))
+
+
+def read_bytes(directory: Path, width: int = 1, vocabulary: int = 1) -> int:
+    """Bytes of weights that one token of a model reads: all but the embeddings, and of a trimmed head `width` of `vocabulary` rows."""
+    checkpoint = Checkpoint(directory)
+    names = checkpoint.names()
+    tied = not any(name.startswith("lm_head.") for name in names)
+    total = 0.0
+    for name in names:
+        size = checkpoint.nbytes(name)
+        if "embed_tokens" in name or name.startswith(("transformer.wte", "gpt_neox.embed_in")):
+            total += size * width / vocabulary if tied else 0
+        else:
+            total += size * width / vocabulary if name.startswith("lm_head.") else size
+    return round(total)

@@ -7,18 +7,12 @@ left out: the target still writes them, they are only never guessed.
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 
-from compress.distill.draft.student import check_kept
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def counts(rows: TextRows, vocabulary: int) -> torch.Tensor:
@@ -74,20 +68,10 @@ def coverage(frequencies: torch.Tensor, kept: torch.Tensor) -> float:
     return float(frequencies.double()[kept.long()].sum()) / total if total else 0.0
 
 
-def trimmed_head(model: PreTrainedModel, kept: torch.Tensor) -> nn.Linear:
-    """A head of the kept tokens' rows, in their order: hidden `[..., hidden]` to `[..., len(kept)]`; index i means token `kept[i]`.
-
-    The rows are copies, so that the model's own head (which may be its embeddings) can be used or dropped.
-
-    Raises:
-        RequestError: ids that are none, or a head that is no plain linear layer.
-    """
-    head: Any = model.get_output_embeddings()
-    if not isinstance(head, nn.Linear):
-        raise RequestError(f"a head to be trimmed must be a linear layer, not {type(head).__name__}")
-    ids = check_kept(kept, head.out_features).to(head.weight.device)
-    trimmed = nn.Linear(head.in_features, len(ids), head.bias is not None, device="meta")
-    trimmed.weight = nn.Parameter(head.weight.detach()[ids].clone(), requires_grad=False)
-    if head.bias is not None:
-        trimmed.bias = nn.Parameter(head.bias.detach()[ids].clone(), requires_grad=False)
-    return trimmed
+def check_kept(kept: torch.Tensor, vocabulary: int) -> torch.Tensor:
+    """Kept tokens as int64; RequestError unless they are ascending ids of the vocabulary."""
+    ids = kept.to(torch.int64)
+    ascending = ids.dim() == 1 and len(ids) > 0 and bool((ids.diff() > 0).all())
+    if not ascending or int(ids[0]) < 0 or int(ids[-1]) >= vocabulary:
+        raise RequestError(f"kept tokens must be ascending ids below {vocabulary}, without repetition")
+    return ids

@@ -1,4 +1,4 @@
-"""A draft's directory: a Hugging Face checkpoint that also loads by itself, and `draft.json`, which says what it is a draft of.
+"""Directories of drafts: a Hugging Face checkpoint that also loads by itself, or one safetensors file, and `draft.json`.
 
 draft.json:
     schema_version  1
@@ -19,18 +19,20 @@ draft.json:
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from safetensors.torch import save_file
 
-from compress.core.files import write_json
-from compress.distill.draft.directory import draft_directory, sums
-from compress.distill.draft.student import check_kept
+from compress.core.files import directory_beside, disk_errors, sha256, write_json
+from compress.distill.draft.vocab_trim import check_kept
 from runtime.checkpoint.checkpoint import read_json
 from runtime.drafting.drafters.draft_model import DRAFT
+from runtime.errors import RequestError
+from runtime.system.directories import let_others_read
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -39,62 +41,80 @@ KEPT = "kept_tokens.safetensors"
 SCHEMA_VERSION = 1
 
 
+@contextmanager
+def draft_directory(directory: Path, content: Mapping[str, Any]) -> Iterator[Path]:
+    """Yield an empty directory for the files of a draft; when they are there it takes the place of `directory`.
+
+    Args:
+        directory: new, or an earlier draft's, which is replaced.
+        content: of draft.json, with "method" and "target"; the version and the sizes and sums of the files are added to it.
+
+    Raises:
+        RequestError: the directory holds something else, or there is no target. CompressError: the disk is full.
+    """
+    if not content["target"]:
+        raise RequestError("a draft needs its target's fingerprint: another model's would not be refused")
+    if directory.exists() and not (directory / DRAFT).is_file() and (directory.is_file() or any(directory.iterdir())):
+        raise RequestError(f"{directory} is not empty and holds no draft; choose another directory")
+    with disk_errors(f"writing {directory}"), directory_beside(directory) as temporary:
+        yield temporary
+        for file in temporary.iterdir():
+            let_others_read(file)
+        write_json(temporary / DRAFT, {"schema_version": SCHEMA_VERSION, **content, "files": file_sums(temporary)})
+
+
 def write_draft(
-    directory: str | Path,
+    directory: Path,
     model: PreTrainedModel,
-    facts: Mapping[str, Any],
-    *,
-    method: str,
-    target: str,
-    dtype: torch.dtype = torch.bfloat16,
+    content: Mapping[str, Any],
     kept: torch.Tensor | None = None,
-    depths: Sequence[int] | None = None,
-    parallel: Mapping[str, int] | None = None,
-) -> Path:
-    """Write a draft; the directory is there whole or not at all.
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a draft that is a model; the directory is there whole or not at all.
 
     Args:
         directory: new, or an earlier draft's, which is replaced.
         model: the draft. It is not changed.
-        facts: JSON-able: acceptance before and after, the curve, ...
-        method: how it was made.
-        target: fingerprint of its target (`runtime.checkpoint.checkpoint.Checkpoint.fingerprint`).
+        content: of draft.json: "method", "target", "facts", ...
+        kept: its trimmed vocabulary; see above.
         dtype: of the stored weights.
-        kept, depths, parallel: see above.
-
-    Returns:
-        The directory.
 
     Raises:
         RequestError: the directory holds something else, or what is given does not fit the model.
     """
-    directory = Path(directory)
     config: Any = model.config.get_text_config(decoder=True)
-    content: dict[str, Any] = {
-        "schema_version": SCHEMA_VERSION, "method": method, "target": target, "vocabulary": int(config.vocab_size),
-        "layers": int(config.num_hidden_layers), "facts": dict(facts),
-    }  # fmt: skip
-    if depths is not None:
-        content["depths"] = [int(depth) for depth in depths]
-    if parallel is not None:
-        content["parallel"] = {"mask_token": int(parallel["mask_token"]), "tokens": int(parallel["tokens"])}
-    ids = None if kept is None else check_kept(kept, int(config.vocab_size))
+    content = {"vocabulary": int(config.vocab_size), "layers": int(config.num_hidden_layers), **content}
+    if kept is not None:
+        kept = check_kept(kept, int(config.vocab_size)).to(torch.int32).cpu()
+        content["kept_tokens"] = KEPT
     with draft_directory(directory, content) as temporary:
-        _save(model, temporary, dtype)
-        if ids is not None:
-            from safetensors.torch import save_file
+        stored: Any = copy.deepcopy(model).to(dtype)  # type: ignore[arg-type]
+        stored.config.dtype = dtype
+        with quiet_transformers():
+            stored.save_pretrained(temporary)
+        if kept is not None:
+            save_file({"kept_tokens": kept}, temporary / KEPT)
 
-            save_file({"kept_tokens": ids.to(torch.int32).cpu()}, temporary / KEPT)
-            content["kept_tokens"] = KEPT
-    return directory
 
+def write_tensors(
+    directory: Path,
+    file: str,
+    tensors: Mapping[str, torch.Tensor],
+    content: Mapping[str, Any],
+    dtype: torch.dtype = torch.bfloat16,
+) -> None:
+    """Write a draft that is some tensors; the directory is there whole or not at all.
 
-def _save(model: PreTrainedModel, directory: Path, dtype: torch.dtype) -> None:
-    stored: Any = copy.deepcopy(model)
-    stored.to(dtype)
-    stored.config.dtype = dtype
-    with quiet_transformers():
-        stored.save_pretrained(directory)
+    Args:
+        directory, content: as of `write_draft`.
+        file: of safetensors. tensors: parameters are stored in `dtype`, all others (rotations, ids) as they are.
+    """
+    stored = {
+        name: value.detach().to("cpu", dtype if isinstance(value, torch.nn.Parameter) else value.dtype).contiguous()
+        for name, value in tensors.items()
+    }
+    with draft_directory(directory, content) as temporary:
+        save_file(stored, temporary / file)
 
 
 @contextmanager
@@ -111,7 +131,12 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def note_facts(directory: Path, facts: Mapping[str, Any], **more: Any) -> None:
-    """Put what was measured, and files that were added, into a draft.json that is there already."""
-    content = {**read_json(directory / DRAFT), **more, "facts": dict(facts)}
-    write_json(directory / DRAFT, {**content, "files": sums(directory)})
+def note(directory: Path, **content: Any) -> None:
+    """Put more into a draft.json that is there already, and the sums of files that were added."""
+    write_json(directory / DRAFT, {**read_json(directory / DRAFT), **content, "files": file_sums(directory)})
+
+
+def file_sums(directory: Path) -> dict[str, dict[str, Any]]:
+    """{name: {"bytes", "sha256"}} of all files but draft.json."""
+    files = sorted(file for file in directory.iterdir() if file.is_file() and file.name != DRAFT)
+    return {file.name: {"bytes": file.stat().st_size, "sha256": sha256(file)} for file in files}

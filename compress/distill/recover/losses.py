@@ -1,4 +1,4 @@
-"""What recovery makes small: the distance from a teacher's hidden states, and from what it says."""
+"""Losses of recovery, and the model that learns by them: distance from a teacher's hidden states, and from what it says next."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import nn
 from compress.distill.recover.config import RecoverConfig
 from compress.distill.recover.outputs import Outputs, Reader, said
 from compress.distill.train.data import Batch
-from compress.distill.train.loop import Goal, Sums
+from compress.distill.train.loop import Goal, Sums, Training
 from compress.distill.train.losses import Objective
 from compress.model.streamed import StreamedModel
 
@@ -36,9 +36,6 @@ def squarehead(ours: Sequence[torch.Tensor], theirs: Sequence[torch.Tensor]) -> 
     return torch.stack(parts).mean()
 
 
-# A model that is trained to give again what another gave.
-
-
 class Recovering(nn.Module):
     """A model in recovery; see `compress.distill.train.loop.Learner`.
 
@@ -60,33 +57,30 @@ class Recovering(nn.Module):
         self._held = (Reader(model, streamed, self.layers), streamed)  # a tuple: neither is a part of this module
         self.objective = Objective(config.divergence, config.temperature)
 
-    def targets(self, teacher: Any, batch: Batch) -> Outputs:
-        """Of a teacher of `compress.distill.recover.teachers`."""
-        found: Outputs = teacher.outputs(batch)
-        return found
+    def check(self, training: Training) -> None:
+        """See `Learner.check`: `compress.distill.recover.job.prepare` has checked all."""
 
-    def forward(self, batch: Batch, targets: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Batch, targets: Outputs | None) -> tuple[torch.Tensor, torch.Tensor]:
         """The loss over a batch times its positions, and their number."""
         losses = self.losses(batch, targets)
         count = batch.trained.sum().to(losses["loss"].dtype)
         return losses["loss"] * count, count
 
-    def losses(self, batch: Batch, targets: Outputs) -> dict[str, torch.Tensor]:
+    def losses(self, batch: Batch, targets: Outputs | None) -> dict[str, torch.Tensor]:
         """Means over the batch: "loss", which is made small, and what it is made of."""
         config = self.config
         reader, streamed = self._held
         ours = reader(batch.ids)
         parts: dict[str, torch.Tensor] = {}
         if config.squarehead:
-            parts["squarehead"] = squarehead(
-                [*ours.states, *([ours.last] if ours.last is not None else [])],
-                [*targets.states, *([targets.last] if targets.last is not None else [])],
-            )
+            assert targets is not None
+            parts["squarehead"] = squarehead(ours.compared, targets.compared)
         if ours.logits is not None:
             counted, following = said(streamed, batch.ids, batch.trained)
             logits = ours.logits[counted]
             assert isinstance(logits, torch.Tensor)
             if config.kl:
+                assert targets is not None
                 assert targets.logits is not None
                 parts["kl"] = self.objective(logits, targets.logits[counted], following[counted]).mean()
             if config.cross_entropy or not self.training:
@@ -96,12 +90,12 @@ class Recovering(nn.Module):
         return {"loss": total, **parts}
 
     @torch.no_grad()
-    def look(self, batch: Batch, judge: Any) -> Sums:
+    def measure(self, batch: Batch, targets: Outputs | None) -> Sums:
         """ "loss", what it is made of, and "cross_entropy", whose exponential is the perplexity."""
         count = float(batch.trained.sum())
-        return {name: (float(value) * count, count) for name, value in self.losses(batch, judge.outputs(batch)).items()}
+        return {name: (float(value) * count, count) for name, value in self.losses(batch, targets).items()}
 
-    def told(self, means: dict[str, float]) -> str:
+    def describe_means(self, means: dict[str, float]) -> str:
         """For people."""
         text = f"held-out {means['loss']:.4f}"
         if "cross_entropy" in means:

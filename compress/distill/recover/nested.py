@@ -12,7 +12,7 @@ from compress.core.tensors import relative
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.outputs import Outputs
 from compress.distill.train.data import Batch, mix
-from compress.distill.train.loop import Sums
+from compress.distill.train.loop import Sums, add_sums
 from compress.model.config_sizes import resized, size_of
 from compress.model.couplings import Channels, changed, channels_of, input_dim, layouts
 from compress.model.streamed import StreamedModel
@@ -40,23 +40,21 @@ class Nested(Recovering):
         for channels in self._channels[0]:
             model.get_submodule(channels.consumer).register_forward_pre_hook(self._narrow(channels.columns.each))
 
-    def forward(self, batch: Batch, targets: Outputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, batch: Batch, targets: Outputs | None) -> tuple[torch.Tensor, torch.Tensor]:
         """As `Recovering.forward`, at one width."""
         self.width = self.widths[mix(int(batch.seeds[0])) % len(self.widths)]
         return super().forward(batch, targets)
 
     @torch.no_grad()
-    def look(self, batch: Batch, judge: Any) -> Sums:
-        """As `Recovering.look`: means over the widths, and "loss_256", ... of each number of channels."""
-        targets, count, found = judge.outputs(batch), float(batch.trained.sum()), dict[str, tuple[float, float]]()
+    def measure(self, batch: Batch, targets: Outputs | None) -> Sums:
+        """As `Recovering.measure`: means over the widths, and "loss_256", ... of each number of channels."""
+        sums: Sums = {}
         for width in self.widths:
             self.width = width
-            losses = self.losses(batch, targets)
-            for name, value in losses.items():
-                before = found.get(name, (0.0, 0.0))
-                found[name] = (before[0] + float(value) * count, before[1] + count)
-                found[f"{name}_{width}"] = (float(value) * count, count)
-        return found
+            found = super().measure(batch, targets)
+            add_sums(sums, found)
+            sums |= {f"{name}_{width}": value for name, value in found.items()}
+        return sums
 
     def _narrow(self, each: int) -> Callable[..., Any]:
         """Nothing reads the channels after the first `self.width`."""

@@ -1,16 +1,15 @@
-"""What a model gives for rows of token ids: hidden states after layers, and what it says next. For any family that can be streamed."""
+"""Outputs of a model for rows of token ids: hidden states after layers, and logits. For any family that can be streamed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
-from compress.distill.train.losses import SparseTargets, Targets
+from compress.distill.train.hooks import block_outputs
+from compress.distill.train.losses import Targets
 from compress.model.streamed import StreamedModel
 from runtime.modeling.skeleton import find_stacks
 
@@ -29,6 +28,11 @@ class Outputs:
     logits: Targets | None
     last: torch.Tensor | None = None
 
+    @property
+    def compared(self) -> list[torch.Tensor]:
+        """All hidden states, an encoder's output last."""
+        return self.states if self.last is None else [*self.states, self.last]
+
 
 class Reader:
     """Runs a model, and reads hidden states on the way.
@@ -46,7 +50,7 @@ class Reader:
 
     def __call__(self, ids: torch.Tensor) -> Outputs:
         """Of ids int64 `[b, s]`, all of them tokens."""
-        with _watched(self._blocks) as states:
+        with block_outputs(self._blocks) as states:
             found = self.streamed.call(self.model, (ids, None))
         if self.streamed.kind == "encoder":
             return Outputs(states, None, found.last_hidden_state)
@@ -63,30 +67,3 @@ def said(streamed: StreamedModel, ids: torch.Tensor, trained: torch.Tensor) -> t
         counted[:, -1] = False
         return counted, rows
     return trained, ids.roll(-1, 1)
-
-
-@contextmanager
-def _watched(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
-    """The outputs of blocks in one forward pass. When activations are computed again in a backward pass, nobody looks any more."""
-    found: dict[int, torch.Tensor] = {}
-    states: list[torch.Tensor] = []
-    looking = True
-
-    def keep(place: int) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if looking:
-                found[place] = output[0] if isinstance(output, (tuple, list)) else output
-
-        return hook
-
-    handles = [block.register_forward_hook(keep(place)) for place, block in enumerate(blocks)]
-    try:
-        yield states
-        states += [found[place] for place in range(len(blocks))]
-    finally:
-        looking = False
-        for handle in handles:
-            handle.remove()
-
-
-__all__ = ["Outputs", "Reader", "SparseTargets", "said"]

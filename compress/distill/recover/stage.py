@@ -18,11 +18,9 @@ from compress.distill.recover.followed import Followed
 from compress.distill.recover.job import RecoverJob, rows, split
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
-from compress.distill.recover.teachers import Cached, InMemory, Nobody, RecoveryTeacher, cache_outputs
+from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import TextRows, digest_of
-from compress.distill.train.loop import DivergedError
-from compress.distill.train.train import Trained, check_run
-from compress.distill.train.train import run as run_training
+from compress.distill.train.loop import DivergedError, Guide, Trained, Training
 from compress.model.checkpoint_writer import PlainWriter
 from compress.model.streamed import StreamedModel
 from compress.run.session import Session
@@ -77,12 +75,12 @@ class Recovery:
 
 @dataclass(frozen=True)
 class _Text:
-    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each."""
+    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each, None: the text alone is learned from."""
 
     given: torch.Tensor
     apart: torch.Tensor
-    teacher: RecoveryTeacher
-    judge: RecoveryTeacher
+    teacher: Guide | None
+    judge: Guide | None
 
 
 def recover(recovery: Recovery) -> dict[str, Any]:
@@ -197,17 +195,15 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
 
 
 def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
-    options, directory, device = recovery.job.settings.options(), recovery.work / "training", recovery.device
-    accelerator = recovery.team.accelerator
+    accelerator, device = recovery.team.accelerator, recovery.device
     if accelerator is None:
         from accelerate import Accelerator
 
         accelerator = Accelerator(cpu=device.type == "cpu")
-    check_run(learner, options, accelerator, directory, True)
-    trained = run_training(
-        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, options, directory, True, accelerator,
-        recovery.team.device(device), recovery.reporter,
-    )  # fmt: skip
+    trained = Training(
+        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.job.settings.options(),
+        recovery.work / "training", True, accelerator, recovery.team.device(device), recovery.reporter,
+    ).run()  # fmt: skip
     accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
     return trained
 
@@ -217,19 +213,13 @@ def _text(recovery: Recovery, ids: torch.Tensor, followed: Followed) -> _Text:
     settings, streamed = recovery.job.settings, recovery.session.reference
     given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
-        return _Text(given, apart, Nobody(), Nobody())
+        return _Text(given, apart, None, None)
     if settings.teacher == "memory":
         teacher = InMemory(streamed, followed, recovery.device)
         return _Text(given, apart, teacher, teacher)
-    cached = cache_outputs(
-        streamed,
-        torch.cat([given, apart]),
-        followed,
-        recovery.work / "teacher",
-        top=settings.teacher_top,
-        temperature=settings.temperature,
-        progress=recovery.reporter,
-    )
+    likeliest = Likeliest(settings.teacher_top, settings.temperature)
+    rows = torch.cat([given, apart])
+    cached = cache_outputs(streamed, rows, followed, recovery.work / "teacher", likeliest, recovery.reporter)
     return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 
@@ -249,7 +239,6 @@ def _targets(model: Any) -> frozenset[str]:
 
 def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
     facts, settings = trained.facts(), job.settings
-    del facts["seconds"]  # the same recipe gives the same bytes
     found = {
         "recover": job.stage.method, "text": digest, "divergence": settings.divergence,
         "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},

@@ -1,52 +1,29 @@
-"""Whoever recovery learns from: the whole model in memory, or what it gave for all rows, kept on the disk."""
+"""Teachers of recovery: the whole model in memory, or its outputs for all rows, streamed block by block and cached on disk."""
 
 from __future__ import annotations
 
-import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from compress.core.files import disk_errors, intact, seal, write_json, written_beside
+from compress.core.files import written_beside
+from compress.core.progress import Reporter
 from compress.distill.recover.followed import Followed
 from compress.distill.recover.outputs import Outputs, Reader
 from compress.distill.train.data import Batch, digest_of
-from compress.distill.train.losses import SparseTargets
-from compress.kv_cache.statistics import Progress
+from compress.distill.train.teacher_cache import TeacherCache, Tensors, likeliest_tensors
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import Batch as Rows
 from compress.model.streamed import StreamedModel
 from runtime.checkpoint.artifact import Artifact
-from runtime.checkpoint.checkpoint import read_json
 from runtime.engines.torch.engine import Blueprint
-from runtime.errors import CompressError
 
 ROWS = 4  # of a forward pass of a streamed teacher, and of a file
-SPARE = 64 * 2**20  # bytes left free on the disk
-
-
-class RecoveryTeacher(Protocol):
-    """Gives outputs of rows.
-
-    Attributes:
-        facts: what decides them, JSON-able.
-    """
-
-    facts: dict[str, Any]
-
-    def outputs(self, batch: Batch) -> Outputs:
-        """Of a batch, on its device, without gradients."""
-
-
-class Nobody:
-    """Where the text alone is learned from."""
-
-    def __init__(self) -> None:
-        self.facts: dict[str, Any] = {"teacher": None}
-
-    def outputs(self, batch: Batch) -> Outputs:
-        return Outputs([], None)
+_ADVICE = ": teach fewer rows, set squarehead: 0, or use teacher: memory"
 
 
 class InMemory:
@@ -64,47 +41,27 @@ class InMemory:
         self._reader = Reader(model.eval(), streamed, followed.layers)
 
     @torch.no_grad()
-    def outputs(self, batch: Batch) -> Outputs:
+    def targets(self, batch: Batch) -> Outputs:
+        """What the model gives for a batch, on its device."""
         return self.followed.outputs(self._reader(self.followed.asked(batch.ids)))
 
 
-class Cached:
-    """What `cache_outputs` has written for fixed rows.
+class Cached(TeacherCache):
+    """Outputs of fixed rows that `cache_outputs` has written."""
 
-    Args:
-        first: the row that is row 0 of batches.
-    """
+    def targets(self, batch: Batch) -> Outputs:
+        """What the model gave for a batch's rows, on its device."""
+        found = self.read(batch)
+        states = [found[f"states-{place}"] for place in range(len(self.facts["layers"]))]
+        return Outputs(states, self.likeliest(found) if "ids" in found else None, found.get("last"))
 
-    def __init__(self, directory: Path, first: int = 0) -> None:
-        self.directory, self.first = directory, first
-        self.facts = read_json(directory / "manifest.json")
 
-    def outputs(self, batch: Batch) -> Outputs:
-        parts = [self._row(self.first + row) for row in batch.rows.tolist()]
-        device = batch.ids.device
-        whole = {name: torch.stack([part[name] for part in parts]).to(device) for name in parts[0]}
-        states = [whole[f"states-{place}"] for place in range(len(self.facts["layers"]))]
-        logits = None
-        if "ids" in whole:
-            log_probs = whole["log_probs"].float()
-            total = torch.logsumexp(torch.cat([log_probs, whole["rest"][..., None].log()], -1), -1)
-            logits = SparseTargets(
-                whole["ids"].long(),
-                log_probs - total[..., None],
-                whole["rest"] * (-total).exp(),
-                self.facts["temperature"],
-            )
-        return Outputs(states, logits, whole.get("last"))
+@dataclass(frozen=True)
+class Likeliest:
+    """How much of a distribution is cached: its `top` tokens at a temperature."""
 
-    def _row(self, row: int) -> dict[str, torch.Tensor]:
-        from safetensors import safe_open
-
-        if not 0 <= row < self.facts["rows"]:
-            raise CompressError(
-                f"row {row} is not among the {self.facts['rows']} that the teacher's outputs are kept of"
-            )
-        with safe_open(self.directory / _file(row // ROWS), framework="pt") as file:
-            return {name: file.get_slice(name)[row % ROWS] for name in file.keys()}  # noqa: SIM118 - no mapping
+    top: int
+    temperature: float
 
 
 def cache_outputs(
@@ -112,40 +69,33 @@ def cache_outputs(
     ids: torch.Tensor,
     followed: Followed,
     directory: Path,
-    *,
-    top: int,
-    temperature: float,
-    progress: Progress | None = None,
+    likeliest: Likeliest,
+    progress: Reporter | None = None,
 ) -> Cached:
     """Compute a teacher's outputs of rows, one block in memory at a time, or take what an earlier call has written.
 
     Args:
         ids: int64 `[n, s]`, the model's in recovery. followed: what of the outputs is wanted.
-        top: likeliest tokens of a position that are kept.
 
     Raises:
         CompressError: the disk has no room for them.
     """
     facts = {
-        "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "sha256": digest_of(ids), "top": top, "temperature": temperature,
-        **followed.facts,
+        "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "shard_rows": ROWS, "sha256": digest_of(ids),
+        "top": likeliest.top, "temperature": likeliest.temperature, **followed.facts,
     }  # fmt: skip
-    if intact(directory) and read_json(directory / "manifest.json") == facts:
-        return Cached(directory)
-    shutil.rmtree(directory, ignore_errors=True)
-    directory.mkdir(parents=True)
     hidden = int(streamed.config.get_text_config().hidden_size)
-    needed = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(followed.layers), top)
-    free = shutil.disk_usage(directory).free
-    if needed + SPARE > free:
-        raise CompressError(
-            f"the teacher's outputs take about {needed / 1e9:.1f} GB in {directory} and {free / 1e9:.1f} GB are free: teach fewer "
-            "rows, set squarehead: 0, or use teacher: memory"
+    nbytes = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(followed.layers), likeliest.top)
+    directory.parent.mkdir(parents=True, exist_ok=True)
+    asked = followed.asked(ids).split(ROWS)
+
+    def shards(missing: list[int]) -> Iterable[tuple[int, Tensors]]:
+        found = _streamed_outputs(
+            streamed, [asked[number] for number in missing], followed, directory, likeliest, progress
         )
-    _compute(streamed, followed.asked(ids), followed, directory, top, temperature, progress)
-    write_json(directory / "manifest.json", facts)
-    seal(directory)
-    return Cached(directory)
+        return zip(missing, found, strict=True)
+
+    return Cached.fill(directory, facts, nbytes, shards, _ADVICE)  # type: ignore[return-value]
 
 
 def cached_bytes(positions: int, hidden: int, itemsize: int, layers: int, top: int) -> int:
@@ -158,70 +108,46 @@ def cached_bytes(positions: int, hidden: int, itemsize: int, layers: int, top: i
 
 
 @torch.inference_mode()
-def _compute(
+def _streamed_outputs(
     streamed: StreamedModel,
-    ids: torch.Tensor,
+    parts: list[torch.Tensor],
     followed: Followed,
     directory: Path,
-    top: int,
-    temperature: float,
-    progress: Progress | None,
-) -> None:
+    likeliest: Likeliest,
+    progress: Reporter | None,
+) -> Iterable[Tensors]:
+    """Outputs of each of some parts of the rows; states of all are on disk until the last block is done."""
     layers = list(followed.layers)
-    batches: list[Rows] = [(rows, None) for rows in ids.split(ROWS)]
-    kept: list[dict[str, Path]] = [{} for _ in batches]
+    batches: list[Rows] = [(rows, None) for rows in parts]
     states = HiddenStates(len(batches), directory / "hidden")
     if progress is not None:
         progress.phase("teacher", len(streamed.blocks))
     streamed.load_outside()
     streamed.prelude(batches, states)
-    with disk_errors(f"writing {directory}"):
-        for index in range(len(streamed.blocks)):
-            with streamed.loaded_block(index):
-                for number, batch in enumerate(batches):
-                    before = states.get(number).to(streamed.device)
-                    own = streamed.run_block(index, before, batch)
-                    if index in layers:
-                        place = directory / f"block-{index:05d}-{number:05d}.safetensors"
-                        kept[number][f"states-{layers.index(index)}"] = place
-                        _save({"states": followed.states(own[:, : streamed.own_length(index, batch)])}, place)
-                    states.put(number, streamed.hand_over(index, own, batch))
-            if progress is not None:
-                progress.step(f"teacher: block {index}")
-        for number, (rows, _) in enumerate(batches):
-            _save(
-                {**_said(streamed, followed, states.get(number), rows, top, temperature), **_loaded(kept[number])},
-                directory / _file(number),
-            )
-            for place in kept[number].values():
-                place.unlink()
+
+    def place(layer: int, number: int) -> Path:
+        return directory / f"block-{layer:05d}-{number:05d}.safetensors"
+
+    for index in range(len(streamed.blocks)):
+        with streamed.loaded_block(index):
+            for number, batch in enumerate(batches):
+                own = streamed.run_block(index, states.get(number).to(streamed.device), batch)
+                if index in layers:
+                    kept = followed.states(own[:, : streamed.own_length(index, batch)])
+                    with written_beside(place(index, number)) as temporary:
+                        save_file({"states": kept.contiguous().cpu()}, temporary)
+                states.put(number, streamed.hand_over(index, own, batch))
+        if progress is not None:
+            progress.step(f"teacher: block {index}")
+    for number, rows in enumerate(parts):
+        given: Any = streamed.outputs(states.get(number).to(streamed.device), rows)
+        found = {f"states-{at}": load_file(place(layer, number))["states"] for at, layer in enumerate(layers)}
+        if streamed.kind == "encoder":
+            found["last"] = followed.states(given)
+        else:
+            given = followed.logits(given)
+            found |= likeliest_tensors(given, min(likeliest.top, given.shape[-1]), likeliest.temperature)
+        yield found
+        for layer in layers:
+            place(layer, number).unlink()
     states.drop()
-
-
-def _said(
-    streamed: StreamedModel, followed: Followed, state: torch.Tensor, rows: torch.Tensor, top: int, temperature: float
-) -> dict[str, torch.Tensor]:
-    given = streamed.outputs(state.to(streamed.device), rows)
-    if streamed.kind == "encoder":
-        return {"last": followed.states(given)}
-    given = followed.logits(given)
-    found = SparseTargets.of(given, min(top, given.shape[-1]), temperature)
-    log_probs = found.log_probs.clamp_min(float(torch.finfo(torch.float16).min))
-    return {"ids": found.ids.to(torch.int32), "log_probs": log_probs.half(), "rest": found.rest}
-
-
-def _loaded(places: dict[str, Path]) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return {name: load_file(place)["states"] for name, place in places.items()}
-
-
-def _save(tensors: dict[str, torch.Tensor], place: Path) -> None:
-    from safetensors.torch import save_file
-
-    with written_beside(place) as temporary:
-        save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary)
-
-
-def _file(number: int) -> str:
-    return f"rows-{number:05d}.safetensors"

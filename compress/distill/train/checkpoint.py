@@ -1,6 +1,6 @@
-"""Where a training run stands, on disk: weights, optimizer, the best so far, and the curve. Plain safetensors and JSON, never a pickle.
+"""Training checkpoints: weights, AdamW's state, the best weights so far and the curve, as safetensors and JSON, never a pickle.
 
-A checkpoint is a directory `step-NNNNNN` that is there whole or not at all. The last two are kept: a run whose newest is damaged goes on
+A checkpoint is a directory `step-NNNNNN` that is there whole or not at all. The last two are kept: a run whose newest is damaged resumes
 from the one before. Nothing random is stored: every step begins from a seed of its own.
 """
 
@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import re
 import shutil
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,30 +18,11 @@ from torch import nn
 
 from compress.core.files import directory_beside, disk_errors, intact, seal, write_json
 from runtime.checkpoint.checkpoint import read_json
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import RequestError
 
 _log = logging.getLogger("compress")
 _NAME = re.compile(r"step-(\d{6,})")
 State = dict[str, torch.Tensor]
-
-
-@dataclass
-class Standing:
-    """What a run goes on from.
-
-    Attributes:
-        step: steps done.
-        weights: by name, those that are trained.
-        optimizer: "NAME|KEY" of AdamW's state.
-        best: weights at the best look so far; empty: there was none.
-        facts: JSON-able: settings, curve, ...
-    """
-
-    step: int
-    weights: State
-    optimizer: State
-    best: State
-    facts: dict[str, Any]
 
 
 def trained_weights(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -64,7 +43,7 @@ def restore(weights: dict[str, nn.Parameter], state: State) -> None:
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Parameter]) -> State:
-    """AdamW's moments and step counts by the names of the weights."""
+    """AdamW's moments and step counts, as "NAME OF THE WEIGHT|KEY"."""
     return {
         f"{name}|{key}": value.detach().cpu().clone()
         for name, parameter in weights.items()
@@ -81,43 +60,39 @@ def restore_optimizer(optimizer: torch.optim.Optimizer, weights: dict[str, nn.Pa
         optimizer.state[parameter][key] = value if value.dim() == 0 else value.to(parameter.device)
 
 
-def save(directory: Path, standing: Standing) -> None:
-    """Write a checkpoint, then remove all before it but the last."""
-    target = directory / f"step-{standing.step:06d}"
+def save(directory: Path, facts: dict[str, Any], **tensors: State) -> None:
+    """Write the checkpoint of `facts["step"]`, then remove all before it but the last.
+
+    Args:
+        facts: JSON-able: "step", "settings" that a run must share to resume from it, the curve.
+        tensors: each a file; `weights`, `optimizer`, `best`.
+    """
+    target = directory / f"step-{facts['step']:06d}"
     with disk_errors(f"writing {target}"), directory_beside(target) as temporary:
-        for name in ("weights", "optimizer", "best"):
-            save_file(getattr(standing, name), temporary / f"{name}.safetensors")
-        write_json(temporary / "state.json", {**standing.facts, "step": standing.step})
+        for name, state in tensors.items():
+            save_file(state, temporary / f"{name}.safetensors")
+        write_json(temporary / "state.json", facts)
         seal(temporary)
-    for _, path in sorted(found for found in _found(directory) if found[0] < standing.step)[:-1]:
+    for _, path in sorted(found for found in _found(directory) if found[0] < facts["step"])[:-1]:
         shutil.rmtree(path)
 
 
-def latest(directory: Path, settings: dict[str, Any], warn: Callable[[str], None] = _log.warning) -> Standing | None:
-    """The newest checkpoint that is not damaged, or None. `warn` is told of those that are.
+def latest(directory: Path, settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, State]] | None:
+    """Facts and tensors of the newest checkpoint that is not damaged, or None.
 
     Raises:
         RequestError: it is of a run with other settings.
     """
-    for step, path in sorted(_found(directory), reverse=True):
-        if intact(path):
-            return _read(step, path, settings)
-        warn(f"{path} is damaged: going on from what is before it")
+    for _, path in sorted(_found(directory), reverse=True):
+        if not intact(path):
+            _log.warning(f"{path} is damaged: resuming from the checkpoint before it")
+            continue
+        facts = read_json(path / "state.json")
+        if facts["settings"] != settings:
+            odd = _difference(facts["settings"], settings)
+            raise RequestError(f"{path} is of another training run ({odd}); remove it or train with the same settings")
+        return facts, {file.stem: load_file(file) for file in path.glob("*.safetensors")}
     return None
-
-
-def _read(step: int, path: Path, settings: dict[str, Any]) -> Standing:
-    facts = read_json(path / "state.json")
-    if facts.get("settings") != settings:
-        odd = _difference(facts.get("settings"), settings)
-        raise RequestError(f"{path} is of another training run ({odd}); remove it or train with the same settings")
-    try:
-        weights, optimizer, best = (
-            load_file(path / f"{name}.safetensors") for name in ("weights", "optimizer", "best")
-        )
-    except Exception as error:  # safetensors raises its own type, and the operating system's
-        raise ArtifactError(f"{path} is damaged: {error}") from error
-    return Standing(step, weights, optimizer, best, facts)
 
 
 def is_begun(directory: Path) -> bool:

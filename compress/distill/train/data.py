@@ -12,7 +12,6 @@ import torch
 
 from compress.core.files import written_beside
 from compress.distill.train.sampling import continuations
-from compress.distill.train.teacher import Teacher
 from runtime.errors import RequestError
 
 # Rows of token ids that are trained on together, and what all that make rows need: seeds, digests, masks.
@@ -169,43 +168,6 @@ class TextRows:
 
         tensors = load_file(file)
         return cls(tensors["ids"].long(), tensors["trained"].bool(), header.metadata.get("kind", "given"))
-
-
-def teacher_rows(
-    teacher: Teacher,
-    prompts: torch.Tensor,
-    tokens: int,
-    *,
-    temperature: float = 1.0,
-    seed: int = 0,
-    batch: int = 16,
-    told: Told | None = None,
-) -> TextRows:
-    """Rows that the teacher continues (DistillSpec, arXiv 2310.08461): what it would write is what a draft has to guess.
-
-    Args:
-        teacher: one that generates.
-        prompts: int64 `[n, p]`.
-        tokens: at most so many are written after each; a text that ends sooner is padded, and counts up to its end token.
-        temperature: 0: the likeliest tokens.
-        seed: a row's text depends on it and on the row's index only.
-        batch: rows at once.
-        told: is called with rows done and rows in all.
-
-    Returns:
-        int64 `[n, p + tokens]`, of which what the teacher wrote is trained on.
-    """
-    check_rows(prompts, "prompts", 1)
-    ids, trained = [], []
-    for start in range(0, len(prompts), batch):
-        part = prompts[start : start + batch]
-        seeds = [mix(seed, index) for index in range(start, start + len(part))]
-        written, lengths = teacher.continuations(part, tokens, temperature, seeds)
-        ids.append(written)
-        trained.append(written_mask(part.shape[1], lengths, tokens))
-        if told is not None:
-            told(start + len(part), len(prompts))
-    return TextRows(torch.cat(ids), torch.cat(trained), "teacher")
 
 
 class OnPolicyRows:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from compress.distill.train.data import Batch, TextRows, Told, check_rows, mix, written_mask
 from compress.distill.train.sampling import continuations
 from runtime.errors import CompressError, RequestError
 
@@ -95,6 +96,15 @@ class Teacher:
         )
 
     @property
+    def facts(self) -> dict[str, Any]:
+        """What tells it from other teachers, JSON-able."""
+        return {"fingerprint": self.fingerprint}
+
+    def targets(self, batch: Batch) -> torch.Tensor:
+        """Logits `[b, s, vocabulary]` of a batch."""
+        return self.logits(batch.ids)
+
+    @property
     def writes(self) -> bool:
         """Whether it can continue texts."""
         return self._write is not None
@@ -162,3 +172,40 @@ class _Writer:
         after = torch.arange(tokens) >= first[:, None]
         last = written.gather(1, (first - 1)[:, None])
         return torch.cat([prompts.cpu(), torch.where(after, last, written)], 1), first
+
+
+def teacher_rows(
+    teacher: Teacher,
+    prompts: torch.Tensor,
+    tokens: int,
+    *,
+    temperature: float = 1.0,
+    seed: int = 0,
+    batch: int = 16,
+    told: Told | None = None,
+) -> TextRows:
+    """Rows that the teacher continues (DistillSpec, arXiv 2310.08461): what it would write is what a draft has to guess.
+
+    Args:
+        teacher: one that generates.
+        prompts: int64 `[n, p]`.
+        tokens: at most so many are written after each; a text that ends sooner is padded, and counts up to its end token.
+        temperature: 0: the likeliest tokens.
+        seed: a row's text depends on it and on the row's index only.
+        batch: rows at once.
+        told: is called with rows done and rows in all.
+
+    Returns:
+        int64 `[n, p + tokens]`, of which what the teacher wrote is trained on.
+    """
+    check_rows(prompts, "prompts", 1)
+    ids, trained = [], []
+    for start in range(0, len(prompts), batch):
+        part = prompts[start : start + batch]
+        seeds = [mix(seed, index) for index in range(start, start + len(part))]
+        written, lengths = teacher.continuations(part, tokens, temperature, seeds)
+        ids.append(written)
+        trained.append(written_mask(part.shape[1], lengths, tokens))
+        if told is not None:
+            told(start + len(part), len(prompts))
+    return TextRows(torch.cat(ids), torch.cat(trained), "teacher")

@@ -19,8 +19,8 @@ from safetensors.torch import load_file, save_file
 from speculation_cases import VOCABULARY, answers, model, prompts, speculation
 
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadStudent, MedusaStudent, rank_rates
-from compress.distill.draft.making_heads import write_heads
+from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
+from compress.distill.draft.medusa import MedusaStudent
 from compress.distill.draft.mtp import MTPStudent
 from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
@@ -512,12 +512,10 @@ def target(fingerprint: str = "tiny", path: str = "tiny") -> Any:
 def directories(students: Any, texts: Any, tmp_path_factory: Any) -> dict[str, Path]:
     path = tmp_path_factory.mktemp("heads")
     rows = TextRows(torch.tensor([(text * 40)[:20] for text in texts]))
-    return {
-        name: write_heads(
-            path / name, student, {"note": 1}, method=name, rates=rank_rates(student, rows, 4), dtype=torch.float32
-        )
-        for name, student in students.items()
-    }
+    for name, student in students.items():
+        content = {"method": name, "target": "tiny", "facts": {"note": 1}, "rates": rank_rates(student, rows, 4)}
+        write_heads(path / name, student, content, torch.float32)
+    return {name: path / name for name in students}
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -586,7 +584,8 @@ def test_only_kept_tokens_are_proposed(plain: Any, texts: Any, tmp_path: Path) -
         features = Features.of(plain)
         features.teacher.fingerprint = "tiny"
         student = kind(features, 2, kept=kept)
-        path = write_heads(tmp_path / name, student, {}, method=name, rates=[[0.2], [0.1]])
+        path = tmp_path / name
+        write_heads(path, student, {"method": name, "target": "tiny", "facts": {}, "rates": [[0.2], [0.1]]})
         made = BUILDERS[name](target(), path, json.loads((path / "draft.json").read_text()), {})
         tree = made.draft([ready(made, texts[0], nodes=12)])[0]
         assert len(tree) == 12

@@ -17,7 +17,7 @@ from random_models import random_llama
 import runtime
 from compress.distill.draft.acceptance import follow, measure_acceptance
 from compress.distill.draft.cut import cut
-from compress.distill.draft.parallel import ParallelStudent
+from compress.distill.draft.pard import ParallelStudent
 from compress.distill.draft.speedup import best_length, expected_tokens, speedup, tokens_of
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows

@@ -15,19 +15,19 @@ from safetensors.torch import load_file
 from torch.nn import functional
 
 import runtime
-from compress.distill.draft import fastmtp, medusa
+from compress.distill.draft import medusa, mtp
 from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.features import Features
-from compress.distill.draft.heads import HeadStudent, MedusaStudent, rank_rates
+from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
 from compress.distill.draft.making import Making
-from compress.distill.draft.making_heads import write_heads
+from compress.distill.draft.medusa import MedusaStudent
 from compress.distill.draft.mtp import MTPStudent, attended
-from compress.distill.train.data import TextRows, teacher_rows
+from compress.distill.train.data import TextRows
+from compress.distill.train.loop import Training
 from compress.distill.train.losses import Objective, SparseTargets
 from compress.distill.train.options import TrainOptions
-from compress.distill.train.teacher import Teacher
+from compress.distill.train.teacher import Teacher, teacher_rows
 from compress.distill.train.teacher_cache import cache_teacher
-from compress.distill.train.train import train
 from runtime.api.model import Model
 from runtime.config.settings import read_settings
 from runtime.drafting.drafters.medusa import Medusa
@@ -56,6 +56,13 @@ def target() -> Any:
 @pytest.fixture(scope="module")
 def features(target: Any) -> Features:
     return Features.of(target)
+
+
+def write_directory(path: Path, student: HeadStudent, method: str, **content: Any) -> Path:
+    """The directory of heads."""
+    fingerprint = student.features.teacher.fingerprint
+    write_heads(path, student, {"method": method, "target": fingerprint, "facts": {}, **content})
+    return path
 
 
 def rough(student: HeadStudent) -> HeadStudent:
@@ -176,7 +183,8 @@ def recursion(student: MTPStudent, ids: torch.Tensor, anchor: int, length: int) 
 
 @pytest.mark.parametrize("window", [1, 2, 5, 100])
 def test_all_anchors_together_are_each_by_itself(features: Features, window: int) -> None:
-    student = rough(MTPStudent(features, 4, 48, window=window))
+    student = rough(MTPStudent(features, 4, 48))
+    student.window = window
     assert isinstance(student, MTPStudent)
     with torch.no_grad():
         proposed = list(student.proposals(IDS, 4))
@@ -317,7 +325,7 @@ def test_a_small_text_is_learned_and_written_faster(small_text: Any, tmp_path: P
     assert all(ranks[0] > 0.9 for ranks in rates)
     measured = measure_acceptance(student, own.teacher, rows, length=3, prompt=4)
     assert measured["continuations"]["greedy"]["accepted"] > 2.4
-    path = write_heads(tmp_path / name, student, {"after": measured}, method=name, rates=rates)
+    path = write_directory(tmp_path / name, student, name, rates=rates, facts={"after": measured})
     facts = json.loads((path / "draft.json").read_text())
     assert facts["target"] == loaded.artifact.checkpoint.fingerprint()
     assert facts["facts"]["after"] == measured
@@ -353,10 +361,10 @@ def test_training_through_the_loop_helps_and_goes_on(small_text: Any, tmp_path: 
 
             student.forward = stopping  # type: ignore[method-assign]
             with pytest.raises(KeyboardInterrupt):
-                train(student, rows, own.teacher, rows, own.teacher, options, directory=directory)
+                Training(student, rows, own.teacher, rows, own.teacher, options, directory=directory).run()
             return None
-        trained = train(student, rows, own.teacher, rows, own.teacher, options, directory=directory, resume=True)
-        return trained, {key: value.clone() for key, value in student.state_dict().items()}
+        training = Training(student, rows, own.teacher, rows, own.teacher, options, directory=directory, resume=True)
+        return training.run(), {key: value.clone() for key, value in student.state_dict().items()}
 
     whole, weights = run(8, tmp_path / "whole")
     assert whole.after["acceptance"] > whole.before["acceptance"]
@@ -367,7 +375,7 @@ def test_training_through_the_loop_helps_and_goes_on(small_text: Any, tmp_path: 
     assert all(torch.equal(value, same[key]) for key, value in weights.items())
 
 
-@pytest.mark.parametrize("method", [medusa.METHOD, fastmtp.METHOD], ids=lambda method: method.name)
+@pytest.mark.parametrize("method", [medusa.METHOD, mtp.METHOD], ids=lambda method: method.name)
 def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, method: Any) -> None:
     loaded = runtime.load(tiny_artifact, verify=False)
     told: list[str] = []
@@ -405,7 +413,7 @@ def test_a_teachers_cache_teaches_heads_too(small_text: Any, tmp_path: Path) -> 
     student = MTPStudent(own, 2, 32, kept=kept)
     cache = cache_teacher(own.teacher, rows, tmp_path / "teacher", k=16, kept=kept)
     options = TrainOptions(steps=6, batch=4, learning_rate=1e-2, evaluate_every=6)
-    trained = train(student, rows, cache, rows, own.teacher, options)
+    trained = Training(student, rows, cache, rows, own.teacher, options).run()
     assert math.isfinite(trained.curve["train"][-1]["loss"])
     assert trained.after["acceptance"] > trained.before["acceptance"]
 
@@ -413,7 +421,7 @@ def test_a_teachers_cache_teaches_heads_too(small_text: Any, tmp_path: Path) -> 
 def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, tmp_path: Path) -> None:
     _, own, _ = small_text
     student = MTPStudent(own, 2, kept=torch.tensor([1, 5, 9], dtype=torch.int32))
-    path = write_heads(tmp_path / "mtp", student, {}, method="mtp", rates=[[0.1], [0.1]])
+    path = write_directory(tmp_path / "mtp", student, "mtp", rates=[[0.1], [0.1]])
     stored = load_file(path / "heads.safetensors")
     assert stored["frequencies"].dtype == torch.float32
     assert torch.equal(stored["frequencies"], own.module.model.rotary_emb.inv_freq)
@@ -422,28 +430,20 @@ def test_rotations_stay_whole_and_weights_are_stored_as_asked(small_text: Any, t
     facts = json.loads((path / "draft.json").read_text())
     assert facts["heads"]["intermediate"] == 128
     assert facts["files"]["heads.safetensors"]["bytes"] == (path / "heads.safetensors").stat().st_size
-    again = write_heads(path, student, {}, method="mtp", rates=[[0.2], [0.1]])  # replaces it
+    again = write_directory(path, student, "mtp", rates=[[0.2], [0.1]])  # replaces it
     assert json.loads((again / "draft.json").read_text())["rates"] == [[0.2], [0.1]]
     other = tmp_path / "other"
     other.mkdir()
     (other / "file").write_text("x")
     with pytest.raises(RequestError, match="is not empty and holds no draft"):
-        write_heads(other, student, {}, method="mtp", rates=[])
-    with pytest.raises(RequestError, match="heads are of medusa, mtp, not 'x'"):
-        write_heads(tmp_path / "y", student, {}, method="x", rates=[])
+        write_directory(other, student, "mtp", rates=[])
 
 
 def test_requests_that_cannot_be_are_refused(features: Features, tmp_path: Path) -> None:
-    for build, said in (
-        (lambda: MedusaStudent(features, 0), "at least 1 token, not 0"),
-        (lambda: MedusaStudent(features, 2, decay=0.0), "above 0 and at most 1, not 0.0"),
-        (lambda: MTPStudent(features, 2, window=0), "window of a recursive head must be at least 1"),
-        (lambda: MTPStudent(features, 2, kept=torch.tensor([3, 999])), "ascending ids below 257"),
-    ):
-        with pytest.raises(RequestError, match=said):
-            build()
+    with pytest.raises(RequestError, match="ascending ids below 257"):
+        MTPStudent(features, 2, kept=torch.tensor([3, 999]))
     with pytest.raises(RequestError, match="needs its target's fingerprint"):
-        write_heads(tmp_path / "x", MedusaStudent(features, 1), {}, method="medusa", rates=[[0.1]])
+        write_directory(tmp_path / "x", MedusaStudent(features, 1), "medusa", target="", rates=[[0.1]])
 
 
 def test_linear_is_what_is_said(features: Features) -> None:

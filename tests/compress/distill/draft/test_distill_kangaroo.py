@@ -16,8 +16,9 @@ import runtime
 from compress.core.files import sha256
 from compress.core.progress import Reporter
 from compress.distill.draft.cut import cut
-from compress.distill.draft.kangaroo import METHOD, KangarooConfig, KangarooStudent, write_adapter
+from compress.distill.draft.kangaroo import ADAPTER, METHOD, KangarooConfig, KangarooStudent
 from compress.distill.draft.making import Making
+from compress.distill.draft.write import write_tensors
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher
@@ -88,9 +89,18 @@ def test_training_makes_it_agree_more(divergence: Any) -> None:
 
 
 # ---------------------------------------------------------------- what is written
+def written(
+    who: KangarooStudent, path: Path, target: str = "f", facts: Any = None, dtype: torch.dtype = torch.bfloat16
+) -> Path:
+    """The directory of an adapter."""
+    content = {"method": "kangaroo", "target": target, "facts": facts or {}, **who.content}
+    write_tensors(path, ADAPTER, who.adapter(), content, dtype)
+    return path
+
+
 def test_what_is_written(tmp_path: Path) -> None:
     who = student(runs.target())
-    path = write_adapter(tmp_path / "draft", who, {"acceptance": 0.5}, target="f" * 64)
+    path = written(who, tmp_path / "draft", "f" * 64, {"acceptance": 0.5})
     content = json.loads((path / "draft.json").read_text())
     assert {file.name for file in path.iterdir()} == {"draft.json", "adapter.safetensors"}
     file = path / "adapter.safetensors"
@@ -102,7 +112,7 @@ def test_what_is_written(tmp_path: Path) -> None:
     assert stored.keys() == who.adapter().keys()
     for name, value in who.adapter().items():
         assert torch.equal(stored[name], value.bfloat16())
-    assert write_adapter(path, who, {}, target="g") == path  # an earlier draft's is replaced
+    written(who, path, "g")  # an earlier draft's is replaced
     assert json.loads((path / "draft.json").read_text())["target"] == "g"
 
 
@@ -112,9 +122,9 @@ def test_what_cannot_be_written_or_trained(tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "letter.txt").write_text("dear")
     with pytest.raises(RequestError, match="is not empty and holds no draft"):
-        write_adapter(tmp_path / "other", who, {}, target="f")
+        written(who, tmp_path / "other")
     with pytest.raises(RequestError, match="needs its target's fingerprint"):
-        write_adapter(tmp_path / "draft", who, {}, target="")
+        written(who, tmp_path / "draft", "")
     assert not (tmp_path / "draft").exists()
     with pytest.raises(RequestError, match="at least one layer before it"):
         KangarooStudent(cut(model, 1))
@@ -136,7 +146,7 @@ def test_the_runtime_proposes_what_was_trained(tmp_path: Path, layer: int, feed_
     with torch.no_grad():
         for value in who.adapter().values():
             value += 0.1 * torch.randn(value.shape, generator=generator)
-    path = write_adapter(tmp_path / "draft", who, {}, target="f", dtype=torch.float32)
+    path = written(who, tmp_path / "draft", dtype=torch.float32)
     engine = take_over(TorchEngine(model, torch.device("cpu")))
     assert engine is not None
     artifact: Any = SimpleNamespace(path=path, checkpoint=SimpleNamespace(fingerprint=lambda: "f"))

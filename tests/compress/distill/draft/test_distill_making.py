@@ -16,7 +16,7 @@ from compress.distill.draft import METHODS
 from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.features import Features
 from compress.distill.draft.making import Making
-from compress.distill.draft.parallel import ParallelStudent
+from compress.distill.draft.pard import ParallelStudent
 from compress.distill.draft.speedup import worth
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
@@ -55,13 +55,13 @@ def config(method: str, **changes: Any) -> Any:
 def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.MonkeyPatch, quantize: str) -> None:
     """Against the directory as the runtime reads it."""
     making, trained = make(), []
-    write = Making.write
+    store = Making.store
 
-    def writing(self: Making, fields: Any, student: Student, **more: Any) -> None:
-        trained.append(self.measure(fields, student, self.split()[1]))
-        write(self, fields, student, **more)
+    def storing(self: Making, fields: Any, student: Student, held_out: TextRows) -> None:
+        trained.append(self.measure(fields, student, held_out))
+        store(self, fields, student, held_out)
 
-    monkeypatch.setattr(Making, "write", writing)
+    monkeypatch.setattr(Making, "store", storing)
     fields = config("distillspec", quantize=quantize, layers=2)
     METHODS["distillspec"].make(making, fields)
     stored = runtime.load(making.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
@@ -133,10 +133,9 @@ def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkey
 
 def whole_bytes(making: Making) -> float:
     """Bytes that the target reads for a token."""
-    from compress.distill.draft.cut import cut_checkpoint
-    from compress.distill.draft.making import read_bytes
+    from compress.distill.draft.student import read_bytes
 
-    return read_bytes(making.artifact, Student(cut_checkpoint(making.artifact, 1)))
+    return read_bytes(making.artifact)
 
 
 @pytest.mark.parametrize("method", ["medusa", "mtp"])

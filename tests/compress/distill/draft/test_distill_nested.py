@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from compress.distill.draft.acceptance import measure_acceptance
-from compress.distill.draft.cut import cut
-from compress.distill.draft.nested import NestedStudent, final_norm
+from compress.distill.draft.cut import cut, final_norm
+from compress.distill.draft.s2d import NestedStudent
 from compress.distill.draft.student import Student
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
@@ -32,11 +32,11 @@ def test_each_depth_is_a_cut_of_the_draft(make: Any) -> None:
     nested.eval()
     ids = runs.rows(2).ids
     with torch.no_grad():
-        found = nested.by_depth(ids)
+        found = nested.by_depth(ids, [1, 2, 3])
         for depth in (1, 2, 3):
             expected = cut(draft, depth)(input_ids=ids, use_cache=False).logits
             torch.testing.assert_close(found[depth], expected, atol=1e-5, rtol=1e-5)
-            torch.testing.assert_close(nested.at(depth).logits(ids), expected, atol=1e-5, rtol=1e-5)
+            torch.testing.assert_close(nested.variants()[str(depth)].logits(ids), expected, atol=1e-5, rtol=1e-5)
     assert final_norm(draft) is (draft.transformer.ln_f if make is gpt2 else draft.model.norm)
 
 
@@ -45,11 +45,10 @@ def test_the_loss_is_the_sum_over_the_depths() -> None:
     kept = torch.arange(0, 61, 2)
     batch = runs.rows(4).batch(range(4), range(4))
     teacher = model(input_ids=batch.ids).logits.detach()
-    nested = NestedStudent(model, [1, 3], Objective("js"), kept, weights=[0.5, 2.0])
+    nested = NestedStudent(model, [1, 3], Objective("js"), kept)
     total, count = nested(batch, teacher)
     expected = sum(
-        share * float(Student(cut(model, depth), Objective("js"), kept)(batch, teacher)[0].detach())
-        for depth, share in ((1, 0.5), (3, 2.0))
+        float(Student(cut(model, depth), Objective("js"), kept)(batch, teacher)[0].detach()) for depth in (1, 3)
     )
     assert float(total.detach()) == pytest.approx(expected, rel=1e-5)
     assert float(count) == float(batch.trained.sum())
@@ -66,7 +65,7 @@ def test_all_depths_gain_by_training() -> None:
     assert found.after["acceptance"] == pytest.approx(both)
     held = runs.rows(5, seed=9)
     one = measure_acceptance(Student(cut(nested.draft, 1)), model, held, length=1)["text"]
-    again = measure_acceptance(nested.at(1), model, held, length=1)["text"]
+    again = measure_acceptance(nested.variants()["1"], model, held, length=1)["text"]
     assert one["sampling"]["accepted"] == pytest.approx(again["sampling"]["accepted"], abs=1e-6)
     assert one["sampling"]["acceptance"] == pytest.approx(found.after["acceptance_depth_1"], abs=1e-5)
 
@@ -76,11 +75,6 @@ def test_what_is_no_nested_draft_is_refused() -> None:
     for depths in ([], [1], [2, 1], [0, 2], [1, 2, 3], [1, 1, 2]):
         with pytest.raises(RequestError, match=r"the last 2 \(all its layers\)"):
             NestedStudent(draft, depths)
-    for weights in ([1.0], [1.0, 0.0]):
-        with pytest.raises(RequestError, match="needs as many weights above 0"):
-            NestedStudent(draft, [1, 2], weights=weights)
-    with pytest.raises(RequestError, match=r"has the depths \[2\], not 1"):
-        NestedStudent(draft, [2]).at(1)
 
 
 def test_heads_that_do_more_are_refused() -> None:

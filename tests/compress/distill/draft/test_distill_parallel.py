@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from random_models import random_llama
 
 from compress.distill.draft.cut import cut
-from compress.distill.draft.parallel import ParallelStudent, dropped, layout
+from compress.distill.draft.pard import ParallelStudent, dropped, layout
 from compress.distill.train.losses import Objective, SparseTargets
 from compress.distill.train.options import TrainOptions
 from runtime.errors import RequestError
@@ -154,7 +154,7 @@ def test_a_parallel_draft_learns_to_look_ahead() -> None:
     judge = runs.Teacher(lambda ids: 20.0 * torch.nn.functional.one_hot(ids % 30 + 1, 31).float(), 31)
     student = ParallelStudent(copy.deepcopy(model), MASK, 3)
     options = TrainOptions(steps=60, batch=8, evaluate_every=30, learning_rate=1e-2)
-    found = runs.train(student, source, None, held, judge, options)
+    found = runs.Training(student, source, None, held, judge, options).run()
     assert found.before["agreement_3"] < 0.2
     assert found.after["agreement_1"] > 0.9
     assert found.after["agreement_3"] > 0.8

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from random_models import random_llama
 from safetensors.torch import load_file
 
 import runtime
@@ -19,9 +18,11 @@ from compress.core.files import sha256
 from compress.distill.draft import vocab_trim
 from compress.distill.draft.cut import cut
 from compress.distill.draft.write import write_draft
-from compress.distill.train.data import TextRows, teacher_rows
-from compress.distill.train.teacher import Teacher
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher, teacher_rows
 from runtime.errors import RequestError
+
+CONTENT = {"method": "cut", "target": "x", "facts": {}}
 
 
 def test_what_is_counted_follows_trained_positions() -> None:
@@ -55,24 +56,6 @@ def test_the_most_frequent_tokens_are_kept(frequencies: list[int], data: st.Data
     assert vocab_trim.coverage(torch.tensor(frequencies), kept) == pytest.approx(share)
 
 
-def test_a_trimmed_head_has_the_rows_of_its_tokens() -> None:
-    kept = torch.tensor([0, 7, 30, 60], dtype=torch.int32)
-    for tied in (True, False):
-        model = random_llama(0, vocab_size=61, tie_word_embeddings=tied)
-        head = vocab_trim.trimmed_head(model, kept)
-        states = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-        with torch.no_grad():
-            torch.testing.assert_close(head(states), model.lm_head(states)[:, kept.long()])
-            head.weight.zero_()
-            assert float(model.lm_head.weight.abs().min(1).values.max()) > 0
-    model.lm_head.bias = torch.nn.Parameter(torch.arange(61.0))
-    head = vocab_trim.trimmed_head(model, kept)
-    assert head.bias is not None
-    assert head.bias.tolist() == [0, 7, 30, 60]
-    with pytest.raises(RequestError, match="ascending ids below 61"):
-        vocab_trim.trimmed_head(model, kept.flip(0))
-
-
 @pytest.mark.parametrize(
     ("size", "always", "message"),
     [(0, (), "1 to 4"), (5, (), "1 to 4"), (1, (0, 1), "2 to 4"), (2, (4,), "token 4 cannot be kept"), (2, (-1,), "token -1")],
@@ -102,10 +85,9 @@ def test_a_draft_is_a_checkpoint_with_a_note(tmp_path: Path, tied: bool) -> None
     draft = cut(runs.target(tie_word_embeddings=tied), 2)
     kept = torch.tensor([0, 5, 60])
     facts = {"acceptance": 0.5, "curve": [1, 2]}
-    path = write_draft(
-        tmp_path / "draft", draft, facts, method="distillspec", target="f" * 64, kept=kept, depths=[1, 2],
-        parallel={"mask_token": 0, "tokens": 4},
-    )  # fmt: skip
+    path = tmp_path / "draft"
+    more = {"depths": [1, 2], "parallel": {"mask_token": 0, "tokens": 4}}
+    write_draft(path, draft, {"method": "distillspec", "target": "f" * 64, "facts": facts, **more}, kept)
     content = json.loads((path / "draft.json").read_text())
     assert content["files"].keys() == {file.name for file in path.iterdir()} - {"draft.json"}
     for name, expected in content.pop("files").items():
@@ -132,7 +114,8 @@ def test_a_draft_is_a_checkpoint_with_a_note(tmp_path: Path, tied: bool) -> None
 
 
 def test_a_plain_draft_says_no_more_than_it_is(tmp_path: Path) -> None:
-    path = write_draft(tmp_path / "draft", cut(runs.target(), 1), {}, method="cut", target="x", dtype=torch.float32)
+    path = tmp_path / "draft"
+    write_draft(path, cut(runs.target(), 1), CONTENT, dtype=torch.float32)
     content = json.loads((path / "draft.json").read_text())
     assert not {"kept_tokens", "depths", "parallel"} & content.keys()
     assert not (path / "kept_tokens.safetensors").exists()
@@ -141,27 +124,26 @@ def test_a_plain_draft_says_no_more_than_it_is(tmp_path: Path) -> None:
 
 def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     draft: Any = cut(runs.target(), 1)
-    arguments: dict[str, Any] = {"method": "cut", "target": "x"}
-    write_draft(tmp_path / "draft", draft, {"run": 1}, **arguments)
+    write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"run": 1}})
     (tmp_path / "draft" / "stale").write_text("of before")
-    write_draft(tmp_path / "draft", draft, {"run": 2}, **arguments)
+    write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"run": 2}})
     assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}
     assert not (tmp_path / "draft" / "stale").exists()
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("text")
     with pytest.raises(RequestError, match="not empty and holds no draft"):
-        write_draft(tmp_path / "mine", draft, {}, **arguments)
+        write_draft(tmp_path / "mine", draft, CONTENT)
     with pytest.raises(RequestError, match="needs its target's fingerprint"):
-        write_draft(tmp_path / "new", draft, {}, method="cut", target="")
+        write_draft(tmp_path / "new", draft, CONTENT | {"target": ""})
     with pytest.raises(RequestError, match="ascending ids below 61"):
-        write_draft(tmp_path / "new", draft, {}, kept=torch.tensor([61]), **arguments)
+        write_draft(tmp_path / "new", draft, CONTENT, torch.tensor([61]))
 
     def failing(*arguments: Any, **named: Any) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("compress.core.files.sync_directory", failing)
     with pytest.raises(KeyboardInterrupt):
-        write_draft(tmp_path / "draft", draft, {"run": 3}, **arguments)
+        write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"run": 3}})
     assert json.loads((tmp_path / "draft" / "draft.json").read_text())["facts"] == {"run": 2}
     assert not (tmp_path / "new").exists()
 
@@ -169,5 +151,5 @@ def test_only_drafts_are_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
 def test_facts_must_be_json(tmp_path: Path) -> None:
     draft: Any = cut(runs.target(), 1)
     with pytest.raises(TypeError):
-        write_draft(tmp_path / "draft", draft, {"tensor": torch.ones(1)}, method="cut", target="x")
+        write_draft(tmp_path / "draft", draft, CONTENT | {"facts": {"tensor": torch.ones(1)}})
     assert not (tmp_path / "draft").exists()

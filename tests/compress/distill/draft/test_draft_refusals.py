@@ -7,7 +7,7 @@ from draft_stages import RTN, draft
 from transformers import AutoConfig
 
 import compress
-from compress.distill.draft.prospect import plain_head
+from compress.distill.draft.checks import plain_head
 from runtime.errors import RequestError
 from runtime.modeling.skeleton import build_skeleton
 

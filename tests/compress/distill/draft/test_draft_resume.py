@@ -28,7 +28,7 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
             raise CompressError("training diverged: the loss of step 1 is nan; lower the learning rate")
 
         with monkeypatch.context() as patched:
-            patched.setattr(loop.Run, "_step", diverges)
+            patched.setattr(loop.Training, "update", diverges)
             with pytest.raises(
                 CompressError, match=r"diverged.* kept: change the recipe's draft section .* --resume"
             ) as said:
@@ -94,8 +94,8 @@ def test_a_draft_that_is_done_is_not_made_again_unless_it_is_another(make_checkp
         with pytest.raises(KeyboardInterrupt):
             compress.apply(stages, output=output, quiet=True)
         trained: list[int] = []
-        own = loop.Run.go
-        patched.setattr(loop.Run, "go", lambda self: trained.append(1) or own(self))
+        own = loop.Training.run
+        patched.setattr(loop.Training, "run", lambda self: trained.append(1) or own(self))
         with pytest.raises(KeyboardInterrupt):
             compress.apply(stages, output=output, resume=True, quiet=True)
         assert trained == []

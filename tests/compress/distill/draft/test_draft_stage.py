@@ -93,7 +93,7 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
     from compress.distill.train import loop
 
     stages = recipe(tmp_path / "model", RTN, draft())
-    own, done = loop.Run._step, []
+    own, done = loop.Training.update, []
 
     def failing(self, number):
         if number == step and not done:
@@ -101,7 +101,7 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
             raise KeyboardInterrupt
         return own(self, number)
 
-    monkeypatch.setattr(loop.Run, "_step", failing)
+    monkeypatch.setattr(loop.Training, "update", failing)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(stages, output=tmp_path / "again", quiet=True)
     assert not (tmp_path / "again" / "compress.json").exists()

@@ -87,7 +87,7 @@ def test_the_old_draft_is_valid_until_the_manifest_names_the_new_one(plain, reci
 
 def test_a_draft_that_is_there_is_not_made_again_and_training_goes_on(plain, recipe, tmp_path, monkeypatch):
     stages, steps = recipe(tmp_path / "model", draft(quantize="none", steps=4, evaluate_every=1)), []
-    own = loop.Run._step
+    own = loop.Training.update
 
     def counted(self: Any, step: int) -> float:
         steps.append(step)
@@ -95,7 +95,7 @@ def test_a_draft_that_is_there_is_not_made_again_and_training_goes_on(plain, rec
             raise CompressError("the power is gone")
         return own(self, step)
 
-    monkeypatch.setattr(loop.Run, "_step", counted)
+    monkeypatch.setattr(loop.Training, "update", counted)
     before = files(plain)
     with pytest.raises(CompressError, match="the power is gone"):
         compress.draft(plain, stages, quiet=True)

@@ -37,13 +37,13 @@ def test_a_manifest_is_json_however_a_training_ends(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
 ) -> None:
     """`first`: nothing is a number from the first look on."""
-    real = loop.Run._measured
+    real = loop.Training.measure
 
     def measured(self: Any) -> dict[str, float]:
         found = real(self)
         return found if self.standing.step < 6 and not first else dict.fromkeys(found, math.nan)
 
-    monkeypatch.setattr(loop.Run, "_measured", measured)
+    monkeypatch.setattr(loop.Training, "measure", measured)
     request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER})
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (facts,) = json.loads((made.path / "compress.json").read_text(), parse_constant=refuse)["passes"]
@@ -60,9 +60,9 @@ def test_a_manifest_is_json_however_a_training_ends(
 def test_a_training_that_brings_nothing_says_so(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real = loop.Run._measured
+    real = loop.Training.measure
     monkeypatch.setattr(
-        loop.Run,
+        loop.Training,
         "_measured",
         lambda run: {name: value + 0.1 * run.standing.step for name, value in real(run).items()},
     )

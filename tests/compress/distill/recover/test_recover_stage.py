@@ -202,18 +202,18 @@ def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
 ) -> None:
     request = recipe(make_checkpoint(), {"prune": {"method": "sparsegpt", "sparsity": 0.5}}, recover(evaluate_every=2))
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real = loop.Run._step
+    real = loop.Training.update
 
     def step(self: Any, number: int) -> float:
         if number == stop:
             raise KeyboardInterrupt
         return real(self, number)
 
-    monkeypatch.setattr(loop.Run, "_step", step)
+    monkeypatch.setattr(loop.Training, "update", step)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     done = []
-    monkeypatch.setattr(loop.Run, "_step", lambda self, number: (done.append(number), real(self, number))[1])
+    monkeypatch.setattr(loop.Training, "update", lambda self, number: (done.append(number), real(self, number))[1])
     made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
     assert done[0] == stop // 2 * 2
     for file in straight.path.glob("*.safetensors"):
@@ -249,7 +249,7 @@ def test_passes_that_are_done_are_not_done_again(
     assert sorted(path.name for path in (tmp_path / "out/.compress").glob("pass-*")) == [
         "pass-00000.json", "pass-00001.json", "pass-00002", "pass-00002.json",
     ]  # fmt: skip
-    monkeypatch.setattr(loop.Run, "_step", lambda *_: pytest.fail("trained again"))
+    monkeypatch.setattr(loop.Training, "update", lambda *_: pytest.fail("trained again"))
     made = compress.apply(request, output=tmp_path / "out", resume=True, quiet=True)
     assert json.loads((straight.path / "compress.json").read_text()) == json.loads(
         (made.path / "compress.json").read_text()
@@ -321,7 +321,7 @@ def test_a_loss_that_diverges_ends_with_the_best_weights(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, recover(steps=9))
-    real = loop.Run._step
+    real = loop.Training.update
 
     def step(self: Any, number: int) -> float:
         if number == 7:
@@ -329,7 +329,7 @@ def test_a_loss_that_diverges_ends_with_the_best_weights(
                 weight.data.fill_(torch.nan)
         return real(self, number)
 
-    monkeypatch.setattr(loop.Run, "_step", step)
+    monkeypatch.setattr(loop.Training, "update", step)
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (facts,) = made.manifest["passes"]
     assert facts["ended"] == "diverged"

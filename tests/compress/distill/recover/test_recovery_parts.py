@@ -16,7 +16,7 @@ from compress.distill.recover.constraints import Adapter, between_codes, constra
 from compress.distill.recover.finetune import FinetuneConfig
 from compress.distill.recover.followed import Followed
 from compress.distill.recover.losses import Recovering, squarehead
-from compress.distill.recover.teachers import Cached, InMemory, cache_outputs
+from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import Batch, TextRows
 from compress.model.streamed import StreamedModel
 from compress.quantize.grid import make_grid
@@ -183,14 +183,14 @@ def test_a_kept_teacher_says_what_one_in_memory_says(
 ) -> None:
     tokens = 257 if followed.tokens is None else len(followed.tokens)
     ids = torch.randint(1, tokens, (7, 12))
-    kept = cache_outputs(streamed, ids, followed, tmp_path / "kept", top=257, temperature=1.0)
+    kept = cache_outputs(streamed, ids, followed, tmp_path / "kept", Likeliest(257, 1.0))
     live = InMemory(streamed, followed, torch.device("cpu"))
     chosen = torch.tensor([6, 0, 3])
     batch = Batch(ids[chosen], torch.ones(3, 12, dtype=torch.bool), chosen, torch.zeros(3, dtype=torch.int64))
-    one, other = live.outputs(batch), kept.outputs(batch)
+    one, other = live.targets(batch), kept.targets(batch)
     if followed is CUT:
         plain = InMemory(streamed, Followed([0, 2]), torch.device("cpu"))
-        whole = plain.outputs(replace(batch, ids=CUT.tokens[batch.ids]))
+        whole = plain.targets(replace(batch, ids=CUT.tokens[batch.ids]))
         assert torch.equal(one.logits, whole.logits[..., CUT.tokens])
         assert all(torch.equal(a, b[..., [3, 5, 60]]) for a, b in zip(one.states, whole.states, strict=True))
     for mine, theirs in zip(one.states, other.states, strict=True):
@@ -200,9 +200,9 @@ def test_a_kept_teacher_says_what_one_in_memory_says(
     torch.testing.assert_close(said, other.logits.log_probs, rtol=1e-2, atol=1e-2)  # type: ignore[union-attr]
     later = Cached(tmp_path / "kept", first=4)
     shifted = Batch(ids[4:6], batch.trained[:2], torch.tensor([0, 1]), batch.seeds[:2])
-    torch.testing.assert_close(later.outputs(shifted).states[0], live.outputs(shifted).states[0], rtol=1e-3, atol=1e-3)
-    with pytest.raises(CompressError, match="row 8 is not among the 7"):
-        later.outputs(Batch(ids[:1], batch.trained[:1], torch.tensor([4]), batch.seeds[:1]))
+    torch.testing.assert_close(later.targets(shifted).states[0], live.targets(shifted).states[0], rtol=1e-3, atol=1e-3)
+    with pytest.raises(CompressError, match="row 8 is not in the teacher's cache of 7 rows"):
+        later.targets(Batch(ids[:1], batch.trained[:1], torch.tensor([4]), batch.seeds[:1]))
 
 
 @pytest.mark.parametrize("teacher", ["memory", "cached"])
@@ -221,10 +221,10 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
     asked = (
         InMemory(streamed, followed, torch.device("cpu"))
         if teacher == "memory"
-        else cache_outputs(streamed, ids, followed, tmp_path / "kept", top=257, temperature=temperature)
+        else cache_outputs(streamed, ids, followed, tmp_path / "kept", Likeliest(257, temperature))
     )
     learner = Recovering(student, streamed, config, [0, 1])
-    found = learner.losses(batch, learner.targets(asked, batch))
+    found = learner.losses(batch, asked.targets(batch))
     with torch.no_grad():
         ours, theirs = (model(batch.ids, output_hidden_states=True) for model in (student, whole))
     q, p = (torch.log_softmax(one.logits[:, :-1].double() / temperature, -1) for one in (ours, theirs))
@@ -251,14 +251,12 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
 
 def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(1, 257, (3, 8))
-    kept = cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=4, temperature=1.0)
+    kept = cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(4, 1.0))
     before = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     with monkeypatch.context() as patched:
         patched.setattr(StreamedModel, "run_block", lambda *_: pytest.fail("asked again"))
-        assert (
-            cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=4, temperature=1.0).facts == kept.facts
-        )
-    cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", top=5, temperature=1.0)
+        assert cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(4, 1.0)).facts == kept.facts
+    cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(5, 1.0))
     after = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     assert after["manifest.json"] != before["manifest.json"]
     assert not [name for name in after if name.startswith("block-")]
@@ -267,6 +265,6 @@ def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, m
 def test_a_disk_that_is_too_small_is_noticed_before(
     streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("compress.distill.recover.teachers.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+    monkeypatch.setattr("compress.distill.train.teacher_cache.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CompressError, match="teacher: memory"):
-        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Followed([1]), tmp_path / "kept", top=4, temperature=1.0)
+        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Followed([1]), tmp_path / "kept", Likeliest(4, 1.0))

@@ -10,9 +10,9 @@ import torch
 from random_models import random_llama
 
 import runtime
-from compress.distill.train.data import MixedRows, OnPolicyRows, TextRows, mix, teacher_rows
+from compress.distill.train.data import MixedRows, OnPolicyRows, TextRows, mix
 from compress.distill.train.sampling import continuations
-from compress.distill.train.teacher import Teacher
+from compress.distill.train.teacher import Teacher, teacher_rows
 from runtime.errors import ArtifactError, CompressError, RequestError
 
 IDS = torch.randint(1, 257, (6, 10), generator=torch.Generator().manual_seed(0))

@@ -12,9 +12,8 @@ from accelerate import Accelerator
 from torch import nn
 
 from compress.distill.train.data import Batch, TextRows
-from compress.distill.train.loop import DivergedError, Goal
+from compress.distill.train.loop import DivergedError, Goal, Trained, Training
 from compress.distill.train.options import TrainOptions
-from compress.distill.train.train import Trained, run
 
 
 class Scripted(nn.Module):
@@ -29,19 +28,19 @@ class Scripted(nn.Module):
         self.forgiving, self.looks, self.bad_step = forgiving, iter(looks), bad_step
         self.steps, self.held = 0, list[float]()
 
-    def targets(self, teacher: Any, batch: Batch) -> None:
-        return None
+    def check(self, training: Training) -> None:
+        pass
 
     def forward(self, batch: Batch, targets: None) -> tuple[torch.Tensor, torch.Tensor]:
         self.steps += 1
         loss = self.number.sum() * (math.nan if self.steps == self.bad_step else 1.0)
         return loss * batch.trained.sum(), batch.trained.sum().float()
 
-    def look(self, batch: Batch, judge: Any) -> dict[str, tuple[float, float]]:
+    def measure(self, batch: Batch, targets: Any) -> dict[str, tuple[float, float]]:
         self.held.append(float(self.number.detach()))
         return {"loss": (next(self.looks), 1.0), "cross_entropy": (2.0, 1.0)}
 
-    def told(self, means: dict[str, float]) -> str:
+    def describe_means(self, means: dict[str, float]) -> str:
         return str(means)
 
     def describe(self) -> dict[str, Any]:
@@ -52,9 +51,9 @@ def train(learner: Scripted, steps: int = 4) -> Trained:
     rows = TextRows(torch.zeros(4, 8, dtype=torch.int64))
     options = TrainOptions(steps=steps, batch=2, evaluate_every=1, patience=None, learning_rate=0.1)
     cpu = torch.device("cpu")
-    return run(
-        learner, rows, None, TextRows(rows.ids[:1]), None, options, None, False, Accelerator(cpu=True), cpu, None
-    )
+    accelerator = Accelerator(cpu=True)
+    held_out = TextRows(rows.ids[:1])
+    return Training(learner, rows, None, held_out, None, options, accelerator=accelerator, device=cpu).run()
 
 
 def strict(trained: Trained) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 
 import torch
 
-from compress.distill.draft.student import Student
-from compress.distill.train.data import TextRows, mix, written_mask
-from compress.distill.train.teacher import Teacher
+from compress.distill.draft.student import Student, check_vocabulary
+from compress.distill.train.data import TextRows
+from compress.distill.train.teacher import Teacher, teacher_rows
 from runtime.errors import RequestError
 
-WRITTEN = 16  # rows that the target continues at once
+_TOGETHER = 4  # rows
 Texts = dict[str, TextRows]
 
 
@@ -39,8 +39,6 @@ def measure_acceptance(
     length: int = 5,
     prompt: int | None = None,
     temperature: float = 1.0,
-    batch: int = 4,
-    seed: int = 0,
     texts: Texts | None = None,
 ) -> dict[str, Any]:
     """Acceptance of a draft by its target, on given text and on what the target itself writes.
@@ -61,9 +59,7 @@ def measure_acceptance(
         length: tokens of a draft.
         prompt: tokens of a row that are continued, up to the row's length; None: half of them.
         temperature: of sampling, above 0.
-        batch: rows at once.
-        seed: of what the target samples.
-        texts: what `target_texts` gave for the same rows, prompt, temperature and seed; None: the target writes them now.
+        texts: what `target_texts` gave for the same rows, prompt and temperature; None: the target writes them now.
 
     Returns:
         {"length", "text": {"greedy": R, "sampling": R}, "continuations": {...}}, plain data. R: "acceptance", the mean over all positions
@@ -79,15 +75,15 @@ def measure_acceptance(
     student.eval()
     try:
         text = {
-            kind: _walked(student, target, rows, length, heat, batch, written=False)
+            kind: _walked(student, target, rows, length, heat, written=False)
             for kind, heat in (("greedy", 0.0), ("sampling", temperature))
         }
         written = None
         if target.writes:
             if texts is None:
-                texts = target_texts(target, rows, prompt=prompt, temperature=temperature, seed=seed)
+                texts = target_texts(target, rows, prompt=prompt, temperature=temperature)
             written = {
-                kind: _walked(student, target, texts[kind], length, heat, batch, written=True)
+                kind: _walked(student, target, texts[kind], length, heat, written=True)
                 for kind, heat in (("greedy", 0.0), ("sampling", temperature))
             }
     finally:
@@ -95,36 +91,24 @@ def measure_acceptance(
     return {"length": length, "text": text, "continuations": written}
 
 
-def target_texts(
-    target: Teacher, rows: TextRows, *, prompt: int | None = None, temperature: float = 1.0, seed: int = 0
-) -> Texts:
+def target_texts(target: Teacher, rows: TextRows, *, prompt: int | None = None, temperature: float = 1.0) -> Texts:
     """{"greedy", "sampling": what the target writes after the first tokens of rows}; arguments as of `measure_acceptance`."""
     size = rows.length // 2 if prompt is None else prompt
     if not 1 <= size < rows.length:
         raise RequestError(f"a prompt must be 1 to {rows.length - 1} tokens of the rows, not {size}")
+    prompts, tokens = rows.ids[:, :size], rows.length - size
     heats = {"greedy": 0.0, "sampling": temperature}
-    return {kind: _continued(target, rows, size, heat, seed) for kind, heat in heats.items()}
-
-
-def _continued(target: Teacher, rows: TextRows, prompt: int, temperature: float, seed: int) -> TextRows:
-    tokens, parts, masks = rows.length - prompt, [], []
-    for start in range(0, len(rows), WRITTEN):
-        prompts = rows.ids[start : start + WRITTEN, :prompt]
-        seeds = [mix(seed, index) for index in range(start, start + len(prompts))]
-        ids, lengths = target.continuations(prompts, tokens, temperature, seeds)
-        parts.append(ids)
-        masks.append(written_mask(prompt, lengths, tokens))
-    return TextRows(torch.cat(parts), torch.cat(masks), "continuations")
+    return {kind: teacher_rows(target, prompts, tokens, temperature=heat) for kind, heat in heats.items()}
 
 
 def _walked(
-    student: Student, target: Teacher, rows: TextRows, length: int, temperature: float, batch: int, written: bool
+    student: Student, target: Teacher, rows: TextRows, length: int, temperature: float, written: bool
 ) -> dict[str, Any] | None:
     reached = torch.zeros(length, dtype=torch.float64)
     passed = torch.zeros(length, dtype=torch.float64)
     steps = first = count = 0.0
-    for start in range(0, len(rows), batch):
-        ids, trained = rows.ids[start : start + batch], rows.trained[start : start + batch]
+    for start in range(0, len(rows), _TOGETHER):
+        ids, trained = rows.ids[start : start + _TOGETHER], rows.trained[start : start + _TOGETHER]
         found = _chances(student, target, ids, trained, length, temperature, written)
         first += float(found.expected[0][found.counted[0]].sum())
         count += float(found.counted[0].sum())
@@ -240,7 +224,4 @@ def _check(student: Student, target: Teacher, rows: TextRows, length: int, tempe
         raise RequestError(f"a draft's length must be 1 to {rows.length - 1}, below that of the rows, not {length}")
     if not temperature > 0:
         raise RequestError(f"the temperature of sampling must be above 0, not {temperature}")
-    if student.vocabulary != target.vocabulary:
-        raise RequestError(
-            f"the draft has a vocabulary of {student.vocabulary} and its target of {target.vocabulary}; both must have the same"
-        )
+    check_vocabulary(student, target)

@@ -25,12 +25,7 @@ if TYPE_CHECKING:
 _TIED_TO_PLACE = ("scale_attn_by_inverse_layer_idx", "num_kv_shared_layers")
 
 
-def cut(
-    target: PreTrainedModel,
-    layers: int | Sequence[int],
-    dtype: torch.dtype = torch.float32,
-    share: bool = False,
-) -> PreTrainedModel:
+def cut(target: PreTrainedModel, layers: int | Sequence[int], dtype: torch.dtype = torch.float32) -> PreTrainedModel:
     """A smaller model of the target's class. Weights that are compressed in the target are dense in the draft, as the target computes.
 
     Args:
@@ -38,12 +33,9 @@ def cut(
         (`runtime.layers.compressed_linear`). It is not changed.
         layers: the first so many, or their indices, ascending.
         dtype: of the draft's weights; float32 is what can be trained.
-        share: embeddings, final norm and head are the target's own tensors, and frozen, where the target holds them dense in `dtype` (a
-            tensor that it does not is copied and frozen): the draft then costs only its layers' memory, and no optimizer state for the
-            others.
 
     Returns:
-        The draft in eval mode, on the target's device; its parameters ask for gradients unless they are frozen. Tied weights stay tied.
+        The draft in eval mode, on the target's device; its parameters ask for gradients. Tied weights stay tied.
 
     Raises:
         RequestError: layers that the target does not have, or a target that is built in a way that cannot be cut.
@@ -55,7 +47,7 @@ def cut(
     for path, module in list(draft.named_modules()):
         prefix = next((new for new in places if f"{path}.".startswith(new)), None)
         source = path if prefix is None else places[prefix] + f"{path}."[len(prefix) :]
-        _fill(draft, path, module, target, source.removesuffix("."), dtype, share and prefix is None)
+        _fill(draft, path, module, target, source.removesuffix("."), dtype)
     draft.tie_weights()
     _finish(draft, target)
     return draft
@@ -188,9 +180,7 @@ def _indices(layers: int | Sequence[int], depth: int) -> list[int]:
     return chosen
 
 
-def _fill(
-    draft: nn.Module, path: str, module: nn.Module, target: nn.Module, source: str, dtype: torch.dtype, share: bool
-) -> None:
+def _fill(draft: nn.Module, path: str, module: nn.Module, target: nn.Module, source: str, dtype: torch.dtype) -> None:
     """Give one module's own parameters and stored buffers the target's numbers."""
     wanted = {key: value for key, value in module._parameters.items() if value is not None}
     stored = {
@@ -218,15 +208,10 @@ def _fill(
                 f"a {type(target).__name__} cannot be cut: its {source} has no {key} of {list(place.shape)}"
             )
         wide = dtype if place.is_floating_point() else place.dtype
-        own = getattr(origin, key, None)
-        if share and isinstance(own, torch.Tensor) and own.dtype == wide:
-            set_tensor(draft, f"{path}.{key}".lstrip("."), own.detach())
-        else:
-            set_tensor(draft, f"{path}.{key}".lstrip("."), value.detach().to(wide).clone().contiguous())
-        if key in wanted:
-            parameter = module._parameters[key]
-            assert parameter is not None
-            parameter.requires_grad_(not share)
+        set_tensor(draft, f"{path}.{key}".lstrip("."), value.detach().to(wide).clone().contiguous())
+        parameter = module._parameters.get(key)
+        if parameter is not None:
+            parameter.requires_grad_()
 
 
 def _value(origin: nn.Module, key: str, dtype: torch.dtype) -> torch.Tensor | None:

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_lengths
 from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.making import DraftMethod, Making
-from compress.distill.draft.speedup import VerifyCost, best_length, tokens_of, worth
+from compress.distill.draft.speedup import best_length, tokens_of, worth
 from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
 from compress.distill.train.data import check_rows
@@ -230,7 +230,7 @@ def find_skips(
     trials: int = 200,
     places: int = 8,
     tokens: int = 8,
-    verify_cost: VerifyCost = 1.0,
+    row_cost: float = 0.0,
     seed: int = 0,
     told: Told | None = None,
 ) -> Found:
@@ -245,7 +245,7 @@ def find_skips(
         engine: the decoder in C of the model, all of it in memory.
         ids: int64 `[n, s]`, texts; see `DraftTrials`.
         trials: sets to try.
-        verify_cost: of the target's step over several tokens (`compress.distill.draft.speedup`).
+        row_cost: of each further token of the target's step (`compress.distill.draft.speedup`).
         told: is called with trials done and trials in all.
 
     Raises:
@@ -272,9 +272,7 @@ def find_skips(
             return 1.0
         rates, cost = measured(subset)
         # Not `best_length`, to which all that does not pay is alike: the way to what does leads through it.
-        return max(
-            speedup_of(tokens_of(rates[:length]), length, cost, verify_cost) for length in range(1, len(rates) + 1)
-        )
+        return max(speedup_of(tokens_of(rates[:length]), length, cost, row_cost) for length in range(1, len(rates) + 1))
 
     def tell(found: Search) -> None:
         if told is not None:
@@ -286,7 +284,7 @@ def find_skips(
         raise RequestError(f"{trials} trials found no halves to leave out; allow more")
     best = Search(drafts).best
     rates, cost = measured(best)
-    length, speedup = best_length(rates, cost, verify_cost)
+    length, speedup = best_length(rates, cost, row_cost)
     return Found(*halves(best), rates, round(cost * whole), cost, length, speedup, found.curve())
 
 
@@ -307,12 +305,9 @@ def make(making: Making, config: SkipConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     engine, count = _engine(making), max(1, len(making.rows) // _HELD_OUT)
 
-    def verify_cost(tokens: int) -> float:
-        return 1 + config.row_cost * (tokens - 1)
-
     making.reporter.phase("skips", config.trials)
     found = find_skips(
-        engine, making.rows[:-count], trials=config.trials, places=config.places, tokens=config.tokens, verify_cost=verify_cost,
+        engine, making.rows[:-count], trials=config.trials, places=config.places, tokens=config.tokens, row_cost=config.row_cost,
         seed=config.seed, told=lambda done, every: making.reporter.step(f"{done} of {every} sets"),
     )  # fmt: skip
     making.facts |= found.facts()
@@ -328,7 +323,7 @@ def make(making: Making, config: SkipConfig) -> dict[str, Any]:
     making.facts["search"] |= {"evenly": {"skip_attention": even[0], "skip_mlp": even[1]}}
     for when, measured in measure_views(lean, views, rows, config.places, config.tokens).items():
         making.facts[when] = measured
-        making.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, verify_cost=verify_cost)
+        making.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, row_cost=config.row_cost)
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
 
 

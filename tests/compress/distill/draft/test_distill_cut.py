@@ -93,15 +93,6 @@ def test_tied_stays_tied_and_copies_are_copies() -> None:
     assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
 
 
-def test_shared_parts_are_the_targets_own_and_frozen() -> None:
-    model = family("Llama")
-    draft = cut(model, 2, share=True)
-    frozen = {name for name, parameter in draft.named_parameters() if not parameter.requires_grad}
-    assert frozen == {"model.embed_tokens.weight", "model.norm.weight", "lm_head.weight"}
-    assert draft.lm_head.weight.data_ptr() == model.lm_head.weight.data_ptr()
-    assert draft.model.layers[0].mlp.up_proj.weight.data_ptr() != model.model.layers[0].mlp.up_proj.weight.data_ptr()
-
-
 def test_the_first_layers_and_their_training() -> None:
     draft = cut(family("Llama").to(torch.bfloat16), 2)
     assert {parameter.dtype for parameter in draft.parameters()} == {torch.float32}

@@ -66,7 +66,7 @@ def _reading(layer: LayerShape, policy: Policy, plan: CachePlan, read: int) -> f
     asked = 0 if rule is None else max(1, rule.score.window(read))
     asked += 0 if storage.saliency is None else storage.saliency.window(read)
     # Remembered queries are put together, which is a copy.
-    beside = _notes(rule, layer) * read + 2 * asked * layer.query
+    beside = _notes(rule, layer) * read + 2 * asked * _remembered(rule, layer)
     if rule is not None or storage.saliency is not None:
         beside += _SCORED * layer.heads * read
     # Keys and values are opened, and either is copied twice more while its pages are put in order.
@@ -135,7 +135,7 @@ def _stepping(shape: Shape, policy: Policy, plan: CachePlan, read: int, new: int
             [_layer_bytes(layer, which, plan, read, new, PAGE) for layer in shape.layers] for which in (near, policy)
         ]
         held += 2 * max(inside - outside for inside, outside in zip(*older, strict=True))
-    return held + max(opened * layer.token + asked * layer.query for layer in shape.layers)
+    return held + max(opened * layer.token + asked * _remembered(rule, layer) for layer in shape.layers)
 
 
 def _layer_bytes(shape: LayerShape, policy: Policy, plan: CachePlan, prompt: int, new: int, spare: int) -> float:
@@ -148,12 +148,12 @@ def _layer_bytes(shape: LayerShape, policy: Policy, plan: CachePlan, prompt: int
     beside = float(_notes(rule, shape) * count)
     if rule is not None and rule.interval is not None:
         if rule.accumulates:  # queries stay until they are added
-            beside += min(rule.interval, new) * shape.query
+            beside += min(rule.interval, new) * _remembered(rule, shape)
         else:
-            beside += rule.score.window(prompt + new) * shape.query
+            beside += rule.score.window(prompt + new) * _remembered(rule, shape)
     if storage.saliency is not None:  # a prompt's window stays whole until as many steps have come
         window = storage.saliency.window(count)
-        beside += (window + min(new, window)) * shape.query
+        beside += (window + min(new, window)) * _remembered(rule, shape)
     # Tokens go to a tier a chunk at a time: on average half of one waits. Eviction leaves whole chunks, and none that waits.
     waiting = storage.chunk * spare // PAGE
     if rule is not None:
@@ -197,6 +197,13 @@ def _kept(policy: Policy, plan: CachePlan, rule: EvictionPlan, prompt: int, new:
     if (storage.tiers or policy.offload is not None) and kept > floats:  # the rest is whole chunks
         kept = floats + storage.chunk * max(1, round((kept - floats) / storage.chunk))
     return whole + min(kept, seen)
+
+
+def _remembered(rule: EvictionPlan | None, shape: LayerShape) -> int:
+    """Bytes of a token that a score remembers: its queries, and what they were made of where the score sees that."""
+    return shape.query + (
+        shape.hidden * shape.dtype.itemsize if rule is not None and "hidden" in rule.score.wants else 0
+    )
 
 
 def _notes(rule: EvictionPlan | None, shape: LayerShape) -> int:

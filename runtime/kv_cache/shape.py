@@ -41,6 +41,7 @@ class LayerShape:
         dtype: of queries, keys and values as they come.
         window: tokens that it holds at most; None: all of them.
         floats: dtype that tokens which stay floats are held in; None: as they come.
+        hidden: width of the attention module's inputs.
     """
 
     heads: int
@@ -49,6 +50,7 @@ class LayerShape:
     dtype: torch.dtype
     window: int | None = None
     floats: torch.dtype | None = None
+    hidden: int = 0
 
     @property
     def held(self) -> torch.dtype:
@@ -115,7 +117,7 @@ def _layer(config: Any, dtype: torch.dtype) -> LayerShape:
     queries = int(config.num_attention_heads)
     heads = int(getattr(config, "num_key_value_heads", None) or queries)
     size = int(getattr(config, "head_dim", None) or config.hidden_size // queries)
-    return LayerShape(heads, (size, size), queries, dtype)
+    return LayerShape(heads, (size, size), queries, dtype, hidden=int(getattr(config, "hidden_size", 0)))
 
 
 def compressed_layers(config: Any) -> list[int]:

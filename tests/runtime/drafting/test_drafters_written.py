@@ -101,7 +101,7 @@ def test_what_can_be_is_not_refused(tmp_path: Path) -> None:
 
 def test_the_settings_of_the_documentation_can_be() -> None:
     root = Path(__file__).parents[3]
-    page = (root / "docs" / "speculative.md").read_text(encoding="utf-8")
+    page = (root / "docs" / "guides" / "draft.md").read_text(encoding="utf-8")
     examples = [json.loads(text) for text in re.findall(r'`(\{"method": "(?:skip|early-exit)".*?\})`', page)]
     layers = json.loads((root / "recipes/checkpoints/stdlib-4m/config.json").read_text())["num_hidden_layers"]
     assert {example["method"] for example in examples} == set(names_of("target"))

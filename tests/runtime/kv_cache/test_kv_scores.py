@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
-from dataclasses import fields, replace
-from typing import Any
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import pytest
 import torch
 from kv_observation import observation, weights
 from random_models import padded_rows, random_llama
+from transformers import AutoModelForCausalLM, Qwen3Config
 
-from runtime.config.settings import settings_of
+from runtime.config.settings import built, settings_of
 from runtime.errors import RequestError
 from runtime.kv_cache.budgets.adaptive import AdaptiveHeads
 from runtime.kv_cache.budgets.base import LayerFacts
@@ -25,6 +26,7 @@ from runtime.kv_cache.layer import CompressedLayer
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.policy.policy import Policy
+from runtime.kv_cache.scores.base import Score
 from runtime.kv_cache.scores.defensive import Defensive
 from runtime.kv_cache.scores.duo import Duo
 from runtime.kv_cache.scores.h2o import H2O
@@ -380,18 +382,18 @@ def rule(**options: Any) -> EvictionPlan:
 @pytest.mark.parametrize(
     ("make", "sentence"),
     [
-        (lambda: rule(ratio=1.5), r"ratio must be above 0 and at most 1, not 1\.5"),
-        (lambda: rule(ratio=-1), "ratio must be above 0"),
-        (lambda: rule(ratio=math.nan), "ratio must be above 0"),
-        (lambda: rule(ratio=True), "ratio must be a number, not True"),
-        (lambda: rule(tokens=0), "tokens must be at least 1, not 0"),
-        (lambda: rule(tokens=1.5), r"tokens must be an integer, not 1\.5"),
+        (lambda: rule(ratio=1.5), r"ratio must be a number above 0 and at most 1, not 1\.5"),
+        (lambda: rule(ratio=-1), "ratio must be a number above 0"),
+        (lambda: rule(ratio=math.nan), "ratio must be a number above 0"),
+        (lambda: rule(ratio=True), "ratio must be a number above 0 and at most 1, not true"),
+        (lambda: rule(tokens=0), "tokens must be an integer at least 1, not 0"),
+        (lambda: rule(tokens=1.5), r"tokens must be an integer at least 1, not 1\.5"),
         (lambda: rule(), "needs ratio or tokens, one of them"),
         (lambda: rule(ratio=0.5, tokens=5), "needs ratio or tokens, one of them"),
         (lambda: rule(ratio=0.5, interval=0), "interval must be an integer at least 1"),
         (lambda: rule(ratio=0.5, keeps_prompt=True), "needs an interval"),
         (lambda: rule(ratio=0.5, keeps_prompt=True, interval=1, layer_share=Pyramid()), "those of pyramid are found when"),
-        (lambda: SnapKV(kernel=4), r"snapkv\.kernel must be at least 1 and odd, not 4"),
+        (lambda: SnapKV(kernel=4), r"snapkv\.kernel must be an integer at least 1 and odd, not 4"),
         (lambda: ReasoningPath(kernel=0), r"rpc\.kernel must be"),
         (lambda: SnapKV(observe=0), r"snapkv\.observe must be an integer at least 1"),
         (lambda: Defensive(prior=1.1), r"defensive\.prior must be a number between 0 and 1, not 1\.1"),
@@ -445,3 +447,49 @@ def test_rounding_a_scale_to_float16_misses_the_top_by_an_eighth_of_a_step(axis:
     step = (high - low) / 255
     # Half a step of rounding, what the top misses, and what the lowest is off as a float16.
     assert bool((error <= (0.5 + 255 * 2**-11) * step * 1.001 + low.abs() * 2**-11).all())
+
+
+# ---------------------------------------------------------------- inputs of attention
+@dataclass(frozen=True)
+class Watching(Score):
+    """Keeps what it sees."""
+
+    name: ClassVar[str] = "watching"
+    wants: ClassVar[frozenset[str]] = frozenset(["hidden"])
+    seen: list[Observation] = built(default=None)
+
+    def window(self, count: int) -> int:
+        return 6
+
+    def __call__(self, seen: Observation) -> torch.Tensor:
+        self.seen.append(seen)
+        return seen.finish(-seen.ages.float(), 6)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_score_may_see_hidden_states_weights_and_queries_before_their_rotation(family: str) -> None:
+    sizes = {
+        "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 16, "vocab_size": 99,
+    }  # fmt: skip
+    model = random_llama() if family == "llama" else AutoModelForCausalLM.from_config(Qwen3Config(**sizes))
+    prepare(model)
+    score = Watching([])
+    cache = CompressedCache(model, CachePlan(EvictionPlan(score, UniformLayers(), EqualHeads(), tokens=12, interval=4)))
+    asked: list[torch.Tensor] = []
+    module = next(each for each in model.modules() if hasattr(each, "q_proj"))
+    module.register_forward_pre_hook(lambda _, args, given: asked.append(given["hidden_states"]), with_kwargs=True)
+    ids = torch.arange(40)[None] % 90
+    with torch.no_grad():
+        for start, stop in ((0, 30), *((at, at + 1) for at in range(30, 34))):
+            model(input_ids=ids[:, start:stop], past_key_values=cache)
+    first, later = (seen for seen in score.seen if seen.layer == 0)
+    for seen, last in ((first, 30), (later, 34)):
+        assert seen.inputs is not None
+        assert seen.inputs.module is module
+        torch.testing.assert_close(seen.inputs.hidden, torch.cat(asked, 1)[:, last - 6 : last])
+        plain = seen.inputs.queries(seen.keys.shape[-1])
+        assert plain.shape == seen.queries.shape
+        torch.testing.assert_close(plain.norm(dim=-1), seen.queries.norm(dim=-1))
+        assert not torch.allclose(plain, seen.queries, atol=1e-3), "these are rotated"
+    assert seen.newest(2).inputs.hidden.shape[1] == 2

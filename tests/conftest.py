@@ -74,3 +74,18 @@ def bundled() -> Path:
     from compress.core.resources import recipes_directory
 
     return recipes_directory() / "checkpoints" / "stdlib-4m"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """`@pytest.mark.sampled(n)`: n cases of a large matrix, spread evenly, run always; the others are slow."""
+    cases: dict[tuple[Path, str], list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sampled"):
+            cases.setdefault((item.path, item.nodeid.partition("[")[0]), []).append(item)
+    for found in cases.values():
+        marker = found[0].get_closest_marker("sampled")
+        assert marker is not None
+        quick = {index * len(found) // marker.args[0] for index in range(marker.args[0])}
+        for index, item in enumerate(found):
+            if index not in quick:
+                item.add_marker(pytest.mark.slow)

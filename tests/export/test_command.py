@@ -158,6 +158,7 @@ def _needs(name: str, packages: Sequence[str]) -> str:
     return f"compress: target {name} needs {', '.join(packages)}, {which} not installed: {how}"
 
 
+@pytest.mark.slow
 def test_without_its_packages_every_target_names_its_extra(made: Callable[..., Path], tmp_path: Path) -> None:
     hidden = ",".join(package for packages in PACKAGES.values() for package in packages)
     command = [sys.executable, "-c", WITHOUT, str(made("w4_g128_positive")), hidden, *PACKAGES]
@@ -270,6 +271,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_stopping_leaves_nothing(tiny_artifact: Path, tmp_path: Path) -> None:
     output = tmp_path / "new" / "out"
     command = [sys.executable, "-c", STOPPED, "export", tiny_artifact, "-t", "huggingface", "-o", output]
@@ -328,6 +330,7 @@ def test_the_last_artifact_is_found(
     assert json.loads(out)["artifact"] == "out/r"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", [["--list"], ["--target", "huggingface"]])
 def test_an_export_is_not_exported_again(
     made: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], more: list[str]

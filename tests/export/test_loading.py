@@ -61,6 +61,7 @@ def tokens(path: Path, **options: Any) -> list[int]:
 
 
 # ---------------------------------------------------------------- verify
+@pytest.mark.slow
 @pytest.mark.parametrize("target", NEEDS)
 def test_every_file_is_compared(written: Callable[[str], Path], tmp_path: Path, target: str) -> None:
     whole = written(target)

@@ -36,6 +36,7 @@ def bart(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_bart_writes_what_the_artifact_writes(tmp_path: Path, tiny_text: Path, ort: bool) -> None:
     artifact = compressed(bart(tmp_path / "bart"), tiny_text, 64)

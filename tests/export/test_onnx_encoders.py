@@ -33,6 +33,7 @@ def encoder(tmp_path_factory: pytest.TempPathFactory, tiny_text: Path) -> Path:
     return compress.apply(recipe, output=source.parent / "bert-w8a8", quiet=True).path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_an_encoder_embeds_as_the_artifact_does(encoder: Path, tmp_path: Path, ort: bool) -> None:
     result = export.export(encoder, "onnx", tmp_path / "out", ort=ort, quiet=True)
@@ -46,6 +47,7 @@ def test_an_encoder_embeds_as_the_artifact_does(encoder: Path, tmp_path: Path, o
     assert model.stats["engine"].startswith("ONNX Runtime")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_an_encoder_decoder_writes_what_the_artifact_writes(tmp_path: Path, tiny_text: Path, ort: bool) -> None:
     t5().save_pretrained(tmp_path / "t5")
@@ -57,6 +59,7 @@ def test_an_encoder_decoder_writes_what_the_artifact_writes(tmp_path: Path, tiny
     assert stored < 1.3 * Source(artifact).bytes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True], ids=["standard", "ort"])
 def test_a_layer_that_is_called_again_is_stored_once(tmp_path: Path, ort: bool) -> None:
     """ALBERT: every block is the same one."""

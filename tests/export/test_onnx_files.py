@@ -34,6 +34,7 @@ def four_bits(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True])
 def test_a_file_is_within_five_percent_of_the_artifact(four_bits: Path, tmp_path: Path, ort: bool) -> None:
     result = export.export(four_bits, "onnx", tmp_path / "out", quiet=True, ort=ort)
@@ -63,6 +64,7 @@ def test_growth_is_said_before_and_is_what_it_is(made: Make, tmp_path: Path, kin
     )
 
 
+@pytest.mark.slow
 def test_layers_on_one_input_share_a_product_and_nothing_changes(
     tiny_llama: Callable[..., Path], tmp_path: Path
 ) -> None:
@@ -154,6 +156,7 @@ def test_a_file_that_is_too_large_is_warned_of(made: Make, tmp_path: Path) -> No
     assert "2.00 times" in told[0]
 
 
+@pytest.mark.slow
 def test_dense_layers_are_stored_once_with_ort(tiny_llama: Callable[..., Path], tmp_path: Path) -> None:
     """ONNX Runtime's fusions would join keys and values into matrices of their own, in float32 and beside the others."""
     model = tiny_llama(hidden_size=128, intermediate_size=256, num_key_value_heads=4, tie_word_embeddings=False)

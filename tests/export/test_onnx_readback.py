@@ -43,6 +43,7 @@ def job_of(artifact: Path, folder: Path, **options: Any) -> Job:
     return Job(Source(artifact), OnnxOptions(**options), folder, Reporter(quiet=True), facts={"kind": "decoder"})
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("options", [{}, {"ort": True}, {"ort": True, "dtype": "float16"}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_was_written_is_the_artifact_s(

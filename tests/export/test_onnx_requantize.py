@@ -39,6 +39,7 @@ def odd(made: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.Tem
     return compress.apply(recipe, output=tmp_path_factory.mktemp("odd") / "w4_g24", quiet=True).path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True])
 def test_groups_that_no_block_divides_are_rounded_anew(odd: Path, tmp_path: Path, ort: bool) -> None:
     with pytest.raises(RequestError, match="groups of 24, and blocks are 16 or 32 or 64"):

@@ -97,6 +97,7 @@ def test_a_window_matters(tmp_path: Path) -> None:
     assert not torch.allclose(found[0][:, 15:], found[1][:, 15:], atol=1e-2)
 
 
+@pytest.mark.slow
 def test_a_mask_that_the_attributes_do_not_tell_keeps_standard_attention(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -124,6 +125,7 @@ def test_a_mask_that_the_attributes_do_not_tell_keeps_standard_attention(
     assert torch.allclose(runtime.load(tmp_path / "out").logits(ids), wanted, atol=2e-4)
 
 
+@pytest.mark.slow
 def test_a_window_in_a_bundle_for_tensorrt(tmp_path: Path) -> None:
     """The same trace; its proof runs the graph on texts longer than the window."""
     model = save(tmp_path / "model", "Mistral", sliding_window=16)

@@ -43,6 +43,7 @@ def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 # ---------------------------------------------------------------- numbers
+@pytest.mark.sampled(2)
 @pytest.mark.usefixtures("wrong_scales")
 @pytest.mark.parametrize(
     ("kind", "options"),

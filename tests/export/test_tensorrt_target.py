@@ -48,6 +48,7 @@ def write(made: Made, out: Path, kind: str, **options: Any) -> Any:
 
 
 # ---------------------------------------------------------------- without TensorRT
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["dense", "w4_g128", "w8a8", "fp8_static", "w3_g64", "bitmap", "sparse_w4"])
 def test_every_kind_has_a_bundle(made: Made, tmp_path: Path, kind: str) -> None:
     result = write(made, tmp_path / "out", kind)

@@ -60,6 +60,7 @@ def _notes(artifact: Any, number: int) -> list[dict[str, Any]]:
     return [line["notes"] for line in artifact.manifest["layers"] if f".layers.0.mlp.experts.{number}." in line["name"]]
 
 
+@pytest.mark.slow
 def test_a_starved_expert_is_calibrated_on_all_tokens(source: Path, text: Path, tmp_path: Path) -> None:
     shared = _apply(source, text, tmp_path / "shared")
     everyone = _apply(source, text, tmp_path / "all", tokens="all")

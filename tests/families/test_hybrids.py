@@ -89,6 +89,7 @@ def test_places_that_decide_what_layers_are_refuse_fewer(tmp_path: Path) -> None
         compress.plan(request(path, RTN, {"draft": {**DRAFT["draft"], "layers": 1}}))
 
 
+@pytest.mark.slow
 def test_a_draft_has_a_layer_with_attention(tmp_path: Path) -> None:
     path = family("qwen3_next", layer_types=TYPES, num_hidden_layers=4).write(tmp_path / "model")
     made = compress.apply(
@@ -154,6 +155,7 @@ def test_several_hidden_states_at_once_are_refused(tmp_path: Path) -> None:
         compress.plan(request(path, RTN))
 
 
+@pytest.mark.slow
 def test_a_tower_beside_the_language_model_limits_no_rows(tmp_path: Path) -> None:
     """CLIP has a vector for each of its few places; LLaVA's text has none."""
     path = family("llava").write(tmp_path / "model")

@@ -69,6 +69,7 @@ def test_the_checkpoint_itself_runs(published: tuple[Path, dict[str, torch.Tenso
         runtime.load(path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("remove", CUTS)
 def test_what_cannot_be_cut_is_left_out_and_told_of(
     published: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, remove: str

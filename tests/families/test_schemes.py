@@ -104,6 +104,7 @@ SCHEMES = {
 }  # of experts that have published names
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("name", ["llama", *MIXTURES])
 def test_loads_as_it_says(name: str, scheme: str, sources: dict[str, Path], text: Path, tmp_path: Path) -> None:
@@ -138,6 +139,7 @@ def _same_but_for_rounding(path: Path) -> bool:
 ATTENTION, EXPERTS = "re:.*self_attn.*", "re:.*experts.*"
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "stages", "method"),
     [

@@ -87,6 +87,7 @@ def test_8_bit_floats_are_what_they_stand_for(family: str, kind: str, tmp_path: 
     assert mine == theirs
 
 
+@pytest.mark.slow
 def test_8_bit_floats_are_cut_and_pruned_too(tmp_path: Path) -> None:
     """Where a stage before makes another checkpoint."""
     wide = source("llama", tmp_path / "model")
@@ -138,6 +139,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
         applied(path, tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_one_tensor_that_becomes_several(tmp_path: Path) -> None:
     """Nomic's queries, keys and values: each layer has its rows, and the manifest says of which tensor."""
     from transformers import NomicBertModel

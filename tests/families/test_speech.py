@@ -76,6 +76,7 @@ def features(model: SpeechModel, sounds: Path, count: int = 4) -> torch.Tensor:
 
 
 # ------------------------------------------------------------------ generation
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("settings", "options"),
     [
@@ -220,6 +221,7 @@ def opened(data: dict[str, Any]) -> Session:
     return Session.open(load_recipe(data))
 
 
+@pytest.mark.slow
 def test_calibration_on_sounds_is_better_than_none(whisper: Path, sounds: Path, tmp_path: Path) -> None:
     """And what `evaluate` says is what transformers' own model computes, token by token."""
     stages = [{"quantize": {"method": "gptq", "bits": 3, "group_size": 32}}]
@@ -253,6 +255,7 @@ def test_methods_without_data_need_no_sounds(whisper: Path, tmp_path: Path) -> N
     assert (artifact.path / "preprocessor_config.json").is_file()
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bytes(whisper: Path, sounds: Path, tmp_path: Path, monkeypatch: Any) -> None:
     given = recipe(whisper, GPTQ, calibration={"data": str(sounds), "batch_size": 3})
     whole = compress.apply(given, output=tmp_path / "whole", quiet=True)
@@ -275,6 +278,7 @@ def test_a_resumed_run_gives_the_same_bytes(whisper: Path, sounds: Path, tmp_pat
         assert file.read_bytes() == (resumed.path / file.name).read_bytes()
 
 
+@pytest.mark.slow
 def test_half_precision_runs_as_it_is_stored(whisper: Path, sounds: Path, tmp_path: Path) -> None:
     model = shutil.copytree(whisper, tmp_path / "model")
     tensors = {name: value.bfloat16() for name, value in load_file(model / "model.safetensors").items()}

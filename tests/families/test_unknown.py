@@ -107,6 +107,7 @@ def test_blocks_in_no_list_are_refused_with_what_there_is(tmp_path: Path) -> Non
         make_plan(load(request), tmp_path / "out")
 
 
+@pytest.mark.slow
 def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Path) -> None:
     """Not when everything else has been computed."""
     from transformers import OPTConfig, OPTForCausalLM

@@ -96,6 +96,7 @@ def as_safetensors(number: int) -> Wrong:
     return lambda file, tensors: safetensors.SafetensorError(text) if tensors else as_python(number)(file, tensors)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", [as_python, as_safetensors])
 @pytest.mark.parametrize(
     ("number", "words"),
@@ -141,6 +142,7 @@ def test_an_output_that_cannot_be_made_is_a_wrong_request(ask: Callable[..., Ans
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_an_output_that_vanishes_in_mid_run(
     job: Any, ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,6 +167,7 @@ def test_an_output_that_vanishes_in_mid_run(
     assert contents(output) == job[1]
 
 
+@pytest.mark.slow
 def test_a_source_that_changes_between_two_runs(
     job: Any, ask: Callable[..., Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

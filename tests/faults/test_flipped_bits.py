@@ -66,6 +66,7 @@ def not_found(path: Path, flips: int) -> list[str]:
     return missed
 
 
+@pytest.mark.slow
 def test_in_an_artifact(artifact: Path) -> None:
     names = {f.relative_to(artifact).as_posix() for f in artifact.rglob("*") if f.is_file()}
     wanted = {"compress.json", "config.json", "tokenizer.json", "recipe.yaml", "report.html", "draft/draft.json"}

@@ -156,6 +156,7 @@ def test_a_run_that_another_has_finished_meanwhile_is_not_run_over_it(
     assert contents(output)["compress.json"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [-(10**9), 10**9])
 def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seconds: int) -> None:
     """Set back or forward between two runs, in the midst of a run, and in what files say: the same bytes."""

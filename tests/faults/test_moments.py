@@ -17,6 +17,7 @@ TRIALS = {"compress": 6, "structure": 2, "recover": 2, "draft": 2}
 MORE = int(os.environ.get("FAULTS_MORE") or 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", TRIALS)
 def test_moments(kind: str, tmp_path: Path) -> None:
     seed = int(os.environ.get("FAULTS_SEED") or time.time_ns())

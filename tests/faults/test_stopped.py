@@ -42,12 +42,14 @@ DIE = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    """A process that Ctrl-C stops, also where this one ignores it (under nohup, in a background job), which children inherit."""
     return subprocess.Popen(
-        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
-    )
+        [sys.executable, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": str(ROOT)}, preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "words"), [(signal.SIGINT, 130, "interrupted"), (signal.SIGTERM, 143, "stopped by SIGTERM")]
 )
@@ -82,6 +84,7 @@ sys.exit(main(["bench", "nowhere"]))
 """
 
 
+@pytest.mark.slow
 def test_what_a_command_has_started_ends_with_it() -> None:
     process = start("-c", BENCH)
     assert process.stdout is not None

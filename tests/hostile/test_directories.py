@@ -55,6 +55,7 @@ def with_code(request: Any, tiny_llama: Callable[..., Path], tmp_path: Path) -> 
     return path, marker
 
 
+@pytest.mark.slow
 def test_code_that_a_checkpoint_brings_is_not_run(
     with_code: tuple[Path, Path], tiny_text: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -91,6 +92,7 @@ def test_code_that_a_checkpoint_brings_is_not_run(
     assert not marker.exists()
 
 
+@pytest.mark.slow
 def test_a_model_that_needs_its_code_is_refused_in_a_sentence_that_says_how_to_allow_it(
     tiny_llama: Callable[..., Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

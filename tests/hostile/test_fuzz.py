@@ -38,6 +38,7 @@ def room(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     logging.disable(logging.NOTSET)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", KINDS)
 def test_hostile_files(name: str, room: Path) -> None:
     seed = int(os.environ.get("FUZZ_SEED") or time.time_ns())
@@ -79,6 +80,7 @@ _ENTRY = st.fixed_dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60 * MORE, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     header=st.dictionaries(st.text(max_size=6), _ENTRY | _JSON, max_size=4) | _JSON,

@@ -16,6 +16,7 @@ from runtime.api.load import refuse_unfinished
 from runtime.errors import ArtifactError, RequestError
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("module", "processes"), [("compress", "1"), ("compress", "2"), ("compress.cli", "1")])
 def test_a_module_that_is_run_says_by_its_exit_code_whether_it_worked(
     module: str, processes: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -77,6 +77,7 @@ def both(tmp_path: Path, what: str) -> tuple[str, str]:
     return main, other
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("what", "main", "other"),
     [
@@ -90,5 +91,6 @@ def test_an_error_in_one_process_ends_the_other(tmp_path: Path, what: str, main:
     assert both(tmp_path, what) == (main, other)
 
 
+@pytest.mark.slow
 def test_the_main_process_goes_first_and_its_value_counts(tmp_path: Path) -> None:
     assert both(tmp_path, "nothing") == ("done 0", "done 0")

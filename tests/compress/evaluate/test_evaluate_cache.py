@@ -144,6 +144,7 @@ class TestCommands:
         assert main(["eval", str(bundled), "--samples", "1", "--device", "cpu", *options]) == 2
         assert message in capsys.readouterr().err
 
+    @pytest.mark.slow
     def test_bench_says_what_steps_read(self, bundled, capsys):
         options = ["-p", "400", "-n", "4", "--repeat", "1", "--device", "cpu", "--threads", "1"]
         policy = '{"select": {"method": "tidal", "ratio": 0.25}}'

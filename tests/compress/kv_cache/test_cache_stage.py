@@ -152,6 +152,7 @@ def test_a_limit_that_the_cache_keeps(bundled, recipe, tmp_path):
     assert written.seconds["evaluate cache"] > 0
 
 
+@pytest.mark.slow
 def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tmp_path, capsys):
     """Offloading to the host is for GPUs: what was compressed on a CPU is measured without, complete, and says what cannot run here."""
     there = recipe(bundled, {"kv_cache": {**FEW, "offload": "host"}}, evaluate=HELDOUT) | {"sample": "import os"}

@@ -46,6 +46,7 @@ def run(recipe, model, stages, output, **sections):
     return compress.apply(recipe(model, *stages, **sections), output=output, quiet=True)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STAGES)
 @torch.no_grad()
 def test_artifact_is_what_the_pipeline_computed(make_checkpoint, recipe, tmp_path, name):
@@ -204,6 +205,7 @@ def test_compressed_source_is_refused(make_checkpoint, recipe, tmp_path):
         compress.apply(recipe(tmp_path / "out", STAGES["rtn"][0]), output=tmp_path / "again", quiet=True)
 
 
+@pytest.mark.slow
 def test_plan_matches_what_apply_does(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint()
     for name in ("gptq", "joint 2:4", "smoothquant", "fp8 static", "rtn ragged", "sparsegpt 2:4"):
@@ -282,6 +284,7 @@ def test_checkpoint_stored_wider_than_its_config_says(make_checkpoint, recipe, t
     assert runtime.load(tmp_path / "out").logits(torch.zeros(1, 4, dtype=torch.long)).isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["smoothquant", "fp8 static", "joint 2:4", "awq"])
 def test_evaluation_compares_with_the_untouched_source(make_checkpoint, recipe, tmp_path, name):
     """What stood in for the layers while compressing is gone when the source is measured."""
@@ -294,6 +297,7 @@ def test_evaluation_compares_with_the_untouched_source(make_checkpoint, recipe, 
     assert metrics["kl"] > 0
 
 
+@pytest.mark.slow
 def test_overwrite_touches_only_its_own_directory(make_checkpoint, recipe, tmp_path):
     model, output, victim = make_checkpoint(), tmp_path / "out", tmp_path / "victim.txt"
     victim.write_text("mine")

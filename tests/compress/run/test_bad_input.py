@@ -158,6 +158,7 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
+@pytest.mark.slow
 def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path):
     file, output = tmp_path / "recipe.yaml", tmp_path / "out"
     file.write_text(yaml.safe_dump(recipe(make_checkpoint(), W4)))

@@ -221,6 +221,7 @@ def test_an_encoder_decoder_is_compressed(seq2seq, recipe, tmp_path, name):
     assert len(one) == len(two) == 5
 
 
+@pytest.mark.slow
 def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypatch):
     """Stopped in the middle of the decoder, whose blocks need the first one's position bias and the encoder's output."""
     wanted = recipe(seq2seq, STAGES["gptq"])

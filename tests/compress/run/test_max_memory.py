@@ -170,6 +170,7 @@ print(json.dumps({"least": least * 10**6, "free": free, "took": made.peak_memory
 """
 
 
+@pytest.mark.slow
 def test_a_mixture_of_experts_keeps_to_the_least_that_is_named(recipe: Any, tmp_path: Path) -> None:
     """Each expert reads another number of tokens, so kernels are made for hundreds of shapes; and many experts are starved."""
     config = AutoConfig.for_model(

@@ -95,6 +95,7 @@ def test_passes_hold_the_hidden_states_of_all_rows(planned: Callable[..., Plan],
     assert not many.spill
 
 
+@pytest.mark.slow
 def test_states_of_a_pass_spill(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -144,6 +145,7 @@ def test_few_tokens_for_many_inputs_are_warned_of(planned: Callable[..., Plan]) 
 
 
 # ---------------------------------------------------------------- disk
+@pytest.mark.slow
 def test_the_disk_is_enough_for_the_passes(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -214,6 +216,7 @@ def test_passes_take_time(planned: Callable[..., Plan]) -> None:
     assert planned(recover(steps=1000, gradient_checkpointing=True)).seconds > many
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layered", [False, True])
 def test_the_time_of_a_pass_is_that_of_its_kind(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, layered: bool
@@ -243,6 +246,7 @@ def test_the_time_of_a_pass_is_that_of_its_kind(
 
 
 # ---------------------------------------------------------------- too little memory
+@pytest.mark.slow
 def test_what_would_help_is_said(planned: Callable[..., Plan]) -> None:
     def problem(*stages: dict[str, Any], **fields: Any) -> str:
         (found,) = planned(*stages, available=1000, **fields).problems
@@ -268,6 +272,7 @@ def test_what_would_help_is_said(planned: Callable[..., Plan]) -> None:
     assert "structure: lower calibration.batch_size" in found
 
 
+@pytest.mark.slow
 def test_training_is_held_against_the_memory_of_the_device_that_trains(
     planned: Callable[..., Plan], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -120,6 +120,7 @@ def shards(directory: Path) -> dict[str, bytes]:
     return {file.name: file.read_bytes() for file in sorted(directory.glob("*.safetensors"))}
 
 
+@pytest.mark.slow
 def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, together: Any, alone: Any) -> None:
     """Methods without data: byte for byte, the manifest too."""
     request = recipe(make_checkpoint(), RTN)
@@ -132,6 +133,7 @@ def test_two_processes_write_what_one_writes(make_checkpoint: Any, recipe: Any, 
     assert not (both / ".compress").exists()
 
 
+@pytest.mark.slow
 def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     make_checkpoint: Any, recipe: Any, together: Any
 ) -> None:
@@ -141,6 +143,7 @@ def test_every_process_keeps_to_the_memory_limit_or_it_is_said(
     assert "more than the 1.10 GB of max_memory; True" in said[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "changes", "stages", "what", "processes"),
     [
@@ -182,6 +185,7 @@ def test_calibration_is_shared(
         assert other_loss == pytest.approx(one_loss, rel=TOLERANCE)
 
 
+@pytest.mark.slow
 def test_a_process_that_is_killed_costs_nothing_finished(
     make_checkpoint: Any, recipe: Any, together: Any, tmp_path: Path
 ) -> None:
@@ -197,6 +201,7 @@ def test_a_process_that_is_killed_costs_nothing_finished(
     assert shards(tmp_path / "both") == shards(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_a_layer_that_another_process_cannot_solve_is_named_by_all(
     make_checkpoint: Any, recipe: Any, together: Any, tmp_path: Path
 ) -> None:
@@ -205,6 +210,7 @@ def test_a_layer_that_another_process_cannot_solve_is_named_by_all(
     assert not (tmp_path / "both" / "compress.json").exists()
 
 
+@pytest.mark.slow
 def test_all_hear_that_a_limit_is_exceeded(make_checkpoint: Any, recipe: Any, together: Any, tmp_path: Path) -> None:
     """The artifact is complete: the main process says that the recipe does not accept it, the others have nothing to say."""
     request = recipe(make_checkpoint(), GPTQ)

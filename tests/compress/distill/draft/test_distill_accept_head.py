@@ -43,6 +43,7 @@ def test_labels_are_what_the_target_accepts(pair: Any) -> None:
     torch.testing.assert_close(found["entropy"], torch.distributions.Categorical(q).entropy(), atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_the_head_learns_what_the_draft_does_not_know(pair: Any) -> None:
     """A target that agrees with the draft after some tokens, and not at all after others: the state tells which."""
     student, _ = pair

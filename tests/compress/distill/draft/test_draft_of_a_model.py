@@ -19,6 +19,7 @@ from runtime.errors import RequestError
 NARROW = {"name": "small", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", [draft(), draft("s2d"), draft("pard")], ids=["distillspec", "s2d", "pard"])
 def test_a_checkpoint_becomes_the_draft(make_checkpoint, recipe, tmp_path, stage):
     small = make_checkpoint(**NARROW)
@@ -105,6 +106,7 @@ def test_where_it_cannot_be_is_said(make_checkpoint, recipe, tmp_path, monkeypat
         compress.plan(recipe(model, RTN, {"draft": {**draft()["draft"], "layers": None}}))
 
 
+@pytest.mark.slow
 def test_the_class_of_the_draft_may_be_another(make_checkpoint, recipe, tmp_path):
     small = make_checkpoint("opt", name="small")
     stages = recipe(make_checkpoint(), RTN, draft(layers=None, model=str(small), quantize="none"))

@@ -47,6 +47,7 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
     return make
 
 
+@pytest.mark.slow
 def test_a_corrected_draft_section_goes_on_after_the_compression(failed, recipe, tmp_path, monkeypatch):
     output = failed(draft())
     right = recipe(tmp_path / "model", RTN, draft(learning_rate=1e-4))

@@ -88,6 +88,7 @@ def test_the_same_recipe_gives_the_same_bytes(plain, make_checkpoint, recipe, tm
     assert files(again.path) == files(plain.path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("step", [1, 4])
 def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, step):
     from compress.distill.train import loop
@@ -109,6 +110,7 @@ def test_an_interrupted_training_goes_on(plain, recipe, tmp_path, monkeypatch, s
     assert files(found.path) == files(plain.path)
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("method", "changes"),
     [

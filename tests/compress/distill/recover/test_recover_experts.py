@@ -59,6 +59,7 @@ def test_what_compression_made_of_experts_is_where_recovery_begins(
     assert any("block_sparse_moe.experts.3.w2." in name for name in one)
 
 
+@pytest.mark.slow
 def test_what_experts_learn_is_written(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     source = make_checkpoint("mixtral", dtype=torch.float32)
     before = compress.apply(recipe(source, SPARSE), output=tmp_path / "before", quiet=True)

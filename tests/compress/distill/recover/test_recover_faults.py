@@ -32,6 +32,7 @@ def refuse(constant: str) -> None:
     pytest.fail(f"{constant} is no JSON")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("first", [False, True])
 def test_a_manifest_is_json_however_a_training_ends(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, first: bool
@@ -57,6 +58,7 @@ def test_a_manifest_is_json_however_a_training_ends(
     assert "nan" not in page.lower().replace("nano", "")
 
 
+@pytest.mark.slow
 def test_a_training_that_brings_nothing_says_so(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -108,6 +110,7 @@ LOST = (
 )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("what", "ends"), [("save", [ROOM, LOST]), ("whole", [LOST, ROOM])])
 def test_an_error_in_a_process_ends_the_recovery_in_both(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, what: str, ends: list[str]

@@ -63,6 +63,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "method", "fields", "share"),
     [
@@ -105,6 +106,7 @@ def test_some_of_what_was_lost_comes_back_soon(
         ]
 
 
+@pytest.mark.slow
 def test_the_whole_chain(tmp_path: Path) -> None:
     stages = (
         {"structure": {"method": "obs", "remove": "ffn", "keep": 640}},
@@ -150,6 +152,7 @@ def states(path: Path, ids: torch.Tensor) -> torch.Tensor:
     return torch.stack(found.decoder_hidden_states if decoder else found.hidden_states).float()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "teacher", "shares"),
     [
@@ -196,6 +199,7 @@ def test_other_kinds_of_models(
         assert not torch.equal(weight, one[name]), name
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stop", [2, 5])
 def test_a_run_that_was_stopped_goes_on_with_the_same_bytes(
     make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: int

@@ -440,6 +440,7 @@ def test_progress_is_told() -> None:
     assert len(lines) == 3
 
 
+@pytest.mark.slow
 def test_two_processes_give_the_weights_of_one(tmp_path: Path) -> None:
     options = {**QUICK, "micro_batch": 1, "evaluate_every": 2, "clip": 1e6}
     model = runs.target()

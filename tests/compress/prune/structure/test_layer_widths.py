@@ -264,6 +264,7 @@ def test_compressed_caches(make_checkpoint: Any, recipe: Any, tmp_path: Path, po
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True])
 def test_onnx_carries_them(make_checkpoint: Any, recipe: Any, tmp_path: Path, ort: bool) -> None:
     made = compress.apply(

@@ -31,7 +31,7 @@ class LayerRemoval(Removal):
             for stack, kept in zip(self.whole.stacks, self._kept, strict=True)
             for new, old in enumerate(kept)
         ]
-        self.use_config(with_layers(self.whole.config, self._kept[0]))
+        self.config = with_layers(self.whole.config, self._kept[0])
 
     @classmethod
     def complete(cls, plan: Plan, streamed: StreamedModel) -> Plan:

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -27,6 +28,9 @@ from compress.prune.structure.cut_plan import CutPlan, Plan
 from compress.prune.structure.method import View
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import build_skeleton, find_stacks, set_tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 Tensors = dict[str, torch.Tensor]
 Lines = list[dict[str, Any]]
@@ -153,7 +157,7 @@ class Removal(ABC):
 
     Attributes:
         states: what enters the block at hand, of each model that is followed.
-        config: of the smaller model. skeleton: the smaller model, on meta. smaller: its blocks.
+        config: of the smaller model.
     """
 
     def __init__(
@@ -167,13 +171,17 @@ class Removal(ABC):
         self.followed, self.batches = dict(followed or {}), list(batches)
         self._loaded = [*beside, *self.followed.values()]
         self.states: dict[str, HiddenStates] = {}
-        self.use_config(run.job.config)
+        self.config = run.job.config
 
-    def use_config(self, config: Any) -> None:
-        """Make the checkpoint one of this config."""
-        self.config = config
-        self.skeleton = build_skeleton(config, self.whole.dtype, stored=self.whole.checkpoint.names())
-        self.smaller = [block for _, stack in find_stacks(self.skeleton) for block in stack]
+    @cached_property
+    def skeleton(self) -> PreTrainedModel:
+        """The smaller model, on meta."""
+        return build_skeleton(self.config, self.whole.dtype, stored=self.whole.checkpoint.names())
+
+    @cached_property
+    def smaller(self) -> list[nn.Module]:
+        """Its blocks."""
+        return [block for _, stack in find_stacks(self.skeleton) for block in stack]
 
     # ---------------------------------------------------------------- what an axis says
     @classmethod  # noqa: B027 - most axes have nothing to check

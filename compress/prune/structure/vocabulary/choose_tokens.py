@@ -17,6 +17,7 @@ from compress.data.tokens import end_of_text
 from compress.model.checkpoint_writer import copy_companions
 from compress.model.streamed import StreamedModel
 from compress.prune.structure import METHODS, StructureConfig
+from compress.prune.structure.amount import located
 from compress.prune.structure.method import View
 from compress.prune.structure.vocabulary.tokens import Tokens
 from compress.prune.structure.vocabulary.vocabulary import Vocabulary, read_vocabulary
@@ -71,30 +72,22 @@ def kept_tokens(recipe: Recipe, stage: Stage, streamed: StreamedModel, tokenizer
     """
     size = int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     config: StructureConfig = stage.config
+    path = ("stages", stage.index, stage.kind)
     amount = next(name for name in ("keep", "ratio", "budget") if getattr(config, name) is not None)
-
-    def refused(key: str, text: str) -> RequestError:
-        return RequestError(recipe.origin.at(("stages", stage.index, stage.kind, key), text))
-
-    try:
+    with located(recipe, (*path, "remove")):
         vocabulary = read_vocabulary(streamed.checkpoint.path, streamed.config, size)
-    except RequestError as error:
-        raise refused("remove", str(error)) from None
     counts = _occurrences(recipe, tokenizer, size)
-    required, problem = _required(vocabulary, counts, keep)
-    if problem:
-        raise refused(amount, problem)
+    with located(recipe, (*path, amount)):
+        required = _required(vocabulary, counts, keep)
     view = View(size, keep, torch.Generator().manual_seed(config.seed), occurrences=counts)
     order = METHODS[stage.method].rank(view, config).argsort(descending=True, stable=True).tolist()
     ids = vocabulary.ids
     ranked = [token for token in order if token in ids]
-    padding = [token for token in order if token not in ids]
     kept = choose(ranked, min(keep, len({*ids, *required})), required, vocabulary.parts)
-    more = (row for row in padding if row not in kept)
-    tokens = Tokens(vocabulary, vocabulary.new_ids(kept | set(islice(more, keep - len(kept)))))
-    problem = _tried(recipe, streamed.checkpoint.path, tokenizer, tokens)
-    if problem:
-        raise refused("remove", problem)
+    padding = (row for row in order if row not in ids and row not in kept)
+    tokens = Tokens(vocabulary, vocabulary.new_ids(kept | set(islice(padding, keep - len(kept)))))
+    with located(recipe, (*path, "remove")):
+        _check_tokenizer(recipe, streamed.checkpoint.path, tokenizer, tokens)
     return tokens
 
 
@@ -105,27 +98,28 @@ def _occurrences(recipe: Recipe, tokenizer: Any, size: int) -> torch.Tensor:
     return torch.bincount(seen, minlength=size)
 
 
-def _required(vocabulary: Vocabulary, counts: torch.Tensor, keep: int) -> tuple[set[int], str]:
-    """Tokens that stay whatever their rank, with all that they are made of; and why so few cannot be kept, or nothing."""
+def _required(vocabulary: Vocabulary, counts: torch.Tensor, keep: int) -> set[int]:
+    """Tokens that stay whatever their rank, with all that they are made of; RequestError where so few cannot be kept."""
     occurring = set(counts.nonzero().flatten().tolist())
     required = closed(vocabulary.required | occurring, vocabulary.parts)
     special, least = len(vocabulary.special), len(required)
-    if least <= keep:
-        return required, ""
-    if keep < special:
-        return required, (
+    if keep < min(special, least):
+        raise RequestError(
             f"{keep:,} tokens cannot hold the {special:,} special ones, which always stay; the fewest that can be kept are {least:,}"
         )
-    return required, (
-        f"{keep:,} tokens are too few: {len(occurring):,} different ones occur in the calibration text, and with the {special:,} special "
-        f"ones, those that any text can be written with, and what they are merged of, {least:,} must stay; keep {least} or more"
-    )
+    if keep < least:
+        raise RequestError(
+            f"{keep:,} tokens are too few: {len(occurring):,} different ones occur in the calibration text, and with the {special:,} "
+            f"special ones, those that any text can be written with, and what they are merged of, {least:,} must stay; keep {least} or more"
+        )
+    return required
 
 
-def _tried(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens) -> str:
-    """Load the new tokenizer as users will, and hold it against the old one on calibration text: why it is wrong, or nothing."""
+def _check_tokenizer(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens) -> None:
+    """RequestError where the new tokenizer, loaded as users will, does not read calibration sequences as the old one."""
     from transformers import AutoTokenizer
 
+    which = f"the tokenizer of {path} ({type(tokenizer).__name__})"
     with tempfile.TemporaryDirectory(prefix="compress-tokenizer-") as room:
         directory = Path(room)
         copy_companions(path, directory)
@@ -134,14 +128,13 @@ def _tried(recipe: Recipe, path: Path, tokenizer: Any, tokens: Tokens) -> str:
         try:
             smaller: Any = AutoTokenizer.from_pretrained(room)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            return f"the tokenizer of {path} ({type(tokenizer).__name__}) cannot be loaded with fewer tokens: {error}"
+            raise RequestError(f"{which} cannot be loaded with fewer tokens: {error}") from error
     for text in _texts(recipe, tokenizer):
         if not _reads_alike(text, tokenizer, smaller, tokens):
-            return (
-                f"the tokenizer of {path} ({type(tokenizer).__name__}) reads texts otherwise when tokens are taken out of its "
-                f"tokenizer.json, so its vocabulary cannot be cut; a text begins {text[:40]!r}"
+            raise RequestError(
+                f"{which} reads texts otherwise when tokens are taken out of its tokenizer.json, so its vocabulary cannot be cut; a text "
+                f"begins {text[:40]!r}"
             )
-    return ""
 
 
 def _reads_alike(text: str, tokenizer: Any, smaller: Any, tokens: Tokens) -> bool:

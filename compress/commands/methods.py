@@ -106,7 +106,7 @@ def _entries() -> Iterator[_Entry]:
     from runtime.kv_cache.policy.registries import AXES
 
     for kind in KINDS.values():
-        for method in () if kind.parse is not None else kind.methods().values():
+        for method in kind.methods().values():
             yield _Entry(kind.name, method.name, method)
     for preset in PRESETS.values():
         yield _Entry("kv_cache", preset.name, preset)

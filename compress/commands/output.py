@@ -10,8 +10,9 @@ from typing import Any
 
 import typer
 
+from compress.core.units import duration, size
+from compress.report.cache import own_tokens
 from runtime.errors import CompressError
-from runtime.system.sizes import size
 
 # Passes that change the model before its layers are compressed.
 
@@ -19,46 +20,25 @@ from runtime.system.sizes import size
 def show_passes(passes: Sequence[Mapping[str, Any]]) -> None:
     """A line for each, from the manifest's `passes`: "Pass: channels by obs 1,024 -> 768; parameters 12,345 -> 9,876 (-20.0%)"."""
     for made in passes:
-        label, before, after, more = _told(made)
+        label, before, after, more = _row(made)
         values = f" {before} -> {after}" if before else ""
         print(f"Pass: {label}{values}{'; ' if more else ''}{more}")
 
 
 def pass_rows(passes: Sequence[Mapping[str, Any]]) -> list[tuple[str, str, str, str]]:
     """A row of `apply`'s table for each: what it is, before, after, and a word more."""
-    return [_told(made) for made in passes]
+    return [_row(made) for made in passes]
 
 
-def _told(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
-    if "remove" in made:
-        counts = f"{made['before']:,}", units_after(made)
-        return f"{made['unit']} by {made['method']}", *counts, f"parameters {_change(made)}"
-    label = f"recovery by {made['recover']}"
-    if "perplexity_before" in made and "perplexity_after" in made:
-        return (
-            f"{label}, perplexity of held-out rows",
-            f"{made['perplexity_before']:.4g}",
-            f"{made['perplexity_after']:.4g}",
-            "",
-        )
-    return label, "", "", f"{made['steps']:,} steps"
+def _row(made: Mapping[str, Any]) -> tuple[str, str, str, str]:
+    from compress.model.stage import row_of
 
-
-def units_after(made: Mapping[str, Any]) -> str:
-    """How many units a layer has now: "768", or "480 to 736" where layers differ."""
-    widths = made.get("widths") or [made["after"]]
-    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
-
-
-def _change(made: Mapping[str, Any]) -> str:
-    before, after = made["parameters_before"], made["parameters_after"]
-    return f"{before:,} -> {after:,} ({after / max(before, 1) - 1:+.1%})"
+    return row_of(made)
 
 
 __all__ = [
     "duration",
     "end",
-    "own_tokens",
     "print_json",
     "print_table",
     "show_cache",
@@ -149,22 +129,6 @@ def show_cache_quality(metrics: dict[str, Any]) -> None:
         print(f"  perplexity increase by weights and cache together: {metrics['perplexity_increase_overall']:+.2%}")
     if "warning" in facts:
         print(f"  {facts['warning']}")
-
-
-def own_tokens(metrics: dict[str, Any]) -> str:
-    """Explanation of token counts where the artifact's vocabulary is smaller than the source's."""
-    return (
-        f"cache figures are per token of the artifact, {metrics['tokens_each']:.3f} of which span one token of the source; "
-        "weights and cache together are per token of the source"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Seconds in words: `8.1 s`, `2 min 05 s`, `1 h 10 min`."""
-    if seconds < 60:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes} min {rest:02d} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 # Drafts.

@@ -15,6 +15,9 @@ import torch
 
 from compress.core import file_matrix
 
+#: Part of the free memory that a run may plan with.
+MEMORY_SHARE = 0.9
+
 
 @dataclass(frozen=True)
 class Bounds:

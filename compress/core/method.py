@@ -28,7 +28,7 @@ class Problem:
         dtype: of scales and of the dequantized weight.
         names: of the layers, for messages.
         sparsity: of each weight, where an allocation differs from `prune.sparsity`.
-        held: of each weight, masks and grids that are not to be chosen again (`compress.weights.fixed.Held`); weights are zero
+        held: of each weight, masks and grids that are not to be chosen again (`compress.quantize.fixed.Held`); weights are zero
             there, and on the grids, already.
         masks: of each weight, bool `[out, in]`, True = kept, as the pruning method chose them before; None: dense.
     """

@@ -6,12 +6,24 @@ import sys
 import time
 from pathlib import Path
 from types import TracebackType
+from typing import Protocol
 
 import psutil
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import BarColumn, TaskID, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress as Bars
 
 from runtime.system.sizes import size
+
+
+class Progress(Protocol):
+    """Who is told what goes on; `Reporter` is one."""
+
+    def phase(self, title: str, total: int) -> None:
+        """`total` steps begin."""
+
+    def step(self, note: str) -> None:
+        """One of them is done."""
 
 
 class Reporter:
@@ -23,7 +35,7 @@ class Reporter:
         self._start = time.monotonic()
         self._task: TaskID | None = None
         self._live = sys.stderr.isatty() and not quiet
-        self._progress = Progress(
+        self._progress = Bars(
             TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.completed:.0f}/{task.total:.0f}"),
             TimeElapsedColumn(), TextColumn("ETA"), TimeRemainingColumn(), TextColumn("{task.fields[note]}"),
             console=self._console, transient=True,

@@ -14,6 +14,7 @@ import torch
 from compress.core.progress import Reporter
 from compress.data.spans import Spans
 from compress.evaluate.metrics import TokenMetrics
+from compress.model.context import OTHER_TOKENS
 from compress.model.streamed import Batch, StreamedModel, run_blocks
 from runtime.api.pooling import read_pooling
 
@@ -122,12 +123,6 @@ def compare(
     }
 
 
-REASON = (
-    "the vocabulary was cut, so that source and artifact split texts into other tokens: perplexity is that of the text, a token of the "
-    "source's, and KL divergence and agreement, which compare token by token, are not measured"
-)
-
-
 def compare_texts(
     source: StreamedModel,
     artifact: StreamedModel,
@@ -162,7 +157,7 @@ def compare_texts(
         for loss, count in zip(nll, characters, strict=True)
     )
     tokens_each = tokens[1] / characters[1] * each
-    return {"before": before, "after": after, "tokens": tokens[0], "tokens_each": tokens_each, "reason": REASON}
+    return {"before": before, "after": after, "tokens": tokens[0], "tokens_each": tokens_each, "reason": OTHER_TOKENS}
 
 
 @torch.inference_mode()

@@ -14,7 +14,7 @@ from runtime.kv_cache.layer import STEP_TOKENS
 from runtime.kv_cache.shape import Shape
 
 if TYPE_CHECKING:
-    from compress.kv_cache.statistics import Progress
+    from compress.core.progress import Progress
     from runtime.api.model import Model
     from runtime.kv_cache.policy.policy import Policy
 

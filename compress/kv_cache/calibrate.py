@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
+from compress.core.progress import Progress
 from compress.kv_cache import channels, gates, prefix
 from compress.kv_cache.channels import Rank
 from compress.kv_cache.gates import GateOptions
-from compress.kv_cache.statistics import Progress
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.api.load import load_tokenizer
 from runtime.checkpoint.artifact import Artifact

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import nn
 
+from compress.core.progress import Progress
 from compress.kv_cache.attention import AttentionCall, watching
-from compress.kv_cache.statistics import Progress, hidden_states
+from compress.kv_cache.statistics import hidden_states
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
 from runtime.kv_cache.shape import Shape

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import nn
 
+from compress.core.progress import Progress
 from compress.kv_cache.attention import AttentionCall, watching
 from runtime.kv_cache.attend import recorded_inputs
 from runtime.layers.compressed_linear import CompressedLinear
@@ -18,16 +19,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 TOKENS = 2048  # of one forward
-
-
-class Progress(Protocol):
-    """Who is told what goes on; `compress.core.progress.Reporter` is one."""
-
-    def phase(self, title: str, total: int) -> None:
-        """`total` steps begin."""
-
-    def step(self, note: str) -> None:
-        """One of them is done."""
 
 
 class Observer:

@@ -7,7 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from compress.kv_cache.statistics import Observer, Progress, observe
+from compress.core.progress import Progress
+from compress.kv_cache.statistics import Observer, observe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

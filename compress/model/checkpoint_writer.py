@@ -15,7 +15,6 @@ from safetensors.torch import save_file
 
 from compress.core.files import disk_errors, sha256, write_json, write_text, written_beside
 from compress.model.couplings import shapes
-from compress.weights.shards import shard_name
 from runtime.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.checkpoint.companions import companions
 from runtime.checkpoint.headers import DTYPES
@@ -49,6 +48,11 @@ PREDICTING = "a layer for multi-token prediction, which has the shapes of the mo
 _PREDICTING = {"num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers"}  # how configs call their number
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def shard_name(number: int, total: int) -> str:
+    """File name of shard `number` (from 1) of `total`, as transformers names them."""
+    return f"model-{number:05d}-of-{total:05d}.safetensors"
 
 
 class PlainWriter:

@@ -19,7 +19,7 @@ Rows = Sequence[tuple[int, ...]]
 
 
 @dataclass(frozen=True)
-class Needs:
+class Footprint:
     """Of a pass over a model, beside what the process holds anyway. What it holds one after the other counts once.
 
     Attributes:
@@ -29,6 +29,7 @@ class Needs:
             hidden states spill.
         seconds: that it takes, about.
         advice: what would take less memory, in words.
+        parts: {phase: bytes of memory} where phases of a stage are told apart; empty: they are not.
     """
 
     memory: int = 0
@@ -38,18 +39,19 @@ class Needs:
     spilled: int = 0
     seconds: float = 0.0
     advice: str = "use a machine with more"
+    parts: dict[str, int] = field(default_factory=dict)
 
-    def after(self, other: Needs) -> Needs:
+    def after(self, other: Footprint) -> Footprint:
         """Of this one and another that comes before it, whose files stay; what would help is what helps the larger."""
-        larger = max(other, self, key=lambda needs: needs.memory + needs.device + needs.states)
-        return Needs(
+        larger = max(other, self, key=lambda one: one.memory + one.device + one.states)
+        return Footprint(
             max(self.memory, other.memory), max(self.device, other.device), max(self.states, other.states), self.disk + other.disk,
             self.spilled + other.spilled, self.seconds + other.seconds, larger.advice,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Counted:
+class ModelSize:
     """A model in numbers.
 
     Attributes:
@@ -80,7 +82,7 @@ class Counted:
     eager: bool
 
     @classmethod
-    def of(cls, streamed: StreamedModel) -> Counted:
+    def of(cls, streamed: StreamedModel) -> ModelSize:
         """Of a model whose weights need not be there."""
         config = streamed.config.get_text_config()
         blocks = [sum(p.numel() for p in block.parameters()) for block in streamed.blocks]

@@ -74,9 +74,9 @@ def check_fits_model(recipe: Recipe, streamed: StreamedModel) -> None:
 def _check_speech(recipe: Recipe, name: str) -> None:
     """Stages that work on layers one by one need sounds, or nothing; the others are made for text."""
     for stage in recipe.stages:
-        if stage.kind not in ("prune", "quantize"):
+        if stage.phase != "layers":
             text = f"{name} hears, and only prune and quantize stages are for such models; leave this one out"
-            raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind), text))
+            raise RequestError(recipe.origin.at(stage.path, text))
 
 
 def is_head(streamed: StreamedModel, name: str, module: nn.Module) -> bool:

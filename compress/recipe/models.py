@@ -163,16 +163,6 @@ class Recipe(Located):
         return self._origin
 
     @property
-    def cache_stage(self) -> Stage | None:
-        """The stage that says how keys and values are held; its config is a `runtime.kv_cache.policy.policy.Policy`."""
-        return next((stage for stage in self.stages if stage.kind == "kv_cache"), None)
-
-    @property
-    def draft_stage(self) -> Stage | None:
-        """The stage that says how the draft is made; its config is a `compress.distill.draft.DraftConfig`."""
-        return next((stage for stage in self.stages if stage.kind == "draft"), None)
-
-    @property
     def output_directory(self) -> Path:
         """The directory the artifact is written to."""
         return Path(self.output) if self.output else Path("out") / self.name

@@ -14,7 +14,7 @@ from compress.recipe.models import Recipe
 from compress.recipe.origin import Origin
 from compress.recipe.overrides import apply_overrides
 from compress.recipe.problems import problems_of, raise_all, show
-from compress.recipe.stages import KINDS, Stage, parse_stage
+from compress.recipe.stages import KINDS, Stage, StageError, parse_stage
 from compress.recipe.yaml_source import MAX_BYTES, MAX_STAGES, parse
 from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
@@ -72,18 +72,14 @@ def build(data: dict[str, Any], origin: Origin) -> Recipe:
         if len(entries) > MAX_STAGES:
             raise RequestError(origin.at(("stages",), f"{len(entries)} stages; at most {MAX_STAGES} are allowed"))
         for index, entry in enumerate(entries):
-            stage, found = parse_stage(entry, index, origin)
-            problems += found
-            if stage is not None:
-                stages.append(stage)
-        caches = [stage for stage in stages if stage.kind == "kv_cache"]
-        for second in caches[1:]:
-            text = f"a model has one cache, and stage {caches[0].index} says how it is held; put all keys there"
-            problems.append(origin.at(("stages", second.index, "kv_cache"), text))
-        drafts = [stage for stage in stages if stage.kind == "draft"]
-        for second in drafts[1:]:
-            text = f"an artifact has one draft, and stage {drafts[0].index} says how it is made"
-            problems.append(origin.at(("stages", second.index, "draft"), text))
+            try:
+                stages.append(parse_stage(entry, index, origin))
+            except StageError as error:
+                problems += error.problems
+        for kind in {stage.kind: KINDS[stage.kind] for stage in stages}.values():
+            first, *more = [stage for stage in stages if stage.kind == kind.name]
+            for second in more if kind.once else ():
+                problems.append(origin.at(second.path, kind.once.format(first=first.index)))
     elif "stages" in data:
         text = (
             f"expected a list of at least one stage ({listing(f'{kind}: ...' for kind in KINDS)}), got {show(entries)}"

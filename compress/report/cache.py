@@ -5,9 +5,17 @@ from __future__ import annotations
 from html import escape
 from typing import Any
 
-from compress.commands.output import own_tokens, size
+from compress.core.units import size
 from compress.report.elements import section, table
 from compress.report.facts import Facts
+
+
+def own_tokens(metrics: dict[str, Any]) -> str:
+    """Explanation of token counts where the artifact's vocabulary is smaller than the source's."""
+    return (
+        f"cache figures are per token of the artifact, {metrics['tokens_each']:.3f} of which span one token of the source; "
+        "weights and cache together are per token of the source"
+    )
 
 
 def cache_section(facts: Facts) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from compress.commands.output import size
+from compress.core.units import size
 from compress.report.charts import TRAINED, Entries, by_updates, color, legend_above, line, span, svg, values
 from compress.report.elements import section, table
 from compress.report.facts import Facts

@@ -6,8 +6,9 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from compress.commands.output import size
 from compress.core.files import write_text
+from compress.core.units import size
+from compress.model.stage import row_of
 from compress.report import charts
 from compress.report.cache import cache_quality, cache_section
 from compress.report.draft import draft_section
@@ -58,7 +59,7 @@ def render(facts: Facts) -> str:
     # The recipe's name, not the directory's: the same run into two directories is the same artifact.
     title = _recipe_name(facts) or "compressed model"
     sections = [
-        _headline(facts), _warnings(facts), _quality(facts), structure_section(facts), recovery_sections(facts),
+        _headline(facts), _warnings(facts), _quality(facts), structure_section(facts), recovery_sections(facts), _other_stages(facts),
         _layers_chart(facts), _bytes(facts), cache_section(facts), draft_section(facts), _layers_table(facts), _kept(facts), _recipe(facts),
         _origin(facts),
     ]  # fmt: skip
@@ -115,6 +116,13 @@ def _headline(facts: Facts) -> str:
     source = escape(str((facts.manifest.get("source") or {}).get("path_or_id", "")))
     origin = f'<p class="soft">made from {source}</p>' if source else ""
     return f'{origin}<div class="numbers">{cards}</div>'
+
+
+def _other_stages(facts: Facts) -> str:
+    """What stages have done to the model that have no section of their own; empty where there are none."""
+    made = [record for record in facts.manifest.get("passes") or [] if not {"remove", "recover"} & record.keys()]
+    rows = [[(text, "") for text in row_of(record)] for record in made]
+    return section("Other stages", table(("what was done", "before", "after", ""), rows)) if rows else ""
 
 
 def _warnings(facts: Facts) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from compress.commands.output import units_after
+from compress.prune.structure.stage import units_after
 from compress.report import charts
 from compress.report.elements import error_cell, folded, section, table
 from compress.report.facts import Facts, notes_text

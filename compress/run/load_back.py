@@ -14,9 +14,10 @@ from torch import nn
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.tensors import relative
+from compress.model.context import Context
 from compress.model.hidden_states import HiddenStates, batch_file
 from compress.model.streamed import StreamedModel
-from compress.run.session import Session
+from compress.weights.footprint import WHOLE_BYTES
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -41,11 +42,7 @@ KERNEL_TOLERANCE = 2e-2
 MODEL_TOLERANCE = 0.5
 
 
-# Artifacts up to this size are also loaded whole, as `runtime.load` does it, and their kernels compared with the reference.
-WHOLE_BYTES = 128 * 2**20
-
-
-def open_artifact(path: Path, session: Session) -> StreamedModel:
+def open_artifact(path: Path, context: Context) -> StreamedModel:
     """The artifact in `path`, streamed; weight-only layers run dequantized, which is what the reference kernel computes."""
     checkpoint = Checkpoint(path)
 
@@ -53,7 +50,7 @@ def open_artifact(path: Path, session: Session) -> StreamedModel:
         install_compressed(model, checkpoint.config, checkpoint.names())
 
     return StreamedModel(
-        checkpoint, session.streamed.device, install=put, loaded=dense_for_now, dtype=session.streamed.dtype
+        checkpoint, context.streamed.device, install=put, loaded=dense_for_now, dtype=context.streamed.dtype
     )
 
 
@@ -96,22 +93,25 @@ def _put(part: nn.Module, name: str, module: nn.Module) -> None:
 
 @torch.inference_mode()
 def check_against_pipeline(
-    session: Session, artifact: StreamedModel, directory: RunDirectory, reporter: Reporter
+    context: Context, calibrated: bool, artifact: StreamedModel, directory: RunDirectory, reporter: Reporter
 ) -> None:
     """Follow the probe through the artifact on disk, and through `runtime.load`, and compare with the pipeline's own hidden states.
+
+    Args:
+        calibrated: weights were compressed by what calibration text does to them, so its hidden states went through the blocks too.
 
     Raises:
         CompressError: they differ by more than rounding; the directory keeps its state for a look or a resume.
     """
-    count = len(session.streamed.blocks)
-    batches = len(session.batches) + 1 if session.needs_data else 1
+    count = len(context.streamed.blocks)
+    batches = len(context.batches) + 1 if calibrated else 1
     ours = _probe(directory.hidden_path(count), batches)
     states = HiddenStates(1)
-    artifact.prelude([(session.probe, None)], states)
+    artifact.prelude([(context.probe, None)], states)
     hidden = states.get(0)
     for index in range(count):
         with artifact.loaded_block(index):
-            hidden = artifact.advance(index, hidden, (session.probe, None))
+            hidden = artifact.advance(index, hidden, (context.probe, None))
     difference = relative(hidden, ours)
     reporter.detail(f"load back: streamed artifact differs from the pipeline by {difference:.2e}")
     if not difference <= STREAM_TOLERANCE:
@@ -122,14 +122,14 @@ def check_against_pipeline(
         # Memory stays flat in depth: larger artifacts are not loaded whole. What was written is already known to be right.
         reporter.detail("load back: checked block by block")
         return
-    _check_runtime(session, directory.path, artifact.outputs(hidden, session.probe).float(), reporter)
+    _check_runtime(context, directory.path, artifact.outputs(hidden, context.probe).float(), reporter)
 
 
-def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporter: Reporter) -> None:
+def _check_runtime(context: Context, path: Path, expected: torch.Tensor, reporter: Reporter) -> None:
     """The model as `runtime.load` builds it: each layer's kernel against the reference on what the layer really sees, and what
     the engine that users get gives them: logits, or an encoder's hidden states.
     """
-    device = session.streamed.device
+    device = context.streamed.device
     # The manifest is not there yet, so this is what `runtime.load` does after it has looked for one.
     blueprint = Blueprint(Artifact(path), device, "auto", None, False)
     fast, plain = blueprint.build_module(), Blueprint(Artifact(path), device, "reference", None, False).build_module()
@@ -138,7 +138,7 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
         if isinstance(module, CompressedLinear):
             module.register_forward_hook(_Compare(plain.get_submodule(name)))
     # The lean engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
-    session.streamed.call(fast, (session.probe, None))
+    context.streamed.call(fast, (context.probe, None))
     for name, module in fast.named_modules():
         for hook in module._forward_hooks.values():
             if isinstance(hook, _Compare):
@@ -150,7 +150,7 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
                     raise CompressError(
                         f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
                     )
-    logits = _ask_engine(session, path, fast, blueprint).to(expected.device)
+    logits = _ask_engine(context, path, fast, blueprint).to(expected.device)
     difference = relative(logits, expected)
     reporter.detail(
         f"load back: runtime.load() differs by {worst:.2e} in its worst layer, by {difference:.2e} in what it gives"
@@ -161,17 +161,17 @@ def _check_runtime(session: Session, path: Path, expected: torch.Tensor, reporte
         )
 
 
-def _ask_engine(session: Session, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
+def _ask_engine(context: Context, path: Path, module: PreTrainedModel, blueprint: Blueprint) -> torch.Tensor:
     """The probe through the engine that `runtime.load` chooses."""
-    streamed, device = session.streamed, blueprint.device
-    source = streamed.source(session.probe).to(device)
+    streamed, device = context.streamed, blueprint.device
+    source = streamed.source(context.probe).to(device)
     if blueprint.kind == "encoder":
         return TorchEncoderEngine(module, device).forward(source, None)
     if blueprint.kind == "encoder-decoder":
         engine = TorchSeq2SeqEngine(module, device)
-        return engine.decode(streamed.target_ids(session.probe).to(device), engine.encode(source, None), None, None)
+        return engine.decode(streamed.target_ids(context.probe).to(device), engine.encode(source, None), None, None)
     return Model(choose_engine(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(
-        session.probe
+        context.probe
     )
 
 

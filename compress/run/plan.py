@@ -10,16 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 
-from compress.core.memory_bounds import Bounds
-from compress.kv_cache.stage import cache_facts
-from compress.prune.structure.job import StructureJob
+from compress.core.memory_bounds import MEMORY_SHARE, Bounds
+from compress.model.context import Context
 from compress.recipe.models import Recipe
-from compress.run.footprint import MEMORY_SHARE, totals
-from compress.run.passes import Passes
+from compress.run.footprint import totals
 from compress.run.session import Session
-from compress.weights.assign import left_alone, unreached
+from compress.weights.plan import WeightPlan
 from runtime import formats
 from runtime.checkpoint.companions import left_behind
 from runtime.modeling.layer_sizes import differing, is_ours
@@ -45,12 +42,15 @@ class TensorPlan:
 
 @dataclass
 class Plan:
-    """See the module's docstring; `kv_cache` is as `cache_facts` gives it. `draft`: how one will be made, which is not in `seconds`.
-    `passes`: what other stages make of the model first, in words. `device_memory`: bytes of a GPU's that passes over the whole model take;
-    0 on the CPU, and where there are none. `memory`: bytes of what `peak_memory` is made of: the process as it is, workspaces, hidden
-    states, and each phase, of which the largest counts. `bounds`: what is done to need less, in words. `max_memory`: the user's limit.
+    """What a run would do.
 
-    `problems` and `warnings` are sentences; a run with any of the problems is refused.
+    Attributes:
+        peak_memory, memory: bytes at the peak, and what they are made of: the process as it is, workspaces, hidden states, and each phase,
+            of which the largest counts. device_memory: bytes of a GPU's; 0 on the CPU, and where nothing is known of it.
+        bounds: what is done to need less, in words. max_memory: the user's limit.
+        passes: what other stages make of the model first, in words.
+        kv_cache: the policy, and the bytes of a sequence's cache. draft: how one will be made, which is not in `seconds`.
+        problems, warnings: sentences; a run with any of the problems is refused.
     """
 
     model: str
@@ -96,44 +96,31 @@ def make_plan(recipe: Recipe, output: Path | None = None, device: str = "auto", 
 
     `max_memory`: bytes that the run may take.
     """
-    from compress.run.manifest import evaluation_windows
-
-    passes = Passes.open(recipe, device)  # holds what the session looks at
-    session = passes.session
-    return plan_session(
-        session,
-        evaluation_windows(session),
-        Path(output) if output is not None else recipe.output_directory,
-        max_memory,
-    )
+    session = Session.open(recipe, device)  # holds the checkpoints that the plan looks at
+    return plan_session(session, Path(output) if output is not None else recipe.output_directory, max_memory)
 
 
-def plan_session(
-    session: Session,
-    evaluation: torch.Tensor | None,
-    output: Path,
-    max_memory: int | None = None,
-    settled: Bounds | None = None,
-) -> Plan:
+def plan_session(session: Session, output: Path, max_memory: int | None = None, settled: Bounds | None = None) -> Plan:
     """The plan of an opened session, which keeps to the bounds that are chosen.
 
     Args:
         max_memory: bytes that the process may take; None: what is free.
         settled: as a run began that goes on.
     """
-    tensors = _tensors(session)
+    context, weights = session.context, session.weights.weights
+    tensors = _tensors(weights)
     before, after = sum(t.bytes_before for t in tensors), sum(t.bytes_after for t in tensors)
     free = _free_disk(output)
-    takes = totals(session, evaluation, after, max_memory, settled)
-    session.bind(takes.bounds)
+    takes = totals(session, after, max_memory, settled)
+    context.bind(takes.bounds)
     plan = Plan(
-        model=str(session.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
+        model=str(context.original.path), output=str(output), tensors=tensors, bytes_before=before, bytes_after=after,
         peak_memory=takes.memory, available_memory=takes.available_memory, disk_needed=takes.disk, disk_free=free,
-        calibration_tokens=session.calibration.tokens if session.reads_text else 0,
+        calibration_tokens=context.calibration.tokens if context.reads_text else 0,
         seconds=takes.seconds, spill=takes.bounds.spill, memory=takes.parts, bounds=takes.bounds.describe(),
-        max_memory=max_memory, kv_cache=cache_facts(session, session.cache_policy),
-        draft=None if session.draft is None else session.draft.effort, passes=[job.describe() for job in session.jobs],
+        max_memory=max_memory, passes=[job.describe() for job in session.before],
         device_memory=takes.device, available_device_memory=takes.available_device,
+        **{name: value for job in session.after for name, value in job.plan(context).items()},
     )  # fmt: skip
     for tensor in tensors:
         if tensor.action == "compressed" and 0 < tensor.bytes_before <= tensor.bytes_after:
@@ -141,12 +128,12 @@ def plan_session(
             plan.warnings.append(f"{tensor.name} will not get smaller: {tensor.method} stores {sizes}")
             break
     own = [t for t in tensors if t.format == "packed"]
-    apart = is_ours(session.streamed.model)
+    apart = is_ours(context.streamed.model)
     if apart:
-        differ = " and ".join(sorted(differing(session.streamed.config)))
+        differ = " and ".join(sorted(differing(context.streamed.config)))
         plan.warnings.append(
             f"layers differ in {differ}: runtime.load() runs the result, and onnx, tensorrt and triton carry it; transformers cannot build "
-            f"a {type(session.streamed.model).__name__} so yet"
+            f"a {type(context.streamed.model).__name__} so yet"
         )
     if own:
         elsewhere = "" if apart else ", and with transformers after `import runtime`"
@@ -155,24 +142,19 @@ def plan_session(
             f"{own[0].name}{more} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the artifact "
             f"loads with runtime.load(){elsewhere}, but not elsewhere"
         )
-    if session.untie:
+    if weights.untie:
         added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)
         plan.warnings.append(
             f"the embedding and the head share one tensor; compressing one of them stores both ({size(added)} more)"
         )
-    plan.warnings += unreached(session.streamed, size)
-    plan.warnings += left_alone(session.left)
-    plan.warnings += unused_limits(session)
-    plan.warnings += [] if session.draft is None else session.draft.warnings
-    plan.warnings += [warning for job in session.jobs for warning in job.warned(session)]
-    plan.warnings += _left_out(session)
-    source = session.original.path
+    plan.warnings += unused_limits(context)
+    for job in (session.weights, *session.before, *session.after):
+        plan.warnings += [text for text in job.warnings(context, after) if text not in plan.warnings]
+    source = context.original.path
     plan.warnings += [f"{source / name} stays behind: {why}" for name, why in left_behind(source).items()]
-    if session.cache_policy is not None:
-        plan.warnings += [f"kv_cache.{sentence}" for sentence in session.cache_policy.idle(session.streamed.config)]
     for what, needed, available, advice in (
         ("memory", plan.peak_memory, plan.available_memory, takes.advice),
-        (f"memory of {session.streamed.device}", plan.device_memory, plan.available_device_memory, takes.device_advice),
+        (f"memory of {context.streamed.device}", plan.device_memory, plan.available_device_memory, takes.device_advice),
     ):
         if needed > MEMORY_SHARE * available:
             plan.problems.append(
@@ -193,58 +175,47 @@ def plan_session(
     return plan
 
 
-def _left_out(session: Session) -> list[str]:
-    """What structure stages have no way to make smaller."""
-    names = session.reference.predicting
-    cuts = {job.settings.remove for job in session.jobs if isinstance(job, StructureJob)}
-    if not names or cuts <= {"layers"}:
-        return []
-    return [
-        f"{names[0]} and what else belongs to layers for multi-token prediction ({len(names)} tensors) is left out: it has the "
-        "shapes of the model that is cut"
-    ]
-
-
-def unused_limits(session: Session) -> list[str]:
+def unused_limits(context: Context) -> list[str]:
     """A sentence for each limit of the recipe on something that this kind of model does not have."""
-    if session.recipe.evaluate is None:
+    if context.recipe.evaluate is None:
         return []
-    encoder = session.streamed.kind == "encoder"
+    encoder = context.streamed.kind == "encoder"
     return [
         f"evaluate.{name} is not checked: {'an encoder is' if encoder else 'only encoders are'} judged by min_cosine"
-        for name in session.recipe.evaluate.limits()
+        for name in context.recipe.evaluate.limits()
         if (name == "min_cosine") != encoder
     ]
 
 
-def _tensors(session: Session) -> list[TensorPlan]:
-    checkpoint, dtype = session.checkpoint, session.streamed.dtype
+def _tensors(weights: WeightPlan) -> list[TensorPlan]:
+    context = weights.context
+    checkpoint, dtype = context.checkpoint, context.streamed.dtype
     plans = []
-    stored = {f"{name}.weight" for name in session.work}
+    stored = {f"{name}.weight" for name in weights.work}
     for name in checkpoint.names():
         size_before = checkpoint.nbytes(name)
-        if name in session.streamed.checkpoint.dropped:
+        if name in context.streamed.checkpoint.dropped:
             plans.append(TensorPlan(name, "dropped", size_before, 0))
         elif name not in stored:
             plans.append(TensorPlan(name, "copied", size_before, checkpoint.held_bytes(name)))
-    if session.source is not None:
-        before = session.reference.checkpoint
+    if context.source is not None:
+        before = context.reference.checkpoint
         for plan in plans:
             plan.bytes_before = before.nbytes(plan.name)
         gone = set(before.names()) - set(checkpoint.names())
         plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
-    for name, work in session.work.items():
+    for name, work in weights.work.items():
         weight = f"{name}.weight"
-        shape = tuple(int(n) for n in get_matrix(session.streamed.model.get_submodule(name)).shape)
+        shape = tuple(int(n) for n in get_matrix(context.streamed.model.get_submodule(name)).shape)
         density = 1.0 - work.share
         storage = formats.choose(work.scheme, (shape[0], shape[1]), density=density)
         size_after = storage.bytes_estimate(work.scheme, (shape[0], shape[1]), dtype, density)
-        whole = session.reference.checkpoint
+        whole = context.reference.checkpoint
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
         plans.append(TensorPlan(weight, "compressed", size_before, size_after, work.describe(), storage.name))
-    if session.untie:
-        for tied, source in session.streamed.ties.items():
-            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in session.work and checkpoint.has(source):
+    if weights.untie:
+        for tied, source in context.streamed.ties.items():
+            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.work and checkpoint.has(source):
                 plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
 

@@ -15,12 +15,15 @@ from typing import Any
 from compress.core.files import disk_errors
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
-from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, remove
-from compress.distill.draft.stage import DraftJob, output_is_there, prepare, train_draft
+from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.distill.draft.job import DraftJob, prepare, train_draft
+from compress.distill.draft.stage import STAGE, is_there
+from compress.model.context import choose_device
+from compress.model.stage import Store
 from compress.recipe import Recipe
 from compress.report import write_report
-from compress.run.manifest import draft_files, listed, write_sealed
-from compress.run.session import choose_device
+from compress.run.manifest import listed, write_sealed
+from compress.run.run import apply_recipe
 from runtime.api.load import UNFINISHED, load_tokenizer
 from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
 from runtime.engines.torch.engine import Blueprint
@@ -69,7 +72,7 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
         job = _job(recipe, artifact, tokenizer, team)
     assert artifact.manifest is not None
     old = artifact.manifest.get("draft") or {}
-    if old.get("identity") == job.identity and output_is_there(old, artifact.path / str(old["drafter"].get("model"))):
+    if old.get("identity") == job.identity and is_there(old, artifact.path / str(old["drafter"].get("model"))):
         return old if team.is_main else None
     used = old.get("drafter", {}).get("model")
     output = artifact.path / next(name for name in DRAFTS if name != used)
@@ -81,9 +84,10 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
         with Reporter(log, quiet or not team.is_main) as reporter:
             for warning in job.warnings if team.is_main else ():
                 reporter.warn(warning)
-            work = artifact.path / WORK / "draft"
+            directory = RunDirectory.shared(artifact.path)
+            store = Store(output, directory.work / "draft", directory, apply_recipe, team=team)
             try:
-                made = train_draft(job, artifact.path, output, work, where, tokenizer, reporter, team)
+                made = train_draft(job, artifact.path, store, where, tokenizer, reporter)
             except PartDone:
                 return None
         _exchange(artifact, made)
@@ -108,19 +112,19 @@ def _finished(path: Path) -> Artifact:
 
 
 def _job(recipe: Recipe, artifact: Artifact, tokenizer: Any, team: Team) -> DraftJob:
-    if recipe.draft_stage is None:
+    stage = next((stage for stage in recipe.stages if stage.kind == STAGE.name), None)
+    if stage is None:
         raise RequestError(recipe.origin.at(("stages",), "there is no draft stage, which says what draft to make"))
     blueprint = Blueprint(artifact, choose_device("cpu"), "auto", None, False)
     if tokenizer is None:
         raise RequestError(f"{artifact.path} has no tokenizer, and text needs one")
-    job = prepare(recipe, artifact.checkpoint, blueprint.module, tokenizer, bool(blueprint.compressed))
-    stage = job.stage
+    job = prepare(recipe, stage, artifact.checkpoint, blueprint.module, tokenizer, bool(blueprint.compressed))
     if team.size > 1 and not job.method.trains:
         text = f"{stage.method} trains nothing that {team.size} processes could share; run it without the launcher"
-        raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind, "method"), text))
+        raise RequestError(recipe.origin.at((*stage.path, "method"), text))
     if team.size > 1 and stage.config.batch_size % team.size:
         text = f"{stage.config.batch_size} rows cannot be shared by {team.size} processes; make it a multiple"
-        raise RequestError(recipe.origin.at(("stages", stage.index, stage.kind, "batch_size"), text))
+        raise RequestError(recipe.origin.at((*stage.path, "batch_size"), text))
     return job
 
 
@@ -132,11 +136,12 @@ def _exchange(artifact: Artifact, made: dict[str, Any]) -> None:
     remove(path / CHOICE)
     own = tuple(f"{name}/" for name in DRAFTS)
     kept = {name: facts for name, facts in manifest["files"].items() if name != CHOICE and not name.startswith(own)}
-    files = kept | listed(path, draft_files(path, made))
+    place = made["drafter"].get("model")
+    files = kept | listed(path, [] if place is None else sorted(f for f in (path / place).iterdir() if f.is_file()))
     changed = {"schema_version": SCHEMA_VERSION, "draft": made, "files": dict(sorted(files.items()))}
     write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:
-        if name != made["drafter"].get("model"):
+        if name != place:
             remove(path / name)
     shutil.rmtree(path / WORK, ignore_errors=True)
     write_report(path)

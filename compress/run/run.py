@@ -1,9 +1,13 @@
-"""`apply`: one pass over the blocks of a checkpoint, each written as its own shard; then the rest, the gate, and the numbers."""
+"""`apply`: the stages of a recipe one after the other, the artifact that they make, its proof, and its numbers."""
 
 from __future__ import annotations
 
+import shutil
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,23 +15,20 @@ from compress.core.files import disk_errors
 from compress.core.memory_bounds import Bounds
 from compress.core.processes import Team
 from compress.core.progress import Reporter
-from compress.core.run_directory import LOG, MANIFEST, RunDirectory
-from compress.distill.draft.stage import check_same_draft, make_draft
-from compress.kv_cache.stage import calibrated_policy
+from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
+from compress.evaluate.artifact import evaluate_artifact
+from compress.model.context import choose_device
 from compress.model.source_guard import check_source_files
-from compress.recipe.models import Recipe
+from compress.model.stage import Compressed, Job, Store
+from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
-from compress.run import manifest as finish
-from compress.run.cache_evaluation import evaluate_cache, too_large
-from compress.run.helper_process import asking, assist, compress_blocks
-from compress.run.pass_records import part_name
-from compress.run.passes import Passes
+from compress.run.helper_process import asking, assist
+from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
 from compress.run.result import AppliedArtifact, LimitError
-from compress.run.session import choose_device
-from compress.weights.allocate import allocate_sparsity
+from compress.run.session import ModelState, Session, identity, kind_of, layers_before
 from runtime.checkpoint.artifact import Artifact
-from runtime.checkpoint.checkpoint import read_json
+from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.errors import ResourceError
 from runtime.system.memory import keep_nothing_freed, peak_bytes
 from runtime.system.sizes import size
@@ -60,102 +61,201 @@ def apply(
     """
     if max_memory is not None:
         keep_nothing_freed()
+    path = Path(output) if output is not None else recipe.output_directory
     with Team.join(device) as team:
         torch.manual_seed(recipe.seed)
         if not team.is_main:
-            with disk_errors(f"writing to {output or recipe.output_directory}"):
+            with disk_errors(f"writing to {path}"):
                 path = assist(recipe, device, team)
             manifest = read_json(path / MANIFEST)
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
-        with asking(team, Path(output) if output is not None else recipe.output_directory), team.working():
-            return _apply(recipe, output, resume, overwrite, device, quiet, max_memory, team)
+        with asking(team, path), team.working():
+            clock = _Clock()
+            if not resume:  # what is there decides alone: refused before a model is read
+                RunDirectory(path, {}, resume, overwrite)
+            session = Session.open(recipe, str(team.device(choose_device(device))))
+            return _accept(_apply(session, path, _Options(resume, overwrite, quiet, max_memory), team, clock))
 
 
-def _apply(
-    recipe: Recipe,
-    output: Path | None,
-    resume: bool,
-    overwrite: bool,
-    device: str,
-    quiet: bool,
-    max_memory: int | None,
-    team: Team,
-) -> AppliedArtifact:
-    directory_path = Path(output) if output is not None else recipe.output_directory
-    clock = _Clock()
-    if not resume:
-        RunDirectory(
-            directory_path, {}, resume, overwrite
-        )  # what is there decides alone: refused before a model is read
-    passes = Passes.open(recipe, str(team.device(choose_device(device))))
-    passes.team = team
-    session = passes.session
-    evaluation = finish.evaluation_windows(session)
-    begun = RunDirectory.begun(directory_path) if resume else None
+def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
+    """Run a recipe that is a part of another run, on the CPU."""
+    apply(load(recipe), output=output, device="cpu", quiet=True)
+
+
+@dataclass(frozen=True)
+class _Options:
+    """See `apply`."""
+
+    resume: bool
+    overwrite: bool
+    quiet: bool
+    max_memory: int | None
+
+
+def _apply(session: Session, path: Path, options: _Options, team: Team, clock: _Clock) -> AppliedArtifact:
+    context = session.context
+    begun = RunDirectory.begun(path) if options.resume else None
+    plan = None
     if begun is None:
-        plan = plan_session(session, evaluation, directory_path, max_memory)
+        plan = plan_session(session, path, options.max_memory)
     else:
-        session.bind(Bounds(rows=begun.get("batch_rows")))
-    identity = session.identity(evaluation)
-    directory = RunDirectory(directory_path, identity, resume, overwrite)
+        context.bind(Bounds(rows=begun.get("batch_rows")))
+    own = identity(context)
+    directory = RunDirectory(path, own, options.resume, options.overwrite)
+    apart = [kind for kind in KINDS.values() if kind.own_identity] if options.resume else []
+    jobs = {job.stage.kind: job for job in session.after}
     if directory.finished:
-        manifest = finish.read_manifest(directory)
-        check_same_draft(session, manifest, directory.path)
-        Artifact(directory.path).verify()
+        manifest = read_json(path / MANIFEST)
+        for kind in apart:
+            kind.check_finished(jobs.get(kind.name), manifest, path)
+        Artifact(path).verify()
         directory.settle()
-        return _accept(AppliedArtifact(directory.path, manifest["metrics"], manifest, clock.seconds, peak_bytes()))
-    if begun is not None:
-        plan = plan_session(session, evaluation, directory.path, max_memory, session.bounds)
+        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
+    if plan is None:
+        plan = plan_session(session, path, options.max_memory, context.bounds)
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-
     with (
         directory.claimed(),
-        disk_errors(f"writing to {directory.path}"),
-        Reporter(directory.path / LOG, quiet) as reporter,
+        disk_errors(f"writing to {path}"),
+        Reporter(path / LOG, options.quiet) as reporter,
     ):
         directory.warn = reporter.warn
-        check_source_files(directory.work, session.original)
+        check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
-        for warning in [
-            *plan.warnings,
-            too_large(session, plan.bytes_after),
-            *([session.calibration.warning] if session.reads_text else []),
-        ]:
+        for warning in [*plan.warnings, context.calibration.warning if context.reads_text else None]:
             if warning:
                 reporter.warn(warning)
-        if passes.jobs:
-            kinds = {part_name(number): job.stage.kind for number, job in enumerate(passes.jobs)}
-            directory.committed = lambda part: clock.lap(kinds[part]) if part in kinds else None
-            session = passes.run(directory, plan.spill, reporter)
-            clock.lap(passes.jobs[-1].stage.kind)
-        allocate_sparsity(session, directory, reporter, plan.spill)
-        highest = compress_blocks(session, directory, reporter, plan.spill, team)
-        clock.lap("compress")
-        finish.write_metadata(session, directory)
-        artifact = load_back.open_artifact(directory.path, session)
-        load_back.check_against_pipeline(session, artifact, directory, reporter)
-        clock.lap("load back")
-        metrics = finish.evaluate(session, artifact, evaluation, directory, plan.spill, reporter)
-        clock.lap("evaluate")
-        policy = calibrated_policy(session, directory, reporter)
-        if policy is not None and policy.needs:
-            clock.lap("calibrate cache")
-        metrics = evaluate_cache(session, directory, evaluation, policy, metrics, reporter)
-        if "kv_cache" in metrics:
-            clock.lap("evaluate cache")
-        draft = make_draft(session, directory, reporter)
-        if draft is not None:
-            clock.lap("draft")
-        manifest = finish.write_manifest(session, directory, identity, metrics, policy, draft)
+        for kind in apart:
+            if kind.name not in jobs:
+                directory.forget(kind.name)
+                kind.forget(path)
+        run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
+        manifest, highest = run.run(own)
         directory.finish()
-        highest = max(highest, peak_bytes())
-        if max_memory is not None and highest > max_memory:
+        if options.max_memory is not None and highest > options.max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
-            reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
-        result = AppliedArtifact(directory.path, metrics, manifest, clock.seconds, highest, reporter.warnings)
-    return _accept(result)
+            limit = size(options.max_memory)
+            reporter.warn(f"{one} took {size(highest)} of memory, more than the {limit} of max_memory")
+        return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings)
+
+
+@dataclass
+class _Run:
+    """A run in its directory.
+
+    Attributes:
+        session: as it was opened; once stages have made another model, of that one.
+        store: of the whole run.
+    """
+
+    session: Session
+    store: Store
+    reporter: Reporter
+    clock: _Clock
+
+    def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
+        """All that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
+        directory, reporter, clock = self.store.directory, self.reporter, self.clock
+        if self.session.before:
+            self._make_models()
+        weights, context = self.session.weights, self.session.context
+        made = weights.run(context, self.store, reporter)
+        clock.lap(weights.title)
+        write_metadata(weights.weights, directory)
+        artifact = load_back.open_artifact(directory.path, context)
+        load_back.check_against_pipeline(context, bool(weights.needs), artifact, directory, reporter)
+        clock.lap("load back")
+        spill = directory.work if self.store.spill else None
+        metrics = evaluate_artifact(context, artifact, spill, reporter)
+        clock.lap("evaluate")
+        entries: dict[str, Any] = {}
+        files: list[Path] = []
+        for job in self.session.after:
+            metrics, said = self._finish(job, metrics)
+            entries |= said
+            files += [file for place in job.holds(self.store) for file in sorted(place.iterdir()) if file.is_file()]
+        manifest = write_manifest(context, directory, own, metrics, entries, files)
+        return manifest, max(made["peak_memory"], peak_bytes())
+
+    def _make_models(self) -> None:
+        """Run the jobs of phase "model" that are not done, and open the session of what they made."""
+        directory, before = self.store.directory, self.session.before
+        original = self.session.context.original
+        self._forget_damaged()
+        state = ModelState(original, original)
+        for number, job in enumerate(before):
+            part, output = _part(number), directory.work / _part(number)
+            if directory.record(part) is None:
+                store = replace(self.store, output=output, work=output.with_name(f"{part}-work"))
+                store = replace(store, compressed=self._compressed(job, state, store))
+                context = state.context(self.session.recipe, self.session.device)
+                context.reads_text = self.session.context.reads_text
+                context.bind(self.session.context.bounds)
+                made = job.run(context, store, self.reporter)
+                if kind_of(job.stage).record_key == job.stage.kind:
+                    made.setdefault(job.stage.kind, job.stage.method)
+                directory.commit(part, made, job.holds(store))
+                shutil.rmtree(store.work, ignore_errors=True)
+                self.clock.lap(job.title)
+            used = directory.record(_part(number + 1)) is not None  # and is gone
+            state = state.after(job, state.checkpoint if used else Checkpoint(output), directory.record(part))
+            if number:
+                shutil.rmtree(directory.work / _part(number - 1), ignore_errors=True)
+        self.session = self.session.reopened(state)
+        self.clock.lap(before[-1].title)
+
+    def _compressed(self, job: Job, state: ModelState, store: Store) -> Compressed | None:
+        """The model with its layers as stages before a job compress them."""
+        recipe = layers_before(self.session.recipe, job.stage)
+        if recipe is None:
+            return None
+        before = store.work / "compressed"
+        if not (before / WORK).is_dir():  # what is left of one that was being removed
+            remove(before)
+        weights = state.weights(recipe, self.session.device)
+        context = weights.weights.context
+        context.bind(self.session.context.bounds)
+        own = RunDirectory(before, identity(context), resume=True)
+        own.warn = self.reporter.warn
+        own.claim()
+        weights.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
+        write_metadata(weights.weights, own)
+        return Compressed(before, [layer for record in records(context, own) for layer in record["layers"]])
+
+    def _forget_damaged(self) -> None:
+        """Where the checkpoint that is to be gone on from is damaged, so that those before it (whose own are gone) begin anew."""
+        directory, before = self.store.directory, self.session.before
+        parts = [_part(number) for number in range(len(before))]
+        done = next((number for number, part in enumerate(parts) if directory.record(part) is None), len(parts))
+        while done and not directory.whole(parts[done - 1], directory.work / parts[done - 1]):
+            done -= 1
+            directory.warn(f"what {parts[done]} ({before[done].stage.kind}) has made is damaged: it is made again")
+            directory.forget(parts[done])
+            remove(directory.work / parts[done])
+
+    def _finish(self, job: Job, metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Run a job of phase "artifact", if it is not done: the metrics with what it changes, and its entries of the manifest."""
+        directory, context, part = self.store.directory, self.session.context, job.stage.kind
+        store = replace(self.store, work=directory.work / part)
+        record = directory.record(part) if job.computes else {}
+        if record is None or (record and not (job.is_current(record, store) and directory.whole(part))):
+            directory.forget(part)
+            record = job.run(context, store, self.reporter)
+            directory.commit(part, record, job.holds(store))
+            self.clock.lap(job.title)
+        if context.windows is not None:
+            measured = job.evaluate(context, store, context.windows, record, metrics, self.reporter)
+            if measured is not metrics:
+                metrics = measured
+                self.clock.lap(job.evaluation_title)
+        return metrics, job.manifest(context, record)
+
+
+def _part(number: int) -> str:
+    """Name of the record, and of the checkpoint, of a job of phase "model"."""
+    return f"pass-{number:05d}"
 
 
 def _accept(result: AppliedArtifact) -> AppliedArtifact:
@@ -172,10 +272,12 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
     return result
 
 
+@dataclass
 class _Clock:
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
-        self._last = time.monotonic()
+    """Wall-clock seconds by phase."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    _last: float = field(default_factory=time.monotonic)
 
     def lap(self, phase: str) -> None:
         """The time since the last one belongs to this phase, which may have had some before."""

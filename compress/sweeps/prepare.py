@@ -41,7 +41,7 @@ def first_recipe(
     Raises:
         RequestError: a point of a grid that cannot be; of a search, none that can; or there is no such model.
     """
-    from compress.run.passes import Passes
+    from compress.run.session import Session
 
     model: str | None = None
     first: Recipe | None = None
@@ -58,7 +58,7 @@ def first_recipe(
         if found is not None:
             model = model or str(locate_model(found))  # looked for once: a hub is asked over the network
             try:
-                Passes.open(found.model_copy(update={"model": model}), device)
+                Session.open(found.model_copy(update={"model": model}), device)
                 first = first or found
             except RequestError as error:
                 refused = refused or RequestError(f"{error} ({_where(search, values)})")
@@ -87,11 +87,11 @@ def identity(sweep: Sweep, base: BaseRecipe, recipe: Recipe, device: str) -> dic
     Args:
         recipe: of some point.
     """
-    from compress.run.manifest import evaluation_windows
-    from compress.run.passes import Passes
+    from compress.run.session import Session
+    from compress.run.session import identity as identity_of_run
 
-    session = Passes.open(recipe, device).session
-    found = session.identity(evaluation_windows(session))
+    session = Session.open(recipe, device)  # holds the checkpoints that its context reads
+    found = identity_of_run(session.context)
     found["recipe"] = base.digest()
     if any(key.partition(".")[0] == "calibration" for key in sweep.vary):
         found.pop("calibration_text", None)

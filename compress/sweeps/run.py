@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from rich.console import Console
 
-from compress.commands.output import duration
 from compress.core.files import disk_errors, write_json, write_text
+from compress.core.units import duration
 from compress.evaluate.speed import SpeedRequest, run_isolated
 from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe

@@ -13,8 +13,8 @@ from compress.core.statistics import Statistics
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import collect, find_groups
 from compress.prune.allocation import allocate, error_score, outlier_score
-from compress.run.session import Session
 from compress.weights.layer_work import LayerWork
+from compress.weights.plan import WeightPlan
 from runtime.errors import CompressError
 
 PART = "allocation"
@@ -37,14 +37,14 @@ SCORES: dict[str, Callable[[Weights, Mapping[str, Statistics], float], dict[str,
 }
 
 
-def allocate_sparsity(session: Session, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
+def allocate_sparsity(plan: WeightPlan, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
     """Set `LayerWork.sparsity` where a prune stage asks for an allocation; remembered for a resume."""
-    wanted = {name: work for name, work in session.work.items() if _allocation(work) != "uniform"}
+    wanted = {name: work for name, work in plan.work.items() if _allocation(work) != "uniform"}
     if not wanted:
         return
     record = directory.record(PART)
     if record is None:
-        record = {"sparsity": _compute(session, directory, wanted, reporter, spill)}
+        record = {"sparsity": _compute(plan, directory, wanted, reporter, spill)}
         directory.commit(PART, record)
     for name, work in wanted.items():
         work.sparsity = record["sparsity"][name]
@@ -55,9 +55,9 @@ def _allocation(work: LayerWork) -> str:
 
 
 def _compute(
-    session: Session, directory: RunDirectory, wanted: dict[str, LayerWork], reporter: Reporter, spill: bool
+    plan: WeightPlan, directory: RunDirectory, wanted: dict[str, LayerWork], reporter: Reporter, spill: bool
 ) -> dict[str, float]:
-    streamed, batches = session.streamed, session.batches
+    streamed, batches = plan.context.streamed, plan.context.batches
     outside = sorted(name for name in wanted if not streamed.is_inside(name))
     if outside:
         raise CompressError(f"{outside[0]} is in no block: give it a prune stage of its own with allocation: uniform")

@@ -186,7 +186,7 @@ def _named(recipe: Recipe, stage: Stage, key: str) -> Iterator[None]:
 
 
 def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> str:
-    return recipe.origin.at(("stages", stage.index, stage.kind, *key), text)
+    return recipe.origin.at((*stage.path, *key), text)
 
 
 # What of a model's blocks no method can compress, since it is in no linear layer that is known as one.

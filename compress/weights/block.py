@@ -16,8 +16,8 @@ from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
 from compress.model.expert_calibration import ExpertCalibration
 from compress.model.input_statistics import Forwards, InputGroup, find_groups
+from compress.quantize.fixed import Held
 from compress.recipe.models import ExpertsConfig
-from compress.weights.fixed import Held
 from compress.weights.layer_work import LayerWork
 from compress.weights.packed_layer import SolvedLayer, activation_tensors, pack_layer, simulate
 from compress.weights.scale_folding import find_folds, fold

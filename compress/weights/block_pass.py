@@ -16,12 +16,13 @@ from torch import nn
 from compress.core.processes import Share
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
+from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import Batch, StreamedModel
-from compress.run.session import Session
 from compress.weights.block import BlockJob, BlockResult, compress_block
 from compress.weights.embeddings_and_head import compress_embeddings, compress_outside
-from compress.weights.shards import shard_name, write_part
+from compress.weights.plan import WeightPlan
+from compress.weights.shards import write_part
 from runtime.modeling.linear_modules import is_matrix
 from runtime.system.memory import return_memory
 
@@ -35,7 +36,7 @@ class BlockPass:
         done: blocks that are finished.
     """
 
-    session: Session
+    plan: WeightPlan
     directory: RunDirectory
     reporter: Reporter
     spill: bool
@@ -44,8 +45,9 @@ class BlockPass:
     batches: list[Batch] = field(init=False)
 
     def __post_init__(self) -> None:
-        probe: Batch = (self.session.probe, None)
-        self.batches = [*self.session.batches, probe] if self.session.needs_data else [probe]
+        context = self.plan.context
+        probe: Batch = (context.probe, None)
+        self.batches = [*context.batches, probe] if self.plan.needs else [probe]
 
     @property
     def calibrated(self) -> list[int]:
@@ -60,22 +62,22 @@ class BlockPass:
 
 def run_pass(job: BlockPass) -> None:
     """Compress the blocks that are left, then what is in none; the records of all parts are in the directory's work."""
-    session, directory, reporter, batches = job.session, job.directory, job.reporter, job.batches
-    streamed = session.streamed
+    plan, directory, reporter, batches = job.plan, job.directory, job.reporter, job.batches
+    streamed = plan.context.streamed
     count = len(streamed.blocks)
     total = count + 1
     reporter.phase("compress", total, job.done)
     if job.done:
         reporter.info(f"resuming at block {job.done} of {count}")
-    streamed.load_outside(head=bool(session.outside_work))
-    embeddings = compress_embeddings(session, reporter)
+    streamed.load_outside(head=bool(plan.outside))
+    embeddings = compress_embeddings(plan, reporter)
     scratch = directory.work / "hidden-next" if job.spill else None
     if job.done == 0:
         states = HiddenStates(len(batches), scratch, job.share)
         streamed.prelude(batches, states, job.own)
     else:
         states = HiddenStates.load(directory.hidden_path(job.done), len(batches), scratch, job.share, job.own)
-    if not session.outside_work:
+    if not plan.outside:
         if job.done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
             for number in job.own:
                 streamed.block_kwargs(batches[number], min(job.done, count - 1))
@@ -91,7 +93,7 @@ def run_pass(job: BlockPass) -> None:
             # The states that entered this block stay: if those after it are damaged, it is run again.
             _remove_hidden(directory, index - 1)
             reporter.step(f"block {index}: {_told(record['layers'])}")
-    outside = compress_outside(session, embeddings, states, batches, total, directory, reporter, job.share)
+    outside = compress_outside(plan, embeddings, states, batches, total, directory, reporter, job.share)
     if outside is not None:
         outside |= {"processes": job.share.size} if job.share.size > 1 else {}
         directory.commit("outside", outside, [directory.path / outside["shard"]])
@@ -144,17 +146,17 @@ def _remove_hidden(directory: RunDirectory, index: int) -> None:
 
 def _one_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any] | None:
     """The record of a block, once it is written; None in those that do not write."""
-    session, batches = job.session, job.batches
-    streamed = session.streamed
-    work = session.block_work(index)
+    plan, batches = job.plan, job.batches
+    context, streamed = plan.context, plan.context.streamed
+    work = plan.of_block(index)
     with streamed.loaded_block(index) as block, _modules_put_back(block):
         block_job = BlockJob(
             prefix=streamed.block_prefix(index), block=block, work=work,
             forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in job.calibrated],
             small_forward=_small_forward(job, index, states),
-            dtype=streamed.dtype, true_sequential=session.recipe.true_sequential, on_nonfinite=session.recipe.on_nonfinite,
-            held=session.held, experts=session.recipe.calibration.experts, share=job.share,
-            place=partial(session.bounds.place, job.directory.work),
+            dtype=streamed.dtype, true_sequential=context.recipe.true_sequential, on_nonfinite=context.recipe.on_nonfinite,
+            held=plan.held, experts=context.recipe.calibration.experts, share=job.share,
+            place=partial(context.bounds.place, job.directory.work),
         )  # fmt: skip
         result: BlockResult = compress_block(block_job, job.reporter)
         with torch.inference_mode():
@@ -169,7 +171,7 @@ def _one_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, An
             if n.rpartition(".")[0] in result.scaled and (prefix + n).removesuffix(".weight") not in result.layers
         }
         return write_part(
-            job.directory.path, shard_name(index + 1, len(streamed.blocks) + 1), session.checkpoint, streamed.block_names(index),
+            job.directory.path, shard_name(index + 1, len(streamed.blocks) + 1), context.checkpoint, streamed.block_names(index),
             changed, result.layers, result.skipped,
         )  # fmt: skip
 
@@ -194,7 +196,7 @@ def _runner(
 
 def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable[[torch.dtype], torch.Tensor]:
     """Runs the block over the first row of the first batch, which is the main process's, in a given dtype (folding is tried in float32)."""
-    streamed = job.session.streamed
+    streamed = job.plan.context.streamed
     ids, mask = job.batches[0]
     shared = None
     if job.share.size > 1:

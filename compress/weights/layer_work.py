@@ -10,9 +10,9 @@ from compress.core.method import Method
 from compress.prune.config import PruneConfig
 from compress.prune.magnitude import MagnitudeConfig
 from compress.quantize.config import QuantizeConfig
+from compress.quantize.fixed import Held
 from compress.quantize.rtn import RTNConfig
 from compress.weights.assign import Assignment
-from compress.weights.fixed import Held
 from compress.weights.solver.group import compensates
 from runtime.formats.scheme import Scheme
 

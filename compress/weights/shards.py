@@ -17,11 +17,6 @@ from runtime.errors import CompressError
 from runtime.formats.quantization_config import entry_to_dict
 
 
-def shard_name(number: int, total: int) -> str:
-    """File name of shard `number` (from 1) of `total`, as transformers names them."""
-    return f"model-{number:05d}-of-{total:05d}.safetensors"
-
-
 def write_part(
     directory: Path,
     shard: str,

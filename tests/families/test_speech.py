@@ -17,6 +17,7 @@ from sounds import RATE, write_sounds, write_wav
 import compress
 import runtime
 from compress.data import speech_rows
+from compress.model.context import Context
 from compress.recipe import load as load_recipe
 from compress.run.session import Session
 from runtime.api import audio
@@ -217,8 +218,8 @@ def test_batches_are_sounds_with_transcripts_of_equal_length(said: Callable[...,
         assert session.streamed.source(rows)[0].equal(features(runtime.load(model), sounds, 10)[number])
 
 
-def opened(data: dict[str, Any]) -> Session:
-    return Session.open(load_recipe(data))
+def opened(data: dict[str, Any]) -> Context:
+    return Session.open(load_recipe(data)).context
 
 
 @pytest.mark.slow

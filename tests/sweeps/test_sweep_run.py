@@ -99,18 +99,18 @@ def test_a_point_that_the_recipe_refuses_is_found_before_anything_runs(run, sett
 
 
 def test_points_with_a_record_are_not_checked_again(run, settings, monkeypatch):
-    from compress.run.passes import Passes
+    from compress.run.session import Session
 
     checked = []
-    real = Passes.open
+    real = Session.open
 
-    def passes_open(recipe, device="auto"):
+    def session_open(recipe, device="auto"):
         checked.append(recipe.stages[0].config.bits)
         return real(recipe, device)
 
     run(settings(vary={BITS: [3, 4]}))
     with monkeypatch.context() as looking:
-        looking.setattr(Passes, "open", passes_open)
+        looking.setattr(Session, "open", session_open)
         with pytest.raises(KeyboardInterrupt):
             run(settings(vary={BITS: [3, 4, 8]}), interrupt_at(2), resume=True)
     assert checked[:3] == [3, 8, 3], "the first, the one that is new, and the first again for what it reads"

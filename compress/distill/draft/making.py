@@ -26,6 +26,7 @@ from compress.distill.train.data import MixedRows, OnPolicyRows, Source, TextRow
 from compress.distill.train.loop import Trained, Training
 from compress.distill.train.teacher import Teacher, teacher_rows
 from compress.distill.train.teacher_cache import TeacherCache, cache_teacher
+from compress.model.stage import Apply
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.drafting.drafters.draft_model import DRAFT
 from runtime.errors import RequestError
@@ -76,6 +77,7 @@ class Making:
         work: for what an interrupted run goes on from.
         output: the draft's directory, to be written.
         reporter: is told.
+        apply: runs a recipe, which is how drafts are stored in few bits.
         start: a checkpoint that becomes the draft; None: the draft is cut out of the artifact.
         team: the processes that train.
         facts: for the manifest and the report, filled on the way.
@@ -90,6 +92,7 @@ class Making:
     work: Path
     output: Path
     reporter: Reporter
+    apply: Apply
     start: Path | None = None
     team: Team = field(default_factory=Team)
     facts: dict[str, Any] = field(default_factory=dict)
@@ -241,7 +244,7 @@ class Making:
         content = {"method": config.method, "target": self.fingerprint, "facts": dict(self.facts)}
         student.write(where, content, self.teacher, held_out)
         if not plain:
-            compact(where, self.output, config.quantize, trimmed=student.kept is not None)
+            compact(where, self.output, config.quantize, student.kept is not None, self.apply)
             shutil.rmtree(where)
         student.read_back(self.output)
 
@@ -258,7 +261,7 @@ class Making:
         note(self.output, facts=self.facts)
 
 
-def compact(source: Path, output: Path, scheme: str, trimmed: bool) -> None:
+def compact(source: Path, output: Path, scheme: str, trimmed: bool, apply: Apply) -> None:
     """Quantize a draft's directory, round to nearest.
 
     Args:
@@ -266,19 +269,16 @@ def compact(source: Path, output: Path, scheme: str, trimmed: bool) -> None:
         output: new, or an earlier draft's.
         scheme: "W8A16" or "W4A16".
         trimmed: its head is cut down to the kept tokens when it is loaded, and stays as it is here.
+        apply: runs a recipe.
     """
-    from compress.recipe import load
-    from compress.run.run import apply
-
     config = read_json(source / "config.json")
     widths = ("hidden_size", "n_embd", "d_model", "intermediate_size", "ffn_dim")
     narrow = min((value for key in widths if (value := config.get(key))), default=0)
     quantize: dict[str, Any] = {"method": "rtn", "scheme": scheme, "ignore": ["lm_head"] if trimmed else []}
     if narrow < _GROUP:
         quantize["group_size"] = "channel"
-    recipe = load({"name": "draft", "model": str(source.resolve()), "stages": [{"quantize": quantize}]})
     shutil.rmtree(output, ignore_errors=True)
-    apply(recipe, output=output, device="cpu", quiet=True)
+    apply({"name": "draft", "model": str(source.resolve()), "stages": [{"quantize": quantize}]}, output)
     for name in _NOT_OF_A_DRAFT:
         (output / name).unlink(missing_ok=True)
     if trimmed:

@@ -1,273 +1,108 @@
-"""A draft stage before anything is computed: held against its model, its text read, the checkpoint that it begins as found."""
+"""Stage `draft`: a model or head that proposes what the finished artifact writes, made last and written into the artifact."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from compress import data as calibration
-from compress.core.progress import Reporter
-from compress.core.run_directory import DRAFT, RunDirectory
-from compress.recipe import Recipe, Stage, locate_checkpoint
-from runtime.api.load import end_of_sequence
-from runtime.api.model import Model
-from runtime.checkpoint.artifact import Artifact
-from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.drafting.drafters.draft_model import check_target
-from runtime.engines.choose import choose_engine
-from runtime.engines.torch.engine import Blueprint
+from compress.core.run_directory import DRAFT
+from compress.model.stage import Job, StageRoom, Store
+from compress.recipe.stages import Phase, Stage
 from runtime.errors import CompressError, RequestError
-from runtime.modeling.skeleton import build_skeleton, model_kind, read_config
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
-
-    from compress.core.processes import Team
-    from compress.distill.draft import DraftMethod
-    from compress.run.session import Session
+    from compress.core.progress import Reporter
+    from compress.distill.draft.job import DraftJob
+    from compress.model.context import Context
 
 
 @dataclass(frozen=True)
-class DraftJob:
-    """A draft that can be made, as far as can be known.
+class CheckedDraft(Job):
+    """A draft that has been checked."""
 
-    Attributes:
-        stage: of the recipe.
-        data: the stage's rows of calibration text.
-        start: directory of the checkpoint that the draft begins as; None: it is cut out of the artifact.
-        warnings: sentences for the user.
-    """
+    draft: DraftJob
 
-    stage: Stage
-    data: calibration.CalibrationData
-    start: Path | None
-    warnings: tuple[str, ...] = ()
+    def describe(self) -> str:
+        """The method, and what making the draft takes."""
+        return self.draft.effort
 
-    @property
-    def config(self) -> Any:
-        """Of `compress.distill.draft.DraftConfig`, as a rule."""
-        return self.stage.config
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Fewer rows than asked for."""
+        return list(self.draft.warnings)
 
-    @property
-    def effort(self) -> str:
-        """What making it takes, in words."""
-        amounts = {"steps": "steps of training", "trials": "trials"}
-        told = [f"{getattr(self.config, key):,} {what}" for key, what in amounts.items() if hasattr(self.config, key)]
-        return ", ".join([self.stage.method, *told])
+    def plan(self, context: Context) -> dict[str, Any]:
+        """What making the draft takes, in words."""
+        return {"draft": self.draft.effort}
 
-    @property
-    def method(self) -> DraftMethod:
+    def is_current(self, record: Mapping[str, Any], store: Store) -> bool:
+        """Whether the recorded draft is of this stage and text, and still there."""
+        return record.get("identity") == self.draft.identity and is_there(record, store.output / DRAFT)
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Make the draft, in the directory `draft` of the artifact; see `train_draft`."""
+        from compress.distill.draft.job import train_draft
+
+        own = replace(store, output=store.output / DRAFT)
+        shutil.rmtree(own.output, ignore_errors=True)
+        try:
+            return train_draft(self.draft, store.output, own, context.streamed.device, context.tokenizer, reporter)
+        except CompressError as error:
+            raise CompressError(
+                f"the draft: {error}; the model is compressed and kept: change the recipe's draft section and go on with --resume"
+            ) from error
+
+    def holds(self, store: Store) -> list[Path]:
+        """The draft's directory, where it has one."""
+        output = store.output / DRAFT
+        return [output] if output.is_dir() else []
+
+
+class Draft(StageRoom):
+    """The stage `draft`. It has an identity of its own: one that failed is corrected without compressing again."""
+
+    name = "draft"
+    summary = "make a small model that proposes what the artifact writes"
+    phase: Phase = "artifact"
+    once = "an artifact has one draft, and stage {first} says how it is made"
+    own_identity = True
+
+    def methods(self) -> Mapping[str, Any]:
+        """See `compress.distill.draft`."""
         from compress.distill.draft import METHODS
 
-        return METHODS[self.stage.method]
+        return METHODS
 
-    @property
-    def rows(self) -> torch.Tensor:
-        """int64 `[n, s]`."""
-        return torch.cat([ids for ids, _ in self.data.batches])
+    def check(self, context: Context, stage: Stage) -> CheckedDraft:
+        """See `compress.distill.draft.job.prepare`."""
+        from compress.distill.draft.job import prepare
 
-    @property
-    def identity(self) -> dict[str, str]:
-        """What decides, with the artifact, which draft comes out."""
-        text = json.dumps(self.stage.resolved(), sort_keys=True)
-        found = {"draft": hashlib.sha256(text.encode()).hexdigest(), "text": self.data.sha256}
-        return found if self.start is None else {**found, "model": Checkpoint(self.start).fingerprint()}
+        recipe = context.recipe
+        compressed = any(other.phase == "layers" for other in recipe.stages)
+        draft = prepare(recipe, stage, context.checkpoint, context.streamed.model, context.tokenizer, compressed)
+        return CheckedDraft(stage, draft)
 
-    def facts(self) -> dict[str, Any]:
-        """For the manifest: of what recipe and text the draft is."""
-        text = {"description": self.data.description, "sha256": self.data.sha256}
-        return {"identity": self.identity, "stage": self.stage.resolved()[self.stage.kind], "text": text}
+    def forget(self, output: Path) -> None:
+        """Remove a draft that the recipe no longer asks for."""
+        shutil.rmtree(output / DRAFT, ignore_errors=True)
 
-
-def prepare(
-    recipe: Recipe, checkpoint: Checkpoint, model: PreTrainedModel, tokenizer: Any, compressed: bool
-) -> DraftJob:
-    """The recipe's draft stage, checked.
-
-    Args:
-        checkpoint: the target's, or that of the model it will be compressed from.
-        model: its skeleton. tokenizer: its own.
-        compressed: whether any of the target's layers is.
-
-    Raises:
-        RequestError: with file and line, where the draft cannot be made.
-    """
-    from compress.distill.draft import METHODS
-    from compress.distill.draft.checks import Prospect, RefusedError
-
-    stage, origin = recipe.draft_stage, recipe.origin
-    assert stage is not None
-    path = ("stages", stage.index, stage.kind)
-    kind = model_kind(model.config)
-    if kind != "decoder":
-        raise RequestError(origin.at(path, f"drafts are for causal language models, and this is an {kind}"))
-    if not recipe.calibration.packing:
-        text = "the draft stage is trained on full rows; set packing: true"
-        raise RequestError(recipe.calibration.at("packing", text))
-    start = _start(recipe, stage, checkpoint)
-    with _at(recipe, (*path, "model")):
-        own = None if start is None else build_skeleton(read_config(start), torch.float32)
-    prospect = Prospect(model, end_of_sequence(Artifact(checkpoint.path), tokenizer), compressed, own)
-    try:
-        METHODS[stage.method].check(stage.config, prospect)
-    except RefusedError as error:
-        raise RequestError(origin.at((*path, error.key), str(error))) from None
-    data = _text(recipe, stage, tokenizer, prospect.vocabulary)
-    warnings = []
-    if data.rows < stage.config.samples:
-        text = f"the text has only {data.rows} rows of {stage.config.sequence_length} tokens; {stage.config.samples} were asked for"
-        warnings.append(origin.at((*path, "samples"), text))
-    return DraftJob(stage, data, start, tuple(warnings))
+    def check_finished(self, job: Job | None, manifest: Mapping[str, Any], path: Path) -> None:
+        """RequestError where a finished artifact's draft is not the one that the recipe asks for."""
+        wanted = job.draft.identity if isinstance(job, CheckedDraft) else None
+        if wanted == (manifest.get("draft") or {}).get("identity"):
+            return
+        if wanted is None:
+            raise RequestError(f"output {path} is a finished artifact with a draft, which this recipe does not ask for")
+        what = "another draft" if manifest.get("draft") else "no draft"
+        todo = f"`compress draft {path} RECIPE` makes the one of this recipe without compressing again"
+        raise RequestError(f"output {path} is a finished artifact with {what}; {todo}")
 
 
-def _start(recipe: Recipe, stage: Stage, checkpoint: Checkpoint) -> Path | None:
-    """The checkpoint that the draft begins as, whose tokens must mean what the target's do."""
-    name = getattr(stage.config, "model", None)
-    if name is None:
-        return None
-    key = ("stages", stage.index, stage.kind, "model")
-    start = locate_checkpoint(name, recipe.origin, key)
-    with _at(recipe, key):
-        check_target({}, Artifact(start), Artifact(checkpoint.path))
-    return start
-
-
-def _text(recipe: Recipe, stage: Stage, tokenizer: Any, vocabulary: int) -> calibration.CalibrationData:
-    """Calibration text in the rows of the draft stage."""
-    rows = {"samples": stage.config.samples, "sequence_length": stage.config.sequence_length}
-    config = recipe.calibration.model_copy(update=rows)
-    data = calibration.load(config, tokenizer, vocabulary)
-    if data.rows < 2:
-        text = f"the draft stage needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one"
-        raise RequestError(config.at("data", text))
-    return data
-
-
-@contextmanager
-def _at(recipe: Recipe, key: tuple[str | int, ...]) -> Iterator[None]:
-    """Errors of a drafter's directory as errors of the key that names it."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(recipe.origin.at(key, str(error).removeprefix("drafter: "))) from None
-
-
-# The draft stage of a run: a draft of the finished weights, made when everything else is measured, written into the artifact.
-
-PART = "draft"
-
-
-def check_draft(session: Session) -> DraftJob | None:
-    """The recipe's draft, if it has one; `RequestError`, with file and line, where it cannot be made for the model."""
-    if session.recipe.draft_stage is None:
-        return None
-    return prepare(
-        session.recipe, session.checkpoint, session.streamed.model, session.tokenizer, compressed=bool(session.work)
-    )
-
-
-def make_draft(session: Session, directory: RunDirectory, reporter: Reporter) -> dict[str, Any] | None:
-    """The recipe's draft, in the directory `draft` of the artifact; None without a draft stage.
-
-    What is not of the recipe as it is now (its draft section may be another than when the run began) is made anew; the model is not.
-
-    Returns:
-        For the manifest, as `train_draft`. Recorded when it is done; training that was interrupted goes on.
-    """
-    job, output = session.draft, directory.path / DRAFT
-    found = directory.record(PART)
-    if (
-        job is not None
-        and found is not None
-        and found.get("identity") == job.identity
-        and output_is_there(found, output)
-        and directory.whole(PART)
-    ):
-        return found
-    directory.forget(PART)
-    shutil.rmtree(output, ignore_errors=True)
-    if job is None:
-        return None
-    try:
-        made = train_draft(
-            job, directory.path, output, directory.work / "draft", session.streamed.device, session.tokenizer, reporter
-        )
-    except CompressError as error:
-        raise CompressError(
-            f"the draft: {error}; the model is compressed and kept: change the recipe's draft section and go on with --resume"
-        ) from error
-    directory.commit(PART, made, holds=[output] if output.is_dir() else [])
-    return made
-
-
-def check_same_draft(session: Session, manifest: dict[str, Any], path: Path) -> None:
-    """RequestError where a finished artifact's draft is not the one that the recipe asks for."""
-    wanted = None if session.draft is None else session.draft.identity
-    if wanted == (manifest.get("draft") or {}).get("identity"):
-        return
-    if wanted is None:
-        raise RequestError(f"output {path} is a finished artifact with a draft, which this recipe does not ask for")
-    what = "another draft" if manifest.get("draft") else "no draft"
-    todo = f"`compress draft {path} RECIPE` makes the one of this recipe without compressing again"
-    raise RequestError(f"output {path} is a finished artifact with {what}; {todo}")
-
-
-def output_is_there(made: dict[str, Any], output: Path) -> bool:
+def is_there(made: Mapping[str, Any], output: Path) -> bool:
     """Whether a draft that was made still has its directory, if it has one."""
     return "model" not in made["drafter"] or output.is_dir()
 
 
-def train_draft(
-    job: DraftJob,
-    path: Path,
-    output: Path,
-    work: Path,
-    device: torch.device,
-    tokenizer: Any,
-    reporter: Reporter,
-    team: Team | None = None,
-) -> dict[str, Any]:
-    """Make a draft.
-
-    Args:
-        path: the artifact, with or without its manifest.
-        output: the draft's directory, inside it.
-        work: for what an interrupted call goes on from.
-        team: the processes that share the training; in all but the main one this ends in `PartDone`.
-
-    Returns:
-        "method", "drafter" (what `runtime.load` takes, paths relative to the artifact), "facts", and what `DraftJob.facts` has.
-    """
-    from compress.core.processes import Team
-    from compress.data.samples import sample_rows
-    from compress.distill.draft.making import Making
-    from compress.distill.train.teacher import Teacher
-
-    artifact = Artifact(path)
-    # This is what `runtime.load` does after it has looked at the manifest, which is not there yet in a run.
-    blueprint = Blueprint(artifact, device, "auto", None, False)
-    model = Model(
-        choose_engine(blueprint.build(), blueprint), tokenizer, artifact, end_of_sequence(artifact, tokenizer)
-    )
-    making = Making(
-        artifact=path,
-        fingerprint=artifact.checkpoint.fingerprint(),
-        teacher=Teacher.of(model),
-        rows=job.rows,
-        kinds=sample_rows(tokenizer, job.config.sequence_length),
-        work=work,
-        output=output,
-        reporter=reporter,
-        start=job.start,
-        team=team or Team(),
-    )
-    drafter = job.method.make(making, job.config)
-    return {"method": job.stage.method, "drafter": drafter, "facts": making.facts, **job.facts()}
+STAGE = Draft()

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
+from compress.quantize.fixed import Held
 from compress.quantize.grid import Grid
-from compress.weights.fixed import Held
 
 _NEARLY = 0.45  # of a step
 

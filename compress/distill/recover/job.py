@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -15,8 +15,9 @@ from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recover.nested import feed_forward
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train.losses import Objective
-from compress.model.footprint import Counted, Needs, Rows, Speed
-from compress.recipe import Recipe, Stage
+from compress.model.footprint import Footprint, ModelSize, Speed
+from compress.model.supported import check_fits_model, check_streams
+from compress.recipe import KINDS, Stage
 from runtime.config.messages import listing
 from runtime.engines.torch.encoder import position_limit
 from runtime.errors import RequestError
@@ -24,8 +25,8 @@ from runtime.errors import RequestError
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+    from compress.model.context import Context
     from compress.model.streamed import StreamedModel
-    from compress.run.session import Session
 
 
 # What a stage `recover` takes before it is carried out: memory, disk and time, without compressing layers before it.
@@ -37,7 +38,9 @@ _HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 _SHARE = 10  # what is less than a tenth of the memory is not worth a word
 
 
-def recovery_needs(job: RecoverJob, model: Counted, teacher: Counted, speed: Speed, device: torch.device) -> Needs:
+def recovery_footprint(
+    job: RecoverJob, model: ModelSize, teacher: ModelSize, speed: Speed, device: torch.device
+) -> Footprint:
     """What training takes.
 
     Args:
@@ -61,7 +64,7 @@ def recovery_needs(job: RecoverJob, model: Counted, teacher: Counted, speed: Spe
         positions = settings.samples * settings.sequence_length
         disk += cached_bytes(positions, teacher.hidden, teacher.itemsize, layers, settings.teacher_top)
     on_cpu = device.type == "cpu"
-    return Needs(
+    return Footprint(
         memory=copies + (computed if on_cpu else 0),
         device=0 if on_cpu else computed,
         disk=disk,
@@ -75,12 +78,12 @@ def held_out(rows: int) -> int:
     return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))
 
 
-def _adapted(model: Counted, rank: int) -> int:
+def _adapted(model: ModelSize, rank: int) -> int:
     """Numbers of low-rank changes of all linear layers of the blocks."""
     return sum(min(rank, *sides) * sum(sides) for sides in model.linears)
 
 
-def _activations(job: RecoverJob, model: Counted) -> int:
+def _activations(job: RecoverJob, model: ModelSize) -> int:
     """Of a layer and position what linear layers read and give is kept, and what norms do: at least 17 numbers of the hidden size
     (Korthikanti et al., arXiv 2205.05198). Where activations are computed again, so many of one layer, and a state of each."""
     settings = job.settings
@@ -114,7 +117,7 @@ def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights:
     return ", ".join([*found, "or use a machine with more"] if found else ["use a machine with more"])
 
 
-def _seconds(job: RecoverJob, model: Counted, teacher: Counted, speed: Speed, device: torch.device) -> float:
+def _seconds(job: RecoverJob, model: ModelSize, teacher: ModelSize, speed: Speed, device: torch.device) -> float:
     """At most: it may end early. Two operations a weight and token for a forward pass, as many for the derivatives by activations, and by
     weights, those that change by an adapter too; a teacher has forward passes alone. The processes that were launched share it."""
     settings = job.settings
@@ -135,8 +138,7 @@ def _seconds(job: RecoverJob, model: Counted, teacher: Counted, speed: Speed, de
     return total / rate
 
 
-_LAYERED = ("prune", "quantize")
-_CHANGING = ("structure", *_LAYERED)
+_CHANGING = ("structure", "prune", "quantize")
 _POSITION = re.compile(r"(position|wpe)[^.]*$")
 
 
@@ -154,8 +156,8 @@ class RecoverJob:
 
     stage: Stage
     config: PretrainedConfig
-    whole: Counted
-    teacher: Counted
+    whole: ModelSize
+    teacher: ModelSize
     after: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
 
@@ -165,7 +167,7 @@ class RecoverJob:
         says what was done, and can be run again."""
         if streamed.kind == "encoder":
             stage.config.kl = stage.config.cross_entropy = 0.0
-        return cls(stage, streamed.config, Counted.of(streamed), Counted.of(original))
+        return cls(stage, streamed.config, ModelSize.of(streamed), ModelSize.of(original))
 
     @property
     def settings(self) -> RecoverConfig:
@@ -176,45 +178,30 @@ class RecoverJob:
     def method(self) -> RecoverMethod:
         return METHODS[self.stage.method]
 
-    @property
-    def needs(self) -> set[str]:
-        """It always needs text."""
-        return {"text"}
-
-    def warned(self, session: Session) -> tuple[str, ...]:
-        """Sentences for the user."""
-        return self.warnings
-
-    @property
-    def stored(self) -> int:
-        """Bytes of the model on the disk."""
-        return self.whole.stored
-
-    def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
-        """Memory, disk and time; it has rows of text of its own."""
-        return recovery_needs(self, self.whole, self.teacher, speed, session.streamed.device)
-
     def describe(self) -> str:
         """For people: "recovery by finetune after sparsegpt, 400 steps of training"."""
         after = f" after {' and '.join(self.after)}" if self.after else ""
         return f"recovery by {self.stage.method}{after}, {self.settings.steps:,} steps of training"
 
 
-def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedModel) -> RecoverJob:
+def prepare(context: Context, stage: Stage) -> RecoverJob:
     """The stage, checked.
 
     Args:
-        session: of what will be trained, or of a model of zeros of its shapes. original: the teacher.
+        context: of what will be trained, or of a model of zeros of its shapes; its `reference` is the teacher.
 
     Raises:
         RequestError: with file and line, where it cannot be carried out.
     """
     config: RecoverConfig = stage.config
-    path = ("stages", stage.index, stage.kind)
-    streamed = session.streamed
+    recipe, streamed = context.recipe, context.streamed
+    before = [other for other in recipe.stages if other.index < stage.index]
+    layered = [other for other in before if other.phase == "layers"]
+    check_fits_model(recipe, streamed)
+    check_streams(streamed)
 
     def refuse(key: str, text: str) -> RequestError:
-        return RequestError(recipe.origin.at((*path, key), text))
+        return RequestError(recipe.origin.at((*stage.path, key), text))
 
     if streamed.kind == "encoder":
         for key in ("kl", "cross_entropy"):
@@ -222,7 +209,7 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
                 raise refuse(key, "an encoder says no next token; it learns by squarehead alone")
         if not config.squarehead:
             raise refuse("squarehead", "an encoder learns by squarehead alone, and it is 0")
-    changed = any(_changes(other) and other.index < stage.index for other in recipe.stages)
+    changed = any(KINDS[other.kind].changes(other) for other in before)
     if not changed and not METHODS[stage.method].nested and not config.cross_entropy:
         text = "no stage before it changes what the model says of its tokens, so there is nothing to teach; put it after one that does"
         raise refuse("method", f"{text} ({listing(_CHANGING)}), or set cross_entropy: 1 to learn from the text itself")
@@ -242,12 +229,9 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
     if METHODS[stage.method].nested:
-        layered = next((s for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index), None)
-        if layered is not None:
-            raise refuse(
-                "method",
-                f"nested widths are trained before layers are compressed, and stage {layered.index} is before it",
-            )
+        if layered:
+            text = f"nested widths are trained before layers are compressed, and stage {layered[0].index} is before it"
+            raise refuse("method", text)
         try:
             feed_forward(streamed)
         except RequestError as error:
@@ -258,42 +242,34 @@ def prepare(recipe: Recipe, stage: Stage, session: Session, original: StreamedMo
     if limit is not None and config.sequence_length > limit:
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
         raise refuse("sequence_length", text)
-    _, warning = rows(session, stage)
-    after = tuple(s.method for s in recipe.stages if s.kind in _LAYERED and s.index < stage.index)
+    _, warning = rows(context, stage)
+    after = tuple(other.method for other in layered)
     warnings = () if warning is None else (warning,)
-    return replace(RecoverJob.of(stage, streamed, original), after=after, warnings=warnings)
+    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, warnings=warnings)
 
 
-def _changes(stage: Stage) -> bool:
-    """Whether a stage leaves a model that says something else than before; one with fewer tokens says of those what it said."""
-    return stage.kind in _CHANGING and not (stage.kind == "structure" and stage.config.remove == "vocabulary")
-
-
-def rows(session: Session, stage: Stage) -> tuple[torch.Tensor, str | None]:
+def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, str | None]:
     """The stage's rows of calibration text, int64 `[n, s]`, and a warning where they are fewer than asked for.
 
     Raises:
         RequestError: there are not enough to hold one out.
     """
     config: RecoverConfig = stage.config
-    text = _rows_config(session.recipe, config)
+    origin = context.recipe.origin
+    wanted = {"samples": config.samples, "sequence_length": config.sequence_length}
+    text = context.recipe.calibration.model_copy(update=wanted)
     try:
-        data = calibration.load(text, session.tokenizer, session.vocabulary)
+        data = calibration.load(text, context.tokenizer, context.vocabulary)
     except RequestError as error:
-        place = session.recipe.origin.at(("stages", stage.index, stage.kind, "sequence_length"), str(error))
-        raise RequestError(place) from None
+        raise RequestError(origin.at((*stage.path, "sequence_length"), str(error))) from None
     if data.rows < 2:
-        raise RequestError(
-            text.at(
-                "data",
-                f"recovery needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one",
-            )
-        )
+        told = f"recovery needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one"
+        raise RequestError(text.at("data", told))
     warning = None
     if data.rows < config.samples:
         told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
-        warning = session.recipe.origin.at(("stages", stage.index, stage.kind, "samples"), told)
-    return session.framed(torch.cat([ids for ids, _ in data.batches])), warning
+        warning = origin.at((*stage.path, "samples"), told)
+    return context.framed(torch.cat([ids for ids, _ in data.batches])), warning
 
 
 def _positions(streamed: StreamedModel) -> int | None:
@@ -310,7 +286,3 @@ def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to train on, and rows that are held out."""
     count = held_out(len(ids))
     return ids[:-count], ids[-count:]
-
-
-def _rows_config(recipe: Recipe, config: RecoverConfig) -> Any:
-    return recipe.calibration.model_copy(update={"samples": config.samples, "sequence_length": config.sequence_length})

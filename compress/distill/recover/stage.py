@@ -1,253 +1,121 @@
-"""The stage `recover` of a run: the model as earlier stages have left it is trained, and written as a plain checkpoint."""
+"""Stage `recover`: the model as earlier stages have left it is trained towards the recipe's model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import nn
+from compress.model.stage import Job, StageRoom, Store
+from compress.recipe.stages import Stage
 
-from compress.core.processes import Team
-from compress.core.progress import Reporter
-from compress.distill.recover.constraints import between_codes, constrain, settle
-from compress.distill.recover.followed import Followed
-from compress.distill.recover.job import RecoverJob, rows, split
-from compress.distill.recover.losses import Recovering
-from compress.distill.recover.nested import Nested, feed_forward, order
-from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
-from compress.distill.train.data import TextRows, digest_of
-from compress.distill.train.loop import DivergedError, Guide, Trained, Training
-from compress.model.checkpoint_writer import PlainWriter
-from compress.model.streamed import StreamedModel
-from compress.run.session import Session
-from compress.weights import fixed as held_files
-from compress.weights.fixed import HELD, Held
-from runtime.checkpoint.artifact import Artifact
-from runtime.engines.torch.engine import Blueprint
-from runtime.errors import CompressError
-from runtime.layers.compressed_linear import CompressedLinear
-from runtime.modeling.experts import Experts, expert_of
-from runtime.modeling.skeleton import find_stacks
-
-_RANKED = 64  # rows of text that channels are ranked by
+if TYPE_CHECKING:
+    from compress.core.memory_bounds import Bounds
+    from compress.core.processes import Team
+    from compress.core.progress import Reporter
+    from compress.distill.recover.job import RecoverJob
+    from compress.model.context import Context
+    from compress.model.footprint import Footprint, Rows, Speed
+    from compress.recipe import Recipe
 
 
 @dataclass(frozen=True)
-class Recovery:
-    """A stage `recover` that is being carried out.
+class CheckedRecovery(Job):
+    """A recovery that has been checked."""
 
-    Attributes:
-        job: what will be trained.
-        before: the model as it is, a checkpoint or an artifact.
-        session: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
-        passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
-        output: for the checkpoint. work: for what an interrupted call goes on from.
-        reporter: of progress.
-        team: the processes that share the training.
-    """
-
-    job: RecoverJob
-    before: Path
-    session: Session
-    passes: Sequence[Mapping[str, Any]]
-    tokens: torch.Tensor | None
-    output: Path
-    work: Path
-    reporter: Reporter
-    team: Team = field(default_factory=Team)
+    training: RecoverJob
 
     @property
-    def followed(self) -> Followed:
-        """What of the teacher is compared."""
-        stacks = [len(stack.blocks) for stack in self.session.reference.stacks]
-        found = Followed.of(stacks, self.passes, self.tokens)
-        return found if self.job.settings.squarehead else replace(found, layers=())
+    def needs(self) -> set[str]:
+        """It always reads text."""
+        return {"text"}
 
     @property
-    def device(self) -> torch.device:
-        """Where one process alone computes."""
-        return self.session.streamed.device
+    def stored(self) -> int:
+        """Bytes of the model on the disk."""
+        return self.training.whole.stored
 
+    def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
+        """Of the training, which has rows of text of its own."""
+        from compress.distill.recover.job import recovery_footprint
 
-@dataclass(frozen=True)
-class _Text:
-    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each, None: the text alone is learned from."""
+        training = self.training
+        return recovery_footprint(training, training.whole, training.teacher, speed, context.streamed.device)
 
-    given: torch.Tensor
-    apart: torch.Tensor
-    teacher: Guide | None
-    judge: Guide | None
+    def describe(self) -> str:
+        """ "recovery by finetune after sparsegpt, 400 steps of training"."""
+        return self.training.describe()
 
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Fewer rows than asked for."""
+        return list(self.training.warnings)
 
-def recover(recovery: Recovery) -> dict[str, Any]:
-    """Train, and write what comes of it: a plain checkpoint, and what of it is held (`HELD`).
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Train, all processes together, and write a plain checkpoint; see `recover`."""
+        import torch
 
-    Returns:
-        What happened, JSON-able. All processes but the main one end in `PartDone`.
-    """
-    job, session, device, team = recovery.job, recovery.session, recovery.device, recovery.team
-    settings = job.settings
-    ids, _ = rows(session, job.stage)
-    followed = recovery.followed
-    with team.in_turn():
-        text = _text(recovery, ids, followed)
-    model, held = whole(recovery.before, device)
-    for parameter in model.parameters():
-        parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
-    if job.method.nested and getattr(settings, "order", False):
-        order(model, session.streamed, feed_forward(session.streamed), text.given[:_RANKED])
-    for name, own in held.items():
-        if (
-            own.grid is not None
-            and settings.adapter is None
-            and (original := _original(model, session, name)) is not None
-        ):
-            weight = model.get_submodule(name).weight
-            weight.data = between_codes(weight.data, original, own.grid)
-    constrain(model, held, settings.adapter, _targets(model), settings.seed)
-    if settings.gradient_checkpointing:
-        _checkpoint_activations(model)
-    kind = Nested if job.method.nested else Recovering
-    trained = _train(recovery, kind(model, session.streamed, settings, range(len(followed.layers))), text)
-    team.leave()
-    if trained.ended == "diverged":
-        recovery.reporter.warn(
-            "recovery: the loss diverged; the best weights before that are kept. A lower learning_rate may do better"
+        from compress.distill.recover.recovery import Recovery, recover
+
+        before = context.path if store.compressed is None else store.compressed.path
+        tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
+        paths = (context.path, context.original.path, before, store.output, store.work)
+        store.ask(
+            self.stage.kind,
+            {
+                "stage": self.stage.index,
+                "paths": [str(path.absolute()) for path in paths],
+                "passes": list(context.records),
+                "tokens": tokens,
+            },
         )
-    elif not trained.best_step:
-        recovery.reporter.warn(
-            f"recovery: held-out text got no better in {trained.steps:,} steps, so the weights are those of before. Another learning_rate, "
-            "more text or more steps may do better"
+        found = recover(
+            Recovery(
+                self.training, before, context, context.records, tokens, store.output, store.work, reporter, store.team
+            )
         )
-    settle(model)
-    write(model, session.streamed, recovery.output)
-    held_files.save(recovery.output / HELD, held)
-    return _facts(job, trained, text, digest_of(ids))
+        if store.compressed is not None:  # the artifact will say how far its layers are from what was trained: nothing
+            names = ("name", "method", "error")
+            layers = [layer for layer in store.compressed.layers if layer["error"] is not None]
+            found["compressed"] = [{name: layer[name] for name in names} for layer in layers]
+        return found
 
 
-def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
-    """A model in memory, float32, its compressed layers dense; and what of them must stay.
+class Recover(StageRoom):
+    """The stage `recover`."""
 
-    A checkpoint that recovery has written says itself what is held in it.
-    """
-    model: Any = Blueprint(Artifact(before), device, "reference", None, False).build_module()
-    held: dict[str, Held] = held_files.load(before / HELD) if (before / HELD).is_file() else {}
-    for name, module in list(model.named_modules()):
-        if not isinstance(module, CompressedLinear):
-            continue
-        weight = module.compressed_weight()
-        held[name] = Held.of(weight)
-        dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
-        dense.weight = nn.Parameter(weight.dequantize().float().to(device))
-        if module.bias is not None:
-            dense.bias = nn.Parameter(module.bias.data.float())
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, dense)
-    if hasattr(model.config, "quantization_config"):
-        del model.config.quantization_config
-    return model.float(), held
+    name = "recover"
+    summary = "train what the stages before have left, towards the model's own outputs"
+    settles_layers = True
 
+    def methods(self) -> Mapping[str, Any]:
+        """See `compress.distill.recover`."""
+        from compress.distill.recover import METHODS
 
-def _original(model: nn.Module, session: Session, name: str) -> torch.Tensor | None:
-    """The weight `[out, in]` that layer `name` of a model had before it was compressed; None: the checkpoint has none of that name."""
-    checkpoint = session.checkpoint
-    if checkpoint.has(f"{name}.weight"):
-        return checkpoint.get(f"{name}.weight")
-    place = expert_of(model, name)
-    if place is None:
-        return None
-    home, number = place
-    layout, projection = model.get_submodule(home).layout, name.rpartition(".")[2]
-    whole = f"{home}.{layout.home(projection)}"  # type: ignore[union-attr, operator]
-    return layout.part(projection, checkpoint.get(whole)[number]) if checkpoint.has(whole) else None  # type: ignore[union-attr, operator]
+        return METHODS
 
+    def changes(self, stage: Stage) -> bool:
+        """What it gives back is no change that another could win back."""
+        return False
 
-def write(model: Any, streamed: StreamedModel, output: Path) -> None:
-    """The weights of a model in memory as a checkpoint that looks as the one that `streamed` is of.
+    def check(self, context: Context, stage: Stage) -> CheckedRecovery:
+        """See `compress.distill.recover.job.prepare`."""
+        from compress.distill.recover.job import prepare
 
-    Raises:
-        CompressError: the model in memory lacks a tensor of the other one.
-    """
-    source, places = streamed.checkpoint, set(streamed.model.state_dict())
-    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
-    apart = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+        return CheckedRecovery(stage, prepare(context, stage))
 
-    def value(name: str) -> torch.Tensor:
-        """What training has made of a tensor; of those that the model does not know, what they were."""
-        home, _, key = name.rpartition(".")
-        own = found.get(name)
-        if own is None and home in apart:
-            own = apart[home].whole(key, lambda layer, leaf: getattr(layer, leaf).detach())
-        if own is None and name in places:
-            raise CompressError(f"{name} is not in the model that was trained; this is a bug, nothing was written")
-        return source.get(name) if own is None else own.detach().to(source.dtype(name))
+    def assist(self, recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
+        """The share of another process in `CheckedRecovery.run`."""
+        from compress.distill.recover.recovery import assist
 
-    count = len(streamed.blocks)
-    writer = PlainWriter(output, count + 1, streamed.model)
-    for part in range(count + 1):
-        names = streamed.block_names(part) if part < count else streamed.outside_names()
-        writer.write(part, {name: value(name) for name in names}, {})
-    writer.finish(source.path, source.config)
+        assist(recipe, task, device, team)
+
+    def row(self, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
+        """Perplexity of held-out rows before and after, or the steps."""
+        label = f"recovery by {record['recover']}"
+        if "perplexity_before" not in record or "perplexity_after" not in record:
+            return label, "", "", f"{record['steps']:,} steps"
+        before, after = (f"{record[f'perplexity_{when}']:.4g}" for when in ("before", "after"))
+        return f"{label}, perplexity of held-out rows", before, after, ""
 
 
-def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
-    accelerator, device = recovery.team.accelerator, recovery.device
-    if accelerator is None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=device.type == "cpu")
-    trained = Training(
-        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.job.settings.options(),
-        recovery.work / "training", True, accelerator, recovery.team.device(device), recovery.reporter,
-    ).run()  # fmt: skip
-    accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
-    return trained
-
-
-def _text(recovery: Recovery, ids: torch.Tensor, followed: Followed) -> _Text:
-    """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
-    settings, streamed = recovery.job.settings, recovery.session.reference
-    given, apart = split(ids)
-    if not settings.kl and not settings.squarehead:
-        return _Text(given, apart, None, None)
-    if settings.teacher == "memory":
-        teacher = InMemory(streamed, followed, recovery.device)
-        return _Text(given, apart, teacher, teacher)
-    likeliest = Likeliest(settings.teacher_top, settings.temperature)
-    rows = torch.cat([given, apart])
-    cached = cache_outputs(streamed, rows, followed, recovery.work / "teacher", likeliest, recovery.reporter)
-    return _Text(given, apart, cached, Cached(cached.directory, len(given)))
-
-
-def _checkpoint_activations(model: Any) -> None:
-    options = {"use_reentrant": False}  # reentrant ones know no gradient of a block whose input needs none
-    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
-        model.activation_checkpointing_enable(options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
-
-
-def _targets(model: Any) -> frozenset[str]:
-    """The linear layers of the blocks."""
-    inside = {id(module) for _, stack in find_stacks(model) for module in stack.modules()}
-    return frozenset(name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside)
-
-
-def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
-    facts, settings = trained.facts(), job.settings
-    found = {
-        "recover": job.stage.method, "text": digest, "divergence": settings.divergence,
-        "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},
-        "most_steps": settings.steps, "batch_size": settings.batch_size, **facts,
-    }  # fmt: skip
-    for when in ("before", "after"):
-        if "cross_entropy" in facts[when]:
-            found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
-    return found
-
-
-__all__ = ["HELD", "DivergedError", "Recovery", "recover", "whole", "write"]
+STAGE = Recover()

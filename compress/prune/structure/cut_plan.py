@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from compress.model.config_sizes import Size, resized, with_widths
 from compress.model.couplings import Slices
-from compress.model.footprint import Counted
+from compress.model.footprint import ModelSize
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
 from compress.prune.structure.amount import between
 from compress.prune.structure.vocabulary import Tokens
@@ -39,7 +39,7 @@ class CutPlan:
     """
 
     stage: Stage
-    whole: Counted
+    whole: ModelSize
     size: Size
     kept: int
     config: PretrainedConfig

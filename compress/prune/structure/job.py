@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from compress.model.checkpoint_writer import zeros
 from compress.model.config_sizes import resized, size_of, with_widths
-from compress.model.footprint import Counted, Needs, Rows, Speed
+from compress.model.context import Context
+from compress.model.footprint import ModelSize
 from compress.model.streamed import StreamedModel
 from compress.model.supported import check_streams
 from compress.prune.structure import METHODS, StructureConfig
@@ -18,18 +18,14 @@ from compress.prune.structure.config import Remove
 from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.experts import ExpertRemoval
 from compress.prune.structure.hidden import HiddenRemoval
-from compress.prune.structure.job_footprint import few_tokens, structure_needs
 from compress.prune.structure.layers import LayerRemoval
 from compress.prune.structure.removal import Removal
 from compress.prune.structure.vocabulary import kept_tokens
 from compress.prune.structure.vocabulary.removal import TokenRemoval
-from compress.recipe import Recipe, Stage
+from compress.recipe import Stage
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.config.messages import listing
 from runtime.errors import RequestError
-
-if TYPE_CHECKING:
-    from compress.run.session import Session
 
 REMOVALS: dict[Remove, type[Removal]] = {
     "ffn": ChannelRemoval, "heads": ChannelRemoval, "layers": LayerRemoval, "experts": ExpertRemoval, "hidden": HiddenRemoval,
@@ -37,32 +33,15 @@ REMOVALS: dict[Remove, type[Removal]] = {
 }  # fmt: skip
 
 
-class StructureJob(CutPlan):
-    """A cut as a pass of a run."""
-
-    def warned(self, session: Session) -> tuple[str, ...]:
-        """Sentences for the user."""
-        text = few_tokens(self, session.calibration.tokens) if self.needs else ""
-        return (session.recipe.calibration.at("samples", text),) if text else ()
-
-    @property
-    def stored(self) -> int:
-        """Bytes of the whole model on the disk."""
-        return self.whole.stored
-
-    def takes(self, session: Session, rows: Rows, speed: Speed) -> Needs:
-        """Memory, disk and time, given the shapes of batches of calibration sequences."""
-        return structure_needs(self, rows, session.recipe.calibration.sequence_length, speed, session.streamed.device)
-
-
-def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJob:
+def prepare(context: Context, stage: Stage) -> CutPlan:
     """The stage, checked.
 
     Raises:
         RequestError: with file and line, where it cannot be carried out.
     """
     config: StructureConfig = stage.config
-    path, method, removal = ("stages", stage.index, stage.kind), METHODS[stage.method], REMOVALS[config.remove]
+    recipe, streamed, path = context.recipe, context.streamed, stage.path
+    method, removal = METHODS[stage.method], REMOVALS[config.remove]
     if config.remove not in method.removes:
         able = [name for name, other in METHODS.items() if config.remove in other.removes]
         text = (
@@ -79,10 +58,10 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     kept, measured = units_kept(recipe, stage, size, streamed)
     with located(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
-        job = StructureJob(stage, Counted.of(streamed), size, kept, smaller, measured=measured)
+        job = CutPlan(stage, ModelSize.of(streamed), size, kept, smaller, measured=measured)
         job = removal.complete(job, streamed)
     if config.remove == "vocabulary":
-        return _with_tokens(job, recipe, streamed)
+        return _with_tokens(job, context)
     if config.allocation == "error":
         with located(recipe, (*path, "allocation")):
             # What comes after must bear layers that differ, in steps of `multiple`.
@@ -95,7 +74,7 @@ def prepare(recipe: Recipe, stage: Stage, streamed: StreamedModel) -> StructureJ
     return job
 
 
-def outline(directory: Path, streamed: StreamedModel, job: StructureJob) -> Checkpoint:
+def outline(directory: Path, streamed: StreamedModel, job: CutPlan) -> Checkpoint:
     """A checkpoint of zeros that looks as the result will, with a tokenizer that goes with it: what comes next is checked against it."""
     zeros(directory, streamed, job.config)
     if job.tokens is not None:
@@ -103,16 +82,13 @@ def outline(directory: Path, streamed: StreamedModel, job: StructureJob) -> Chec
     return Checkpoint(directory)
 
 
-def _with_tokens(job: StructureJob, recipe: Recipe, streamed: StreamedModel) -> StructureJob:
+def _with_tokens(job: CutPlan, context: Context) -> CutPlan:
     """The job with its tokens; RequestError where they cannot be so few, or the tokenizer cannot be cut."""
-    from compress.run.session import Session
-
-    tokenizer = Session(recipe, streamed.checkpoint, streamed, {}).tokenizer
-    tokens = kept_tokens(recipe, job.stage, streamed, tokenizer, job.kept)
-    return replace(job, tokens=tokens, config=tokens.config(streamed.config, job.config))
+    tokens = kept_tokens(context.recipe, job.stage, context.streamed, context.tokenizer, job.kept)
+    return replace(job, tokens=tokens, config=tokens.config(context.streamed.config, job.config))
 
 
-def _uneven(job: StructureJob) -> list[int]:
+def _uneven(job: CutPlan) -> list[int]:
     """Widths such as may be found: one layer keeps all, the others about what is left, in uneven multiples."""
     choices, depth = job.choices(), len(job.units)
     left = (job.kept * depth - job.size.count) // max(depth - 1, 1)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from compress.model.footprint import Needs, Rows, Speed, tokens
+from compress.model.footprint import Footprint, Rows, Speed, tokens
 from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.gradients import ROWS
 from compress.prune.structure.widths import MOST
@@ -19,7 +19,7 @@ _ROUNDS = 64  # removals one after the other, unless the recipe says how many go
 _ROUND = 1.5e-8  # seconds that bringing one number of the moments up to date takes in one of them
 
 
-def structure_needs(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
+def structure_footprint(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Footprint:
     """What carrying out a job takes.
 
     Args:
@@ -54,7 +54,7 @@ def _solved_inputs(job: CutPlan) -> int:
     return _inputs(job) if fitted or "hessian" in job.needs else 0
 
 
-def _gradients(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Needs:
+def _gradients(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torch.device) -> Footprint:
     """The whole model, float32, and its activations."""
     whole = job.whole
     numbers = 17 * whole.blocks * whole.hidden + 5 * whole.vocabulary
@@ -66,10 +66,10 @@ def _gradients(job: CutPlan, rows: Rows, length: int, speed: Speed, device: torc
     )
     held = 4 * whole.total + activations
     on_cpu = device.type == "cpu"
-    return Needs(memory=held if on_cpu else 0, device=0 if on_cpu else held, seconds=seconds, advice=advice)
+    return Footprint(memory=held if on_cpu else 0, device=0 if on_cpu else held, seconds=seconds, advice=advice)
 
 
-def _by_block(job: CutPlan, rows: Rows, speed: Speed, device: torch.device) -> Needs:
+def _by_block(job: CutPlan, rows: Rows, speed: Speed, device: torch.device) -> Footprint:
     """Hidden states of all rows, where anything is collected; what is in no block; a block, cut, and compared in float32."""
     whole, remove = job.whole, job.settings.remove
     both = remove == "hidden" and job.settings.reconstruct  # the whole model and the smaller one, side by side
@@ -89,7 +89,7 @@ def _by_block(job: CutPlan, rows: Rows, speed: Speed, device: torch.device) -> N
     if job.method.pairwise:
         solve = max(solve, 4 * _PAIRS * _inputs(job) ** 2)
     computed = parts + moments + forward
-    needs = Needs(
+    needs = Footprint(
         memory=computed + solve,
         states=states,
         disk=3 * states,  # what enters two blocks, in case one is damaged, and what enters the next

@@ -1,101 +1,133 @@
-"""The stage `structure` of a run: a smaller checkpoint out of a whole one, and proof that it computes what it should."""
+"""Stage `structure`: whole channels, heads, layers, experts, dimensions or tokens are removed, and the shapes shrink."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from compress.model.stage import Job, StageRoom, Store
+from compress.recipe.stages import Stage
 
-from compress.core.files import intact, seal, write_json
-from compress.core.tensors import relative
-from compress.model.checkpoint_writer import PREDICTING
-from compress.model.streamed import StreamedModel, run_blocks
-from compress.prune.structure.channels import ChannelRemoval
-from compress.prune.structure.cut_plan import CutPlan
-from compress.prune.structure.job import REMOVALS
-from compress.prune.structure.removal import Pass
-from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.errors import CompressError
-from runtime.modeling.layer_sizes import KEY, differing
+if TYPE_CHECKING:
+    import torch
 
-# What was written, in the model's dtype, against what was computed block by block.
-TOLERANCE = 3e-2
+    from compress.core.memory_bounds import Bounds
+    from compress.core.progress import Reporter
+    from compress.model.context import Context
+    from compress.model.footprint import Footprint, Rows, Speed
+    from compress.prune.structure.cut_plan import CutPlan
+    from runtime.checkpoint.checkpoint import Checkpoint
 
 
-def remove_structure(run: Pass) -> dict[str, Any]:
-    """Write the smaller model.
+@dataclass(frozen=True)
+class CheckedStructure(Job):
+    """A removal that has been checked."""
 
-    Returns:
-        What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
-        (where time was), and what the removal says.
+    removal: CutPlan
 
-    Raises:
-        RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
-            inputs with NaN or Inf.
-    """
-    job, streamed = run.job, run.streamed
-    _check_begun(job, streamed, run.work)
-    # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
-    job = replace(job, config=job.smaller(streamed.config))
-    if job.settings.allocation == "error":
-        job = job.of_widths(ChannelRemoval(replace(run, job=job)).widths(), streamed.config)
-    run = replace(run, job=job)
-    if job.settings.remove != "layers":
-        streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
-    removal = REMOVALS[job.settings.remove](run)
-    found = removal.write()
-    probe, expected = removal.expected()
-    smaller = StreamedModel(Checkpoint(run.output), streamed.device, dtype=streamed.dtype)
-    check_equal(run.output, run_blocks(smaller, [probe], None).get(0), expected)
-    return {
-        "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width, "unit": job.size.unit,
-        "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
-        **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
-    }  # fmt: skip
+    @property
+    def needs(self) -> set[str]:
+        """What is collected to rank units, and to fit what stays."""
+        return self.removal.needs
 
+    @property
+    def kept_tokens(self) -> torch.Tensor | None:
+        """Tokens that stay, where tokens go."""
+        return None if self.removal.tokens is None else self.removal.tokens.kept
 
-def _check_begun(job: CutPlan, streamed: StreamedModel, work: Path) -> None:
-    """The model is the one that the job was made for, and a pass that goes on goes on to as many units.
+    @property
+    def stored(self) -> int:
+        """Bytes of the whole model on the disk."""
+        return self.removal.whole.stored
 
-    Times are kept, so that a budget of latency gives the same number again; where they are lost it may not.
-    """
-    file = work / "job.json"
-    plan = {"before": job.size.count, "after": job.kept}
-    begun = json.loads(file.read_text(encoding="utf-8")) if intact(file) else plan
-    configs = (job.config, job.smaller(streamed.config))
-    # Widths that a stage finds by itself were not known before.
-    open_ = {KEY}.union(*map(differing, configs))
-    wanted, found = (_told(config, open_) for config in configs)
-    if begun != plan or wanted != found:
-        why = ", since times were measured anew" if job.measured else ""
-        raise CompressError(
-            f"this run was begun for another model than that of {job.describe()}{why}; run it again with --overwrite"
+    def outline(self, context: Context, directory: Path) -> Checkpoint:
+        """The smaller model, of zeros, with a tokenizer that goes with it."""
+        from compress.prune.structure.job import outline
+
+        return outline(directory, context.streamed, self.removal)
+
+    def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
+        """See `compress.prune.structure.job_footprint`."""
+        from compress.prune.structure.job_footprint import structure_footprint
+
+        length = context.recipe.calibration.sequence_length
+        return structure_footprint(self.removal, rows, length, speed, context.streamed.device)
+
+    def describe(self) -> str:
+        """ "ffn 1024 -> 768 channels by obs, readers refitted"."""
+        return self.removal.describe()
+
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Too little text for second moments; layers that cannot be cut."""
+        from compress.prune.structure.job_footprint import few_tokens
+
+        text = few_tokens(self.removal, context.calibration.tokens) if self.needs else ""
+        found = [context.recipe.calibration.at("samples", text)] if text else []
+        names = context.reference.predicting
+        if names and self.removal.settings.remove != "layers":
+            found.append(
+                f"{names[0]} and what else belongs to layers for multi-token prediction ({len(names)} tensors) is left out: it has the "
+                "shapes of the model that is cut"
+            )
+        return found
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Write the smaller checkpoint; see `remove_structure`."""
+        from compress.prune.structure.driver import remove_structure
+        from compress.prune.structure.removal import Pass
+
+        probe = (context.probe, None)
+        batches = context.batches if self.needs else [probe]
+        return remove_structure(
+            Pass(self.removal, context.streamed, batches, probe, store.output, store.work, store.spill, reporter)
         )
-    work.mkdir(parents=True, exist_ok=True)
-    write_json(file, plan)
-    seal(file)
 
 
-def _told(config: Any, without: set[str]) -> dict[str, Any]:
-    """A config without where it was read, without its lists, and without what may differ."""
-    kept = config.to_dict().items()
-    left_out = {"_name_or_path", *without}
-    return {key: value for key, value in kept if key not in left_out and not isinstance(value, (list, tuple))}
+class Structure(StageRoom):
+    """The stage `structure`."""
 
+    name = "structure"
+    summary = "remove channels, heads, layers, experts: the shapes shrink"
 
-def _parameters(streamed: StreamedModel) -> int:
-    """Of a model, tied ones once: those that are read become tensors of their own."""
-    named = streamed.model.named_parameters(remove_duplicate=False)
-    return sum(value.numel() for name, value in named if name not in streamed.ties)
+    @property
+    def record_key(self) -> str:
+        """What is removed."""
+        return "remove"
 
+    def methods(self) -> Mapping[str, Any]:
+        """See `compress.prune.structure`."""
+        from compress.prune.structure import METHODS
 
-def check_equal(path: Path, found: torch.Tensor, expected: torch.Tensor) -> None:
-    """CompressError where a checkpoint computes something else than it should."""
-    difference = relative(found, expected)
-    if not difference <= TOLERANCE:
-        raise CompressError(
-            f"{path} computes something else than it was made to (relative {difference:.2e}); this is a bug"
+        return METHODS
+
+    def changes(self, stage: Stage) -> bool:
+        """A model with fewer tokens says of those what it said before."""
+        return bool(stage.config.remove != "vocabulary")
+
+    def check(self, context: Context, stage: Stage) -> CheckedStructure:
+        """See `compress.prune.structure.job.prepare`."""
+        from compress.prune.structure.job import prepare
+
+        return CheckedStructure(stage, prepare(context, stage))
+
+    def row(self, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
+        """Units and parameters, before and after."""
+        before, after = record["parameters_before"], record["parameters_after"]
+        change = f"{before:,} -> {after:,} ({after / max(before, 1) - 1:+.1%})"
+        return (
+            f"{record['unit']} by {record['method']}",
+            f"{record['before']:,}",
+            units_after(record),
+            f"parameters {change}",
         )
+
+
+def units_after(record: Mapping[str, Any]) -> str:
+    """How many units a layer has now: "768", or "480 to 736" where layers differ."""
+    widths = record.get("widths") or [record["after"]]
+    return f"{min(widths):,}" if min(widths) == max(widths) else f"{min(widths):,} to {max(widths):,}"
+
+
+STAGE = Structure()

@@ -12,9 +12,9 @@ from compress.core.method import Method, Problem
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
 from compress.quantize import check_fits
+from compress.quantize.fixed import Held
 from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
-from compress.weights.fixed import Held
 from compress.weights.solver.columns import rows_at_a_time
 from compress.weights.solver.compensate import Constraint, Options, Solved, compensate, keep_float
 from runtime.errors import CompressError

@@ -10,10 +10,9 @@ import pytest
 
 import compress
 from compress.cli import main
+from compress.evaluate import through_cache as module
 from compress.recipe import load
-from compress.run import cache_evaluation
-from compress.run.manifest import _same_text
-from compress.run.passes import Passes
+from compress.run.session import Session
 
 BUNDLED = Path(__file__).resolve().parents[3] / "recipes" / "checkpoints" / "stdlib-4m"
 CUT = {"structure": {"method": "frequency", "remove": "vocabulary", "keep": 3072}}
@@ -35,16 +34,16 @@ def test_weights_and_cache_together_are_counted_a_token_of_the_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lost = 0.25  # nats a token of the artifact's
-    real = cache_evaluation.through_cache
+    real = module.through_cache
 
     def measured(*arguments: Any) -> dict[str, Any]:
         return real(*arguments) | {"perplexity_increase_with_cache": math.exp(lost) - 1}
 
-    monkeypatch.setattr(cache_evaluation, "through_cache", measured)
+    monkeypatch.setattr(module, "through_cache", measured)
     made = compress.apply(request(CUT, CACHE), output=tmp_path / "out", quiet=True)
     metrics = made.metrics
-    passes = Passes.open(load(request(CUT)))
-    theirs, ours = _same_text(passes.session)
+    session = Session.open(load(request(CUT)))
+    theirs, ours = session.context.same_text()
     # A window's first token is not scored.
     letters = [int(spans.characters[:, 1:].sum()) for spans in (theirs, ours)]
     counts = [spans.ids[:, 1:].numel() for spans in (theirs, ours)]

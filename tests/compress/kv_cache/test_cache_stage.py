@@ -27,7 +27,7 @@ def test_a_policy_goes_from_the_recipe_through_the_artifact_into_the_cache(make_
     written = compress.apply(recipe(model, RTN, KV4), output=tmp_path / "out", quiet=True)
     assert Policy.parse(written.manifest["kv_cache"]) == Policy.parse(KV4["kv_cache"])
     assert Artifact(written.path).summary()["kv_cache"] == written.manifest["kv_cache"]
-    assert load(written.path / "recipe.yaml").cache_stage.config == Policy.parse(KV4["kv_cache"])
+    assert load(written.path / "recipe.yaml").stages[-1].config == Policy.parse(KV4["kv_cache"])
     loaded = runtime.load(written.path, device="cpu")
     loaded.generate([1, 2, 3] * 32, max_new_tokens=4, ignore_eos=True)
     compressed = loaded.stats["cache_bytes"]
@@ -75,7 +75,7 @@ def test_what_a_policy_needs_is_calibrated_once_and_used(make_checkpoint, recipe
     assert known.notes["seconds"]
     assert written.seconds["calibrate cache"] >= 0
     assert written.manifest["calibration"]["rows"] == 8
-    assert "calibrated" not in load(written.path / "recipe.yaml").cache_stage.resolved()["kv_cache"]
+    assert "calibrated" not in load(written.path / "recipe.yaml").stages[-1].resolved()["kv_cache"]
     model = runtime.load(written.path, device="cpu")
     assert model.generate([1, 2, 3] * 20, max_new_tokens=4, ignore_eos=True)
 
@@ -177,9 +177,7 @@ def test_without_a_policy_no_cache_is_measured(make_checkpoint, recipe, text, tm
 
 
 def test_what_does_not_fit_is_not_measured_and_keeps_no_limit(make_checkpoint, recipe, text, tmp_path, monkeypatch):
-    from compress.run import cache_evaluation
-
-    monkeypatch.setattr(cache_evaluation, "available_bytes", lambda device: 1000)
+    monkeypatch.setattr("runtime.system.memory.available_bytes", lambda device: 1000)
     evaluation = {"data": str(text), "sequence_length": 32, "samples": 2}
     model = make_checkpoint()
     written = compress.apply(recipe(model, RTN, KV4, evaluate=evaluation), output=tmp_path / "out", quiet=True)

@@ -15,14 +15,15 @@ from checkpoints import VOCABULARY, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
+from compress.distill.recover.stage import CheckedRecovery
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train import checkpoint
-from compress.model import hidden_states
+from compress.model import context, hidden_states
 from compress.model.checkpoint_writer import PlainWriter
 from compress.model.footprint import Speed
+from compress.prune.structure.stage import CheckedStructure
 from compress.recipe import load
-from compress.run import footprint, passes, session
-from compress.run import footprint as working_set
+from compress.run import footprint
 from compress.run.plan import Plan, make_plan
 from runtime.errors import RequestError
 
@@ -59,7 +60,9 @@ def planned(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pyte
         if key not in source:
             source[key] = make_checkpoint(name=f"model{len(source)}", dtype=torch.float32, **config)
         monkeypatch.setattr(footprint, "memory_bytes", lambda: 0)
-        monkeypatch.setattr(working_set, "WHOLE_BYTES", 0)  # of models so small, loading them whole takes most
+        monkeypatch.setattr(
+            "compress.weights.footprint.WHOLE_BYTES", 0
+        )  # of models so small, loading them whole takes most
         monkeypatch.setattr(Speed, "measured", lambda _: Speed(1e9, 1e9, 1e9))
         monkeypatch.setattr(footprint, "free_bytes", lambda: available)
         request = recipe(source[key], *stages)
@@ -225,18 +228,14 @@ def test_the_time_of_a_pass_is_that_of_its_kind(
 
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
-    real = {"_cut": passes.Passes._cut, "_recover": passes.Passes._recover}
+    for kind, seconds in ((CheckedStructure, 3.0), (CheckedRecovery, 10.0)):
 
-    def timed(name: str, seconds: float) -> Any:
-        def call(*arguments: Any) -> Any:
-            found = real[name](*arguments)
+        def timed(*arguments: Any, real: Any = kind.run, seconds: float = seconds) -> Any:
+            found = real(*arguments)
             now[0] += seconds
             return found
 
-        return call
-
-    monkeypatch.setattr(passes.Passes, "_cut", timed("_cut", 3.0))
-    monkeypatch.setattr(passes.Passes, "_recover", timed("_recover", 10.0))
+        monkeypatch.setattr(kind, "run", timed)
     prune = [{"prune": {"method": "magnitude", "sparsity": 0.5}}, recover()] if layered else []
     request = recipe(make_checkpoint(), structure(), recover(), *prune)
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
@@ -279,8 +278,7 @@ def test_training_is_held_against_the_memory_of_the_device_that_trains(
     on_cpu = planned(recover())
     assert (on_cpu.device_memory, on_cpu.available_device_memory) == (0, 0)
     free = [GB]
-    for module in (session, passes):
-        monkeypatch.setattr(module, "choose_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(context, "choose_device", lambda _: torch.device("cuda"))
     monkeypatch.setattr(footprint, "available_bytes", lambda _: free[0])
     plan = planned(recover())
     assert plan.problems == []
@@ -305,10 +303,10 @@ def test_training_is_held_against_the_memory_of_the_device_that_trains(
 
 
 def test_needs_one_after_the_other_count_once() -> None:
-    from compress.model.footprint import Needs
+    from compress.model.footprint import Footprint
 
-    one, other = Needs(5, 1, 2, 10, 1, 3.0, "one"), Needs(3, 7, 1, 20, 2, 4.0, "other")
-    assert one.after(other) == Needs(5, 7, 2, 30, 3, 7.0, "other")
+    one, other = Footprint(5, 1, 2, 10, 1, 3.0, "one"), Footprint(3, 7, 1, 20, 2, 4.0, "other")
+    assert one.after(other) == Footprint(5, 7, 2, 30, 3, 7.0, "other")
     assert replace(one, memory=50).after(other).advice == "one"
 
 

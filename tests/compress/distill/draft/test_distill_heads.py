@@ -28,6 +28,7 @@ from compress.distill.train.losses import Objective, SparseTargets
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher, teacher_rows
 from compress.distill.train.teacher_cache import cache_teacher
+from compress.run.run import apply_recipe
 from runtime.api.model import Model
 from runtime.config.settings import read_settings
 from runtime.drafting.drafters.medusa import Medusa
@@ -382,7 +383,7 @@ def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, 
     making = Making(
         artifact=tiny_artifact, fingerprint=loaded.artifact.checkpoint.fingerprint(), teacher=Teacher.of(loaded),
         rows=torch.randint(1, 256, (12, 24), generator=torch.Generator().manual_seed(4)), kinds={"text": IDS}, work=tmp_path / "work",
-        output=tmp_path / "draft", reporter=SimpleNamespace(phase=lambda *_: None, step=told.append),
+        output=tmp_path / "draft", reporter=SimpleNamespace(phase=lambda *_: None, step=told.append), apply=apply_recipe,
     )  # fmt: skip
     config = method.config(steps=6, batch_size=4, evaluate_every=3, tokens=2, vocabulary=200, learning_rate=1e-2)
     assert method.make(making, config) == {"model": "draft"}

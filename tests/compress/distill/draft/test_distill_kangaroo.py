@@ -22,6 +22,7 @@ from compress.distill.draft.write import write_tensors
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
 from compress.distill.train.teacher import Teacher
+from compress.run.run import apply_recipe
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.drafting.config.build import Target, build
 from runtime.drafting.config.request import parse
@@ -182,7 +183,7 @@ def test_made_for_an_artifact(tmp_path: Path) -> None:
     with Reporter(None, quiet=True) as reporter:
         making = Making(
             artifact=artifact, fingerprint=fingerprint, teacher=Teacher.of(model), rows=runs.rows(24, 24).ids, kinds={},
-            work=tmp_path / "work", output=tmp_path / "draft", reporter=reporter,
+            work=tmp_path / "work", output=tmp_path / "draft", reporter=reporter, apply=apply_recipe,
         )  # fmt: skip
         config = KangarooConfig(exit_layer=1, data="given", steps=4, batch_size=4, evaluate_every=2, tokens=3)
         settings = METHOD.make(making, config)

@@ -21,6 +21,7 @@ from compress.distill.draft.speedup import worth
 from compress.distill.draft.student import Student
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
+from compress.run.run import apply_recipe
 
 SHORT = {"data": "given", "steps": 4, "batch_size": 4, "evaluate_every": 2, "learning_rate": 1e-2}
 
@@ -41,6 +42,7 @@ def make(loaded: Any, tmp_path: Path) -> Callable[..., Making]:
         fields = {
             "artifact": loaded.artifact.path, "fingerprint": loaded.artifact.checkpoint.fingerprint(), "teacher": Teacher.of(loaded),
             "rows": random_rows(16, 24), "kinds": {}, "work": tmp_path / "work", "output": tmp_path / "draft", "reporter": told,
+            "apply": apply_recipe,
         }  # fmt: skip
         return Making(**{**fields, **changes})
 

@@ -19,6 +19,7 @@ from compress.distill.draft import skip_search
 from compress.distill.draft.skip_search import METHOD, DraftTrials, SkipConfig, evenly, find_skips, measure_views
 from compress.distill.draft.speedup import speedup, tokens_of
 from compress.distill.draft.subset_search import Process, Search, improvement, search
+from compress.run.run import apply_recipe
 from runtime.engines.native.engine import LlamaEngine, take_over
 from runtime.engines.native.sublayers import View
 from runtime.engines.torch.engine import TorchEngine
@@ -260,7 +261,7 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     with Reporter(None, quiet=True) as reporter:
         making = Making(
             artifact=artifact, fingerprint="", teacher=Teacher.of(loaded), rows=rows, kinds={"text": rows[:2, :30]}, work=tmp_path / "work",
-            output=tmp_path / "draft", reporter=reporter,
+            output=tmp_path / "draft", reporter=reporter, apply=apply_recipe,
         )  # fmt: skip
         settings = METHOD.make(making, SkipConfig(trials=12, places=3, tokens=3))
     assert settings == {

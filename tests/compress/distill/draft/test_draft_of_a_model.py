@@ -10,7 +10,6 @@ from draft_stages import RTN, draft
 
 import compress
 import runtime
-from compress.distill.draft.stage import check_draft
 from compress.recipe import load
 from compress.run.session import Session
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -38,16 +37,16 @@ def test_a_checkpoint_becomes_the_draft(make_checkpoint, recipe, tmp_path, stage
         texts, max_new_tokens=20, ignore_eos=True
     )
     assert model.stats["drafted_tokens"] > 0
-    again = load(done.path / "recipe.yaml").draft_stage
+    again = next(s for s in load(done.path / "recipe.yaml").stages if s.kind == "draft")
     assert (again.config.model, again.config.layers) == ("small", None)
 
 
 def test_it_decides_which_draft_comes_out(make_checkpoint, recipe, tmp_path):
     small = make_checkpoint(**NARROW)
     stages = load(recipe(make_checkpoint(), RTN, draft(layers=None, model=str(small))))
-    first = check_draft(Session.open(stages, "cpu")).identity
+    (first,) = [job.draft.identity for job in Session.open(stages, "cpu").after]
     make_checkpoint(**NARROW, initializer_range=0.3, rms_norm_eps=1e-3)
-    second = check_draft(Session.open(stages, "cpu")).identity
+    (second,) = [job.draft.identity for job in Session.open(stages, "cpu").after]
     assert {key for key in first if first[key] != second[key]} == {"model"}
 
 

@@ -13,11 +13,10 @@ from transformers import AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.distill.recover import job
-from compress.distill.recover import stage as recovery
+from compress.distill.recover import job, recovery
+from compress.model.context import Context
 from compress.model.streamed import StreamedModel
 from compress.recipe import load as load_recipe
-from compress.run.session import Session
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError
 from runtime.layers.compressed_linear import CompressedLinear
@@ -76,7 +75,7 @@ def test_what_experts_learn_is_written(make_checkpoint: Any, recipe: Any, tmp_pa
         assert not bool(weight[one[name] == 0].any()), name
     # What was measured in training is what the artifact gives on the same rows: an expert that was not written would show.
     loaded = load_recipe(request)
-    _, ids = job.split(job.rows(Session.plain(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
+    _, ids = job.split(job.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
     for path, when in ((before.path, "before"), (made.path, "after")):
         logits = runtime.load(path, kernels="reference").logits(ids).float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -99,13 +98,13 @@ def test_weights_of_experts_begin_between_the_codes_that_their_originals_were_ro
     source = make_checkpoint("mixtral", dtype=torch.float32)
     request = recipe(source, GRID)
     before = compress.apply(request, output=tmp_path / "before", quiet=True)
-    session = Session.plain(load_recipe(request), Checkpoint(source), "cpu")
+    context = Context.open(load_recipe(request), Checkpoint(source), "cpu")
     model, held = recovery.whole(before.path, torch.device("cpu"))
     files, published = tensors(source), {"gate_proj": "w1", "up_proj": "w3", "down_proj": "w2"}
     experts = [name for name in held if ".experts." in name]
     assert len(experts) == 24
     for name in experts:
         home, _, projection = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        original = recovery._original(model, session, name)
+        original = recovery._original(model, context, name)
         assert original is not None
         assert torch.equal(original, files[f"{home}.{published[projection]}.weight"])

@@ -23,9 +23,9 @@ import compress
 import runtime
 from compress.distill.recover import job as recover_job
 from compress.distill.train import loop
+from compress.model.context import Context
 from compress.recipe import load as load_recipe
 from compress.run.plan import make_plan
-from compress.run.session import Session
 from compress.weights import block_pass
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
@@ -180,7 +180,7 @@ def test_other_kinds_of_models(
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.02) for layer in made.manifest["layers"])
     # On rows that it was not trained on it is nearer to the whole model after every layer.
     loaded = load_recipe(request)
-    ids, _ = recover_job.rows(Session.plain(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
+    ids, _ = recover_job.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
     _, ids = recover_job.split(ids)
     whole, lost, won = (states(tmp_path / name, ids)[1:] for name in ("model", "lost", "won"))
     apart = [((own - whole).square().sum((2, 3)) / whole.square().sum((2, 3))).mean(1) for own in (lost, won)]
@@ -241,7 +241,7 @@ def test_passes_that_are_done_are_not_done_again(
     real, blocks_done = block_pass._one_block, []
 
     def one_block(job: Any, *rest: Any) -> Any:
-        blocks_done.append(job.session.held != {})
+        blocks_done.append(job.plan.held != {})
         if sum(blocks_done) == 2:  # in the last pass of all
             raise KeyboardInterrupt
         return real(job, *rest)
@@ -265,7 +265,7 @@ def test_nested_widths_with_activations_computed_again(steps: int) -> None:
     from compress.distill.recover.matformer import MatFormerConfig
     from compress.distill.recover.nested import Nested
     from compress.distill.recover.outputs import Outputs
-    from compress.distill.recover.stage import _checkpoint_activations, whole
+    from compress.distill.recover.recovery import _checkpoint_activations, whole
     from compress.distill.train.data import Batch
     from compress.model.streamed import StreamedModel
 
@@ -514,7 +514,7 @@ def test_nested_widths_are_models_by_themselves(tmp_path: Path) -> None:
 
 def test_channels_in_order_of_rank_compute_the_same(tmp_path: Path) -> None:
     from compress.distill.recover.nested import feed_forward, order
-    from compress.distill.recover.stage import whole
+    from compress.distill.recover.recovery import whole
     from compress.model.streamed import StreamedModel
 
     streamed = StreamedModel(Checkpoint(BUNDLED))

@@ -19,8 +19,8 @@ from compress.distill.recover.losses import Recovering, squarehead
 from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import Batch, TextRows
 from compress.model.streamed import StreamedModel
+from compress.quantize.fixed import Held, load, save
 from compress.quantize.grid import make_grid
-from compress.weights.fixed import Held, load, save
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.scheme import GridScheme, Scheme

@@ -15,7 +15,7 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import compress
 import runtime
-from compress.commands.output import units_after
+from compress.prune.structure.stage import units_after
 from export import export
 from export.gguf import families
 from export.huggingface.target import HuggingFaceOptions, HuggingFaceTarget

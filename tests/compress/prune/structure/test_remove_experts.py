@@ -134,9 +134,9 @@ def test_routing_is_what_the_router_gives(checkpoint: Any, recipe: Any, tmp_path
     request = load_recipe(recipe(source, stage("routing", keep=4)))
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (layer,) = made.manifest["passes"][0]["layers"]
-    from compress.run.session import Session
+    from compress.model.context import Context
 
-    batches = Session.plain(request, Checkpoint(source), "cpu").batches
+    batches = Context.open(request, Checkpoint(source), "cpu").batches
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     weight, used, output = torch.zeros(6), torch.zeros(6), torch.zeros(6)
     experts = model.model.layers[0].mlp.experts

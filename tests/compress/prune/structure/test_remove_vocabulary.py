@@ -20,8 +20,8 @@ import compress
 import runtime
 from compress.prune.structure.vocabulary.removal import TokenRemoval
 from compress.recipe import load as load_recipe
-from compress.run.passes import Passes
 from compress.run.plan import make_plan
+from compress.run.session import Session
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 from runtime.modeling.skeleton import read_config
@@ -299,18 +299,17 @@ def test_the_same_text_whatever_its_tokens(
     file.write_text("Whales, mountains and rivers: many different oceans, through which whales swim.\n" * 60)
     request = recipe(checkpoint("llama"), stage(keep=least(recipe(checkpoint("llama")), tmp_path)))
     request["evaluate"] = {"data": str(file), "sequence_length": 32, "samples": 20}
-    passes = Passes.open(load_recipe(request))
-    from compress.run.manifest import _same_text
-
-    theirs, ours = _same_text(passes.session)
+    session = Session.open(load_recipe(request))  # holds the checkpoints that its context reads
+    context = session.context
+    theirs, ours = context.same_text()
     assert len(theirs.ids) == 20
     assert len(ours.ids) > 20
     assert abs(int(ours.characters.sum()) - int(theirs.characters.sum())) < 32 * 8
     whole = "".join([file.read_text()])
-    read = passes.session.source_tokenizer.decode(theirs.ids.flatten())
+    read = context.source_tokenizer.decode(theirs.ids.flatten())
     assert whole.startswith(read)
     assert int(theirs.characters.sum()) == len(read)
-    assert whole.startswith(passes.session.tokenizer.decode(ours.ids.flatten()))
+    assert whole.startswith(context.tokenizer.decode(ours.ids.flatten()))
 
 
 def test_stages_that_follow_read_with_the_new_tokenizer(

@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 
 import compress
 import runtime
+from compress.model.context import Context
 from compress.recipe import load as load_recipe
 from compress.run.plan import make_plan
-from compress.run.session import Session
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import CompressError, RequestError
 
@@ -192,7 +192,7 @@ def test_layers_of_an_encoder(recipe: Any, tmp_path: Path, keep: int) -> None:
     request = recipe(source, stage("block_influence", keep=keep))
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
     (kept,) = made.manifest["passes"][0]["kept"]
-    batches = Session.plain(load_recipe(request), Checkpoint(source), "cpu").batches
+    batches = Context.open(load_recipe(request), Checkpoint(source), "cpu").batches
     passed = encoder_states(source, torch.cat([ids for ids, _ in batches]))
     turned = torch.stack([1 - torch.cosine_similarity(*passed[n : n + 2], dim=-1).mean() for n in range(4)])
     assert kept == turned.argsort(descending=True)[:keep].sort().values.tolist() != list(range(keep))

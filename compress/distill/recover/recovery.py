@@ -1,0 +1,266 @@
+"""The stage `recover` of a run: the model as earlier stages have left it is trained, and written as a plain checkpoint."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from compress.core.processes import PartDone, Team
+from compress.core.progress import Reporter
+from compress.distill.recover.constraints import between_codes, constrain, settle
+from compress.distill.recover.followed import Followed
+from compress.distill.recover.job import RecoverJob, rows, split
+from compress.distill.recover.losses import Recovering
+from compress.distill.recover.nested import Nested, feed_forward, order
+from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
+from compress.distill.train.data import TextRows, digest_of
+from compress.distill.train.loop import DivergedError, Guide, Trained, Training
+from compress.model.checkpoint_writer import PlainWriter
+from compress.model.context import Context
+from compress.model.float8_source import open_checkpoint
+from compress.model.streamed import StreamedModel
+from compress.quantize import fixed as held_files
+from compress.quantize.fixed import HELD, Held
+from compress.recipe import Recipe
+from runtime.checkpoint.artifact import Artifact
+from runtime.engines.torch.engine import Blueprint
+from runtime.errors import CompressError
+from runtime.layers.compressed_linear import CompressedLinear
+from runtime.modeling.experts import Experts, expert_of
+from runtime.modeling.skeleton import find_stacks
+
+_RANKED = 64  # rows of text that channels are ranked by
+
+
+@dataclass(frozen=True)
+class Recovery:
+    """A stage `recover` that is being carried out.
+
+    Attributes:
+        job: what will be trained.
+        before: the model as it is, a checkpoint or an artifact.
+        context: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
+        passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
+        output: for the checkpoint. work: for what an interrupted call goes on from.
+        reporter: of progress.
+        team: the processes that share the training.
+    """
+
+    job: RecoverJob
+    before: Path
+    context: Context
+    passes: Sequence[Mapping[str, Any]]
+    tokens: torch.Tensor | None
+    output: Path
+    work: Path
+    reporter: Reporter
+    team: Team = field(default_factory=Team)
+
+    @property
+    def followed(self) -> Followed:
+        """What of the teacher is compared."""
+        stacks = [len(stack.blocks) for stack in self.context.reference.stacks]
+        found = Followed.of(stacks, self.passes, self.tokens)
+        return found if self.job.settings.squarehead else replace(found, layers=())
+
+    @property
+    def device(self) -> torch.device:
+        """Where one process alone computes."""
+        return self.context.streamed.device
+
+
+@dataclass(frozen=True)
+class _Text:
+    """Rows of ids `[n, s]`: to train on, and held out; and who teaches each, None: the text alone is learned from."""
+
+    given: torch.Tensor
+    apart: torch.Tensor
+    teacher: Guide | None
+    judge: Guide | None
+
+
+def recover(recovery: Recovery) -> dict[str, Any]:
+    """Train, and write what comes of it: a plain checkpoint, and what of it is held (`HELD`).
+
+    Returns:
+        What happened, JSON-able. All processes but the main one end in `PartDone`.
+    """
+    job, context, device, team = recovery.job, recovery.context, recovery.device, recovery.team
+    settings = job.settings
+    ids, _ = rows(context, job.stage)
+    followed = recovery.followed
+    with team.in_turn():
+        text = _text(recovery, ids, followed)
+    model, held = whole(recovery.before, device)
+    for parameter in model.parameters():
+        parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
+    if job.method.nested and getattr(settings, "order", False):
+        order(model, context.streamed, feed_forward(context.streamed), text.given[:_RANKED])
+    for name, own in held.items():
+        if (
+            own.grid is not None
+            and settings.adapter is None
+            and (original := _original(model, context, name)) is not None
+        ):
+            weight = model.get_submodule(name).weight
+            weight.data = between_codes(weight.data, original, own.grid)
+    constrain(model, held, settings.adapter, _targets(model), settings.seed)
+    if settings.gradient_checkpointing:
+        _checkpoint_activations(model)
+    kind = Nested if job.method.nested else Recovering
+    trained = _train(recovery, kind(model, context.streamed, settings, range(len(followed.layers))), text)
+    team.leave()
+    if trained.ended == "diverged":
+        recovery.reporter.warn(
+            "recovery: the loss diverged; the best weights before that are kept. A lower learning_rate may do better"
+        )
+    elif not trained.best_step:
+        recovery.reporter.warn(
+            f"recovery: held-out text got no better in {trained.steps:,} steps, so the weights are those of before. Another learning_rate, "
+            "more text or more steps may do better"
+        )
+    settle(model)
+    write(model, context.streamed, recovery.output)
+    held_files.save(recovery.output / HELD, held)
+    return _facts(job, trained, text, digest_of(ids))
+
+
+def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
+    """The share of another process in a recovery of the main one (`CheckedRecovery.run`)."""
+    checkpoint, original, before, output, work = map(Path, task["paths"])
+    context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original))
+    stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
+    job = RecoverJob.of(stage, context.streamed, context.reference)
+    with Reporter(None, quiet=True) as reporter, suppress(PartDone):
+        recover(Recovery(job, before, context, task["passes"], task["tokens"], output, work, reporter, team))
+
+
+def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
+    """A model in memory, float32, its compressed layers dense; and what of them must stay.
+
+    A checkpoint that recovery has written says itself what is held in it.
+    """
+    model: Any = Blueprint(Artifact(before), device, "reference", None, False).build_module()
+    held: dict[str, Held] = held_files.load(before / HELD) if (before / HELD).is_file() else {}
+    for name, module in list(model.named_modules()):
+        if not isinstance(module, CompressedLinear):
+            continue
+        weight = module.compressed_weight()
+        held[name] = Held.of(weight)
+        dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
+        dense.weight = nn.Parameter(weight.dequantize().float().to(device))
+        if module.bias is not None:
+            dense.bias = nn.Parameter(module.bias.data.float())
+        parent, _, leaf = name.rpartition(".")
+        setattr(model.get_submodule(parent), leaf, dense)
+    if hasattr(model.config, "quantization_config"):
+        del model.config.quantization_config
+    return model.float(), held
+
+
+def _original(model: nn.Module, context: Context, name: str) -> torch.Tensor | None:
+    """The weight `[out, in]` that layer `name` of a model had before it was compressed; None: the checkpoint has none of that name."""
+    checkpoint = context.checkpoint
+    if checkpoint.has(f"{name}.weight"):
+        return checkpoint.get(f"{name}.weight")
+    place = expert_of(model, name)
+    if place is None:
+        return None
+    home, number = place
+    layout, projection = model.get_submodule(home).layout, name.rpartition(".")[2]
+    whole = f"{home}.{layout.home(projection)}"  # type: ignore[union-attr, operator]
+    return layout.part(projection, checkpoint.get(whole)[number]) if checkpoint.has(whole) else None  # type: ignore[union-attr, operator]
+
+
+def write(model: Any, streamed: StreamedModel, output: Path) -> None:
+    """The weights of a model in memory as a checkpoint that looks as the one that `streamed` is of.
+
+    Raises:
+        CompressError: the model in memory lacks a tensor of the other one.
+    """
+    source, places = streamed.checkpoint, set(streamed.model.state_dict())
+    found = dict(model.named_parameters(remove_duplicate=False)) | dict(model.named_buffers(remove_duplicate=False))
+    apart = {name: module for name, module in model.named_modules() if isinstance(module, Experts)}
+
+    def value(name: str) -> torch.Tensor:
+        """What training has made of a tensor; of those that the model does not know, what they were."""
+        home, _, key = name.rpartition(".")
+        own = found.get(name)
+        if own is None and home in apart:
+            own = apart[home].whole(key, lambda layer, leaf: getattr(layer, leaf).detach())
+        if own is None and name in places:
+            raise CompressError(f"{name} is not in the model that was trained; this is a bug, nothing was written")
+        return source.get(name) if own is None else own.detach().to(source.dtype(name))
+
+    count = len(streamed.blocks)
+    writer = PlainWriter(output, count + 1, streamed.model)
+    for part in range(count + 1):
+        names = streamed.block_names(part) if part < count else streamed.outside_names()
+        writer.write(part, {name: value(name) for name in names}, {})
+    writer.finish(source.path, source.config)
+
+
+def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
+    accelerator, device = recovery.team.accelerator, recovery.device
+    if accelerator is None:
+        from accelerate import Accelerator
+
+        accelerator = Accelerator(cpu=device.type == "cpu")
+    trained = Training(
+        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.job.settings.options(),
+        recovery.work / "training", True, accelerator, recovery.team.device(device), recovery.reporter,
+    ).run()  # fmt: skip
+    accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
+    return trained
+
+
+def _text(recovery: Recovery, ids: torch.Tensor, followed: Followed) -> _Text:
+    """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
+    settings, streamed = recovery.job.settings, recovery.context.reference
+    given, apart = split(ids)
+    if not settings.kl and not settings.squarehead:
+        return _Text(given, apart, None, None)
+    if settings.teacher == "memory":
+        teacher = InMemory(streamed, followed, recovery.device)
+        return _Text(given, apart, teacher, teacher)
+    likeliest = Likeliest(settings.teacher_top, settings.temperature)
+    rows = torch.cat([given, apart])
+    cached = cache_outputs(streamed, rows, followed, recovery.work / "teacher", likeliest, recovery.reporter)
+    return _Text(given, apart, cached, Cached(cached.directory, len(given)))
+
+
+def _checkpoint_activations(model: Any) -> None:
+    options = {"use_reentrant": False}  # reentrant ones know no gradient of a block whose input needs none
+    if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+
+def _targets(model: Any) -> frozenset[str]:
+    """The linear layers of the blocks."""
+    inside = {id(module) for _, stack in find_stacks(model) for module in stack.modules()}
+    return frozenset(name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside)
+
+
+def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
+    facts, settings = trained.facts(), job.settings
+    found = {
+        "recover": job.stage.method, "text": digest, "divergence": settings.divergence,
+        "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},
+        "most_steps": settings.steps, "batch_size": settings.batch_size, **facts,
+    }  # fmt: skip
+    for when in ("before", "after"):
+        if "cross_entropy" in facts[when]:
+            found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
+    return found
+
+
+__all__ = ["HELD", "DivergedError", "Recovery", "recover", "whole", "write"]

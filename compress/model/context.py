@@ -1,0 +1,241 @@
+"""Context of a stage: a model streamed by block, the recipe's text in its tokens, and the bounds of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from compress import data
+from compress.core.memory_bounds import Bounds, cut
+from compress.model.source import SourceCheckpoint
+from compress.model.streamed import Batch, StreamedModel
+from compress.recipe import Recipe
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.engines.torch.encoder import position_limit
+from runtime.engines.torch.seq2seq import target_limit
+from runtime.errors import RequestError
+from runtime.modeling.skeleton import reads_features
+
+PROBE_TOKENS = 64
+OTHER_TOKENS = (
+    "the vocabulary was cut, so that source and artifact split texts into other tokens: perplexity is that of the text, a token of the "
+    "source's, and KL divergence and agreement, which compare token by token, are not measured"
+)
+
+
+def choose_device(device: str) -> torch.device:
+    """`auto` is the first GPU when there is one; anything torch does not know is a RequestError."""
+    if device == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        chosen = torch.device(device)
+        torch.empty(0, device=chosen)
+    except (RuntimeError, AssertionError) as error:
+        raise RequestError(
+            f"device {device!r} cannot be used here: {str(error).splitlines()[0]}; use auto, cpu or cuda"
+        ) from error
+    return chosen
+
+
+@dataclass
+class Context:
+    """What every stage reads: data, without a word of what stages do with it.
+
+    Attributes:
+        recipe: whose text, seed and options count.
+        opened: the model's checkpoint. streamed: the model.
+        source: the checkpoint that the recipe names, where stages have made another of it; else None.
+        records: what stages before have recorded (phase "model").
+        kept_tokens: token ids that stages before have left, int64, one tensor a stage; empty: all of them.
+        settled: index of the last stage that leaves layers as they were compressed before it; -1: none.
+        bounds: what is done to need less memory; see `bind`.
+        reads_text: a stage is calibrated on text.
+    """
+
+    recipe: Recipe
+    opened: Checkpoint
+    streamed: StreamedModel
+    source: Checkpoint | None = None
+    records: tuple[Mapping[str, Any], ...] = ()
+    kept_tokens: tuple[torch.Tensor, ...] = ()
+    settled: int = -1
+    bounds: Bounds = field(default_factory=Bounds)
+    reads_text: bool = False
+
+    @classmethod
+    def open(
+        cls,
+        recipe: Recipe,
+        checkpoint: Checkpoint,
+        device: str = "auto",
+        source: Checkpoint | None = None,
+        experts_apart: bool = False,
+        **more: Any,
+    ) -> Context:
+        """The context of a checkpoint.
+
+        Args:
+            source: what it was made of; may be the checkpoint itself.
+            experts_apart: routed experts are modules of their own, as they are compressed.
+            more: further attributes.
+        """
+        if source is not None and source.path == checkpoint.path:
+            source = None
+        streamed = StreamedModel(checkpoint, choose_device(device), apart=experts_apart)
+        return cls(recipe, checkpoint, streamed, source, **more)
+
+    @property
+    def checkpoint(self) -> SourceCheckpoint:
+        """Tensors of the model by its names."""
+        return self.streamed.checkpoint
+
+    @property
+    def path(self) -> Path:
+        """Directory of the model."""
+        return self.opened.path
+
+    @property
+    def original(self) -> Checkpoint:
+        """The checkpoint that the recipe names."""
+        return self.checkpoint if self.source is None else self.source
+
+    @cached_property
+    def reference(self) -> StreamedModel:
+        """The recipe's model, which the artifact is compared with."""
+        return self.streamed if self.source is None else StreamedModel(self.source, self.streamed.device, apart=True)
+
+    # ------------------------------------------------------------ tokens
+    def source_ids(self, ids: torch.Tensor) -> torch.Tensor:
+        """The recipe's model's ids of the same tokens."""
+        for kept in reversed(self.kept_tokens):
+            ids = kept[ids]
+        return ids
+
+    @cached_property
+    def tokenizer(self) -> Any:
+        """Of the model."""
+        return _tokenizer(self.checkpoint)
+
+    @cached_property
+    def source_tokenizer(self) -> Any:
+        """Of the recipe's model."""
+        return _tokenizer(self.original)
+
+    @property
+    def vocabulary(self) -> int:
+        """Rows of the input embeddings."""
+        return _vocabulary(self.streamed)
+
+    @property
+    def source_vocabulary(self) -> int:
+        """Of the recipe's model."""
+        return _vocabulary(self.reference)
+
+    # ------------------------------------------------------------ held-out text
+    @cached_property
+    def windows(self) -> torch.Tensor | None:
+        """Held-out ids `[n, s]` of the recipe's `evaluate`, or None when it asks for no evaluation.
+
+        Raises:
+            RequestError: a text that cannot be used, or a limit on what cannot be measured.
+        """
+        config = self.recipe.evaluate
+        if config is None:
+            return None
+        if self.kept_tokens and self.streamed.kind != "encoder":
+            for name in ("max_kl", "min_top1_agreement"):
+                if getattr(config, name) is not None:
+                    raise RequestError(config.at(name, f"{OTHER_TOKENS}; set max_perplexity_increase in its place"))
+            return self.same_text()[1].ids
+        if self.speech is not None:
+            return data.load_speech_evaluation(config, self.speech)
+        return self.framed(data.load_evaluation(config, self.tokenizer, self.vocabulary))
+
+    def same_text(self) -> tuple[data.Spans, data.Spans]:
+        """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
+        config = self.recipe.evaluate
+        assert config is not None
+        theirs = data.evaluation_spans(config, self.source_tokenizer, self.source_vocabulary)
+        characters = int(theirs.characters.sum())
+        return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, characters)
+
+    # ------------------------------------------------------------ calibration
+    @cached_property
+    def speech(self) -> data.SpeechReader | None:
+        """How the model hears and writes; None: it reads text."""
+        if not reads_features(self.streamed.model):
+            return None
+        reads = self.reads_text or self.recipe.evaluate is not None
+        tokenizer = self.tokenizer if reads else None
+        limit = target_limit(self.streamed.model)
+        return data.SpeechReader.of(Artifact(self.path), tokenizer, self.vocabulary, limit)
+
+    @cached_property
+    def calibration(self) -> data.CalibrationData:
+        """Rows of the recipe's calibration text (or speech)."""
+        if self.speech is not None:
+            return data.load_speech(self.recipe.calibration, self.speech)
+        return data.load(self.recipe.calibration, self.tokenizer, self.vocabulary)
+
+    @cached_property
+    def batches(self) -> list[Batch]:
+        """Calibration batches; a mask only where a batch has padding."""
+        parts = [part for batch in self.calibration.batches for part in cut(batch, self.bounds.rows)]
+        batches = [(ids, None if bool(mask.all()) else mask) for ids, mask in parts]
+        return [(self.framed(ids) if mask is None else ids, mask) for ids, mask in batches]
+
+    def bind(self, bounds: Bounds) -> None:
+        """Keep to these bounds from now on."""
+        self.bounds = bounds
+        self.__dict__.pop("batches", None)
+
+    def framed(self, ids: torch.Tensor) -> torch.Tensor:
+        """Rows `[n, s]` cut out of running text as an encoder knows rows: the first and the last token are its marks, if any."""
+        first, last = getattr(self.tokenizer, "cls_token_id", None), getattr(self.tokenizer, "sep_token_id", None)
+        if self.streamed.kind != "encoder" or first is None or last is None or ids.shape[1] < 3:
+            return ids
+        ids = ids.clone()
+        ids[:, 0], ids[:, -1] = first, last
+        return ids
+
+    @cached_property
+    def probe(self) -> torch.Tensor:
+        """A row `[1, n]` that goes through every block, so that what was written can be held against what was computed."""
+        if self.speech is not None:
+            return self.speech.probe(PROBE_TOKENS // 2)
+        limit = min(PROBE_TOKENS, position_limit(self.streamed.model) or PROBE_TOKENS)
+        generator = torch.Generator().manual_seed(0)
+        return torch.randint(0, self.vocabulary, (1, limit), generator=generator)
+
+    @cached_property
+    def checkpoint_is_finite(self) -> bool:
+        """False when a layer or tensor was skipped for NaN or Inf (recipes with `on_nonfinite: skip` only)."""
+        if self.recipe.on_nonfinite == "fail":
+            return True
+        return all(
+            bool(torch.isfinite(self.checkpoint.get(n)).all())
+            for n in self.checkpoint.names()
+            if self.checkpoint.dtype(n).is_floating_point
+        )
+
+
+def _vocabulary(streamed: StreamedModel) -> int:
+    return int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
+
+
+def _tokenizer(checkpoint: Checkpoint) -> Any:
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(str(checkpoint.path))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise RequestError(
+            f"{checkpoint.path} has no tokenizer that can be read ({first}), and text needs one"
+        ) from error

@@ -1,0 +1,282 @@
+"""Footprint of compressing a model's layers, told from shapes: the most that each phase holds at once beside the process, disk and time.
+
+One phase after the other: what comes before the first block; the blocks, each solved and written; what is in no block; the artifact read
+back; the two models run over held-out text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import groupby
+
+from compress.core.memory_bounds import Bounds
+from compress.core.statistics import BLOCK, ELEMENTS
+from compress.evaluate.streamed import LOGIT_ROWS
+from compress.model.expert_calibration import AT_ONCE
+from compress.model.footprint import Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
+from compress.weights.layer_work import LayerWork
+from compress.weights.plan import WeightPlan
+from compress.weights.solver import columns as chunks
+from compress.weights.solver import factor
+from runtime import formats
+from runtime.modeling.experts import expert_of
+from runtime.modeling.linear_modules import get_matrix
+
+#: Artifacts up to this size are also loaded whole, as `runtime.load` does it, and their kernels compared with the reference.
+WHOLE_BYTES = 128 * 2**20
+#: Float32 matrices as large as the chunk of a column loop that are there at its peak; and of rounding to nearest, whose is twice so large.
+LOOP, NEAREST = 9, 6
+#: Panels of a matrix in a file that are in memory at once: of the factor, those it looks back at, and copies.
+FACTORED = 5
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """A layer's work, and its numbers. `packed`: bytes on the disk. `home`: of the experts that it belongs to one of; "": of none."""
+
+    work: LayerWork
+    rows: int
+    columns: int
+    packed: int
+    reader: str
+    home: str
+
+    @property
+    def numel(self) -> int:
+        return self.rows * self.columns
+
+
+class WeightsFootprint:
+    """Of a pass over the blocks, and of what follows until the artifact is judged.
+
+    Args:
+        judged: the artifact is held against the recipe's model on held-out text, if the recipe says so.
+    """
+
+    def __init__(self, plan: WeightPlan, judged: bool = True) -> None:
+        context, streamed = plan.context, plan.context.streamed
+        self._plan = plan
+        self._recipe, self._streamed = context.recipe, streamed
+        self._model = ModelSize.of(streamed)
+        # Stages before have cut the model that the result is compared with.
+        self._judge = self._model if context.source is None else ModelSize.of(context.reference)
+        self._item = streamed.dtype.itemsize
+        windows = context.windows if judged else None
+        self._windows = None if windows is None else streamed.rows.positions(windows)
+        self._layers = {name: _layer(plan, name, work) for name, work in plan.work.items()}
+        self._blocks = [
+            [layer for name, layer in self._layers.items() if name.startswith(streamed.block_prefix(index))]
+            for index in range(len(streamed.blocks))
+        ]
+        self._sizes = [sum(p.numel() for p in block.parameters()) * self._item for block in streamed.blocks]
+        names = streamed.outside_names()
+        self._outside = sum(context.checkpoint.held_bytes(n) for n in names)
+        self._head = sum(context.checkpoint.held_bytes(n) for n in names if streamed.is_head(n))
+
+    def under(self, bounds: Bounds, rows: Rows, speed: Speed) -> Footprint:
+        """With some bounds kept to; `rows`: shapes of the batches of calibration text, none where nothing needs them."""
+        model, scored = self._model, 0 if self._windows is None else math.prod(self._windows)
+        # Two models' hidden states are compared position by position, so evaluation holds both.
+        judged = model.states([(1, scored)]) + self._judge.states([(1, scored)])
+        phases = self.phases(rows, bounds)
+        return Footprint(
+            memory=max(phases.values()),
+            states=max(model.states(rows), judged),
+            # What enters two blocks, in case one is damaged, and what enters the next.
+            disk=3 * model.states(rows) + self._files(bounds),
+            spilled=judged,
+            seconds=self._seconds(tokens(rows), scored, speed),
+            advice=self._advice(bounds, rows),
+            parts=phases,
+        )
+
+    @property
+    def widths(self) -> list[int]:
+        """Inputs of the layers whose second moments are collected."""
+        return sorted({layer.columns for layer in self._layers.values() if "hessian" in layer.work.needs})
+
+    def phases(self, rows: Rows, bounds: Bounds) -> dict[str, int]:
+        """By name.
+
+        Args:
+            rows: shapes of the batches of calibration text.
+        """
+        front, block = self._outside - self._head, max(self._sizes)
+        outside = [layer for name, layer in self._layers.items() if not self._streamed.is_inside(name)]
+        forward = self._model.forward(rows)
+        held = self._outside if outside else 0
+        found = {
+            "first block": max(held, front) + self._sizes[0] + forward,
+            "blocks": held
+            + max(
+                self._block(size, layers, rows, bounds, forward)
+                for size, layers in zip(self._sizes, self._blocks, strict=True)
+            ),
+            "outside": self._outside_phase(outside, rows, bounds),
+            "load back": front + self._read_back() + self._whole(),
+        }
+        if self._windows is not None:
+            found["evaluation"] = self._judged(front, block)
+        return found
+
+    # ------------------------------------------------------------ blocks
+    def _block(self, size: int, layers: list[_Layer], rows: Rows, bounds: Bounds, forward: int) -> int:
+        """One block of `size` bytes, its results, and what is in memory at once to make them."""
+        kept = sum(layer.packed for layer in layers)
+        # Layers with quantized activations give way to modules of their own; the originals come back afterwards.
+        kept += sum(layer.numel * self._item for layer in layers if layer.work.scheme.activations is not None)
+        transformed = any(layer.work.transform is not None for layer in layers)
+        sequential = self._recipe.true_sequential
+        groups = [list(group) for _, group in groupby(sorted(layers, key=_input), key=_input)]
+        late = [g for g in groups if sequential and any(layer.work.compensates for layer in g)]
+        early = [g for g in groups if g not in late or any(layer.work.transform is not None for layer in g)]
+        waiting = sum(self._moments(group, bounds) for group in early)
+        most = forward + waiting
+        if transformed:  # float32 copies of all weights, after the whole block was float32
+            most = max(most, waiting + 4 * size // self._item + max(2 * 4 * sum(x.numel for x in g) for g in groups))
+            waiting += 4 * size // self._item
+        for group in groups:
+            own = self._wave(group, late, bounds) if group in late else 0
+            collected = own + forward + self._inputs(group, rows) if own or group in early else 0
+            most = max(most, waiting + max(collected, own + self._solve(group, bounds)))
+        return size + kept + most
+
+    def _moments(self, group: list[_Layer], bounds: Bounds) -> int:
+        """Second moments of the input of a group, where they are collected."""
+        columns = group[0].columns
+        if not any("hessian" in layer.work.needs for layer in group):
+            return 0
+        return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
+
+    def _wave(self, group: list[_Layer], late: list[list[_Layer]], bounds: Bounds) -> int:
+        """Those that are collected together with a group's: experts' are, up to a bound."""
+        own = self._moments(group, bounds)
+        if not group[0].home or not own:
+            return own
+        alike = sum(1 for other in late if other[0].home == group[0].home and other[0].columns == group[0].columns)
+        return min(alike * own, max(own, AT_ONCE))
+
+    def _inputs(self, group: list[_Layer], rows: Rows) -> int:
+        """Inputs in float32, and as much again for what is reduced of them."""
+        batch = max((shape[0] * shape[1] for shape in rows), default=0)
+        return 2 * 4 * min(batch * group[0].columns, max(ELEMENTS, group[0].columns))
+
+    def _solve(self, group: list[_Layer], bounds: Bounds) -> int:
+        """Solving and packing the layers that share an input, beside its second moments."""
+        columns, numel = group[0].columns, sum(layer.numel for layer in group)
+        largest = max(layer.numel for layer in group)
+        solved = pack = 0
+        for layer in group:
+            work, pattern = layer.work, None if layer.work.prune is None else layer.work.prune.parsed
+            apart = chunks.rows_are_independent(pattern, work.scheme.weights)
+            chunk = min(numel if work.compensates else layer.numel, chunks.rows_at_a_time(columns) * columns)
+            if work.compensates:
+                panels = 4 * columns * min(columns, factor.PANEL)
+                needed = (
+                    FACTORED * panels
+                )  # of which two are of the factor, whose upper half is all that is ever touched
+                if not bounds.filed(columns):
+                    needed += max(0, 2 * columns * (columns + factor.PANEL) - 2 * panels)
+                needed += LOOP * 4 * (chunk if apart else layer.numel)
+            else:
+                needed = NEAREST * 4 * min(layer.numel, 2 * chunk)
+                if work.scheme.grid is not None and work.scheme.grid.strategy == "tensor":
+                    needed += 2 * 4 * layer.numel
+            if pattern is not None and not work.pruned:  # masks, and values fitted to them, or scores and their order
+                needed += 6 * numel if work.compensates else numel + 20 * layer.numel
+            solved = max(solved, needed)
+            pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
+        codes = numel * (1 if group[0].work.scheme.weights is not None else self._item)
+        return codes + max(solved, pack, 2 * self._item * largest)
+
+    def _files(self, bounds: Bounds) -> int:
+        """Bytes of second moments and factors in files, at the most."""
+        filed = [
+            layer for layer in self._layers.values() if bounds.filed(layer.columns) and "hessian" in layer.work.needs
+        ]
+        inputs = {
+            (layer.reader, layer.columns) for layer in filed if not layer.work.compensates or layer.work.transform
+        }
+        largest = max((4 * layer.columns**2 for layer in filed), default=0)
+        blocks = max(1, len(self._blocks))
+        return sum(4 * columns**2 for _, columns in inputs) // blocks + max(
+            2 * largest, AT_ONCE if any(x.home for x in filed) else 0
+        )
+
+    # ------------------------------------------------------------ before and after
+    def _outside_phase(self, layers: list[_Layer], rows: Rows, bounds: Bounds) -> int:
+        """What is in no block is read again to be written, beside what was solved of it."""
+        if not layers:
+            return self._outside
+        made = sum(layer.packed + layer.numel * self._item for layer in layers)
+        solve = max(
+            max(self._moments([layer], bounds) + self._solve([layer], bounds), self._inputs([layer], rows))
+            for layer in layers
+        )
+        return self._outside + made + max(solve, self._outside)
+
+    def _read_back(self) -> int:
+        """A block of the artifact: as it is stored, dense, and the layer that is unpacked."""
+        most = 0
+        for size, layers in zip(self._sizes, self._blocks, strict=True):
+            largest = max((layer.numel for layer in layers), default=0)
+            most = max(most, size + sum(layer.packed for layer in layers) + largest * (1 + self._item))
+        return most
+
+    def _whole(self) -> int:
+        """Small artifacts are read as a whole, twice, with kernels that lay out their weights anew."""
+        packed = sum(layer.packed for layer in self._layers.values())
+        after = (
+            packed + sum(self._sizes) + self._outside - sum(layer.numel * self._item for layer in self._layers.values())
+        )
+        return 2 * after if after <= WHOLE_BYTES else 0
+
+    def _judged(self, front: int, block: int) -> int:
+        """Either model block by block, then what they say of the text, with both heads."""
+        assert self._windows is not None
+        config = self._recipe.evaluate
+        batch = [(min(config.batch_size if config is not None else 1, self._windows[0]), self._windows[1])]
+        judge = self._judge
+        logits = 6 * 4 * max(LOGIT_ROWS, self._windows[1]) * self._plan.context.vocabulary
+        runs = max(
+            judge.itemsize * (judge.outside + judge.block) + judge.forward(batch),
+            front + self._read_back() + self._model.forward(batch),
+        )
+        return max(runs, judge.itemsize * judge.outside + self._outside + (0 if self._model.encoder else logits))
+
+    def _advice(self, bounds: Bounds, rows: Rows) -> str:
+        """What would make a run smaller: the batch, if it counts for anything, else only a larger machine."""
+        batch, least = (max(self.phases(some, bounds).values()) for some in (rows, one_row_at_a_time(rows)))
+        if batch - least > batch // 10:
+            return "lower calibration.batch_size or sequence_length, or use a machine with more"
+        return "its largest block and layer need that much; use a machine with more"
+
+    def _seconds(self, count: int, scored: int, speed: Speed) -> float:
+        """A guess: forward passes over `count` tokens, Hessians, column loops, start-up; `scored`: tokens that the result is judged by."""
+        # Collecting stops early in three of four passes of a sequential block: little more than one full pass, and one to go on.
+        total = 2.0 * (self._model.inside * (2.2 * count + scored) + self._judge.inside * scored) / speed.own
+        for layer in self._layers.values():
+            out, columns = layer.rows, layer.columns
+            if "hessian" in layer.work.needs:
+                total += 1.0 * count * columns * columns / speed.single
+                # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
+                times = 3 + 2 * int(getattr(layer.work.quantize, "sweeps", 0) or 0)
+                total += (times * out * columns * columns + columns**3 / 3) / speed.single
+            total += out * columns * 8e-8
+        return 2.0 + total
+
+
+def _layer(plan: WeightPlan, name: str, work: LayerWork) -> _Layer:
+    streamed = plan.context.streamed
+    rows, columns = (int(n) for n in get_matrix(streamed.model.get_submodule(name)).shape)
+    density = 1.0 - work.share
+    packed = formats.choose(work.scheme, (rows, columns), density=density)
+    place = expert_of(streamed.model, name)
+    size = packed.bytes_estimate(work.scheme, (rows, columns), streamed.dtype, density)
+    # Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little.
+    return _Layer(work, rows, columns, size, name.rpartition(".")[0], "" if place is None else place[0])
+
+
+def _input(layer: _Layer) -> tuple[str, int]:
+    return layer.reader, layer.columns

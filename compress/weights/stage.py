@@ -1,0 +1,184 @@
+"""Stages `prune` and `quantize`: methods that compress layers one by one, all in one pass over the blocks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from compress.model.stage import Job, StageRoom, Store
+from compress.recipe.stages import Phase, Stage
+from compress.recipe.targets import check_pattern
+from runtime.errors import RequestError
+
+if TYPE_CHECKING:
+    from compress.core.memory_bounds import Bounds
+    from compress.core.processes import Team
+    from compress.core.progress import Reporter
+    from compress.model.context import Context
+    from compress.model.footprint import Footprint, Rows, Speed
+    from compress.recipe import Recipe
+    from compress.weights.footprint import WeightsFootprint
+    from compress.weights.plan import WeightPlan
+
+WRITE = "compress"
+"""Kind of the step that ends every run, and stands in no recipe: layers are compressed, and the artifact's shards written."""
+
+
+@dataclass(frozen=True)
+class CheckedWeights(Job):
+    """The layers of all such stages, checked. A run has it also where no layer is compressed: what nothing compresses is copied."""
+
+    weights: WeightPlan
+
+    @property
+    def needs(self) -> set[str]:
+        """What calibration must collect."""
+        return self.weights.needs
+
+    @cached_property
+    def _shapes(self) -> WeightsFootprint:
+        from compress.weights.footprint import WeightsFootprint
+
+        return WeightsFootprint(self.weights)
+
+    @property
+    def widths(self) -> list[int]:
+        """Inputs of the layers whose Hessian is collected, ascending."""
+        return self._shapes.widths
+
+    def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
+        """Of the pass over the blocks, and of what follows until the artifact is judged."""
+        return self._shapes.under(bounds, rows if self.needs else [], speed)
+
+    def describe(self) -> str:
+        """ "12 layers compressed"."""
+        return f"{len(self.weights.work)} layers compressed"
+
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Layers that calibration text does not reach, and layers that stay as they are."""
+        from compress.weights.assign import left_alone, unreached
+        from runtime.system.sizes import size as in_words
+
+        return [*unreached(context.streamed, in_words), *left_alone(self.weights.left)]
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Compress the blocks that are not done, all processes together; every part has a record of its own in the run directory.
+
+        Returns:
+            "peak_memory": the most that a process has taken until then, in bytes.
+        """
+        from compress.core.processes import Share
+        from compress.weights.allocate import allocate_sparsity
+        from compress.weights.block_pass import BlockPass, first_block, run_pass
+        from runtime.system.memory import peak_bytes
+
+        directory, plan = store.directory, self.weights
+        allocate_sparsity(plan, directory, reporter, store.spill)
+        done = first_block(directory, len(context.streamed.blocks))
+        if directory.record("outside") is not None:
+            return {"peak_memory": peak_bytes()}
+        store.ask(
+            QUANTIZE.name,
+            {
+                "stages": [stage.index for stage in context.recipe.stages],
+                "paths": [str(path.absolute()) for path in (context.path, context.original.path, directory.path)],
+                "work": plan.work,
+                "held": plan.held,
+                "done": done,
+                "spill": store.spill,
+                "bounds": context.bounds,
+            },
+        )
+        run_pass(BlockPass(plan, directory, reporter, store.spill, done, Share(store.team)))
+        peak = _highest_peak(store.team)
+        store.team.done()
+        return {"peak_memory": peak}
+
+
+class WeightsRoom(StageRoom):
+    """What both kinds share."""
+
+    phase: Phase = "layers"
+
+    def validate(self, config: Any) -> None:
+        """Raise `RequestError` where there are no targets, or one does not compile."""
+        for key in ("targets", "ignore"):
+            for pattern in getattr(config, key):
+                try:
+                    check_pattern(pattern)
+                except RequestError as error:
+                    raise RequestError(f"{key}: {error}") from None
+        if not config.targets:
+            raise RequestError("targets: the list is empty; give a class name, a module name, a glob or re:EXPRESSION")
+
+    def check(self, context: Context, stage: Stage) -> CheckedWeights:
+        """All stages of `context.recipe` that compress layers; routed experts of `context` are apart."""
+        from compress.weights.plan import prepare
+
+        return CheckedWeights(stage, prepare(context))
+
+    def assist(self, recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
+        """The share of another process in `CheckedWeights.run`."""
+        from compress.core.processes import Share
+        from compress.core.progress import Reporter
+        from compress.core.run_directory import RunDirectory
+        from compress.model.context import Context
+        from compress.model.float8_source import open_checkpoint
+        from compress.weights.block_pass import BlockPass, run_pass
+        from compress.weights.plan import WeightPlan
+
+        checkpoint, original, output = map(Path, task["paths"])
+        own = recipe.model_copy(update={"stages": [s for s in recipe.stages if s.index in task["stages"]]})
+        context = Context.open(own, open_checkpoint(checkpoint), device, open_checkpoint(original), experts_apart=True)
+        context.bind(task["bounds"])
+        plan = WeightPlan(context, task["work"], task["held"])  # as the main process has checked and allocated it
+        with Reporter(None, quiet=True) as reporter:
+            run_pass(BlockPass(plan, RunDirectory.shared(output), reporter, task["spill"], task["done"], Share(team)))
+        _highest_peak(team)
+
+
+class Prune(WeightsRoom):
+    """The stage `prune`."""
+
+    name = "prune"
+    summary = "set weights to zero"
+
+    def methods(self) -> Mapping[str, Any]:
+        """See `compress.prune`."""
+        from compress.prune import METHODS
+
+        return METHODS
+
+
+class Quantize(WeightsRoom):
+    """The stage `quantize`."""
+
+    name = "quantize"
+    summary = "store weights (and compute activations) in few bits"
+
+    def methods(self) -> Mapping[str, Any]:
+        """See `compress.quantize`."""
+        from compress.quantize import METHODS
+
+        return METHODS
+
+    def validate(self, config: Any) -> None:
+        """Raise `RequestError` where the fields make no scheme, too."""
+        from compress.quantize import resolve_scheme
+
+        super().validate(config)
+        resolve_scheme(config, None)
+
+
+def _highest_peak(team: Team) -> int:
+    """Of all processes, which all call this."""
+    from runtime.system.memory import peak_bytes
+
+    own = peak_bytes()
+    return max(team.told(own, rank) for rank in range(team.size))
+
+
+PRUNE, QUANTIZE = Prune(), Quantize()

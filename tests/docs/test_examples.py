@@ -187,5 +187,16 @@ def test_relative_links_lead_somewhere() -> None:
                 assert (page.parent / target).exists(), f"{page.name} links {target}"
 
 
+def test_extension_examples_are_as_long_as_said() -> None:
+    told = dict(re.findall(r"\| `(\w+\.py)`:[^|]*\| (\d+) \|", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")))
+    files = sorted((ROOT / "tests" / "extension" / "src" / "compress_extension").glob("[!_]*.py"))
+    assert files
+    for file in files:
+        lines = len(file.read_text(encoding="utf-8").splitlines())
+        assert abs(lines - int(told[file.name])) <= 15, (
+            f"{file.name} has {lines} lines, CONTRIBUTING.md says {told[file.name]}"
+        )
+
+
 def test_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 200

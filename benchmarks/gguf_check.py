@@ -28,9 +28,9 @@ from compress.core.resources import recipes_directory
 from export.gguf import plan, tokenizer, writer
 from export.gguf.llamacpp import Model, version
 from export.gguf.options import GgufOptions
-from export.progress import Reporter
 from export.source import Source
 from export.target import Job
+from runtime.system.progress import ProgressReporter
 
 CHECKPOINT = recipes_directory() / "checkpoints" / "stdlib-4m"
 HELDOUT = recipes_directory() / "checkpoints" / "texts" / "heldout.txt"
@@ -112,7 +112,7 @@ def _artifact(folder: Path, grid: dict[str, Any] | None) -> Path:
 def _opened(folder: Path, source: Source, given: dict[str, Any]) -> Path:
     """The same values in float32 matrices."""
     options = GgufOptions(**given)
-    job = Job(source, options, folder, Reporter(quiet=True))
+    job = Job(source, options, folder, ProgressReporter(quiet=True))
     path = folder / "opened.gguf"
     tensors = [replace(t, type="F32", exact=True, anew=False) for t in plan.plan(source, options)]
     writer.write(path, job, tensors, tokenizer.read(source))

@@ -31,12 +31,12 @@ from export.huggingface.gptq_config import HEAD
 from export.huggingface.gptq_reader import Folder, unpack
 from export.huggingface.proof import compare_model, load_transformers, verify_with_gptqmodel
 from export.huggingface.target import HuggingFaceOptions
-from export.progress import Reporter
 from export.run import tool_versions
 from export.source import Source
 from export.target import Job
 from export.verify import Probe, probe
 from runtime.errors import CompressError
+from runtime.system.progress import ProgressReporter
 
 PROMPTS = 64
 BUNDLED = recipes_directory() / "checkpoints" / "stdlib-4m"
@@ -108,7 +108,7 @@ def check(name: str, work: Path, arguments: argparse.Namespace) -> dict[str, Any
             "calibration": {"data": "bundled", "samples": 32, "sequence_length": 256, "seed": 0},
         }  # fmt: skip
         compress.apply(recipe, output=artifact, quiet=True)
-    reference = probe(Job(Source(artifact), HuggingFaceOptions(), work, Reporter(quiet=True)), PROMPTS)
+    reference = probe(Job(Source(artifact), HuggingFaceOptions(), work, ProgressReporter(quiet=True)), PROMPTS)
     folder = written(artifact, layout="compressed-tensors")
     found = {"transformers": timed(lambda: compare_model(reference, load_transformers(folder)))}
     if gptq is not None:

@@ -14,12 +14,12 @@ from pydantic import ValidationError
 
 from export import targets
 from export.folder import beside, check_output, check_space, listing, write_json
-from export.progress import Reporter
 from export.source import Source
 from export.target import Conversion, Job, Target, Verification
 from runtime.checkpoint.export_directory import FORMAT, MANIFEST, README, SCHEMA_VERSION
 from runtime.checkpoint.locate import resolve
 from runtime.errors import RequestError
+from runtime.system.progress import ProgressReporter
 from runtime.system.self_hash import sealed_json
 
 # Packages whose version an export may depend on; only those that are installed are recorded.
@@ -80,7 +80,7 @@ def run(
     chosen.require_packages()
     conversions = chosen.conversions(source, settings)
     check_space(place, chosen.bytes_needed(source, settings))
-    with Reporter(quiet) as progress, beside(place) as folder:
+    with ProgressReporter(quiet) as progress, beside(place) as folder:
         for conversion in conversions:
             progress.info(f"  {conversion.sentence()}")
         behind = left_behind(chosen, source)

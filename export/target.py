@@ -1,4 +1,4 @@
-"""What a target is, and what it says before it writes."""
+"""Export target: the interface, its options, and what it says before it writes."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict
 
@@ -15,6 +15,7 @@ from export.source import Source
 from runtime.errors import RequestError
 from runtime.formats.grid import GridScheme
 from runtime.system.distribution import how_to_install
+from runtime.system.progress import ProgressReporter
 
 _WORTH_SAYING = 100_000  # bytes
 
@@ -73,22 +74,6 @@ class Verification:
         return asdict(self)
 
 
-class Progress(Protocol):
-    """Where a writer says how far it is."""
-
-    def phase(self, title: str, total: int) -> None:
-        """A new bar of `total` steps."""
-
-    def step(self, note: str = "") -> None:
-        """One step is done."""
-
-    def info(self, message: str) -> None:
-        """A line that stays."""
-
-    def warn(self, message: str) -> None:
-        """A warning; it is kept in `export.json` too."""
-
-
 @dataclass
 class Job:
     """One export under way.
@@ -97,7 +82,7 @@ class Job:
         source: the artifact.
         options: of the target's `Options` class.
         folder: where to write; it exists, is empty, and is renamed to the output when everything has succeeded.
-        progress: see `Progress`.
+        progress: for phases, steps and warnings, which are kept in `export.json` too.
         losses: {module: relative error of the weight matrix, ||W' - W|| / ||W||}, filled by writers that round anew.
         facts: what the target wants in `export.json` under its own name (`runtime.load` reads it there).
         output: what `folder` will be called; for sentences.
@@ -106,7 +91,7 @@ class Job:
     source: Source
     options: Any
     folder: Path
-    progress: Progress
+    progress: ProgressReporter
     losses: dict[str, float] = field(default_factory=dict)
     facts: dict[str, Any] = field(default_factory=dict)
     output: Path = Path("BUNDLE")

@@ -1,4 +1,7 @@
-"""The targets by name. To add one: a file or folder with a `Target`, and a line in `_TARGETS`."""
+"""Export targets by name: those of this package, and those of others by entry point (`compress.export_targets`).
+
+An entry names a subclass of `export.target.Target`, whose `name` is the entry's.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +9,10 @@ import difflib
 from importlib import import_module
 
 from export.target import Target
-from runtime.errors import RequestError
+from runtime.config.plugins import entries
+from runtime.errors import CompressError, RequestError
 
+GROUP = "compress.export_targets"
 _TARGETS = {
     "huggingface": "export.huggingface.target:HuggingFaceTarget",
     "onnx": "export.onnx.target:OnnxTarget",
@@ -18,16 +23,26 @@ _TARGETS = {
 
 
 def names() -> list[str]:
-    """Names of all targets."""
-    return list(_TARGETS)
+    """Names of all targets, this package's first."""
+    return list(dict.fromkeys([*_TARGETS, *entries(GROUP)]))
 
 
 def get(name: str) -> Target:
-    """The target called `name`; RequestError with the nearest name otherwise."""
-    if name not in _TARGETS:
-        near = difflib.get_close_matches(str(name).lower(), _TARGETS, n=1, cutoff=0.4)
+    """The target called `name`.
+
+    Raises:
+        RequestError: there is none; the nearest name is in the message.
+        CompressError: what another package adds under the name is no target of that name.
+    """
+    if name in _TARGETS:
+        module, _, attribute = _TARGETS[name].partition(":")
+        target: Target = getattr(import_module(module), attribute)()
+        return target
+    if name not in entries(GROUP):
+        near = difflib.get_close_matches(str(name).lower(), names(), n=1, cutoff=0.4)
         hint = f", did you mean {near[0]}?" if near else ""
-        raise RequestError(f"unknown target {name!r}{hint} (targets: {', '.join(_TARGETS)})")
-    module, _, attribute = _TARGETS[name].partition(":")
-    target: Target = getattr(import_module(module), attribute)()
-    return target
+        raise RequestError(f"unknown target {name!r}{hint} (targets: {', '.join(names())})")
+    kind = entries(GROUP)[name]()
+    if not (isinstance(kind, type) and issubclass(kind, Target)) or kind.name != name:
+        raise CompressError(f"the entry point {name!r} of {GROUP} is no export target of that name, but {kind!r}")
+    return kind()

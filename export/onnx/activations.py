@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from export.onnx.builder import Builder
-from export.onnx.rounding import in_dtype
+from export.onnx.store import in_dtype
 from export.source import Source
 from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import code_limits

@@ -1,13 +1,26 @@
-"""The three dialects of ONNX that are written."""
+"""The three dialects of ONNX that are written, and the options that choose one."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 
 from export.onnx.grid import ONNX, TENSORRT, Rules
+from export.target import Options
+from runtime.formats.scheme import Scheme
+
+_DTYPES = {"float32": torch.float32, "float16": torch.float16}
+
+
+class OnnxOptions(Options):
+    """Options of `--target onnx`."""
+
+    ort: bool = False
+    """ONNX Runtime's own operators (MatMulNBits, GroupQueryAttention, ...) instead of standard ones."""
+    dtype: Literal["float32", "float16"] = "float32"
+    """Activations and logits. CPUs compute float32; float16 is for GPUs."""
 
 
 @dataclass(frozen=True)
@@ -40,3 +53,31 @@ def dialect(name: Literal["onnx", "ort", "tensorrt"], dtype: torch.dtype) -> Dia
     if name == "tensorrt":
         return Dialect(name, 23, dtype, TENSORRT)
     return Dialect(name, 21, dtype, ONNX)
+
+
+def dialect_of(options: OnnxOptions) -> Dialect:
+    """What the options ask for."""
+    return dialect("ort" if options.ort else "onnx", _DTYPES[options.dtype])
+
+
+def multiplies_integers(scheme: Scheme) -> bool:
+    """Whether the layer's product can be one of int8 codes: both sides are, and neither scale changes along the sum."""
+    weights, acts = scheme.grid, scheme.activations
+    if weights is None or acts is None or weights.type != "int" or acts.type != "int":
+        return False
+    return (
+        weights.bits > 4 and weights.symmetric and weights.strategy != "group" and (acts.symmetric or not acts.dynamic)
+    )
+
+
+def layer_rules(scheme: Scheme, spoken: Dialect) -> Rules:
+    """The rules of the dialect, without blocks of 8-bit codes where the layer multiplies integers.
+
+    The writer and what is said before writing both ask here, so that nothing is announced that is not done.
+    """
+    return replace(spoken.rules, blocked_int8=False) if multiplies_integers(scheme) else spoken.rules
+
+
+def fast_name(file: str) -> str:
+    """The second graph beside `file`, whose products may round activations to int8 (`kernels="fast"`)."""
+    return f"{file.removesuffix('.onnx')}_fast.onnx"

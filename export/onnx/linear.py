@@ -1,18 +1,24 @@
-"""Matrices: what a linear layer or an embedding becomes."""
+"""Linear layers and embeddings as operators and constants.
+
+Layers that read the same input (queries, keys and values; gate and up) may become one product with a wider matrix. Columns of a
+product do not know of each other, so that nothing changes but the number of calls: on a CPU each costs a round of its threads, which
+at one token is as long as a small matrix takes.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from export.onnx import activations
 from export.onnx.builder import Builder
-from export.onnx.dialect import Dialect
+from export.onnx.dialect import Dialect, layer_rules, multiplies_integers
 from export.onnx.grid import Grid, to_grid
-from export.onnx.layer_rules import layer_rules, multiplies_integers
 from export.onnx.matmul_nbits import matmul_nbits, widened
-from export.onnx.rounding import in_dtype
+from export.onnx.store import in_dtype, onnx_type
 from export.target import Job
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ def write_embedding(b: Builder, job: Job, module: str, ids: onnx_ir.Value, diale
     """Rows of the table; a compressed table is stored dense, in the artifact's dtype."""
     table = _table(b, job, module, dialect)
     rows = b.op("Gather", [table, ids], "Gather", axis=0)
-    return b.cast(rows, dialect.dtype) if table.dtype != _type(dialect.dtype) else rows
+    return b.cast(rows, dialect.dtype) if table.dtype != onnx_type(dialect.dtype) else rows
 
 
 def written_grid(job: Job, module: str, dialect: Dialect) -> Grid:
@@ -193,10 +199,54 @@ def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:
 def _read(b: Builder, stored: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     if dialect.own_operators:  # the fusions join dense matrices into new ones, wide and beside the old ones in the file
         return widened(b, stored, dialect.dtype, "weight")
-    return stored if stored.dtype == _type(dialect.dtype) else b.cast(stored, dialect.dtype, "weight")
+    return stored if stored.dtype == onnx_type(dialect.dtype) else b.cast(stored, dialect.dtype, "weight")
 
 
-def _type(dtype: torch.dtype) -> object:
-    from export.onnx.store import onnx_type
+def groups(job: Job, marks: Iterable[onnx_ir.Node]) -> dict[onnx_ir.Node, list[onnx_ir.Node]]:
+    """{first mark: its group of two or more}: linear layers of one block and one scheme on one value, whose inputs are not rounded."""
+    found: dict[object, list[onnx_ir.Node]] = {}
+    modules: list[str] = []
+    for mark in marks:
+        if mark.op_type != "Linear":
+            continue
+        module = mark.attributes.get_string("module", "")
+        modules.append(module)
+        entry = job.source.entries.get(module)
+        if entry is None or entry.scheme.grid is None or entry.scheme.grid.type != "int":
+            continue
+        if entry.scheme.activations is None:
+            found.setdefault((mark.inputs[0], module.rpartition(".")[0], entry.scheme.grid), []).append(mark)
+    # A layer that is called twice keeps a matrix of its own, which both calls share.
+    once = {module for module, count in Counter(modules).items() if count == 1}
+    kept = [[m for m in group if m.attributes.get_string("module", "") in once] for group in found.values()]
+    return {group[0]: group for group in kept if len(group) > 1}
 
-    return onnx_type(dtype)
+
+def write_together(b: Builder, job: Job, modules: list[str], x: onnx_ir.Value, dialect: Dialect) -> list[onnx_ir.Value]:
+    """`x [..., K]` times the matrices of `modules`, plus their biases: one `[..., N]` each."""
+    grids = [written_grid(job, module, dialect) for module in modules]
+    product = matmul_nbits(b, joined(modules), x, _beside(grids), dialect)
+    sizes = b.constant([grid.codes.shape[1] for grid in grids])
+    parts = b.op("Split", [product, sizes], "Split", outputs=len(modules), axis=-1)
+    return [add_bias(b, job, module, part, dialect) for module, part in zip(modules, parts, strict=True)]
+
+
+def _beside(grids: list[Grid]) -> Grid:
+    """One matrix of all columns. One scheme makes grids of one kind."""
+    first = grids[0]
+    assert all(
+        (g.bits, g.block, g.zero_point is None) == (first.bits, first.block, first.zero_point is None) for g in grids
+    )
+    zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
+    return Grid(
+        torch.cat([grid.codes for grid in grids], 1),
+        first.bits,
+        torch.cat([grid.scale for grid in grids], 1),
+        torch.cat(zeros, 1) if zeros else None,
+        first.block,
+    )
+
+
+def joined(modules: list[str]) -> str:
+    """`model.layers.0.self_attn.q_proj+k_proj+v_proj`."""
+    return "+".join([modules[0], *(module.rpartition(".")[2] for module in modules[1:])])

@@ -10,8 +10,7 @@ from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid
 from export.onnx.marks import DOMAIN
-from export.onnx.rounding import in_dtype
-from export.onnx.store import onnx_type
+from export.onnx.store import in_dtype, onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir

@@ -12,10 +12,8 @@ from typing import Any
 
 import torch
 
-from export.onnx.dialect import Dialect
+from export.onnx.dialect import Dialect, dialect_of, fast_name, layer_rules
 from export.onnx.grid import FLOAT8, Grid, to_grid
-from export.onnx.layer_rules import layer_rules
-from export.onnx.target import dialect_of, fast_name
 from export.target import Job
 from runtime.errors import CompressError
 
@@ -62,7 +60,7 @@ def read_back(job: Job, files: list[str]) -> int:
 
 
 def modules_of(stem: str) -> list[str]:
-    """`block.q+k+v` is `block.q`, `block.k` and `block.v` side by side (`export.onnx.shared_input.joined`)."""
+    """`block.q+k+v` is `block.q`, `block.k` and `block.v` side by side (`export.onnx.linear.joined`)."""
     first, *rest = stem.split("+")
     block = first.rpartition(".")[0]
     return [first, *(f"{block}.{name}" if block else name for name in rest)]

@@ -5,14 +5,12 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
-from typing import Any, ClassVar, Literal
-
-import torch
+from typing import Any, ClassVar
 
 from export.folder import copy_tokenizer, write_json
-from export.onnx.dialect import Dialect, dialect
-from export.onnx.grid import ONNX, TENSORRT, conversion, grid_bytes, rounded_anew, why_not
-from export.onnx.layer_rules import layer_rules, multiplies_integers
+from export.onnx.conversions import conversions, has_static_int8
+from export.onnx.dialect import OnnxOptions, dialect_of, fast_name
+from export.onnx.grid import ONNX, why_not
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.formats.scheme import Scheme
@@ -20,16 +18,6 @@ from runtime.modeling.skeleton import is_speech, model_kind
 
 # sentence-transformers' files, which say how an encoder's states become an embedding.
 _POOLING_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")
-_DTYPES = {"float32": torch.float32, "float16": torch.float16}
-
-
-class OnnxOptions(Options):
-    """Options of `--target onnx`."""
-
-    ort: bool = False
-    """ONNX Runtime's own operators (MatMulNBits, GroupQueryAttention, ...) instead of standard ones."""
-    dtype: Literal["float32", "float16"] = "float32"
-    """Activations and logits. CPUs compute float32; float16 is for GPUs."""
 
 
 class OnnxTarget(Target):
@@ -61,13 +49,12 @@ class OnnxTarget(Target):
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
 
     def write(self, job: Job) -> None:
-        from export.onnx.write import write_decoder
-        from export.onnx.write_encoders import write_encoder, write_seq2seq
+        from export.onnx.write import write_decoder, write_encoder, write_seq2seq
 
         writers = {"decoder": write_decoder, "encoder": write_encoder, "encoder-decoder": write_seq2seq}
         spoken = dialect_of(job.options)
         job.facts |= writers[model_kind(job.source.config)](job, spoken)
-        if spoken.name == "onnx" and any(_static_int8(entry.scheme) for entry in job.source.entries.values()):
+        if spoken.name == "onnx" and any(has_static_int8(entry.scheme) for entry in job.source.entries.values()):
             # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
             job.facts["session"] = {"session.x64quantprecision": "1"}
         if job.options.ort:
@@ -76,7 +63,7 @@ class OnnxTarget(Target):
         write_config(job.source, job.folder)
 
     def verify(self, job: Job) -> Verification:
-        from export.onnx.prove import prove
+        from export.onnx.proof import prove
 
         return prove(job)
 
@@ -100,22 +87,6 @@ class OnnxTarget(Target):
         ]
 
 
-def dialect_of(options: OnnxOptions) -> Dialect:
-    """What the options ask for."""
-    return dialect("ort" if options.ort else "onnx", _DTYPES[options.dtype])
-
-
-def fast_name(file: str) -> str:
-    """Where the second graph beside `file` is, see `write_fast`."""
-    return f"{file.removesuffix('.onnx')}_fast.onnx"
-
-
-def _static_int8(scheme: Scheme) -> bool:
-    """Inputs are rounded to int8 with a calibrated scale, which the standard dialect says with Q/DQ."""
-    acts = scheme.activations
-    return acts is not None and acts.type == "int" and not acts.dynamic
-
-
 def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | None:
     acts = scheme.activations
     if acts is not None and acts.type == "float" and not acts.symmetric:
@@ -123,71 +94,6 @@ def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | 
     if scheme.grid is None or requantize:
         return None
     return why_not(scheme.grid, shape, ONNX)
-
-
-def conversions(source: Source, spoken: Dialect) -> list[Conversion]:
-    """What the graph says in other words than the artifact."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    grown: dict[tuple[str, bool], int] = {}
-    counted: set[str] = set()
-
-    def say(what: str, module: str, exact: bool = True) -> None:
-        found.setdefault((what, exact), []).append(module)
-        if module in source.entries and module not in counted:  # of several reasons the first has the bytes
-            counted.add(module)
-            grown[what, exact] = grown.get((what, exact), 0) + growth(source, module, spoken)
-
-    for name, entry in source.entries.items():
-        scheme, shape = entry.scheme, source.shapes[name]
-        width = str(source.dtype).removeprefix("torch.")
-        if name in source.embeddings:
-            say(f"a compressed embedding is stored in {width}", name)
-            continue
-        if scheme.grid is None:
-            say(f"{scheme.sparsity} zeros are stored like other values ({width})", name)
-            continue
-        rules = layer_rules(scheme, spoken)
-        rounded = rounded_anew(scheme.grid, shape, rules)
-        if rounded is not None:
-            say(rounded, name, False)
-        else:
-            changed = conversion(scheme.grid, shape, rules)
-            if changed is not None:
-                say(changed, name)
-        if scheme.sparsity is not None:
-            say(f"{scheme.sparsity} zeros are stored like other codes", name)
-        if scheme.grid.type == "float" and spoken.name != "tensorrt":
-            say("fp8 weights stay fp8 in the file and are held as floats when the session has started", name)
-        if spoken.name == "onnx" and _static_int8(scheme):
-            say(
-                "int8 inputs as Q/DQ: on x86 CPUs without VNNI ONNX Runtime saturates their sums unless "
-                "session.x64quantprecision is 1, which runtime.load sets (--ort needs no option)",
-                name,
-            )
-        if not spoken.own_operators and spoken.name == "onnx" and why_not(scheme.grid, shape, TENSORRT) is not None:
-            say("blocks or zero points that ONNX Runtime reads and TensorRT does not", name)
-    if spoken.dtype == torch.float16 and source.dtype != torch.float16:
-        say(
-            f"dense weights and scales are rounded from {str(source.dtype).removeprefix('torch.')} to float16",
-            "all dense tensors",
-            False,
-        )
-    return [
-        Conversion(what, tuple(modules), exact, grown.get((what, exact))) for (what, exact), modules in found.items()
-    ]
-
-
-def growth(source: Source, module: str, spoken: Dialect) -> int:
-    """Bytes that a compressed module takes more in the graph than in the artifact."""
-    scheme, shape = source.entries[module].scheme, source.shapes[module]
-    weights = scheme.grid
-    if weights is None or module in source.embeddings:
-        stored = shape[0] * shape[1] * source.dtype.itemsize
-    else:
-        # Products of integers are scaled in float32; where they are said with Q/DQ 16 bits may do, a byte or two a column less.
-        width = 4 if multiplies_integers(scheme) else source.dtype.itemsize
-        stored = grid_bytes(weights, shape, layer_rules(scheme, spoken), width)
-    return stored - source.module_bytes(module)
 
 
 def write_fast(path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx import remembered
+from export.onnx import trace_cache
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
 from runtime.errors import CompressError, RequestError
@@ -72,11 +72,11 @@ def trace_decoder(source: Source, dtype: torch.dtype) -> Traced:
     """Prefill and decode in one graph: `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key/value` in;
     `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included. Opset `OPSET`."""
     model, shapes = prepared(source, dtype)
-    name = remembered.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET)
-    graph = remembered.recall(name)
+    name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET)
+    graph = trace_cache.load(name)
     if graph is None:
         graph = _trace_decoder(source, model, dtype)
-        remembered.remember(name, graph)
+        trace_cache.store(name, graph)
     return Traced(graph, shapes, graph.metadata_props.get(MARKED) == "yes")
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from export.onnx import remembered
+from export.onnx import trace_cache
 from export.onnx.trace import BATCH, MARKED, OPSET, PAST, SEQUENCE, Traced, export_graph, fixed, prepared, strip
 from export.source import Source
 from runtime.errors import CompressError, RequestError
@@ -46,22 +46,15 @@ def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, Traced]:
 
 
 def _kept(source: Source, model: nn.Module, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Traced:
-    name = remembered.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part, code=_own_code())
-    graph = remembered.recall(name)
+    name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part)
+    graph = trace_cache.load(name)
     if graph is None:
         graph, marked = trace()
         strip(graph)
         graph.metadata_props[MARKED] = "yes" if marked else "no"
-        remembered.remember(name, graph)
+        trace_cache.store(name, graph)
     used = {node.attributes.get_string("module", "") for node in graph.graph if node.op_type in ("Linear", "Embedding")}
     return Traced(graph, {n: s for n, s in shapes.items() if n in used}, graph.metadata_props.get(MARKED) == "yes")
-
-
-def _own_code() -> str:
-    import hashlib
-    from pathlib import Path
-
-    return hashlib.sha256(Path(__file__).read_bytes()).hexdigest()
 
 
 def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, dtype: torch.dtype) -> Traced:

@@ -1,4 +1,7 @@
-"""A decoder as one ONNX graph: traced with marks, the marks replaced by what a dialect says for them, weights written one by one."""
+"""Writer of ONNX graphs: traced with marks, the marks replaced by what a dialect says for them, weights written one by one.
+
+A decoder is one graph; an encoder-decoder is three, which share one file of weights.
+"""
 
 from __future__ import annotations
 
@@ -8,15 +11,15 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from export.onnx import shared_input
 from export.onnx.attention import why_not_grouped, write_attention, write_grouped
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
-from export.onnx.linear import write_embedding, write_linear
+from export.onnx.linear import groups, joined, write_embedding, write_linear, write_together
 from export.onnx.marks import DOMAIN
 from export.onnx.matmul_nbits import MICROSOFT, unmark
 from export.onnx.store import DataFile, Store
 from export.onnx.trace import Traced, strip, trace_decoder
+from export.onnx.trace_encoders import STATES, trace_encoder, trace_seq2seq
 from export.target import Job
 from runtime.errors import CompressError
 
@@ -24,6 +27,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 FILE, DATA = "model.onnx", "model.onnx.data"
+ENCODER, CROSS, DECODER = "encoder.onnx", "cross.onnx", "decoder.onnx"
 IR_VERSION = 10  # the first with INT4 and opset 21; newer ones are refused by older runtimes
 
 
@@ -51,6 +55,73 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     return facts
 
 
+def write_encoder(job: Job, dialect: Dialect) -> dict[str, Any]:
+    """`model.onnx`: `input_ids`, `attention_mask` (and `token_type_ids`) in, `last_hidden_state` out."""
+    job.progress.phase("tracing the model", 1)
+    traced = trace_encoder(job.source, dialect.dtype)
+    job.progress.step()
+    data = DataFile(job.folder, DATA)
+    products = replace_marks(job, traced, dialect, data)
+    data.close()
+    facts = _common(job, dialect, "encoder") | {
+        "inputs": [str(value.name) for value in traced.model.graph.inputs],
+        "hidden_size": _width(traced, STATES),
+        "compressed": {FILE: products},
+    }
+    save(job, traced.model, FILE, facts)
+    return facts
+
+
+def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
+    """`encoder.onnx`, `cross.onnx` and `decoder.onnx`; see `export.onnx.trace_encoders.trace_seq2seq`."""
+    job.progress.phase("tracing the model", 1)
+    traced = trace_seq2seq(job.source, dialect.dtype)
+    job.progress.step()
+    data = DataFile(job.folder, DATA)
+    products = {name: replace_marks(job, part, dialect, data) for name, part in traced.items()}
+    data.close()
+    graph = traced["decoder"].model.graph
+    values: dict[str, Any] = {str(value.name): value for value in graph.outputs}
+    cross: dict[str, Any] = {str(value.name): value for value in traced["cross"].model.graph.outputs}
+    facts = _common(job, dialect, "encoder-decoder") | {
+        "inputs": [str(value.name) for value in graph.inputs],
+        "hidden_size": _width(traced["encoder"], STATES),
+        "vocab_size": number(values["logits"].shape[-1]),
+        "cache": _shapes(values, "present"),
+        "cross": _shapes(cross, "cross"),
+        "compressed": {
+            file: products[name] for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER))
+        },
+    }
+    for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER)):
+        save(job, traced[name].model, file, facts)
+    return facts
+
+
+def _common(job: Job, dialect: Dialect, kind: str) -> dict[str, Any]:
+    from runtime.engines.torch.encoder import position_limit
+
+    table = job.source.skeleton.get_input_embeddings()
+    return {
+        "kind": kind,
+        "dialect": dialect.name,
+        "opset": dialect.opset,
+        "dtype": str(dialect.dtype).removeprefix("torch."),
+        "vocab_size": int(table.num_embeddings),  # type: ignore[union-attr, arg-type]
+        "context_length": position_limit(job.source.skeleton),
+    }
+
+
+def _width(traced: Any, name: str) -> int:
+    return number(next(v for v in traced.model.graph.outputs if v.name == name).shape[-1])
+
+
+def _shapes(values: dict[str, Any], prefix: str) -> list[list[int]]:
+    """`[heads, size]` of every layer's keys."""
+    keys = [value for name, value in values.items() if name.startswith(f"{prefix}.") and name.endswith(".key")]
+    return [[number(value.shape[1]), number(value.shape[3])] for value in keys]
+
+
 def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, grouped: bool = False) -> int:
     """Everything that a traced graph only stands for becomes operators and constants; returns how many products read integer codes.
 
@@ -64,7 +135,7 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
     products = fusible(job, marks)
-    together = shared_input.groups(job, marks) if dialect.own_operators else {}
+    together = groups(job, marks) if dialect.own_operators else {}
     done: set[onnx_ir.Node] = set()
     for mark in marks:
         module = mark.attributes.get_string("module", "")
@@ -76,8 +147,8 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
         if mark in together:
             group = together[mark]
             modules = [other.attributes.get_string("module", "") for other in group]
-            builder = Builder(store, mark, shared_input.joined(modules))
-            values = shared_input.write_together(builder, job, modules, first, dialect)
+            builder = Builder(store, mark, joined(modules))
+            values = write_together(builder, job, modules, first, dialect)
             for other, value in zip(group, values, strict=True):
                 builder.replace(other, value)
             done.update(group)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.target import Progress
 from export.tensorrt.model import DecoderModel
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, Range, profiles
 from runtime.errors import CompressError
+from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import byte_count
 
 PLAN = "engine.plan"
@@ -41,7 +41,7 @@ class Request:
     options: TensorrtOptions
 
 
-def build_engine(trt: Any, request: Request, progress: Progress) -> dict[str, Any]:
+def build_engine(trt: Any, request: Request, progress: ProgressReporter) -> dict[str, Any]:
     """Write `engine.plan` (and what a stripped plan needs) into the request's folder.
 
     Returns:
@@ -122,7 +122,7 @@ def _shapes(network: Any, request: Request) -> list[dict[str, Range]]:
     return found
 
 
-def _configure(trt: Any, builder: Any, request: Request, progress: Progress) -> Any:
+def _configure(trt: Any, builder: Any, request: Request, progress: ProgressReporter) -> Any:
     options, flag = request.options, trt.BuilderFlag
     config = builder.create_builder_config()
     if request.dtype == "FLOAT":
@@ -156,7 +156,7 @@ def _add_profiles(builder: Any, config: Any, profiles: list[dict[str, Range]]) -
             raise CompressError(f"TensorRT refused profile {number} ({'prefill' if number == 0 else 'decode'})")
 
 
-def _read_timings(config: Any, path: str | None, progress: Progress) -> Any:
+def _read_timings(config: Any, path: str | None, progress: ProgressReporter) -> Any:
     """The timing cache in use; None where none is wanted. One of another GPU or version is not used, and said so."""
     if path is None:
         return None
@@ -180,7 +180,7 @@ def _describe(tensor: Any) -> Mapping[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
 
 
-def make_logger(trt: Any, progress: Progress) -> Any:
+def make_logger(trt: Any, progress: ProgressReporter) -> Any:
     """An `ILogger` that warns through `progress` and keeps errors in `.errors` for the message of a failed build."""
 
     class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
@@ -198,7 +198,7 @@ def make_logger(trt: Any, progress: Progress) -> Any:
     return Logger()
 
 
-def make_monitor(trt: Any, progress: Progress) -> Any:
+def make_monitor(trt: Any, progress: ProgressReporter) -> Any:
     """An `IProgressMonitor` that shows the outermost phases as bars. TensorRT calls it from several threads."""
 
     class Monitor(trt.IProgressMonitor):  # type: ignore[misc, name-defined]

@@ -12,10 +12,10 @@ import torch
 from export.source import Source
 from export.target import Job
 from export.tensorrt.bundle import ONNX
-from export.tensorrt.fits import conversions, expressible
 from export.tensorrt.model import read_model
-from export.tensorrt.prove import changed_modules, precision
+from export.tensorrt.proof import changed_modules, precision
 from export.tensorrt.rules import check
+from export.tensorrt.support import conversions, expressible
 from runtime.errors import CompressError, RequestError
 
 #: torch name -> TensorRT's `DataType` member.

@@ -9,20 +9,20 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from export.changed import Expected
+from export.change import Expected
 from export.folder import copy_tokenizer
 from export.source import TOKENIZER_FILES, Source
 from export.target import Conversion, Job, Target, Verification
 from export.tensorrt import machine
 from export.tensorrt.build import PLAN, Request, build_engine
 from export.tensorrt.bundle import BUILD, CONTENT, DATA, ONNX, Bundle, is_bundle, write_build
-from export.tensorrt.fits import conversions, reason_against
-from export.tensorrt.kept import load_expected, save_expected
 from export.tensorrt.model import DecoderModel, read_model
 from export.tensorrt.onnx_file import bytes_needed, write_onnx
 from export.tensorrt.options import TensorrtOptions
+from export.tensorrt.probe_file import load_expected, save_expected
 from export.tensorrt.profiles import Limits, limits
-from export.tensorrt.prove import LIMITS, Unfinished, compare, expect, precision, prove_bundle
+from export.tensorrt.proof import LIMITS, Unfinished, compare, expect, precision, prove_bundle
+from export.tensorrt.support import conversions, reason_against
 from runtime.engines.tensorrt.engine import finishing
 from runtime.errors import CompressError, RequestError
 

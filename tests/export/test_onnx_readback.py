@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 import export
+from export.onnx.dialect import OnnxOptions
 from export.onnx.readback import modules_of, read_back
-from export.onnx.target import OnnxOptions
-from export.progress import Reporter
 from export.source import Source
 from export.target import Job
 from runtime.errors import CompressError
+from runtime.system.progress import ProgressReporter
 
 onnx = pytest.importorskip("onnx")
 pytest.importorskip("onnxruntime")
@@ -40,7 +40,9 @@ def written(made: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory)
 
 
 def job_of(artifact: Path, folder: Path, **options: Any) -> Job:
-    return Job(Source(artifact), OnnxOptions(**options), folder, Reporter(quiet=True), facts={"kind": "decoder"})
+    return Job(
+        Source(artifact), OnnxOptions(**options), folder, ProgressReporter(quiet=True), facts={"kind": "decoder"}
+    )
 
 
 @pytest.mark.sampled(2)

@@ -16,9 +16,8 @@ from onnx_layer import write_layer
 
 import compress
 import export
-from export.onnx.dialect import dialect
+from export.onnx.dialect import dialect, layer_rules, multiplies_integers
 from export.onnx.grid import ONNX, conversion, grid_bytes, rounded_anew, to_grid
-from export.onnx.layer_rules import layer_rules, multiplies_integers
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 

@@ -12,9 +12,9 @@ import torch
 from fake_tensorrt.install import install
 
 import export
-from export.changed import Expected
-from export.tensorrt import kept
-from export.tensorrt.kept import KeptProbe, compare_kept, load_expected, save_expected
+from export.change import Expected
+from export.tensorrt import probe_file
+from export.tensorrt.probe_file import KeptProbe, compare_kept, load_expected, save_expected
 from export.tensorrt.rules import attention
 from export.verify import Probe, compare_logits, compare_tokens
 from runtime.errors import ArtifactError, CompressError, RequestError
@@ -62,9 +62,9 @@ def test_a_wrong_scale_is_noticed(made: Made, tmp_path: Path, kind: str, options
 
 def test_a_wrong_bfloat16_constant_is_noticed(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The twin has the bundle's own constants, not the artifact's."""
-    from export.tensorrt import prove
+    from export.tensorrt import proof
 
-    original = prove.write_twin
+    original = proof.write_twin
 
     def damaged(path: Path, folder: Path) -> Path:
         data = path.with_name("model.onnx.data")
@@ -73,7 +73,7 @@ def test_a_wrong_bfloat16_constant_is_noticed(made: Made, tmp_path: Path, monkey
         data.write_bytes(content)
         return original(path, folder)
 
-    monkeypatch.setattr(prove, "write_twin", damaged)
+    monkeypatch.setattr(proof, "write_twin", damaged)
     with pytest.raises(CompressError, match="does not compute what the artifact does"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True)
 
@@ -133,9 +133,9 @@ def test_float16_without_a_kernel_is_compared_in_float32(
 
 
 def test_without_onnx_runtime_there_is_no_proof(made: Made, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from export.tensorrt import prove
+    from export.tensorrt import proof
 
-    monkeypatch.setattr(prove, "missing_packages", list)
+    monkeypatch.setattr(proof, "missing_packages", list)
     with pytest.raises(RequestError, match=r"needs onnxruntime, which is not installed: .*--no-verify"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True)
     export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True, verify=False)
@@ -167,7 +167,7 @@ def _probe(vocabulary: int = 300) -> Probe:
 @pytest.mark.parametrize("best", [8, 300])
 def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best: int) -> None:
     """Over the best and "any other" it is never above the whole one, and equal where all are kept."""
-    monkeypatch.setattr(kept, "BEST", best)
+    monkeypatch.setattr(probe_file, "BEST", best)
     probe = _probe()
     save_expected(Expected(probe, {"kl_of_change": 0.25}), tmp_path)
     loaded = load_expected(tmp_path)
@@ -188,7 +188,7 @@ def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best
 
 def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The best logits are right to the bit, and the engine believes in another token all the same."""
-    monkeypatch.setattr(kept, "BEST", 8)
+    monkeypatch.setattr(probe_file, "BEST", 8)
     probe = _probe()
     save_expected(Expected(probe), tmp_path)
     loaded = load_expected(tmp_path)
@@ -201,7 +201,7 @@ def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_token_that_was_not_kept_is_no_near_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kept, "BEST", 8)
+    monkeypatch.setattr(probe_file, "BEST", 8)
     probe = _probe()
     unlikely = int(probe.logits[0, 2].argmin())
     save_expected(Expected(probe), tmp_path)

@@ -229,13 +229,13 @@ def test_architectures_and_errors(tmp_path: Path) -> None:
 def test_a_kernel_that_compiles_to_something_else_is_refused(
     exported: Exported, tiny_artifact: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from export.progress import Reporter
     from export.target import Job
     from export.triton_aot.build import Built
+    from runtime.system.progress import ProgressReporter
 
     cubins = read_index(exported.path)
     listed = {entry["kernel"]: entry["ptx_sha256"] for entry in reversed(index(exported.path))}
-    job = Job(Source(tiny_artifact), TritonOptions(gpus="90"), exported.path, Reporter(quiet=True))
+    job = Job(Source(tiny_artifact), TritonOptions(gpus="90"), exported.path, ProgressReporter(quiet=True))
 
     def again(ptx: dict[str, str]) -> Any:
         return lambda tasks, done: [Built(task, b"other", ptx[task.variant.kernel]) for task in tasks]
@@ -260,11 +260,11 @@ def test_every_kernel_is_compiled_ahead_but_those_of_caches() -> None:
 def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     tiny_artifact: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from export.progress import Reporter
     from export.target import Job
     from export.triton_aot import launches, write
     from runtime.kernels.triton import tuning
     from runtime.kv_cache.policy.policy import Policy, choose_policy
+    from runtime.system.progress import ProgressReporter
     from runtime.system.self_hash import sealed_json
 
     path = Path(shutil.copytree(tiny_artifact, tmp_path / "kivi"))
@@ -284,7 +284,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     tasks: list[Task] = []
     monkeypatch.setattr(write, "_compile", lambda job, given: tasks.extend(given) or [])
     (tmp_path / "out").mkdir()
-    job = Job(source, options, tmp_path / "out", Reporter(quiet=True))
+    job = Job(source, options, tmp_path / "out", ProgressReporter(quiet=True))
     write.write(job)
     assert [task.variant for task in tasks] == found.variants
     assert job.progress.warnings == [plan.CACHE]  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""Traced graphs kept in the user's cache: tracing takes a second a layer, and one graph serves every dialect and scheme of a model.
+"""Cache of traced graphs in the user's cache directory: tracing takes a second a layer, and one graph serves every dialect and scheme.
 
 A graph is found again by everything that went into it: config, classes, the values of all tensors that were traced with their weights
 (norms, tables of positions), the shapes of those that were not, and the versions of whoever traced.
@@ -28,7 +28,7 @@ MOST_FILES, MOST_BYTES = 32, 1 << 30  # graphs kept; the oldest go first
 _NO_PART = ("quantization_config", "_name_or_path")
 # What builds, marks and traces a model.
 _CODE = (
-    *(Path(__file__).parent / name for name in ("marks.py", "trace.py")),
+    *(Path(__file__).parent / name for name in ("marks.py", "trace.py", "trace_encoders.py")),
     *map(Path, (skeleton.__file__, layer_sizes.__file__)),
 )
 _TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
@@ -36,6 +36,8 @@ _TRACERS = ("torch", "transformers", "onnxscript", "onnx-ir", "onnx")
 
 def key(model: nn.Module, config: Any, **details: Any) -> str:
     """Name of the graph that tracing this model (weights marked) would give."""
+    import torch
+
     digest = hashlib.sha256()
     described = {
         "config": {name: value for name, value in config.to_dict().items() if name not in _NO_PART},
@@ -48,11 +50,11 @@ def key(model: nn.Module, config: Any, **details: Any) -> str:
     for name, value in sorted([*model.named_parameters(), *model.named_buffers()], key=lambda pair: pair[0]):
         digest.update(f"{name} {tuple(value.shape)} {value.dtype}".encode())
         if value.numel():
-            digest.update(value.detach().contiguous().reshape(-1).view(_byte()).numpy().tobytes())
+            digest.update(value.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
 
 
-def recall(name: str) -> onnx_ir.Model | None:
+def load(name: str) -> onnx_ir.Model | None:
     """The graph kept under `name`; None when there is none or it cannot be read."""
     import onnx_ir as ir
 
@@ -68,7 +70,7 @@ def recall(name: str) -> onnx_ir.Model | None:
     return model
 
 
-def remember(name: str, model: onnx_ir.Model) -> None:
+def store(name: str, model: onnx_ir.Model) -> None:
     """Keep a graph. A cache that cannot be written is no reason to fail."""
     import onnx_ir as ir
 
@@ -86,9 +88,3 @@ def remember(name: str, model: onnx_ir.Model) -> None:
     except Exception as error:  # a graph above 2 GB is one that protobuf refuses in its own way
         _log.warning("the traced graph is not kept: %s", error)
         temporary.unlink(missing_ok=True)
-
-
-def _byte() -> Any:
-    import torch
-
-    return torch.uint8

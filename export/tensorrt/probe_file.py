@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from export.changed import Expected
+from export.change import Expected
 from export.tensorrt.bundle import PROBE
 from export.verify import Logits, Probe
 from runtime.errors import ArtifactError, CompressError

@@ -13,13 +13,13 @@ from typing import Any
 
 import torch
 
-from export.changed import Change, Expected, expect_changed
+from export.change import Change, Expected, expect_changed
 from export.onnx.grid import TENSORRT
 from export.source import Source
 from export.target import Job, missing_packages, needs
 from export.tensorrt.bundle import ONNX
-from export.tensorrt.fits import dropped_activations
-from export.tensorrt.kept import KeptProbe, compare_kept
+from export.tensorrt.probe_file import KeptProbe, compare_kept
+from export.tensorrt.support import dropped_activations
 from export.tensorrt.twin import write_twin
 from export.verify import compare_logits, compare_tokens, probe
 from runtime.api.model import Model

@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
-from export.changed import Change, Expected, expect_changed, load_changed
+from export.change import Change, Expected, expect_changed, load_changed
 from export.onnx.check import check_file, check_fused
+from export.onnx.conversions import conversions
+from export.onnx.dialect import dialect_of, fast_name
 from export.onnx.grid import ONNX
 from export.onnx.readback import read_back
-from export.onnx.target import conversions, dialect_of, fast_name
 from export.target import Job, Verification
 from export.verify import TIE, compare_logits, compare_tokens, load_artifact, probe
 from runtime.errors import CompressError

@@ -27,7 +27,7 @@ from where import commit, cpu_name
 import compress
 import export
 from compress.core.resources import recipes_directory
-from export.huggingface.gptq_config import HEAD
+from export.huggingface.gptq import HEAD
 from export.huggingface.gptq_reader import Folder, unpack
 from export.huggingface.proof import compare_model, load_transformers, verify_with_gptqmodel
 from export.huggingface.target import HuggingFaceOptions

@@ -1,4 +1,4 @@
-"""The directory of an export: written beside, then renamed, so that it is there whole or not at all."""
+"""Directory of an export: written beside its place, then renamed, so that it is there whole or not at all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An export from beginning to end: ask, write beside, load back, compare, rename."""
+"""One export from beginning to end: check, write beside, load back, compare, rename."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is exported: an artifact (or a plain checkpoint) whose weights are read one at a time."""
+"""Source of an export: an artifact (or a plain checkpoint) whose weights are read one at a time."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Tools to prove an export: what the artifact computes on texts it wrote itself, and how far another engine is from it.
+"""Comparison of an export with its artifact, on sequences that the artifact wrote itself.
 
-Texts come from the artifact (sampled, then continued greedily), so that no data set is needed and every position is one that
+Sequences come from the artifact (sampled, then continued greedily), so that no data set is needed and every position is one that
 the model would reach. Two engines never sum in the same order; where the artifact's two best tokens are closer than rounding
 can tell apart, either counts as right, and such near ties are counted apart.
 """

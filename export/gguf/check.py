@@ -1,4 +1,4 @@
-"""The proof: the file read back tensor by tensor, and llama.cpp run beside the artifact where it is installed.
+"""Proof of a GGUF file: read back tensor by tensor, and llama.cpp run beside the artifact where it is installed.
 
 llama.cpp rounds what it multiplies, so its logits cannot show that everything else (names, order of rows, rotary embedding,
 epsilons) is right to the last digit. A twin of the file with float32 matrices can: with it llama.cpp computes in float32. The
@@ -13,9 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from export.gguf import llamacpp, pretokenizers, readback, tokenizer, writer
-from export.gguf.plan import Planned
+import numpy
+import torch
+
+from export.gguf import families, grids, llamacpp, metadata, pretokenizers, tokenizer, writer
+from export.gguf.plan import DENSE_BYTES, Planned
 from export.gguf.tokenizer import Vocabulary
+from export.source import Source
 from export.target import Job, Verification, missing_packages
 from export.verify import Probe, compare_logits, compare_tokens, probe
 from runtime.errors import CompressError
@@ -30,12 +34,13 @@ _LIMITS = {
     "activations": (5e-2, 2.0, "the artifact and llama.cpp round the inputs of products differently"),
     "anew": (0.5, math.inf, "weights were rounded anew"),
 }
+_ROWS = 4096  # dequantized at once
 TWIN_VALUES = 1 << 28  # the twin is written for models of at most so many values (1 GiB)
 
 
 def check(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary | None) -> Verification:
     """Raises CompressError where the file is not what the artifact is."""
-    read = readback.compare(path, job, tensors)
+    read = read_back(path, job, tensors)
     checked = f"{read['tensors']} tensors ({read['weights']:,} values) equal the artifact's to the last bit"
     if read["rounded"]:
         checked += f", {read['rounded']} are rounded by at most {read['error']:.2g}"
@@ -124,3 +129,77 @@ def _same_ids(job: Job, model: llamacpp.Model, vocabulary: Vocabulary, notes: li
         f"({theirs.decode(expected[first : first + 3])!r})"
     )
     return False
+
+
+def read_back(path: Path, job: Job, tensors: list[Planned]) -> dict[str, Any]:
+    """`tensors` and `weights` (how many values) that are bit for bit the artifact's `(q - z) * scale`, `rounded` tensors, and the
+    largest `error` of those.
+
+    Raises:
+        CompressError: a tensor is missing, one too many, or not what was written; a rounded one is further off than recorded.
+    """
+    import gguf
+
+    reader = gguf.GGUFReader(path)
+    found = {tensor.name: tensor for tensor in reader.tensors}
+    expected = {tensor.name for tensor in tensors}
+    if metadata.rope_factors(job.source) is not None:
+        expected.add(metadata.ROPE_FREQS)
+    if set(found) != expected:
+        raise CompressError(
+            f"{path.name} has other tensors than were to be written: {sorted(set(found) ^ expected)[:3]}"
+        )
+    job.progress.phase("reading back", len(tensors))
+    exact = weights = rounded = 0
+    worst = 0.0
+    for tensor in tensors:
+        stored = found[tensor.name]
+        if stored.tensor_type.name != tensor.type or tuple(int(n) for n in reversed(stored.shape)) != tuple(
+            tensor.shape
+        ):
+            raise CompressError(f"{tensor.name} was read back as {stored.tensor_type.name} of {stored.shape.tolist()}")
+        error = _error(job.source, tensor, stored.data)
+        recorded = job.losses.get(tensor.module or tensor.parameter, 0.0)
+        if error > recorded * (1 + 1e-6):
+            raise CompressError(
+                f"{tensor.name} is {error:.3g} away from the artifact's {tensor.parameter}, allowed {recorded:.3g}"
+            )
+        exact, rounded = exact + (error == 0), rounded + (error > 0)
+        weights += stored.n_elements if error == 0 else 0
+        worst = max(worst, error)
+        job.progress.step(tensor.name)
+    return {"tensors": exact, "weights": int(weights), "rounded": rounded, "error": worst}
+
+
+def _error(source: Source, tensor: Planned, data: Any) -> float:
+    """||W' - W|| / ||W|| of a stored tensor; 0 exactly where every value is the artifact's."""
+    order = None if tensor.heads is None else families.permuted_rows(tensor.shape[0], tensor.heads)
+    changed = total = 0.0
+    wanted = _wanted(source, tensor)
+    if order is not None:
+        wanted = wanted[order]
+    rows = data.reshape(tensor.shape[0], -1)
+    for start in range(0, tensor.shape[0], _ROWS):
+        value = _dequantized(rows[start : start + _ROWS], tensor)
+        reference = wanted[start : start + _ROWS].float().view(value.shape)
+        if not torch.equal(value, reference):
+            changed += float((value - reference).double().square().sum())
+        total += float(reference.double().square().sum())
+    return (changed / total) ** 0.5 if total else float(changed > 0)
+
+
+def _wanted(source: Source, tensor: Planned) -> torch.Tensor:
+    """The artifact's values, `tensor.shape`, in a dtype that holds them."""
+    if tensor.module is None:
+        return source.dense(tensor.parameter)
+    weight = source.weight(tensor.module)
+    if tensor.type in DENSE_BYTES and tensor.exact:
+        return torch.cat([value.to(writer.DTYPES[tensor.type]) for _, value in grids.values(weight)])
+    return torch.cat([value for _, value in grids.values(weight)])
+
+
+def _dequantized(data: Any, tensor: Planned) -> torch.Tensor:
+    raw = torch.from_numpy(numpy.array(data).view(numpy.uint8))  # a copy: the reader's arrays are the file itself
+    if tensor.type in writer.DTYPES:
+        return raw.view(writer.DTYPES[tensor.type]).float()
+    return writer.decode(raw, tensor.type)

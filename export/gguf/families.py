@@ -6,6 +6,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from export.source import Source
 from runtime.modeling.layer_sizes import differing
 
@@ -84,6 +86,14 @@ def heads_of(source: Source, name: str) -> int | None:
         return None
     config = source.config
     return int(config.num_attention_heads if kind(name) == "attn_q" else config.num_key_value_heads)
+
+
+def permuted_rows(count: int, heads: int) -> torch.Tensor:
+    """int64 `[count]`: row i of the GGUF tensor is this row of transformers' q_proj or k_proj.
+
+    llama.cpp rotates neighbours, transformers the two halves of a head.
+    """
+    return torch.arange(count).view(heads, 2, count // heads // 2).transpose(1, 2).reshape(-1)
 
 
 def kind(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Number grids of artifacts in the blocks of GGUF: which block type holds which grid, and the bits.
+"""Number grids of artifacts in GGUF's block types, and the bits of a block.
 
 A block is 32 neighbours of one row with one fp16 scale `d` (`ggml-common.h`):
 

@@ -1,4 +1,4 @@
-"""What will be in the file: every tensor of the artifact, its name and number type there, and what that changes."""
+"""Plan of a GGUF file: every tensor of the artifact, its name and number type there, and what that changes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How llama.cpp cuts a text before byte-level BPE: its named pre-tokenizers, and which of them a tokenizer.json means.
+"""Pre-tokenizers of llama.cpp, by name, and the one that a tokenizer.json means.
 
 A GGUF file carries only a name (`tokenizer.ggml.pre`); the regular expressions are compiled into llama.cpp (`llama-vocab.cpp`,
 `llm_tokenizer_bpe`). Written here as tokenizer.json has them.

@@ -1,4 +1,4 @@
-"""`--target gguf`: see `export.gguf`."""
+"""GGUF target; see `export.gguf`."""
 
 from __future__ import annotations
 

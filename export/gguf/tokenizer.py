@@ -1,4 +1,4 @@
-"""The artifact's tokenizer as GGUF's keys: byte-level BPE ("gpt2") and BPE with byte fallback, as SentencePiece has it ("llama").
+"""Tokenizer of the artifact as GGUF's keys: byte-level BPE ("gpt2") and BPE with byte fallback, as SentencePiece has it ("llama").
 
 Read from what transformers makes of the directory, so that it is the tokenizer which the artifact's user has.
 """

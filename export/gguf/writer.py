@@ -1,4 +1,4 @@
-"""The file, one tensor in memory at a time."""
+"""Writer of a GGUF file, one tensor in memory at a time."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from export.gguf import grids, metadata, permute, tokenizer
+from export.gguf import families, grids, metadata, tokenizer
 from export.gguf.plan import DENSE_BYTES, Planned
 from export.gguf.tokenizer import Vocabulary
 from export.source import Source
@@ -24,8 +24,6 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
         RequestError: a value does not fit the type that was asked for.
     """
     import gguf
-
-    from export.gguf import families
 
     source, factors = job.source, metadata.rope_factors(job.source)
     writer = gguf.GGUFWriter(path, families.find(source).architecture)
@@ -77,7 +75,7 @@ def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:
         data = grids.pack(weight, tensor.type)
         loss = 0.0 if tensor.exact else _loss((v, decode(data[rows], tensor.type)) for rows, v in grids.values(weight))
     if tensor.heads is not None:
-        data = data[permute.rows(tensor.shape[0], tensor.heads)]
+        data = data[families.permuted_rows(tensor.shape[0], tensor.heads)]
     return data.contiguous(), loss
 
 

@@ -1,4 +1,4 @@
-"""Which layers engines fuse into one, and so must be stored in one scheme.
+"""Layers that engines fuse into one, and that must therefore be stored in one scheme.
 
 vLLM and SGLang load q, k and v as one matrix, gate and up as another, and all experts of a layer as one kernel's operand. vLLM
 refuses shards of different schemes ("Found a different quantization schemes for ...", `should_ignore_layer` in its

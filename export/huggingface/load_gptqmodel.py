@@ -1,4 +1,4 @@
-"""Loads a GPTQ folder with GPTQModel and writes what it computes: `python load_gptqmodel.py FOLDER ASKED.npz ANSWERED.npz [LOADER]`.
+"""Script that loads a GPTQ folder with GPTQModel and writes its results: `python load_gptqmodel.py FOLDER ASKED.npz ANSWERED.npz [LOADER]`.
 
 LOADER is "gptqmodel" (GPTQModel.load) or "transformers" (AutoModelForCausalLM, which needs optimum beside gptqmodel).
 

@@ -1,4 +1,4 @@
-"""What becomes of every compressed module: the scheme and layout it is stored in, or dense; decided before anything is read."""
+"""Plan of a checkpoint: scheme and layout of every compressed module, or dense; decided before anything is read."""
 
 from __future__ import annotations
 

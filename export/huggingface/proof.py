@@ -1,4 +1,4 @@
-"""The proof of an export: loaded by others' code, compared with the artifact."""
+"""Proof of a checkpoint: loaded by others' code and compared with the artifact."""
 
 from __future__ import annotations
 

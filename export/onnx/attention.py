@@ -1,4 +1,4 @@
-"""Attention: what its mark becomes in each dialect. Keys and values are never repeated for the query heads that share them."""
+"""Attention in each dialect. Keys and values are never repeated for the query heads that share them."""
 
 from __future__ import annotations
 

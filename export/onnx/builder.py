@@ -1,4 +1,4 @@
-"""Nodes put into a graph in the place of a mark."""
+"""Builder of the nodes that take the place of a mark."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is checked of an ONNX file apart from its numbers: that it is valid, and that the runtime fuses it as it was meant.
+"""Checks of an ONNX file apart from its numbers: it is valid, and the runtime fuses it as it is meant to.
 
 A weight that is not fused into its product is dequantized at every call, fifty times slower and without an error; so the graph
 that ONNX Runtime has optimized is looked at, not only its result.

@@ -1,4 +1,4 @@
-"""A compressed weight in the words of ONNX: codes `[K, N]` with a scale for every block of rows, for one column, or for all.
+"""Compressed weight as ONNX says it: codes `[K, N]` with a scale for every block of rows, for one column, or for all.
 
 What a dialect cannot say is changed exactly where that is possible (a group of 256 is two of 128 with equal scales; int3 codes are
 int4 codes), rounded anew on request, and refused otherwise.

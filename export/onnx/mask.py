@@ -1,4 +1,4 @@
-"""What a traced mask lets through: computed, since the words that a model passes beside its mask need not say the same."""
+"""Windows of traced attention masks: computed, since the arguments that a model passes beside its mask need not agree with it."""
 
 from __future__ import annotations
 

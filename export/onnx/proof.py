@@ -1,4 +1,4 @@
-"""The proof of an ONNX export: valid, fused, loaded back with `runtime.load`, and compared in float32 with the artifact, changed alike
+"""Proof of an ONNX export: valid, fused, loaded back with `runtime.load`, and compared in float32 with the artifact, changed alike
 where layers were rounded anew."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from export.change import Change, Expected, expect_changed, load_changed
+from export.onnx.change import Change, Expected, expect_changed, load_changed
 from export.onnx.check import check_file, check_fused
 from export.onnx.conversions import conversions
 from export.onnx.dialect import dialect_of, fast_name

@@ -1,4 +1,4 @@
-"""`--target onnx`: a decoder with its cache as one graph, weights compressed, for ONNX Runtime and whatever else reads ONNX."""
+"""ONNX target: a model with its cache as one graph, weights compressed, for ONNX Runtime and other readers of ONNX."""
 
 from __future__ import annotations
 

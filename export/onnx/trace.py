@@ -1,4 +1,4 @@
-"""From a model to an ONNX graph with marks in the place of its weights, through transformers' own exporter."""
+"""Tracing of a model to an ONNX graph, with marks in the place of its weights, by transformers' own exporter."""
 
 from __future__ import annotations
 

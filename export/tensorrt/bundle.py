@@ -1,4 +1,4 @@
-"""The build bundle: the ONNX file in TensorRT's dialect and `build.json`, everything that the target machine needs to finish."""
+"""Build bundle: the ONNX file in TensorRT's dialect and `build.json`, from which the target machine builds the engine."""
 
 from __future__ import annotations
 

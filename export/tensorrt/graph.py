@@ -1,4 +1,4 @@
-"""An ONNX file as the rules see it: nodes of all graphs, types and shapes where they can be inferred, constants when asked."""
+"""View of an ONNX file for the rules: nodes of all graphs, types and shapes where they can be inferred, constants when asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this machine has for building an engine."""
+"""TensorRT and GPU of this machine, as far as building an engine needs them."""
 
 from __future__ import annotations
 

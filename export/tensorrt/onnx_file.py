@@ -1,4 +1,4 @@
-"""The ONNX file in TensorRT's dialect: written, and held against every rule before anybody builds from it."""
+"""ONNX file in TensorRT's dialect: written, and checked against every rule before an engine is built from it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What can be asked of the TensorRT target."""
+"""Options of the TensorRT target."""
 
 from __future__ import annotations
 

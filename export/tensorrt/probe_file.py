@@ -1,4 +1,4 @@
-"""What a bundle takes along of what the artifact said, so that the machine that finishes it, which has no artifact, can compare.
+"""File of the artifact's logits and tokens in a bundle: the machine that finishes it has no artifact to compare with.
 
 All logits of a large vocabulary would weigh more than many a model. Kept are the best of each position and the mass of all others,
 so that KL divergence can still be computed, over the best and "any other".
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from export.change import Expected
+from export.onnx.change import Expected
 from export.tensorrt.bundle import PROBE
 from export.verify import Logits, Probe
 from runtime.errors import ArtifactError, CompressError

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from export.change import Change, Expected, expect_changed
+from export.onnx.change import Change, Expected, expect_changed
 from export.onnx.grid import TENSORRT
 from export.source import Source
 from export.target import Job, missing_packages, needs

@@ -1,4 +1,4 @@
-"""Which artifacts TensorRT can hold, and what changes on the way."""
+"""Support of TensorRT for artifacts: reasons against, and what changes on the way."""
 
 from __future__ import annotations
 

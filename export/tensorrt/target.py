@@ -1,4 +1,4 @@
-"""The TensorRT target: an engine where TensorRT and a GPU are, the build bundle everywhere else."""
+"""TensorRT target: an engine where TensorRT and a GPU are, the build bundle everywhere else."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, ClassVar
 
-from export.change import Expected
 from export.folder import copy_tokenizer
+from export.onnx.change import Expected
 from export.source import TOKENIZER_FILES, Source
 from export.target import Conversion, Job, Target, Verification
 from export.tensorrt import machine

@@ -1,4 +1,4 @@
-"""What an artifact launches on each GPU, and which of its layers no Triton kernel computes."""
+"""Plan of an ahead-of-time export: launches of an artifact on each GPU, and its layers that no Triton kernel computes."""
 
 from __future__ import annotations
 

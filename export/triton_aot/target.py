@@ -1,4 +1,4 @@
-"""`--target triton`: the artifact, and beside it its GPU kernels compiled ahead.
+"""Triton target: the artifact, and beside it its GPU kernels compiled ahead.
 
 A production machine loads the export as it loads the artifact, `runtime.load(directory)`, and launches the cubins in `kernels/`
 through the CUDA driver: no compiler, no C compiler, no triton. Compiled are the kernels that the runtime would launch for this

@@ -1,4 +1,4 @@
-"""The export's directory: the artifact's files as they are, and `kernels/`."""
+"""Writer of an ahead-of-time export: the artifact's files as they are, and `kernels/`."""
 
 from __future__ import annotations
 

@@ -189,10 +189,10 @@ def test_llama_cpp_says_the_same_tokens(made: Make, tmp_path: Path, kind: str) -
 def test_a_wrong_order_of_rows_is_found_by_llama_cpp(
     made: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from export.gguf import permute
+    from export.gguf import families
 
     monkeypatch.setattr(
-        permute, "rows", lambda count, heads: torch.arange(count)
+        families, "permuted_rows", lambda count, heads: torch.arange(count)
     )  # writer and reader agree on the wrong one
     with pytest.raises(CompressError, match="does not compute what the artifact does"):
         export_gguf(made("w4_g128"), tmp_path / "out")

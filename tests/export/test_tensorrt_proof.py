@@ -12,7 +12,7 @@ import torch
 from fake_tensorrt.install import install
 
 import export
-from export.change import Expected
+from export.onnx.change import Expected
 from export.tensorrt import probe_file
 from export.tensorrt.probe_file import KeptProbe, compare_kept, load_expected, save_expected
 from export.tensorrt.rules import attention

@@ -1,4 +1,4 @@
-"""What TensorRT documents that it refuses, checked before anybody has a GPU: one function a rule.
+"""Rules of TensorRT's documentation, checked without a GPU: one function a rule.
 
 Sources: [docs] TensorRT 11 documentation (operator reference, quantization, ONNX opset guide); [parser] onnx-tensorrt's importers
 (release 10.14 and later); [#n] issues of NVIDIA/TensorRT.

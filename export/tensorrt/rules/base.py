@@ -1,4 +1,4 @@
-"""What a rule is, and the list of all of them."""
+"""Rule and the list of all rules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The engine of ONNX exports: a decoder's graph in ONNX Runtime, keys and values in torch tensors that it reads and writes in place."""
+"""Engines of decoders and encoders exported to ONNX; keys and values lie in torch tensors that ONNX Runtime reads and writes in place."""
 
 from __future__ import annotations
 

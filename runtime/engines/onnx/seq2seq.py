@@ -1,4 +1,4 @@
-"""The engine of encoder-decoders exported to ONNX; see `runtime.engines.base.Seq2SeqEngine`."""
+"""Engine of encoder-decoders exported to ONNX; see `runtime.engines.base.Seq2SeqEngine`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One ONNX graph in ONNX Runtime, reading and writing torch tensors where they lie."""
+"""Session of ONNX Runtime that reads and writes torch tensors where they lie."""
 
 from __future__ import annotations
 

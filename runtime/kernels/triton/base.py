@@ -1,4 +1,4 @@
-"""What the kernels of the dispatch table that compute in triton have in common. Importing this file does not import triton."""
+"""Base class of the dispatch table's Triton kernels. Importing this file does not import triton."""
 
 from __future__ import annotations
 

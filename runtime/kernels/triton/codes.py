@@ -1,4 +1,4 @@
-"""Pieces that several kernels share: a code as a float, and the second pass of split-K."""
+"""Functions that several kernels share: a code as a float, and the second pass of split-K."""
 
 from __future__ import annotations
 

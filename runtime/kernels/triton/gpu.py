@@ -1,4 +1,4 @@
-"""Which GPU kernels are chosen for: the one that is there, or one that is assumed while they are compiled for it elsewhere."""
+"""GPU that kernels are chosen for: the one that is there, or one that is assumed while they are compiled for it elsewhere."""
 
 from __future__ import annotations
 

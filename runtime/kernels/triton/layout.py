@@ -1,4 +1,4 @@
-"""How integer weights lie in GPU memory, and back. Plain torch: nothing here needs triton.
+"""Layout of integer weights in GPU memory. Plain torch: nothing here needs triton.
 
 A matrix `[N, K]` of codes becomes int32 words `[tiles, N, 16]`. A tile is as many columns as 16 words hold: 128 with 4-bit
 fields, 64 with 8-bit ones. Field `j` of word `w` holds column `tile * 16 * fields + j * 16 + w`, so

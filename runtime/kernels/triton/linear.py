@@ -1,4 +1,4 @@
-"""Kernels of the dispatch table that compute in triton. Importing this file does not import triton."""
+"""Triton kernels of the dispatch table. Importing this file does not import triton."""
 
 from __future__ import annotations
 

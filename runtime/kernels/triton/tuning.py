@@ -1,4 +1,4 @@
-"""Which launch configuration a kernel takes on which device: measured once, remembered on disk.
+"""Launch configuration of a kernel on a device: measured once, stored on disk.
 
 Keyed by (kernel, shape class, dtype, device name). The first call of a new key on a GPU times the candidates (some seconds, most
 of it compilation); later processes read `tuning/NAME.json` under `$COMPRESS_CACHE` or `~/.cache/compress`. Nothing is timed in

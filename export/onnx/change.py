@@ -1,4 +1,4 @@
-"""The artifact with the same change made as an export has: what such an export is compared with.
+"""Reference of an export that changes weights: the artifact's own model with the same change made.
 
 A change (weights rounded anew, activations that are no longer rounded) moves tokens by more than any error of the export would, so
 that a comparison with the artifact would prove nothing. The change is therefore made in the artifact's own model too, export and

@@ -6,7 +6,6 @@ It reads config.json for the checkpoint format only; bits and groups are told by
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,6 @@ class Folder:
             self.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
         )
         return dequantize(qweight, qzeros, scales, g_idx, self.zero_offset)
-
-    def dense_names(self) -> Iterator[str]:
-        """Names of the tensors that belong to no compressed module (biases are dense)."""
-        inside = {f"{m}.{part}" for m in self.modules for part in ("qweight", "qzeros", "scales", "g_idx")}
-        return (name for name in self.files if name not in inside)
 
 
 def dequantize(

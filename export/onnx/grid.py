@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from runtime.errors import RequestError
-from runtime.formats.float8 import widen
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
 FLOAT8 = torch.float8_e4m3fn
@@ -67,18 +66,6 @@ class Grid:
     zero_point: torch.Tensor | None
     block: int | None
     loss: float = 0.0
-
-    def dequantize(self) -> torch.Tensor:
-        """float32 `[K, N]`."""
-        codes = widen(self.codes, torch.float32) if self.codes.dtype == FLOAT8 else self.codes.float()
-        scale, zero = self.scale.float(), self.zero_point
-        if self.block is not None:
-            rows = codes.shape[0]
-            scale = scale.repeat_interleave(self.block, 0)[:rows]
-            zero = None if zero is None else zero.repeat_interleave(self.block, 0)[:rows]
-        if zero is not None:
-            codes = codes - zero.float()
-        return codes * scale
 
 
 def why_not(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:

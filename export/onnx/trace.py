@@ -7,7 +7,6 @@ import logging
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,23 +24,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("compress.export")
 OPSET = 21  # INT4 and blocked scales; what dialects with a newer one use is valid under it too
-MARKED = "compress.marked_attention"
 BATCH, SEQUENCE, PAST = 2, 3, 5  # of the example; every one of them is a free dimension of the graph
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A graph with marks.
-
-    Attributes:
-        model: onnx_ir model; inputs and outputs have their final names.
-        shapes: {module: (rows, columns)} of the marks.
-        marked_attention: attention is marked too; else it is as transformers traced it.
-    """
-
-    model: onnx_ir.Model
-    shapes: dict[str, tuple[int, int]]
-    marked_attention: bool
 
 
 def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[str, tuple[int, int]]]:
@@ -68,7 +51,7 @@ def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[
     return model, shapes
 
 
-def trace_decoder(source: Source, dtype: torch.dtype) -> Traced:
+def trace_decoder(source: Source, dtype: torch.dtype) -> onnx_ir.Model:
     """Prefill and decode in one graph: `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key/value` in;
     `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included. Opset `OPSET`."""
     model, shapes = prepared(source, dtype)
@@ -77,7 +60,7 @@ def trace_decoder(source: Source, dtype: torch.dtype) -> Traced:
     if graph is None:
         graph = _trace_decoder(source, model, dtype)
         trace_cache.store(name, graph)
-    return Traced(graph, shapes, graph.metadata_props.get(MARKED) == "yes")
+    return graph
 
 
 def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> Any:
@@ -95,7 +78,7 @@ def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     free = Dim.DYNAMIC
     dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
     dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
-    graph, marked = export_graph(model, inputs, dynamic, model)
+    graph = export_graph(model, inputs, dynamic, model)
     names = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
     flat = [name for name in inputs if name != "past_key_values"]
     _rename(graph.graph.inputs, flat + names, source)
@@ -103,7 +86,6 @@ def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     _rename(graph.graph.outputs, ["logits", *present], source)
     _name_dimensions(graph, names, present)
     strip(graph)
-    graph.metadata_props[MARKED] = "yes" if marked else "no"
     return graph
 
 
@@ -163,17 +145,15 @@ def _plain_cache(model: PreTrainedModel) -> Any:
     return cache
 
 
-def export_graph(
-    module: Any, inputs: dict[str, Any], dynamic: dict[str, Any], model: PreTrainedModel
-) -> tuple[Any, bool]:
-    """Trace `module`, a part of `model`; returns the onnx_ir model and whether attention is marked in it."""
+def export_graph(module: Any, inputs: dict[str, Any], dynamic: dict[str, Any], model: PreTrainedModel) -> Any:
+    """The onnx_ir model of `module`, a part of `model`. Attention is marked where the mark can say it."""
     with marked_attention(model) as possible:
         if possible:
             try:
-                return _run_exporter(module, inputs, dynamic), True
+                return _run_exporter(module, inputs, dynamic)
             except MarkError as error:
                 _log.info("attention is traced as transformers computes it: %s", error)
-    return _run_exporter(module, inputs, dynamic), False
+    return _run_exporter(module, inputs, dynamic)
 
 
 def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -> Any:

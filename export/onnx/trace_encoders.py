@@ -13,24 +13,25 @@ import torch
 from torch import nn
 
 from export.onnx import trace_cache
-from export.onnx.trace import BATCH, MARKED, OPSET, PAST, SEQUENCE, Traced, export_graph, fixed, prepared, strip
+from export.onnx.trace import BATCH, OPSET, PAST, SEQUENCE, export_graph, fixed, prepared, strip
 from export.source import Source
 from runtime.errors import CompressError, RequestError
 
 if TYPE_CHECKING:
+    import onnx_ir
     from transformers import PreTrainedModel
 
 STATES = "last_hidden_state"
 SOURCE = 7  # tokens of the example's source
 
 
-def trace_encoder(source: Source, dtype: torch.dtype) -> Traced:
+def trace_encoder(source: Source, dtype: torch.dtype) -> onnx_ir.Model:
     """`input_ids`, `attention_mask` (and `token_type_ids`) in, `last_hidden_state` `[batch, sequence, hidden]` out."""
     model, shapes = prepared(source, dtype)
     return _encoder(source, model.base_model, model, shapes, dtype)
 
 
-def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, Traced]:
+def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, onnx_ir.Model]:
     """The three graphs by name.
 
     `encoder` as for encoders. `cross`: `encoder_hidden_states` in, `cross.{i}.key/value` `[batch, heads, source, size]` out.
@@ -40,38 +41,36 @@ def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, Traced]:
     model, shapes = prepared(source, dtype)
     encoder = _encoder(source, model.get_encoder(), model, shapes, dtype)
     caches = _example_caches(source, dtype)
-    cross = _kept(source, model, shapes, dtype, "cross", lambda: _cross(model, len(caches[1]) // 2, dtype))
-    decoder = _kept(source, model, shapes, dtype, "decoder", lambda: _decoder(model, caches, dtype))
+    cross = _cached(source, model, shapes, dtype, "cross", lambda: _cross(model, len(caches[1]) // 2, dtype))
+    decoder = _cached(source, model, shapes, dtype, "decoder", lambda: _decoder(model, caches, dtype))
     return {"encoder": encoder, "cross": cross, "decoder": decoder}
 
 
-def _kept(source: Source, model: nn.Module, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Traced:
+def _cached(source: Source, model: nn.Module, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Any:
     name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part)
     graph = trace_cache.load(name)
     if graph is None:
-        graph, marked = trace()
+        graph = trace()
         strip(graph)
-        graph.metadata_props[MARKED] = "yes" if marked else "no"
         trace_cache.store(name, graph)
-    used = {node.attributes.get_string("module", "") for node in graph.graph if node.op_type in ("Linear", "Embedding")}
-    return Traced(graph, {n: s for n, s in shapes.items() if n in used}, graph.metadata_props.get(MARKED) == "yes")
+    return graph
 
 
-def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, dtype: torch.dtype) -> Traced:
+def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, dtype: torch.dtype) -> Any:
     accepted = inspect.signature(encoder.forward).parameters
     wanted = ["input_ids", "attention_mask", *(["token_type_ids"] if "token_type_ids" in accepted else [])]
 
-    def trace() -> tuple[Any, bool]:
+    def trace() -> Any:
         free = torch.export.Dim.DYNAMIC
         inputs: dict[str, Any] = {name: torch.ones(BATCH, SOURCE, dtype=torch.int64) for name in wanted}
         if "token_type_ids" in inputs:
             inputs["token_type_ids"] = torch.zeros(BATCH, SOURCE, dtype=torch.int64)
-        graph, marked = export_graph(encoder, inputs, {name: {0: free, 1: free} for name in inputs}, model)
+        graph = export_graph(encoder, inputs, {name: {0: free, 1: free} for name in inputs}, model)
         _name(graph.graph.inputs, {name: ["batch", "sequence"] for name in wanted})
         _keep_outputs(graph, {STATES: ["batch", "sequence", None]})
-        return graph, marked
+        return graph
 
-    return _kept(source, model, shapes, dtype, "encoder", trace)
+    return _cached(source, model, shapes, dtype, "encoder", trace)
 
 
 class _Cross(nn.Module):
@@ -100,15 +99,15 @@ class _Cross(nn.Module):
         return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
 
 
-def _cross(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> tuple[Any, bool]:
+def _cross(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> Any:
     free = torch.export.Dim.DYNAMIC
     width = int(model.config.get_text_config().hidden_size)
     inputs = {"encoder_hidden_states": torch.randn(BATCH, SOURCE, width).to(dtype)}
-    graph, marked = export_graph(_Cross(model).eval(), inputs, {"encoder_hidden_states": {0: free, 1: free}}, model)
+    graph = export_graph(_Cross(model).eval(), inputs, {"encoder_hidden_states": {0: free, 1: free}}, model)
     _name(graph.graph.inputs, {"encoder_hidden_states": ["batch", "source", width]})
     names = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
     _keep_outputs(graph, {name: ["batch", None, "source", None] for name in names})
-    return graph, marked
+    return graph
 
 
 def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list[Any]]:
@@ -146,7 +145,7 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
     return found[0], found[1]
 
 
-def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype: torch.dtype) -> tuple[Any, bool]:
+def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype: torch.dtype) -> Any:
     from transformers import DynamicCache, EncoderDecoderCache
     from transformers.modeling_outputs import BaseModelOutput
 
@@ -171,7 +170,7 @@ def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype:
         "attention_mask": {0: free, 1: free},
         "past_key_values": [{0: free, 2: free}] * count,
     }
-    graph, marked = export_graph(model, inputs, dynamic, model)
+    graph = export_graph(model, inputs, dynamic, model)
     layers = len(own) // 2
     past = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
     kept = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
@@ -186,7 +185,7 @@ def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype:
     shapes: dict[str, list[Any]] = {"logits": ["batch", "sequence", None]}
     _keep_outputs(graph, shapes | {name: ["batch", None, "past + sequence", None] for name in present})
     _drop_unused_inputs(graph)
-    return graph, marked
+    return graph
 
 
 def _name(values: Any, names: dict[str, list[Any]]) -> None:

@@ -18,7 +18,7 @@ from export.onnx.linear import groups, joined, write_embedding, write_linear, wr
 from export.onnx.marks import DOMAIN
 from export.onnx.matmul_nbits import MICROSOFT, unmark
 from export.onnx.store import DataFile, Store
-from export.onnx.trace import Traced, strip, trace_decoder
+from export.onnx.trace import strip, trace_decoder
 from export.onnx.trace_encoders import STATES, trace_encoder, trace_seq2seq
 from export.target import Job
 from runtime.errors import CompressError
@@ -40,7 +40,7 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     job.progress.phase("tracing the model", 1)
     traced = trace_decoder(job.source, dialect.dtype)
     job.progress.step()
-    graph = traced.model.graph
+    graph = traced.graph
     attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
     reason: str | None = "attention is as transformers traced it"
     if dialect.own_operators and attention:
@@ -51,7 +51,7 @@ def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
         _share_cache(graph)
     data.close()
     facts = _facts(job, traced, dialect, reason) | {"compressed": products}
-    save(job, traced.model, FILE, facts)
+    save(job, traced, FILE, facts)
     return facts
 
 
@@ -64,11 +64,11 @@ def write_encoder(job: Job, dialect: Dialect) -> dict[str, Any]:
     products = replace_marks(job, traced, dialect, data)
     data.close()
     facts = _common(job, dialect, "encoder") | {
-        "inputs": [str(value.name) for value in traced.model.graph.inputs],
+        "inputs": [str(value.name) for value in traced.graph.inputs],
         "hidden_size": _width(traced, STATES),
         "compressed": {FILE: products},
     }
-    save(job, traced.model, FILE, facts)
+    save(job, traced, FILE, facts)
     return facts
 
 
@@ -80,9 +80,9 @@ def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
     data = DataFile(job.folder, DATA)
     products = {name: replace_marks(job, part, dialect, data) for name, part in traced.items()}
     data.close()
-    graph = traced["decoder"].model.graph
+    graph = traced["decoder"].graph
     values: dict[str, Any] = {str(value.name): value for value in graph.outputs}
-    cross: dict[str, Any] = {str(value.name): value for value in traced["cross"].model.graph.outputs}
+    cross: dict[str, Any] = {str(value.name): value for value in traced["cross"].graph.outputs}
     facts = _common(job, dialect, "encoder-decoder") | {
         "inputs": [str(value.name) for value in graph.inputs],
         "hidden_size": _width(traced["encoder"], STATES),
@@ -94,7 +94,7 @@ def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
         },
     }
     for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER)):
-        save(job, traced[name].model, file, facts)
+        save(job, traced[name], file, facts)
     return facts
 
 
@@ -113,7 +113,7 @@ def _common(job: Job, dialect: Dialect, kind: str) -> dict[str, Any]:
 
 
 def _width(traced: Any, name: str) -> int:
-    return number(next(v for v in traced.model.graph.outputs if v.name == name).shape[-1])
+    return number(next(v for v in traced.graph.outputs if v.name == name).shape[-1])
 
 
 def _shapes(values: dict[str, Any], prefix: str) -> list[list[int]]:
@@ -122,15 +122,15 @@ def _shapes(values: dict[str, Any], prefix: str) -> list[list[int]]:
     return [[number(value.shape[1]), number(value.shape[3])] for value in keys]
 
 
-def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, grouped: bool = False) -> int:
+def replace_marks(job: Job, traced: onnx_ir.Model, dialect: Dialect, data: DataFile, grouped: bool = False) -> int:
     """Everything that a traced graph only stands for becomes operators and constants; returns how many products read integer codes.
 
     Args:
         data: where large constants go.
         grouped: attention becomes ONNX Runtime's GroupQueryAttention.
     """
-    model, graph = traced.model, traced.model.graph
-    store = Store(model, data)
+    graph = traced.graph
+    store = Store(traced, data)
     marks = [node for node in graph if node.domain == DOMAIN]
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
@@ -166,7 +166,7 @@ def replace_marks(job: Job, traced: Traced, dialect: Dialect, data: DataFile, gr
             value = write_attention(builder, mark, dialect, shared)
         builder.replace(mark, value)
         job.progress.step(module)
-    _tidy(model, dialect)
+    _tidy(traced, dialect)
     store.move()
     return products
 
@@ -277,8 +277,8 @@ def _share_cache(graph: onnx_ir.Graph) -> None:
             value.shape = ir.Shape(["batch", "total"])
 
 
-def _facts(job: Job, traced: Traced, dialect: Dialect, reason: str | None) -> dict[str, Any]:
-    graph = traced.model.graph
+def _facts(job: Job, traced: onnx_ir.Model, dialect: Dialect, reason: str | None) -> dict[str, Any]:
+    graph = traced.graph
     past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
     shapes = [[number(past[i].shape[1]), number(past[i].shape[3])] for i in range(0, len(past), 2)]  # type: ignore[index]
     text = job.source.config.get_text_config()

@@ -16,16 +16,6 @@ from runtime.kernels.triton.many_rows import many_rows
 from runtime.kernels.triton.matvec import MAXIMUM_ROWS as VECTORS
 from runtime.kernels.triton.matvec import matvec
 
-FIELD = 4
-
-
-def prepare(codes: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, group: int) -> layout.Weight:
-    """int8 codes `[N, K]` in [-8, 7], scale and zero point `[N, groups]` -> the weight as the kernels read it.
-
-    `group` is a multiple of 16, or 0 for one scale a channel. `layout.unpack` gives the codes back.
-    """
-    return layout.reorder(codes, scale, zero, group, FIELD)
-
 
 def linear(x: torch.Tensor, weight: layout.Weight, bias: torch.Tensor | None = None) -> torch.Tensor:
     """`x W^T + bias`: `[M, K]` float16 or bfloat16 -> `[M, N]`. Reference: `layout.reference`."""

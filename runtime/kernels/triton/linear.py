@@ -226,10 +226,8 @@ class W8A8Triton(TritonKernel):
             total = codes.sum(1, dtype=torch.int32) if weight_zero is not None else None
             if offset is not None:
                 zero = offset.to(torch.int32).reshape(-1).expand(x.shape[0]).contiguous()
-        return w8a8.product(
-            codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias,
-            zero=zero, total=total, weight_zero=weight_zero, row_sum=tensors.get("row_sum"),
-        )  # fmt: skip
+        zeros = w8a8.ZeroPoints(zero, tensors.get("row_sum"), weight_zero, total)
+        return w8a8.product(codes, scale, tensors["weight"], tensors["channel_scale"], x.dtype, bias, zeros)
 
     def path(self, rows: int) -> str:
         return "triton quantize input + 8-bit matrix product"

@@ -7,6 +7,7 @@ float8 needs compute capability 8.9; its sums leave the tensor core's accumulato
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -143,16 +144,30 @@ def configurations(rows: int, shape: tuple[int, int]) -> list[dict[str, Any]]:
     return [dict(zip(names, c, strict=True)) for c in chosen]
 
 
+@dataclass(frozen=True)
+class ZeroPoints:
+    """Zero points of a product of int8 codes, each with the sums of the other side's codes.
+
+    Attributes:
+        inputs: int32 `[M]`, with `row_sum`, int32 `[N]`, of the weight.
+        weight: int8 `[N]`, with `total`, int32 `[M]`, of the inputs.
+    """
+
+    inputs: torch.Tensor | None = None
+    row_sum: torch.Tensor | None = None
+    weight: torch.Tensor | None = None
+    total: torch.Tensor | None = None
+
+
 def product(
     codes: torch.Tensor, scale: torch.Tensor, weight: torch.Tensor, weight_scale: torch.Tensor, dtype: torch.dtype,
-    bias: torch.Tensor | None = None, *, zero: torch.Tensor | None = None, total: torch.Tensor | None = None,
-    weight_zero: torch.Tensor | None = None, row_sum: torch.Tensor | None = None, config: dict[str, Any] | None = None,
+    bias: torch.Tensor | None = None, zeros: ZeroPoints | None = None, config: dict[str, Any] | None = None,
 ) -> torch.Tensor:  # fmt: skip
     """Scaled product of codes: int8 or float8 `[M, K]` x `[N, K]` -> `[M, N]` in `dtype`.
 
-    `scale` float32 `[M]`, `weight_scale` float `[N]`. int8 only: `zero` int32 `[M]` with `row_sum` int32 `[N]` (sums of weight
-    codes), `weight_zero` int8 `[N]` with `total` int32 `[M]` (sums of input codes). Reference: `reference`.
+    `scale` float32 `[M]`, `weight_scale` float `[N]`, `zeros` for int8 only. Reference: `reference`.
     """
+    zeros = zeros or ZeroPoints()
     (rows, columns), n = codes.shape, weight.shape[0]
     out = torch.empty(rows, n, dtype=dtype, device=codes.device)
     if rows == 0 or n == 0:
@@ -165,10 +180,9 @@ def product(
         blocks = cdiv(rows, config["BLOCK_M"]) * cdiv(n, config["BLOCK_N"])
         w8a8_kernel[(blocks, split)](
             codes, weight, scale, weight_scale,
-            scale if zero is None else zero, scale if weight_zero is None else weight_zero,
-            scale if total is None else total, scale if row_sum is None else row_sum,
+            *(scale if each is None else each for each in (zeros.inputs, zeros.weight, zeros.total, zeros.row_sum)),
             scale if bias is None else bias, target, rows, n, columns,
-            FLOAT=float8, X_ZERO=zero is not None, W_ZERO=weight_zero is not None, HAS_BIAS=bias is not None and split == 1,
+            FLOAT=float8, X_ZERO=zeros.inputs is not None, W_ZERO=zeros.weight is not None, HAS_BIAS=bias is not None and split == 1,
             EVEN_K=columns % config["BLOCK_K"] == 0, **config,
         )  # fmt: skip
         if split > 1:

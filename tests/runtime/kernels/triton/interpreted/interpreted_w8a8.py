@@ -44,8 +44,6 @@ def test_product(shape, float8):
     weight_zero = torch.randint(-128, 128, (n,), dtype=torch.int8, generator=generator)
     for config in (None, SPLIT):
         for z, wz in ((zero, None), (None, weight_zero), (zero, weight_zero)):
-            y = w8a8.product(
-                x, scale, w, weight_scale, dtype, bias, config=config, zero=z, weight_zero=wz,
-                total=x.sum(1, dtype=torch.int32), row_sum=w.sum(1, dtype=torch.int32),
-            )  # fmt: skip
+            zeros = w8a8.ZeroPoints(z, w.sum(1, dtype=torch.int32), wz, x.sum(1, dtype=torch.int32))
+            y = w8a8.product(x, scale, w, weight_scale, dtype, bias, zeros, config)
             assert_close(y, w8a8.reference(x, scale, w, weight_scale, bias, z, wz), dtype)

@@ -100,7 +100,7 @@ def test_an_export_that_computes_something_else_is_not_kept(
 ) -> None:
     """One scale of one layer doubled on the way: the proof must notice, and nothing may be left."""
     pytest.importorskip("onnxruntime")
-    from export.onnx import linear, prove
+    from export.onnx import linear, proof
     from runtime.errors import CompressError
 
     original = linear.to_grid
@@ -113,7 +113,7 @@ def test_an_export_that_computes_something_else_is_not_kept(
 
     monkeypatch.setattr(linear, "to_grid", wrong)
     if not reads:
-        monkeypatch.setattr(prove, "read_back", lambda *arguments: 0)
+        monkeypatch.setattr(proof, "read_back", lambda *arguments: 0)
     with pytest.raises(CompressError, match=words):
         export.export(made("w4_g128"), "onnx", tmp_path / "out", quiet=True)
     assert list(tmp_path.iterdir()) == []

@@ -12,12 +12,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from compress.core.version import VERSION
+from runtime.system.aliases import ModuleAliases
 
 if TYPE_CHECKING:
     from compress.recipe import Recipe
     from compress.run.plan import Plan
     from compress.run.run import AppliedArtifact
     from compress.sweeps.run import SweepResult
+
+ModuleAliases({"compress.distill.team": "compress.core.processes"}).install()
 
 __version__ = VERSION
 

@@ -63,4 +63,17 @@ def _teach_transformers() -> None:
     install_hook()
 
 
+def _keep_former_paths() -> None:
+    from runtime.system.aliases import ModuleAliases
+
+    ModuleAliases(
+        {
+            "runtime.streaming": "runtime.engines.streaming",
+            "runtime.decoding.drafters": "runtime.drafting.drafters",
+            "runtime.decoding.drafters.base": "runtime.drafting.drafters.base",
+        }
+    ).install()
+
+
 _teach_transformers()
+_keep_former_paths()

@@ -11,7 +11,6 @@ from typing import Any
 import typer
 
 from compress.core.units import duration, size
-from compress.report.cache import own_tokens
 from runtime.errors import CompressError
 
 # Passes that change the model before its layers are compressed.
@@ -116,6 +115,8 @@ def show_cache(description: str, sizes: Sequence[dict[str, int]], needs: Sequenc
 
 def show_cache_quality(metrics: dict[str, Any]) -> None:
     """Print the measured effect of a compressed cache on the perplexity of what follows a prompt, if there is one."""
+    from compress.report.cache import own_tokens
+
     facts = metrics.get("kv_cache") or {}
     if "perplexity_with_cache" in metrics:
         print(

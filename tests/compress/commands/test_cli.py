@@ -463,3 +463,10 @@ def test_import_compress_is_light():
 def test_the_program_exits_with_the_code():
     assert fresh("recipes").returncode == 0
     assert fresh("aply").returncode == 2
+
+
+def test_help_imports_nothing_heavy():
+    script = "import sys\nfrom compress.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    pass\n"
+    script += "print(sorted({'torch', 'transformers', 'numpy', 'datasets', 'matplotlib'} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True, timeout=100)
+    assert done.stdout.splitlines()[-1] == "[]"

@@ -1,9 +1,12 @@
-"""Draft methods: models and heads that propose what an artifact writes, one file each; a new one is a file and a line in `METHODS`.
+"""Draft methods: models and heads that propose what an artifact writes, one file each; a new one is a file and a line in `_MODULES`.
 
 Other packages add theirs by the entry-point group `compress.draft_methods`.
 """
 
 from __future__ import annotations
+
+from functools import cache
+from typing import Any
 
 from compress.distill.draft import distillspec, kangaroo, medusa, mtp, pard, s2d, skip_search
 from compress.distill.draft.config import CutConfig, DraftConfig
@@ -11,9 +14,17 @@ from compress.distill.draft.making import DraftMethod
 from runtime.config.plugins import entries
 
 _MODULES = (distillspec, s2d, pard, medusa, mtp, kangaroo, skip_search)
-METHODS: dict[str, DraftMethod] = {
-    **{module.METHOD.name: module.METHOD for module in _MODULES},
-    **{name: load() for name, load in entries("compress.draft_methods").items()},
-}
 
 __all__ = ["METHODS", "CutConfig", "DraftConfig", "DraftMethod"]
+
+
+@cache
+def _methods() -> dict[str, DraftMethod]:
+    built_in = {module.METHOD.name: module.METHOD for module in _MODULES}
+    return built_in | {name: load() for name, load in entries("compress.draft_methods").items() if name not in built_in}
+
+
+def __getattr__(name: str) -> Any:
+    if name == "METHODS":  # found when it is asked for: a package that adds a method imports from this one
+        return _methods()
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

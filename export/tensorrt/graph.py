@@ -1,131 +1,74 @@
-"""View of an ONNX file for the rules: nodes of all graphs, types and shapes where they can be inferred, constants when asked."""
+"""View of an ONNX file for the rules: types and shapes where they can be inferred, constants read when a rule asks for them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    import onnx
-
-
-@dataclass(frozen=True)
-class Tensor:
-    """Type (ONNX's name of it) and shape (None where a dimension is free) of a value."""
-
-    dtype: str
-    shape: tuple[int | None, ...] | None
-
-
-@dataclass(frozen=True)
-class Node:
-    """One node. `inside`: operators of the nodes whose subgraphs it lies in, outermost first."""
-
-    proto: onnx.NodeProto
-    inside: tuple[str, ...]
-
-    @property
-    def kind(self) -> str:
-        return str(self.proto.op_type)
-
-    @property
-    def name(self) -> str:
-        return str(self.proto.name or (self.proto.output[0] if self.proto.output else self.proto.op_type))
-
-    def input(self, index: int) -> str | None:
-        """Name of an input; None where it is left out."""
-        return str(self.proto.input[index]) or None if index < len(self.proto.input) else None
-
-    @property
-    def attributes(self) -> dict[str, Any]:
-        import onnx
-
-        return {a.name: onnx.helper.get_attribute_value(a) for a in self.proto.attribute}
+import onnx_ir as ir
+from onnx_ir.passes import common
 
 
 class Graph:
-    """A model; external data is read only where a rule asks for it."""
+    """A model; nodes of all subgraphs are among its own."""
 
     def __init__(self, path: Path) -> None:
-        import onnx
-
-        self.path = path
-        self.model = onnx.load(str(path), load_external_data=False)
-        self._initializers = {i.name: i for i in self.model.graph.initializer}
-        self._types: dict[str, Tensor] = {}
-        try:
-            graph = onnx.shape_inference.infer_shapes(self.model, data_prop=True).graph
-        except Exception:  # types that cannot be inferred are unknown; ONNX's checker says what is wrong with the graph
-            graph = self.model.graph
-        for value in [*graph.value_info, *graph.input, *graph.output]:
-            self._types[value.name] = _tensor(value.type.tensor_type)
-        for name, initializer in self._initializers.items():
-            self._types[name] = Tensor(_name(initializer.data_type), tuple(initializer.dims))
+        self.model = ir.load(path)
+        # It leaves unknown what it cannot infer; ONNX's checker says what is wrong with a graph.
+        common.ShapeInferencePass(check_type=False, strict_mode=False)(self.model)
+        self.nodes = list(self.model.graph.all_nodes())
 
     @property
     def opset(self) -> int | None:
         """Of the default domain."""
-        return next((int(o.version) for o in self.model.opset_import if o.domain in ("", "ai.onnx")), None)
+        return self.model.opset_imports.get("")
 
-    @cached_property
-    def nodes(self) -> list[Node]:
-        return list(_walk(self.model.graph, ()))
+    def of(self, *kinds: str) -> list[ir.Node]:
+        """Nodes of these operators."""
+        return [node for node in self.nodes if node.op_type in kinds]
 
-    def of(self, *kinds: str) -> list[Node]:
-        """Nodes of these operators, subgraphs included."""
-        return [node for node in self.nodes if node.kind in kinds]
-
-    def type(self, name: str | None) -> Tensor | None:
-        """What is known of a value."""
-        return self._types.get(name) if name is not None else None
-
-    def values(self) -> dict[str, Tensor]:
-        """All values whose type is known."""
-        return self._types
-
-    def is_constant(self, name: str | None) -> bool:
-        return name in self._initializers or name in self._made_by_constants
-
-    def constant(self, name: str | None) -> np.ndarray[Any, Any] | None:
-        """Value of an initializer or a Constant node (16-bit floats as float32); None where it is computed."""
-        import onnx
-
-        tensor = self._initializers.get(name or "") or self._made_by_constants.get(name or "")
-        if tensor is None:
-            return None
-        values = onnx.numpy_helper.to_array(tensor, str(self.path.parent))
-        return values.astype(np.float32) if values.dtype.kind not in "iub" else values
-
-    @cached_property
-    def _made_by_constants(self) -> dict[str, Any]:
-        return {
-            str(node.proto.output[0]): node.attributes["value"]
-            for node in self.of("Constant")
-            if "value" in node.attributes
-        }
+    def values(self) -> Iterator[ir.Value]:
+        """All values of all graphs."""
+        for graph in self.model.graphs():
+            yield from graph.inputs
+            yield from graph.initializers.values()
+        for node in self.nodes:
+            yield from node.outputs
 
 
-def _walk(graph: Any, inside: tuple[str, ...]) -> Iterator[Node]:
-    for proto in graph.node:
-        yield Node(proto, inside)
-        for attribute in proto.attribute:
-            for inner in [attribute.g, *attribute.graphs]:
-                yield from _walk(inner, (*inside, str(proto.op_type)))
+def given(node: ir.Node, index: int) -> ir.Value | None:
+    """An input; None where it is left out."""
+    return node.inputs[index] if index < len(node.inputs) else None
 
 
-def _tensor(proto: Any) -> Tensor:
-    shape = None
-    if proto.HasField("shape"):
-        shape = tuple(int(d.dim_value) if d.HasField("dim_value") else None for d in proto.shape.dim)
-    return Tensor(_name(proto.elem_type), shape)
+def kind(value: ir.Value | None) -> str | None:
+    """ONNX's name of a value's type, where that is known."""
+    return None if value is None or value.dtype is None else value.dtype.name
 
 
-def _name(number: int) -> str:
-    import onnx
+def shape(value: ir.Value | None) -> tuple[int | None, ...] | None:
+    """A value's shape, where that is known; None for free dimensions."""
+    if value is None or value.shape is None:
+        return None
+    return tuple(size if isinstance(size, int) else None for size in value.shape)
 
-    return str(onnx.TensorProto.DataType.Name(number))
+
+def is_constant(value: ir.Value | None) -> bool:
+    """Whether a value is an initializer or a Constant node's."""
+    return value is not None and ir.convenience.get_const_tensor(value) is not None
+
+
+def constant(value: ir.Value | None) -> np.ndarray[Any, Any] | None:
+    """Value of an initializer or a Constant node (floats as float32); None where it is computed."""
+    tensor = None if value is None else ir.convenience.get_const_tensor(value)
+    if tensor is None:
+        return None
+    values = tensor.numpy()
+    return values.astype(np.float32) if values.dtype.kind not in "iub" else values
+
+
+def attribute(node: ir.Node, name: str, otherwise: Any = None) -> Any:
+    """Value of an attribute."""
+    return node.attributes[name].value if name in node.attributes else otherwise

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from export.source import Source
 
+HEAD = 256  # channels of a head that TensorRT's Attention takes at most
+
 
 @dataclass(frozen=True)
 class DecoderModel:

@@ -14,7 +14,6 @@ from export.target import Job
 from export.tensorrt.bundle import ONNX
 from export.tensorrt.model import read_model
 from export.tensorrt.proof import changed_modules, precision
-from export.tensorrt.rules import check
 from export.tensorrt.support import conversions, expressible
 from runtime.errors import CompressError, RequestError
 
@@ -70,6 +69,8 @@ def check_model(path: Path) -> int:
         CompressError: a rule is broken, or the file is no valid ONNX.
     """
     import onnx
+
+    from export.tensorrt.rules import check
 
     broken, count = check(path)
     if broken:

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 
 from export.onnx.grid import NEGATIVE, TENSORRT, conversion, turns_positive, why_not
 from export.target import Conversion
+from export.tensorrt.model import HEAD
 from export.tensorrt.options import TensorrtOptions
-from export.tensorrt.rules.attention import HEAD
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.modeling.skeleton import model_kind
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from export.tensorrt.graph import Graph
+from export.tensorrt.graph import Graph, attribute, given, kind, shape
+from export.tensorrt.model import HEAD
 from export.tensorrt.rules.base import of, rule
 
-HEAD = 256
 ATTENTION_ATTRIBUTES = {"scale", "is_causal", "q_num_heads", "kv_num_heads", "softmax_precision"}
 
 
@@ -18,8 +18,8 @@ ATTENTION_ATTRIBUTES = {"scale", "is_causal", "q_num_heads", "kv_num_heads", "so
 )
 def _attention_outputs(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("Attention"):
-        if len(node.proto.output) != 1:
-            yield of(node), f"has {len(node.proto.output)} outputs"
+        if len(node.outputs) != 1:
+            yield of(node), f"has {len(node.outputs)} outputs"
 
 
 @rule(
@@ -29,14 +29,17 @@ def _attention_outputs(graph: Graph) -> Iterator[tuple[str, str]]:
 )
 def _attention_past(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("Attention"):
-        if node.input(4) is not None or node.input(5) is not None or node.input(6) is not None:
+        if any(given(node, index) is not None for index in (4, 5, 6)):
             yield of(node), "takes past keys or values"
 
 
 @rule("attention-in-if", "Attention does not lie in a branch", "[#4739]")
 def _attention_in_if(graph: Graph) -> Iterator[tuple[str, str]]:
+    branches = {
+        inner for node in graph.of("If") for each in node.attributes.values() for inner in each.as_graph().all_nodes()
+    }
     for node in graph.of("Attention"):
-        if "If" in node.inside:
+        if node in branches:
             yield of(node), "lies in an If"
 
 
@@ -47,7 +50,7 @@ def _attention_in_if(graph: Graph) -> Iterator[tuple[str, str]]:
 )
 def _attention_attributes(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("Attention"):
-        odd = sorted(n for n, value in node.attributes.items() if n not in ATTENTION_ATTRIBUTES and value)
+        odd = sorted(name for name in node.attributes if name not in ATTENTION_ATTRIBUTES and attribute(node, name))
         if odd:
             yield of(node), f"has {odd[0]}"
 
@@ -59,13 +62,11 @@ def _attention_attributes(graph: Graph) -> Iterator[tuple[str, str]]:
 )
 def _attention_shape(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("Attention"):
-        shapes = [
-            t.shape for t in (graph.type(node.input(i)) for i in range(3)) if t is not None and t.shape is not None
-        ]
-        ranks = {len(shape) for shape in shapes}
+        shapes = [found for found in (shape(given(node, i)) for i in range(3)) if found is not None]
+        ranks = {len(each) for each in shapes}
         if ranks - {3, 4} or len(ranks) > 1:
             yield of(node), f"has inputs of rank {' and '.join(map(str, sorted(ranks)))}"
-        widest = max((shape[3] or 0 for shape in shapes if len(shape) == 4), default=0)
+        widest = max((each[3] or 0 for each in shapes if len(each) == 4), default=0)
         if widest > HEAD:
             yield of(node), f"has heads of {widest}"
 
@@ -77,12 +78,12 @@ def _attention_shape(graph: Graph) -> Iterator[tuple[str, str]]:
 )
 def _attention_mask(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("Attention"):
-        mask, query = graph.type(node.input(3)), graph.type(node.input(0))
-        if node.input(3) is None:
+        mask, query = given(node, 3), kind(given(node, 0))
+        if mask is None:
             continue
-        if node.attributes.get("is_causal"):
+        if attribute(node, "is_causal"):
             yield of(node), "has a mask and is_causal"
-        if mask is not None and query is not None and mask.dtype not in ("BOOL", query.dtype):
-            yield of(node), f"has a mask of type {mask.dtype} for queries of type {query.dtype}"
-        if mask is not None and mask.shape is not None and len(mask.shape) > 4:
-            yield of(node), f"has a mask of rank {len(mask.shape)}"
+        if kind(mask) is not None and query is not None and kind(mask) not in ("BOOL", query):
+            yield of(node), f"has a mask of type {kind(mask)} for queries of type {query}"
+        if len(shape(mask) or ()) > 4:
+            yield of(node), f"has a mask of rank {len(shape(mask) or ())}"

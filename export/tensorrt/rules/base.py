@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from export.tensorrt.graph import Graph, Node
+import onnx_ir as ir
+
+from export.tensorrt.graph import Graph
 
 Check = Callable[[Graph], Iterator[tuple[str, str]]]  # (where, what was found)
 
@@ -46,8 +48,8 @@ def rule(id: str, wants: str, source: str) -> Callable[[Check], Check]:
     return add
 
 
-def of(node: Node) -> str:
-    return f"{node.kind} {node.name}"
+def of(node: ir.Node) -> str:
+    return f"{node.op_type} {node.name or node.outputs[0].name}"
 
 
 def size(shape: tuple[int | None, ...]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from export.tensorrt.graph import Graph
+from export.tensorrt.graph import Graph, kind
 from export.tensorrt.rules.base import of, rule
 
 OPSETS = range(9, 25)
@@ -37,27 +37,27 @@ def _opset(graph: Graph) -> Iterator[tuple[str, str]]:
 @rule("domain", "the parser knows operators of the default domain only", "[parser] operators.md")
 def _domain(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
-        if node.proto.domain not in ("", "ai.onnx"):
-            yield of(node), f"is of the domain {node.proto.domain}"
+        if node.domain not in ("", "ai.onnx"):
+            yield of(node), f"is of the domain {node.domain}"
 
 
 @rule("operator", "the parser has no importer for it", "[parser] operators.md")
 def _operator(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.nodes:
-        if node.kind in UNSUPPORTED:
+        if node.op_type in UNSUPPORTED:
             yield of(node), "is in the graph"
 
 
 @rule("type", f"TensorRT has {', '.join(sorted(TYPES))}", "[docs] data types")
 def _type(graph: Graph) -> Iterator[tuple[str, str]]:
-    for name, tensor in graph.values().items():
-        if tensor.dtype not in TYPES and tensor.dtype != "UNDEFINED":
-            yield f"tensor {name}", f"is of type {tensor.dtype}"
+    for value in graph.values():
+        if kind(value) not in (*TYPES, "UNDEFINED", None):
+            yield f"tensor {value.name}", f"is of type {kind(value)}"
 
 
 @rule("same-type", "a strongly typed network converts nothing by itself", "[docs] strongly typed networks")
 def _same_type(graph: Graph) -> Iterator[tuple[str, str]]:
     for node in graph.of("MatMul", "Gemm", "Add", "Sub", "Mul", "Div"):
-        kinds = {t.dtype for t in (graph.type(n) for n in node.proto.input) if t is not None}
+        kinds = {found for found in map(kind, node.inputs) if found is not None}
         if len(kinds) > 1:
             yield of(node), f"joins {' and '.join(sorted(kinds))}"

@@ -9,12 +9,13 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from compress.model.config_sizes import Size, resized, with_widths
 from compress.model.couplings import Slices
 from compress.model.footprint import ModelSize
+from compress.model.stage import Job
 from compress.prune.structure import METHODS, StructureConfig, StructureMethod
 from compress.prune.structure.amount import between
 from compress.prune.structure.vocabulary import Tokens
-from compress.recipe import Stage
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PretrainedConfig
 
 
@@ -22,7 +23,7 @@ Plan = TypeVar("Plan", bound="CutPlan")
 
 
 @dataclass(frozen=True)
-class CutPlan:
+class CutPlan(Job):
     """What will be removed, as far as it is known without the weights.
 
     Attributes:
@@ -38,7 +39,6 @@ class CutPlan:
             `allocation: error`, that is found when the model is seen, and `kept` is their mean.
     """
 
-    stage: Stage
     whole: ModelSize
     size: Size
     kept: int
@@ -61,12 +61,22 @@ class CutPlan:
         return METHODS[self.stage.method]
 
     @property
+    def kept_tokens(self) -> torch.Tensor | None:
+        """See `Job.kept_tokens`."""
+        return None if self.tokens is None else self.tokens.kept
+
+    @property
+    def stored(self) -> int:
+        """See `Job.stored`."""
+        return self.whole.stored
+
+    @property
     def needs(self) -> set[str]:
         """What must be collected; a refit needs second moments, norms over fewer dimensions what they divide by."""
         settings, needs = self.settings, set[str](self.method.needs)
         if (settings.reconstruct and settings.axis.fitted == "readers") or settings.allocation == "error":
             needs.add("hessian")
-        return needs | {"states"} if settings.remove == "hidden" else needs
+        return needs | {"states"} if settings.axis.fitted == "layers" else needs
 
     def width(self, layer: int) -> int:
         """Units of a layer that stay."""

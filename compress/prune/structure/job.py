@@ -1,15 +1,22 @@
-"""Stage `structure` before anything is computed: its recipe checked against the model, and how much it will remove."""
+"""Stage `structure`: checked against its model, then carried out, and proof that the smaller checkpoint computes what it should."""
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from compress.model.checkpoint_writer import zeros
+import torch
+
+from compress.core.memory_bounds import Bounds
+from compress.core.progress import Reporter
+from compress.core.tensors import relative
+from compress.model.checkpoint_writer import PREDICTING, zeros
 from compress.model.config_sizes import resized, size_of, with_widths
 from compress.model.context import Context
-from compress.model.footprint import ModelSize
-from compress.model.streamed import StreamedModel
+from compress.model.footprint import Footprint, ModelSize, Rows, Speed
+from compress.model.stage import Store
+from compress.model.streamed import StreamedModel, run_blocks
 from compress.model.supported import check_streams
 from compress.prune.structure import METHODS, StructureConfig
 from compress.prune.structure.amount import located, skeleton_of, units_kept
@@ -18,14 +25,19 @@ from compress.prune.structure.config import Remove
 from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.experts import ExpertRemoval
 from compress.prune.structure.hidden import HiddenRemoval
+from compress.prune.structure.job_footprint import few_tokens, structure_footprint
 from compress.prune.structure.layers import LayerRemoval
-from compress.prune.structure.removal import Removal
+from compress.prune.structure.removal import Pass, Removal
 from compress.prune.structure.vocabulary import kept_tokens
 from compress.prune.structure.vocabulary.removal import TokenRemoval
 from compress.recipe import Stage
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.config.messages import listing
-from runtime.errors import RequestError
+from runtime.errors import CompressError, RequestError
+from runtime.modeling.layer_sizes import KEY, differing
+
+# What was written, in the model's dtype, against what was computed block by block.
+TOLERANCE = 3e-2
 
 REMOVALS: dict[Remove, type[Removal]] = {
     "ffn": ChannelRemoval, "heads": ChannelRemoval, "layers": LayerRemoval, "experts": ExpertRemoval, "hidden": HiddenRemoval,
@@ -33,7 +45,44 @@ REMOVALS: dict[Remove, type[Removal]] = {
 }  # fmt: skip
 
 
-def prepare(context: Context, stage: Stage) -> CutPlan:
+@dataclass(frozen=True)
+class StructureJob(CutPlan):
+    """A cut that has been checked against its model."""
+
+    def outline(self, context: Context, directory: Path) -> Checkpoint:
+        """The smaller model, of zeros, with a tokenizer that goes with it."""
+        zeros(directory, context.streamed, self.config)
+        if self.tokens is not None:
+            self.tokens.write(directory)
+        return Checkpoint(directory)
+
+    def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
+        """See `structure_footprint`."""
+        length = context.recipe.calibration.sequence_length
+        return structure_footprint(self, rows, length, speed, context.streamed.device)
+
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Too few tokens for second moments; layers that cannot be cut."""
+        text = few_tokens(self, context.calibration.tokens) if self.needs else ""
+        found = [context.recipe.calibration.at("samples", text)] if text else []
+        names = context.reference.predicting
+        if names and self.slices:
+            found.append(
+                f"{names[0]} and what else belongs to layers for multi-token prediction ({len(names)} tensors) is left out: it has the "
+                "shapes of the model that is cut"
+            )
+        return found
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Write the smaller checkpoint; see `remove_structure`."""
+        probe = (context.probe, None)
+        batches = context.batches if self.needs else [probe]
+        return remove_structure(
+            Pass(self, context.streamed, batches, probe, store.output, store.work, store.spill, reporter)
+        )
+
+
+def prepare(context: Context, stage: Stage) -> StructureJob:
     """The stage, checked.
 
     Raises:
@@ -58,7 +107,7 @@ def prepare(context: Context, stage: Stage) -> CutPlan:
     kept, measured = units_kept(recipe, stage, size, streamed)
     with located(recipe, (*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
-        job = CutPlan(stage, ModelSize.of(streamed), size, kept, smaller, measured=measured)
+        job = StructureJob(stage, ModelSize.of(streamed), size, kept, smaller, measured=measured)
         job = removal.complete(job, streamed)
     if config.remove == "vocabulary":
         return _with_tokens(job, context)
@@ -74,23 +123,89 @@ def prepare(context: Context, stage: Stage) -> CutPlan:
     return job
 
 
-def outline(directory: Path, streamed: StreamedModel, job: CutPlan) -> Checkpoint:
-    """A checkpoint of zeros that looks as the result will, with a tokenizer that goes with it: what comes next is checked against it."""
-    zeros(directory, streamed, job.config)
-    if job.tokens is not None:
-        job.tokens.write(directory)
-    return Checkpoint(directory)
-
-
-def _with_tokens(job: CutPlan, context: Context) -> CutPlan:
+def _with_tokens(job: StructureJob, context: Context) -> StructureJob:
     """The job with its tokens; RequestError where they cannot be so few, or the tokenizer cannot be cut."""
     tokens = kept_tokens(context.recipe, job.stage, context.streamed, context.tokenizer, job.kept)
     return replace(job, tokens=tokens, config=tokens.config(context.streamed.config, job.config))
 
 
-def _uneven(job: CutPlan) -> list[int]:
+def _uneven(job: StructureJob) -> list[int]:
     """Widths such as may be found: one layer keeps all, the others about what is left, in uneven multiples."""
     choices, depth = job.choices(), len(job.units)
     left = (job.kept * depth - job.size.count) // max(depth - 1, 1)
     near = [choice for choice in choices if choice <= max(left, choices[0])][-2:]
     return [job.size.count, *(near[layer % len(near)] for layer in range(depth - 1))]
+
+
+# ---------------------------------------------------------------- the run
+def remove_structure(run: Pass) -> dict[str, Any]:
+    """Write the smaller model.
+
+    Returns:
+        What was done, JSON-able: "remove", "method", "before" and "after" (units), "parameters_before", "parameters_after", "measured"
+        (where time was), and what the removal says.
+
+    Raises:
+        RequestError: the model computes something else without these units than with zeros in their place. CompressError: weights or
+            inputs with NaN or Inf.
+    """
+    job, streamed = run.job, run.streamed
+    _check_begun(run)
+    # Which layers an earlier stage would keep was not known when the job was made, nor what lists with an entry for each say.
+    job = replace(job, config=job.smaller(streamed.config))
+    if job.settings.allocation == "error":
+        job = job.of_widths(ChannelRemoval(replace(run, job=job)).widths(), streamed.config)
+    run = replace(run, job=job)
+    if job.slices:
+        streamed.checkpoint.dropped |= dict.fromkeys(streamed.predicting, PREDICTING)
+    removal = REMOVALS[job.settings.remove](run)
+    found = removal.write()
+    probe, expected = removal.expected()
+    smaller = StreamedModel(Checkpoint(run.output), streamed.device, dtype=streamed.dtype)
+    check_equal(run.output, run_blocks(smaller, [probe], None).get(0), expected)
+    return {
+        "remove": job.settings.remove, "method": job.stage.method, "before": job.size.count, "after": job.mean_width, "unit": job.size.unit,
+        "parameters_before": _parameters(streamed), "parameters_after": _parameters(smaller),
+        **({"widths": list(job.widths)} if job.widths else {}), **({"measured": job.measured} if job.measured else {}), **found,
+    }  # fmt: skip
+
+
+def _check_begun(run: Pass) -> None:
+    """The model is the one that the job was made for, and a pass that goes on goes on to as many units.
+
+    Times are kept, so that a budget of latency gives the same number again; where they are lost it may not.
+    """
+    job = run.job
+    plan = {"before": job.size.count, "after": job.kept}
+    begun = run.once("job.json", lambda: plan)
+    configs = (job.config, job.smaller(run.streamed.config))
+    # Widths that a stage finds by itself were not known before.
+    open_ = {KEY}.union(*map(differing, configs))
+    wanted, found = (_told(config, open_) for config in configs)
+    if begun != plan or wanted != found:
+        why = ", since times were measured anew" if job.measured else ""
+        raise CompressError(
+            f"this run was begun for another model than that of {job.describe()}{why}; run it again with --overwrite"
+        )
+
+
+def _told(config: Any, without: set[str]) -> dict[str, Any]:
+    """A config without where it was read, without its lists, and without what may differ."""
+    kept = config.to_dict().items()
+    left_out = {"_name_or_path", *without}
+    return {key: value for key, value in kept if key not in left_out and not isinstance(value, (list, tuple))}
+
+
+def _parameters(streamed: StreamedModel) -> int:
+    """Of a model, tied ones once: those that are read become tensors of their own."""
+    named = streamed.model.named_parameters(remove_duplicate=False)
+    return sum(value.numel() for name, value in named if name not in streamed.ties)
+
+
+def check_equal(path: Path, found: torch.Tensor, expected: torch.Tensor) -> None:
+    """CompressError where a checkpoint computes something else than it should."""
+    difference = relative(found, expected)
+    if not difference <= TOLERANCE:
+        raise CompressError(
+            f"{path} computes something else than it was made to (relative {difference:.2e}); this is a bug"
+        )

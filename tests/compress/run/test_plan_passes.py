@@ -21,7 +21,7 @@ from compress.distill.train import checkpoint
 from compress.model import context, hidden_states
 from compress.model.checkpoint_writer import PlainWriter
 from compress.model.footprint import Speed
-from compress.prune.structure.stage import CheckedStructure
+from compress.prune.structure.job import StructureJob
 from compress.recipe import load
 from compress.run import footprint
 from compress.run.plan import Plan, make_plan
@@ -228,7 +228,7 @@ def test_the_time_of_a_pass_is_that_of_its_kind(
 
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
-    for kind, seconds in ((CheckedStructure, 3.0), (CheckedRecovery, 10.0)):
+    for kind, seconds in ((StructureJob, 3.0), (CheckedRecovery, 10.0)):
 
         def timed(*arguments: Any, real: Any = kind.run, seconds: float = seconds) -> Any:
             found = real(*arguments)

@@ -29,7 +29,7 @@ from compress.prune.structure.removal import (
     forwards,
     note_of,
 )
-from compress.prune.structure.widths import candidates, spread
+from compress.prune.structure.width_allocation import candidates, spread
 from runtime.errors import CompressError, RequestError
 
 #: A block of a cut model may differ by so much (relative) from the whole one without the channels: float32 sums in another order.

@@ -24,8 +24,8 @@ from compress.prune.structure.channels import ChannelRemoval
 from compress.prune.structure.config import Remove
 from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.experts import ExpertRemoval
+from compress.prune.structure.footprint import few_tokens, structure_footprint
 from compress.prune.structure.hidden import HiddenRemoval
-from compress.prune.structure.job_footprint import few_tokens, structure_footprint
 from compress.prune.structure.layers import LayerRemoval
 from compress.prune.structure.removal import Pass, Removal
 from compress.prune.structure.vocabulary import kept_tokens

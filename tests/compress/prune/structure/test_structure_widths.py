@@ -8,7 +8,7 @@ import random
 import numpy as np
 import pytest
 
-from compress.prune.structure.widths import candidates, spread
+from compress.prune.structure.width_allocation import candidates, spread
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -1,4 +1,4 @@
-"""What a stage `structure` takes before it is carried out: memory, disk and time."""
+"""Footprint of a stage `structure` before it is carried out: memory, disk and time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from compress.model.footprint import Footprint, Rows, Speed, tokens
 from compress.prune.structure.cut_plan import CutPlan
 from compress.prune.structure.gradients import ROWS
-from compress.prune.structure.widths import MOST
+from compress.prune.structure.width_allocation import MOST
 
 _COLLECTED = frozenset({"hessian", "ranges", "influence", "states", "routing"})  # from blocks, over all rows
 # Float64 matrices that there are at once while a layer is fitted: inputs by inputs, and outputs by inputs.

@@ -68,7 +68,7 @@ def _find(source: TextSource) -> Path | None:
                 raise RequestError(source.at("data", f"no file '{source.data}'; did you mean '{path.parent / found}'?"))
     where = " and ".join(dict.fromkeys(str(path) for path in tried))
     raise RequestError(
-        source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text that comes along")
+        source.at("data", f"no file '{source.data}' (looked for {where}); 'bundled' is the text of this package")
     )
 
 

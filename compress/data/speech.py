@@ -152,7 +152,7 @@ def load_speech_evaluation(config: EvaluateConfig, reader: SpeechReader) -> torc
 def _sounds(source: TextSource) -> tuple[Path, list[Path]]:
     """The directory that `data` names, and the .wav files in it by name."""
     if source.data == "bundled":
-        raise RequestError(source.at("data", f"no speech comes along, and the model hears; give {WANTED}"))
+        raise RequestError(source.at("data", f"the model reads speech, and none is bundled; give {WANTED}"))
     written = Path(source.data).expanduser()
     tried = [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
     folder = next((path for path in tried if path.is_dir()), None)

@@ -266,9 +266,7 @@ def _accept(result: AppliedArtifact) -> AppliedArtifact:
         sentence = "; ".join(
             f"{x['name']} {text}, the limit is {x['limit']:.4g}" for x, text in zip(failed, found, strict=True)
         )
-        raise LimitError(
-            f"{sentence}; the artifact is complete in {result.path}, but the recipe does not accept it", result
-        )
+        raise LimitError(f"{sentence}; the artifact is complete in {result.path}", result)
     return result
 
 

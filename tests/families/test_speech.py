@@ -330,10 +330,13 @@ def test_wrong_sounds_get_a_sentence(
 @pytest.mark.parametrize(
     ("sections", "sentence"),
     [
-        ({}, "calibration.data: no speech comes along, and the model hears; give a directory of .wav files"),
+        ({}, "calibration.data: the model reads speech, and none is bundled; give a directory of .wav files"),
         ({"calibration": {"data": "text.txt"}}, "'text.txt' is no directory, and the model hears"),
         ({"calibration": {"data": "SOUNDS", "sequence_length": 5}}, "raise it, or cut the sound"),
-        ({"stages": RTN, "evaluate": {"data": "bundled"}}, "evaluate.data: no speech comes along"),
+        (
+            {"stages": RTN, "evaluate": {"data": "bundled"}},
+            "evaluate.data: the model reads speech, and none is bundled",
+        ),
         ({"stages": [{"recover": {"method": "finetune"}}]}, "only prune and quantize stages are for such models"),
         ({"stages": [{"kv_cache": {"keys": "int4"}}]}, "only prune and quantize stages are for such models"),
         ({"stages": [{"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["lm_head"]}}]}, "shares its weight"),

@@ -196,7 +196,7 @@ def test_missing_files_name_the_nearest(text):
     assert f"calibration.data: no file '{text.parent / 'texd.txt'}'; did you mean '{text}'?" in refused(
         text.parent / "texd.txt"
     )
-    assert "'bundled' is the text that comes along" in refused("nowhere/at/all.txt")
+    assert "'bundled' is the text of this package" in refused("nowhere/at/all.txt")
     assert "is a directory; give one file" in refused(text.parent)
 
 

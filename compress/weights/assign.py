@@ -165,6 +165,11 @@ def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) ->
         except RequestError as error:
             raise RequestError(f"{error}, or name it in ignore") from None
         formats.choose(scheme, module.shape)
+    if scheme.weights is not None and quantize is not None and scheme.grid is None:
+        later = next((s for s in recipe.stages if s.kind == "recover" and s.index > quantize.index), None)
+        if later is not None:
+            text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
+            raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
     return Assignment(
         prune=prune.config if prune else None,
         quantize=quantize.config if quantize else None,

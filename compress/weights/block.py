@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from compress.core.file_matrix import in_memory
-from compress.core.method import Problem
 from compress.core.processes import Share
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
@@ -137,12 +136,11 @@ def _solve(
     assignment = local[unit.names[0]]
     modules = [job.block.get_submodule(n) for n in unit.names]
     weights = [work[n] if n in work else get_matrix(m) for n, m in zip(unit.names, modules, strict=True)]
-    solved = solve_group(Problem(
-        weights, unit.statistics, assignment.prune, assignment.quantize, assignment.scheme, dtype=job.dtype,
-        names=[job.prefix + n for n in unit.names],
-        sparsity=[local[n].share for n in unit.names] if assignment.prune is not None else None,
-        held=assignment.hold([job.held.get(job.prefix + n) for n in unit.names]),
-    ))  # fmt: skip
+    names = [job.prefix + n for n in unit.names]
+    problem = assignment.problem(names, weights, unit.statistics, job.dtype, job.held)
+    if assignment.prune is not None:
+        problem.sparsity = [local[n].share for n in unit.names]
+    solved = solve_group(problem)
     packed = []
     for name, module, layer in zip(unit.names, modules, solved, strict=True):
         inputs = activation_tensors(assignment.scheme, unit.statistics, job.dtype)
@@ -355,12 +353,8 @@ def _check_weights(job: BlockJob, result: BlockResult) -> list[str]:
     """Names of the layers that can be solved. A tensor with NaN or Inf, compressed or not, is named and stops the run or is left."""
     bad = {job.prefix + n for n, p in job.block.named_parameters() if not bool(torch.isfinite(p).all())}
     for tensor in sorted(bad):
-        _nonfinite(
-            job,
-            tensor.removesuffix(".weight"),
-            f"{tensor.removesuffix('.weight')}: the weight holds NaN or Inf",
-            result,
-        )
+        name = tensor.removesuffix(".weight")
+        leave_nonfinite(name, f"{name}: the weight holds NaN or Inf", job.on_nonfinite, result)
     return [name for name in job.work if f"{name}.weight" not in bad]
 
 
@@ -368,12 +362,14 @@ def _finite(job: BlockJob, group: InputGroup, statistics: Statistics, result: Bl
     if statistics.finite:
         return True
     for name in group.members:
-        _nonfinite(job, job.prefix + name, f"{job.prefix}{name}: its calibration inputs hold NaN or Inf", result)
+        own = job.prefix + name
+        leave_nonfinite(own, f"{own}: its calibration inputs hold NaN or Inf", job.on_nonfinite, result)
     return False
 
 
-def _nonfinite(job: BlockJob, name: str, reason: str, result: BlockResult) -> None:
-    if job.on_nonfinite == "fail":
+def leave_nonfinite(name: str, reason: str, on_nonfinite: str, result: BlockResult) -> None:
+    """Note why a layer stays as it is; CompressError where the recipe says `on_nonfinite: fail`."""
+    if on_nonfinite == "fail":
         raise CompressError(
             f"{reason}; repair the checkpoint, or set on_nonfinite: skip to leave such layers as they are"
         )

@@ -16,13 +16,16 @@ from torch import nn
 from compress.core.processes import Share
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
+from compress.core.statistics import Statistics, StatisticsCollector
 from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
 from compress.model.streamed import Batch, StreamedModel
-from compress.weights.block import BlockJob, BlockResult, compress_block
-from compress.weights.embeddings_and_head import compress_embeddings, compress_outside
+from compress.weights.block import BlockJob, BlockResult, compress_block, leave_nonfinite
+from compress.weights.layer_work import LayerWork
+from compress.weights.packed_layer import activation_tensors, pack_layer
 from compress.weights.plan import WeightPlan
 from compress.weights.shards import write_part
+from compress.weights.solver.group import solve_group
 from runtime.modeling.linear_modules import is_matrix
 from runtime.system.memory import return_memory
 
@@ -70,7 +73,7 @@ def run_pass(job: BlockPass) -> None:
     if job.done:
         reporter.info(f"resuming at block {job.done} of {count}")
     streamed.load_outside(head=bool(plan.outside))
-    embeddings = compress_embeddings(plan, reporter)
+    embeddings = compress_embeddings(job)
     scratch = directory.work / "hidden-next" if job.spill else None
     if job.done == 0:
         states = HiddenStates(len(batches), scratch, job.share)
@@ -93,7 +96,7 @@ def run_pass(job: BlockPass) -> None:
             # The states that entered this block stay: if those after it are damaged, it is run again.
             _remove_hidden(directory, index - 1)
             reporter.step(f"block {index}: {_told(record['layers'])}")
-    outside = compress_outside(plan, embeddings, states, batches, total, directory, reporter, job.share)
+    outside = compress_outside(job, embeddings, states, total)
     if outside is not None:
         outside |= {"processes": job.share.size} if job.share.size > 1 else {}
         directory.commit("outside", outside, [directory.path / outside["shard"]])
@@ -211,3 +214,76 @@ def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable
         return streamed.run_block(index, state, batch, dtype)
 
     return run
+
+
+def compress_embeddings(job: BlockPass) -> BlockResult:
+    """Solve the embeddings the recipe names (no data is needed) and put them in place, before anything runs through them."""
+    result = BlockResult()
+    for name, work in job.plan.outside.items():
+        module = job.plan.context.streamed.model.get_submodule(name)
+        if isinstance(module, nn.Embedding) and _usable(job, name, module, result):
+            _solve_outside(job, name, work, module, None, result)
+            module.weight.data = result.layers[name].dense.to(module.weight.device)
+    return result
+
+
+def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates, shards: int) -> dict[str, Any] | None:
+    """Solve what is left (the output head), write the last shard, and return its record; None in processes that only share statistics."""
+    plan, context = job.plan, job.plan.context
+    streamed = context.streamed
+    for name, work in plan.outside.items():
+        module = streamed.model.get_submodule(name)
+        if not isinstance(module, nn.Embedding) and _usable(job, name, module, result):
+            statistics = _head_statistics(job, module, states) if work.needs else None
+            if job.share.is_main:
+                _solve_outside(job, name, work, module, statistics, result)
+    if not job.share.is_main:
+        return None
+    changed = {}
+    if plan.untie:
+        for name in (name for tied in streamed.ties.items() for name in tied):
+            if not context.checkpoint.has(name) and name.rpartition(".")[0] not in result.layers:
+                changed[name] = streamed.model.get_parameter(name).data.clone()
+    return write_part(
+        job.directory.path, shard_name(shards, shards), context.checkpoint, streamed.outside_names(), changed, result.layers,
+        result.skipped,
+    )  # fmt: skip
+
+
+def _usable(job: BlockPass, name: str, module: nn.Module, result: BlockResult) -> bool:
+    if bool(torch.isfinite(_weight(module)).all()):
+        return True
+    leave_nonfinite(name, f"{name}: the weight holds NaN or Inf", job.plan.context.recipe.on_nonfinite, result)
+    return False
+
+
+def _weight(module: nn.Module) -> torch.Tensor:
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return weight.data
+
+
+def _solve_outside(
+    job: BlockPass,
+    name: str,
+    work: LayerWork,
+    module: nn.Module,
+    statistics: Statistics | None,
+    result: BlockResult,
+) -> None:
+    problem = work.problem([name], [_weight(module)], statistics, job.plan.context.streamed.dtype, job.plan.held)
+    (solved,) = solve_group(problem)
+    inputs = activation_tensors(work.scheme, statistics, problem.dtype)
+    result.layers[name] = pack_layer(name, work, solved, inputs, module)
+    job.reporter.detail(f"{name}  error {solved.error:.3e}")
+
+
+def _head_statistics(job: BlockPass, module: nn.Module, states: HiddenStates) -> Statistics:
+    context, columns = job.plan.context, _weight(module).shape[1]
+    device, place = context.streamed.device, context.bounds.place(job.directory.work, columns)
+    collector = StatisticsCollector(columns, hessian=True, device=device, directory=place)
+    for number in job.calibrated:
+        ids, mask = job.batches[number]
+        collector.add(context.streamed.head_input(states.get(number).to(device), ids), mask)
+    job.share.add_up(collector)
+    return collector.finish()

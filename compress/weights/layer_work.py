@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
 from compress import prune, quantize
-from compress.core.method import Method
+from compress.core.method import Method, Problem
+from compress.core.statistics import Statistics
 from compress.prune.config import PruneConfig
 from compress.prune.magnitude import MagnitudeConfig
 from compress.quantize.config import QuantizeConfig
@@ -113,6 +117,19 @@ class LayerWork:
         cut = None if own.prune is None else MagnitudeConfig(**_shared(own.prune, PruneConfig), method="magnitude")
         grid = None if own.quantize is None else RTNConfig(**_shared(own.quantize, QuantizeConfig), method="rtn")
         return replace(self, assignment=replace(own, prune=cut, quantize=grid), sparsity=self.share or None)
+
+    def problem(
+        self,
+        names: list[str],
+        weights: list[torch.Tensor],
+        statistics: Statistics | None,
+        dtype: torch.dtype,
+        held: Mapping[str, Held],
+    ) -> Problem:
+        """What the solver is given for layers of these settings; `held` are masks and grids of layers by name."""
+        sparsity = None if self.prune is None else [self.share] * len(names)
+        own = self.hold([held.get(name) for name in names])
+        return Problem(weights, statistics, self.prune, self.quantize, self.scheme, dtype, names, sparsity, own)
 
     def same_settings(self, other: LayerWork) -> bool:
         """Whether both can be solved in one go."""

@@ -82,9 +82,11 @@ class GridScheme(Representation):
         return parameter.index_select(dim, index)
 
     # ---------------------------------------------------------------- arithmetic
-    def codes(self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None) -> torch.Tensor:
-        """Nearest codes of `weight`, as floats; scale and zero point have its shape, or broadcast."""
-        codes = weight / scale
+    def codes(
+        self, weight: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Nearest codes of `weight`, as floats; scale and zero point have its shape, or broadcast. `out` may be worked in."""
+        codes = torch.div(weight, scale, out=out)
         if self.type == "float":
             return round_float8(codes)
         codes.round_()

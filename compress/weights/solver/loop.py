@@ -39,7 +39,8 @@ class Rounding(Protocol):
     def vector(self) -> int: ...
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
-        """Nearest values of `columns [vector, rows]` into `out`; they are number `first` and the next of the visiting order."""
+        """Nearest values of `columns` `[vector, rows]` (`[rows]`: a single one) into `out`; they are number `first` and the next of the
+        visiting order."""
 
 
 @dataclass
@@ -61,9 +62,9 @@ class ColumnGrid:
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
         group = self.group[first]
         scale, zero = self.scale[group], None if self.zero is None else self.zero[group]
-        codes = self.scheme.codes(columns, scale, zero)
+        codes = self.scheme.codes(columns, scale, zero, out=out)
         if self.codes is not None:
-            self.codes[first] = codes[0]
+            self.codes[first] = codes
         torch.mul(codes if zero is None else codes.sub_(zero), scale, out=out)
 
     def fit_group(self, first: int, last: int, adjusted: torch.Tensor, kept: torch.Tensor | None) -> None:
@@ -89,8 +90,10 @@ class VectorRounding:
 
     def round(self, columns: torch.Tensor, first: int, out: torch.Tensor) -> None:
         own = self._first[first // self.vector]
-        values, self._codes[own // self.vector] = self.weights.nearest(columns, self.parameters, own)
-        out.copy_(values)
+        values, self._codes[own // self.vector] = self.weights.nearest(
+            columns.view(self.vector, -1), self.parameters, own
+        )
+        out.copy_(values.reshape(out.shape))
 
     @property
     def codes(self) -> torch.Tensor:
@@ -141,6 +144,7 @@ def run(
         codes = grid.codes = torch.empty(columns, rows, dtype=torch.int8, device=weight.device)
         group = torch.tensor(grid.group, device=weight.device)
     values = torch.empty(vector, rows, device=weight.device)
+    value = values[0]
     for start, end in _blocks(columns, block, masks, groups):
         corner = factor.corner(start, end)
         upper = torch.linalg.solve_triangular(corner, torch.eye(end - start, device=weight.device), upper=False).T
@@ -190,12 +194,14 @@ def run(
                 continue
             for j in range(first - start, last - start):
                 adjusted = work[j]
-                place = (start + j) % vector
                 if rounding is None:
-                    values.copy_(adjusted)
-                elif place == 0:
-                    rounding.round(work[j : j + vector], start + j, values)
-                value = values[place]
+                    value.copy_(adjusted)
+                elif vector == 1:
+                    rounding.round(adjusted, start + j, value)
+                else:
+                    if (start + j) % vector == 0:
+                        rounding.round(work[j : j + vector], start + j, values)
+                    value = values[(start + j) % vector]
                 if mask is not None:
                     value.mul_(mask[start + j])
                 adjusted.sub_(value).mul_(divisors[j])

@@ -1,4 +1,4 @@
-"""Which artifact `apply` wrote last from a folder, so that `compress export` needs no name. Kept in the user's cache."""
+"""Record of the artifact that `apply` wrote last from a folder, so that `compress export` needs no name; in the user's cache."""
 
 from __future__ import annotations
 

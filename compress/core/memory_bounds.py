@@ -1,4 +1,4 @@
-"""How a pass over the blocks keeps to a bound of memory, and which way of doing so is chosen.
+"""Memory bound of a pass over the blocks, and the measures that keep to it.
 
 Hidden states in files and second moments in files (`compress.core.file_matrix`) give the same bytes as those in
 memory. Fewer rows in a batch do not:

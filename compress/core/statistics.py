@@ -1,4 +1,4 @@
-"""What calibration knows about the input of a linear layer; collected once, used by pruning and quantization alike."""
+"""Calibration statistics of a linear layer's input, collected once for pruning and quantization alike."""
 
 from __future__ import annotations
 

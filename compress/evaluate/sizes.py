@@ -1,4 +1,4 @@
-"""How large a model is: on disk, in memory, and per weight."""
+"""Size of a model: on disk, in memory, and in bits a weight."""
 
 from __future__ import annotations
 

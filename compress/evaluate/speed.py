@@ -1,4 +1,4 @@
-"""How fast a model runs: load time, prefill, decode, memory. One model a process, so that nobody else's memory is counted.
+"""Speed of a model: load time, prefill, decode, memory; each model in a process of its own, so that memory is told apart.
 
 `run_isolated` starts `python -m compress.evaluate.speed`, which measures one model and writes what it found to a file.
 """

@@ -1,4 +1,4 @@
-"""What a compressed KV cache costs in quality: tokens predicted from it, beside the same tokens predicted with a plain one."""
+"""Quality cost of a compressed KV cache: tokens predicted from it, beside the same tokens predicted with a plain one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model would stumble over in the end, asked before anything is computed: it is run on shapes alone.
+"""Dry run of a model on shapes alone: what would fail at the end is found before anything is computed.
 
 The engines of the runtime run a copy of it on torch's meta device. So it is found that a model takes no KV cache, or none but its own; that
 its blocks hand on more than hidden states; that the weight of a layer is read by others. No architecture is named here. Where a model

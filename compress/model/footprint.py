@@ -1,4 +1,4 @@
-"""What parts of a run take, told from shapes before anything is computed: bytes of memory and disk, and seconds."""
+"""Footprint of parts of a run, from shapes: bytes of memory and disk, and seconds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a row of integers means to a model: running text, a source and what follows it, or a sound and its transcript."""
+"""Kinds of calibration rows: running text, a source with its target, a sound with its transcript."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether the files that a run reads are those that it began with: a model that changes in the midst of a run would be mixed with another.
+"""Guard of the source files: a checkpoint that changes during a run would be mixed with another.
 
 A fingerprint looks at samples of large files. What a run goes on with is held to more: the SHA-256 of every file, which is computed when
 the run begins, and again on a resume for files whose size or time of change is another.

@@ -1,4 +1,4 @@
-"""What a recipe may ask of a model of a kind."""
+"""Stages that a kind of model supports."""
 
 from __future__ import annotations
 

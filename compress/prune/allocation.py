@@ -1,4 +1,4 @@
-"""How sparsity is spread over layers: pure functions from per-layer scores to per-layer sparsities that meet a global budget."""
+"""Allocation of sparsity to layers: pure functions from scores to sparsities that meet a global budget."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What training must not undo: weights that are removed, and the grids of those that are quantized."""
+"""Masks and grids that training must not undo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the model of a recipe is: a directory, or a hub id that is downloaded."""
+"""Location of a recipe's model: a directory, or a hub id that is downloaded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a value of a recipe was written: file and line, or the `--set` that gave it."""
+"""Origin of a recipe's value: file and line, or the `--set` that gave it."""
 
 from __future__ import annotations
 

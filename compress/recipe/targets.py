@@ -1,4 +1,4 @@
-"""Which modules a stage means: class names, exact names, globs and `re:` expressions."""
+"""Targets of a stage: class names, exact names, globs and `re:` expressions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What compression did, to look at: `report.html` of one artifact, and a plot of size against quality of several."""
+"""Report of an artifact (`report.html`), and a plot of size against quality of several."""
 
 from compress.report.html import write_report
 from compress.report.plots import plot_tradeoff

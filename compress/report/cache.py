@@ -1,4 +1,4 @@
-"""What a report page says of the compressed cache of keys and values: how it holds them, and what that does to the quality."""
+"""Report section on the compressed KV cache: its storage and its quality cost."""
 
 from __future__ import annotations
 

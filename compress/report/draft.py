@@ -1,4 +1,4 @@
-"""What a report page says of the draft: how often its tokens are accepted, what they cost, and how it was trained or found."""
+"""Report section on the draft: acceptance, cost, and how it was trained or found."""
 
 from __future__ import annotations
 

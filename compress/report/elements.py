@@ -1,4 +1,4 @@
-"""What a report page is built of: sections, and tables as HTML text."""
+"""Elements of a report page: sections, and tables as HTML."""
 
 from __future__ import annotations
 

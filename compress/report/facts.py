@@ -1,4 +1,4 @@
-"""What a report says, as plain data: read from an artifact's manifest and tensor headers, not yet drawn or written."""
+"""Facts of a report as plain data, read from an artifact's manifest and tensor headers."""
 
 from __future__ import annotations
 

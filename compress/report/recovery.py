@@ -1,4 +1,4 @@
-"""What a report page says of recovery: how a model was trained after something was taken from it, and what came back."""
+"""Report section on recovery: training after a cut, and the quality that came back."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a report page says of passes that removed whole channels, heads, layers or experts: how many, what was lost, and by what rank."""
+"""Report section on structured pruning: units removed, error, and ranking of each pass."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""One run of a recipe: a loop over its stages."""

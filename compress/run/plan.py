@@ -1,4 +1,4 @@
-"""What a run would do, and whether it fits: every tensor, bytes before and after, memory, disk and time. Nothing is changed.
+"""Plan of a run: every tensor, bytes before and after, memory, disk and time. Nothing is changed.
 
 `apply` makes the same plan first and refuses a run that cannot fit, instead of being killed an hour in.
 """

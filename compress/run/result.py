@@ -1,4 +1,4 @@
-"""What a run gives back."""
+"""Result of a run."""
 
 from __future__ import annotations
 

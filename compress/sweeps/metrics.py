@@ -1,4 +1,4 @@
-"""What a trial can be judged by: names for objectives and constraints, which way is better, and how they are shown."""
+"""Metrics of a trial: names for objectives and constraints, their direction, and their display."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several results no other beats."""
+"""Pareto front of results."""
 
 from __future__ import annotations
 

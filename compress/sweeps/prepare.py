@@ -1,4 +1,4 @@
-"""What is checked before the first trial: every point of a grid against the recipe and the model, and whose sweep this is."""
+"""Checks before the first trial: every point of a grid against the recipe and the model, and the owner of the directory."""
 
 from __future__ import annotations
 

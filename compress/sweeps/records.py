@@ -1,4 +1,4 @@
-"""What is known of a trial, and the one function that decides whether it counts."""
+"""Record of a trial, and the one function that decides whether it counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a sweep writes to look at: the plot, and a page that stands alone."""
+"""Plot and standalone page of a sweep."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to each module: the stages of a recipe laid over a model's modules, later ones over earlier ones."""
+"""Assignment of stages to modules: a recipe's stages laid over a model, later ones over earlier ones."""
 
 from __future__ import annotations
 

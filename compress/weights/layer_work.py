@@ -1,4 +1,4 @@
-"""What the recipe asks of one layer, with the facts about its methods that the pipeline acts on."""
+"""Task of one layer: what the recipe asks of it, and the facts about its methods that the block pass acts on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a per-channel scale of a linear layer's input can be folded into whatever produces that input.
+"""Folding of a per-channel input scale into the module that produces the input.
 
 AWQ and SmoothQuant multiply the columns of a weight by `s` and divide its input by `s`. For that to be free, the producer of
 the input must take the `1/s`. Which producers can is found by trying: a candidate is scaled by random factors, the consumers

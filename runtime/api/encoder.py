@@ -1,4 +1,4 @@
-"""What `runtime.load` returns for encoders: texts in, embeddings out; token ids in, hidden states out."""
+"""Encoder that `runtime.load` returns: texts in, embeddings out; token ids in, hidden states out."""
 
 from __future__ import annotations
 

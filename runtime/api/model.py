@@ -1,4 +1,4 @@
-"""What `runtime.load` returns: text or token ids in, text, token ids, logits or scores out."""
+"""Language model that `runtime.load` returns: text or token ids in, text, token ids, logits or scores out."""
 
 from __future__ import annotations
 

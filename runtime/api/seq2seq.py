@@ -1,4 +1,4 @@
-"""What `runtime.load` returns for encoder-decoders: a source in, the text that the decoder makes of it out."""
+"""Encoder-decoder that `runtime.load` returns: a source in, the decoder's text out."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `runtime.load` returns for speech encoder-decoders: a sound in, its transcript out."""
+"""Speech encoder-decoder that `runtime.load` returns: a sound in, its transcript out."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Decoding loop: scheduler, pages, requests."""

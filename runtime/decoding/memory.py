@@ -1,4 +1,4 @@
-"""How much memory the KV cache of one call may take, and whether its requests fit in it."""
+"""Memory of one call's KV cache, and whether its requests fit in it."""
 
 from __future__ import annotations
 

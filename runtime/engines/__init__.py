@@ -1,0 +1,1 @@
+"""Engines: tokens to logits over a pool of cache pages, one folder each."""

@@ -1,4 +1,4 @@
-"""What a kernel is: which layers it can compute, how it wants their weights laid out, and the computation."""
+"""Interface of a kernel: the layers it can compute, the layout of their weights, and the computation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which of several kernels over one layout is the fastest on this machine: measured once, remembered on disk.
+"""Fastest of several kernels over one layout on this machine: measured once, stored on disk.
 
 Keyed by (kernels, layer's scheme and dtype, rounded shape, shape class, threads), one file a machine: `tuning/cpu-ID.json` under
 `$COMPRESS_CACHE` or `~/.cache/compress`. Measuring is done while a whole model is loaded (`measuring`), never longer than its budget;

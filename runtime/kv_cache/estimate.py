@@ -1,4 +1,4 @@
-"""How much memory a cache will take, from a model's config and a policy; before any token is run."""
+"""Memory of a cache, from a model's config and a policy, before any token is run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a score sees of a layer: its newest queries, the tokens it holds, and attention between them in slices."""
+"""Observation of a layer that a score sees: its newest queries, the tokens in the cache, and attention between them in slices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of a model decides the size of its cache: heads, channels and dtypes, layer by layer, as its config says."""
+"""Shape of a model's cache: heads, channels and dtypes, layer by layer, from its config."""
 
 from __future__ import annotations
 

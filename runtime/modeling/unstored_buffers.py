@@ -1,4 +1,4 @@
-"""What a model computes and no checkpoint stores: rotary frequencies, tables of positions, multipliers.
+"""Buffers that a model computes and no checkpoint stores: rotary frequencies, position tables, multipliers.
 
 transformers' initialisers (`_init_weights`) compute it when `from_pretrained` reads a checkpoint. One may also draw numbers at random, or
 leave what it finds; what came of that would be silent corruption. So each is run over two different fillings: what differs afterwards was

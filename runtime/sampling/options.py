@@ -1,4 +1,4 @@
-"""What a caller may ask of one generation, checked before any work starts."""
+"""Options of one generation, checked before any work starts."""
 
 from __future__ import annotations
 

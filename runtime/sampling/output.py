@@ -1,4 +1,4 @@
-"""What one sequence has produced so far, and when it is over."""
+"""Output of one sequence so far, and its end."""
 
 from __future__ import annotations
 

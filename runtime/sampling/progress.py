@@ -1,4 +1,4 @@
-"""How far a call of generate is: a bar on stderr, or a function of the caller's."""
+"""Progress of a generation: a bar on stderr, or a function of the caller's."""
 
 from __future__ import annotations
 

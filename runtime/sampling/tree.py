@@ -1,4 +1,4 @@
-"""What a drafter proposes: tokens that may follow a text, as a tree whose branches are alternatives."""
+"""Tree of drafted tokens: alternatives that may follow a sequence."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where this library keeps what it can make again: one directory a kind under `$COMPRESS_CACHE` or `~/.cache/compress`."""
+"""Directories of what can be made again: one a kind under `$COMPRESS_CACHE` or `~/.cache/compress`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What this CPU is and can do, as Linux tells it; on other systems little is known and the portable way is taken."""
+"""CPU of this machine as Linux tells it; elsewhere little is known and the portable code runs."""
 
 from __future__ import annotations
 

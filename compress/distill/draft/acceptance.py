@@ -1,4 +1,4 @@
-"""How much of what a draft proposes its target accepts: by position in the draft, for greedy decoding and for sampling."""
+"""Acceptance of drafted tokens by the target: by position in the draft, for greedy decoding and for sampling."""
 
 from __future__ import annotations
 

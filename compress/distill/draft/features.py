@@ -1,4 +1,4 @@
-"""What a frozen target's head reads, for heads that are trained on it: computed as the target runs, once for each row."""
+"""Inputs of a frozen target's head, for heads trained on it: computed as the target runs, once for each row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which members a set should have, where trying one is expensive: Bayesian optimisation over subsets, then exchange of members."""
+"""Search for the best subset where a trial is expensive: Bayesian optimization over subsets, then exchange of members."""
 
 from __future__ import annotations
 

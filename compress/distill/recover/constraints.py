@@ -1,4 +1,4 @@
-"""How the weight of a linear layer follows from the numbers that are trained: with a low-rank change, under a mask, on a grid."""
+"""Parametrizations of linear weights in training: a low-rank change, a mask, a quantization grid."""
 
 from __future__ import annotations
 

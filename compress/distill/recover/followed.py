@@ -1,4 +1,4 @@
-"""What of the teacher is still there in the model in recovery: its layers, the dimensions of its hidden state, its tokens."""
+"""Counterparts of the teacher's layers, hidden dimensions and tokens in a smaller student."""
 
 from __future__ import annotations
 

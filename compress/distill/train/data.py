@@ -1,4 +1,4 @@
-"""Which tokens a draft is trained on: given text, the teacher's continuations of it, the draft's own, or some of each."""
+"""Training tokens of a draft: given text, continuations by the teacher or by the draft, or a mixture."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a draft is trained to make small: divergences between a teacher's and a student's next-token distributions, position by position.
+"""Losses of distillation: divergences between a teacher's and a student's next-token distributions at each position.
 
 A teacher's distribution comes whole, as logits, or `SparseTargets`: its likeliest ids with their probabilities, and the mass of all
 others. Against sparse targets a divergence is one between distributions of k + 1 outcomes, the k ids and "any other": the student's

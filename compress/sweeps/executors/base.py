@@ -1,4 +1,4 @@
-"""What a sweep needs of an executor."""
+"""Interface of an executor."""
 
 from __future__ import annotations
 

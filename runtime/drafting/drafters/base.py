@@ -1,4 +1,4 @@
-"""What decoding needs of a drafter, and what it tells one. One file a drafter in this folder."""
+"""Interface between decoding and a drafter. One file a drafter in this folder."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Policies of speculation length, one file each."""

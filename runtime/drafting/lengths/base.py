@@ -1,4 +1,4 @@
-"""What decides how much is drafted. One file a policy in this folder."""
+"""Interface of a policy of speculation length. One file a policy in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How far what a drafter says of its chances can be believed, learned from what became of them."""
+"""Calibration of a drafter's confidence against the acceptance that followed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an acceptance rule is. One file a rule in this folder."""
+"""Interface of an acceptance rule. One file a rule in this folder."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which code runs between the matrix products: Triton kernels on CUDA devices (and in triton's interpreter), plain torch elsewhere."""
+"""Dispatch of the operations between matrix products: Triton kernels on CUDA (and in Triton's interpreter), plain torch elsewhere."""
 
 from __future__ import annotations
 

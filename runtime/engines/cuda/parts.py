@@ -1,4 +1,4 @@
-"""What the engine needs of a transformers model, found by structure and checked: a part it does not know is a reason, not a guess."""
+"""Parts of a transformers model that the CUDA engine runs, found by structure and checked: an unknown part is a reason, not a guess."""
 
 from __future__ import annotations
 

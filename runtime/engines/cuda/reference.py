@@ -1,4 +1,4 @@
-"""What the engine computes between matrix products, in plain torch: the truth the kernels are held against, and what runs without them.
+"""Operations between matrix products in plain torch: the reference of the kernels, and what runs without them.
 
 Rounded to the model's dtype where transformers rounds; rotation and attention are in float32 up to their last rounding.
 """

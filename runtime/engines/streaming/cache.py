@@ -1,4 +1,4 @@
-"""Where prepared weights are kept: one directory a key under `$COMPRESS_CACHE` (or `~/.cache/compress`), bounded, oldest use first out.
+"""Cache of prepared weights: one directory a key under `$COMPRESS_CACHE` (or `~/.cache/compress`), bounded, least recently used out first.
 
 The key is a digest of everything that the file's content depends on, so a file is never out of date: it is only unused, and goes when
 room is needed. Nothing here is needed twice: deleting the directory costs one repack.

@@ -1,4 +1,4 @@
-"""How much of a model stays in memory under a bound, and which blocks are read again and again."""
+"""Division of a model under a memory bound: blocks that stay in memory, and blocks that are streamed."""
 
 from __future__ import annotations
 

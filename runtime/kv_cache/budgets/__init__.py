@@ -1,0 +1,1 @@
+"""Budgets: shares of the cache by layer and head, one file each."""

@@ -1,0 +1,1 @@
+"""Scores of tokens for eviction, one file each."""

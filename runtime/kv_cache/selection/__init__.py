@@ -1,0 +1,1 @@
+"""Selections: tokens that a decoding step reads, one file each."""

@@ -1,4 +1,4 @@
-"""What a selection is: the cache is kept whole, and a decoding step reads a part of it."""
+"""Interface of a selection: the cache stays whole, and a decoding step reads a part of it."""
 
 from __future__ import annotations
 

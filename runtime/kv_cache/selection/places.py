@@ -1,4 +1,4 @@
-"""Which tokens a step reads, counted in the order of arrival, and where they lie in a layer's regions."""
+"""Positions of the tokens that a step reads, in order of arrival, and their places in a layer's regions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How much of what is held was read: the number that a selection is about."""
+"""Share of the cache that steps have read."""
 
 from __future__ import annotations
 

@@ -1,0 +1,1 @@
+"""Storage codecs of keys and values, one file each."""

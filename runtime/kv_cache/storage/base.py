@@ -1,4 +1,4 @@
-"""What a storage codec is: how keys or values of whole pages lie in memory."""
+"""Interface of a storage codec: keys or values of whole pages in memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What storage a cache has: which tokens are held as floats, and how the others are."""
+"""Storage plan of a cache: tokens kept as floats, and the codecs of the others."""
 
 from __future__ import annotations
 

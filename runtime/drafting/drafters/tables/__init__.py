@@ -1,0 +1,1 @@
+"""Token statistics that drafters without weights draft from."""

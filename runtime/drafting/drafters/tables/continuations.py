@@ -1,4 +1,4 @@
-"""What followed some places in a list of tokens: how often each, and how likely it follows again."""
+"""Continuations counted after places in a list of tokens: how often each, and how likely it follows again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How often guesses of a kind turn out right, learned while texts are written; and which guesses of a tree did."""
+"""Hit rates of guesses by kind, learned while sequences are decoded, and the hits in a tree."""
 
 from __future__ import annotations
 

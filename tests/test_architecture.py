@@ -1,0 +1,124 @@
+"""Structure of the packages: no import circle, files and functions of a readable size, modules that say what they are."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import grimp
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+PACKAGES = ("compress", "export", "runtime")
+FILES = sorted(path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
+MOST_LINES = 500
+MOST_PARAMETERS = 8
+MOST_OF_A_SHARD = 110  # lines
+MOST_SHARDS = 30
+
+
+def circles(graph: grimp.ImportGraph) -> list[list[str]]:
+    """Strongly connected components of more than one module (Tarjan, 1972); lazy and type-only imports count."""
+    number: dict[str, int] = {}
+    lowest: dict[str, int] = {}
+    stack: list[str] = []
+    found = []
+
+    def visit(module: str) -> None:
+        number[module] = lowest[module] = len(number)
+        stack.append(module)
+        for imported in graph.find_modules_directly_imported_by(module):
+            if imported not in number:
+                visit(imported)
+                lowest[module] = min(lowest[module], lowest[imported])
+            elif imported in stack:
+                lowest[module] = min(lowest[module], number[imported])
+        if lowest[module] == number[module]:
+            cut = stack.index(module)
+            if len(stack) - cut > 1:
+                found.append(sorted(stack[cut:]))
+            del stack[cut:]
+
+    for module in sorted(graph.modules):
+        if module not in number:
+            visit(module)
+    return found
+
+
+def test_circles_are_found() -> None:
+    graph = grimp.ImportGraph()
+    for importer, imported in (("a", "b"), ("b", "c"), ("c", "a"), ("c", "d"), ("d", "e"), ("f", "a")):
+        for module in (importer, imported):
+            graph.add_module(module)
+        graph.add_import(importer=importer, imported=imported)
+    assert circles(graph) == [["a", "b", "c"]]
+
+
+def test_no_import_circle() -> None:
+    assert circles(grimp.build_graph(*PACKAGES, cache_dir=None)) == []
+
+
+def test_no_file_is_too_long() -> None:
+    lengths = {str(path.relative_to(ROOT)): len(path.read_text().splitlines()) for path in FILES}
+    assert {path: lines for path, lines in lengths.items() if lines > MOST_LINES} == {}
+
+
+def _parameters(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    given = function.args
+    names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+    return len([name for name in names if name not in ("self", "cls")])
+
+
+def _launches(path: Path) -> bool:
+    """Kernels and the functions that launch them take what the hardware takes."""
+    rooms = {
+        ROOT / "runtime" / "kernels",
+        ROOT / "runtime" / "kv_cache" / "kernels",
+        ROOT / "runtime" / "engines" / "cuda",
+    }
+    return bool(rooms & set(path.parents)) or path.is_relative_to(ROOT / "compress" / "core" / "native")
+
+
+def test_files_that_one_neighbour_imports_are_few() -> None:
+    """Such a file needs a reason to stand alone: it is a method of a registry, or somebody would look for it by its name."""
+    graph = grimp.build_graph(*PACKAGES, cache_dir=None)
+    found = []
+    for module in graph.modules:
+        path = ROOT / f"{module.replace('.', '/')}.py"
+        importers = graph.find_modules_that_directly_import(module)
+        folders = {importer.rpartition(".")[0] for importer in importers}
+        if path.exists() and len(importers) == 1 and folders == {module.rpartition(".")[0]}:
+            found += [module] if len(path.read_text().splitlines()) < MOST_OF_A_SHARD else []
+    assert len(found) <= MOST_SHARDS, sorted(found)
+
+
+def test_no_function_takes_too_much() -> None:
+    # Python calls of users, by keyword
+    public = {ROOT / path for path in ("compress/__init__.py", "compress/sweeps/run.py", "runtime/api/load.py")}
+    found = {}
+    for path in FILES:
+        if path.parent == ROOT / "compress" / "commands" or path in public or _launches(path):
+            continue
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                count = _parameters(node)
+                if count > MOST_PARAMETERS:
+                    found[f"{path.relative_to(ROOT)}:{node.name}"] = count
+    assert found == {}
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_modules_say_what_they_are(package: str) -> None:
+    asks = ("What ", "Which ", "How ", "Whether ", "Where ", "When ", "Why ", "Who ")
+    wrong = []
+    for path in FILES:
+        if path.is_relative_to(ROOT / package):
+            text = ast.get_docstring(ast.parse(path.read_text())) or ""
+            if not text or text.startswith(asks):
+                wrong.append(f"{path.relative_to(ROOT)}: {text.splitlines()[0] if text else 'no docstring'}")
+    assert wrong == []
+
+
+def test_no_room_is_left_in_the_root_of_runtime() -> None:
+    assert {path.name for path in (ROOT / "runtime").glob("*.py")} == {"__init__.py", "errors.py"}
+    assert not (ROOT / "compress" / "pipeline").exists()

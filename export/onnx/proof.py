@@ -4,6 +4,7 @@ where layers were rounded anew."""
 from __future__ import annotations
 
 import gc
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from export.onnx.dialect import dialect_of, fast_name
 from export.onnx.grid import ONNX
 from export.onnx.readback import read_back
 from export.target import Job, Verification
-from export.verify import TIE, compare_logits, compare_tokens, load_artifact, probe
+from export.verify import TIE, Probe, compare_logits, compare_tokens, load_artifact, probe
 from runtime.errors import CompressError
 
 # Mean KL that is allowed. float32: only the order of sums differs; float16: every activation is rounded to 11 bits. Where
@@ -134,48 +135,31 @@ def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
     reference, length = _reference(job), 16
     written = reference.generate(sources, max_new_tokens=length, ignore_eos=True)
     targets = torch.tensor([[reference.start_token_id, *row[:-1]] for row in written])
-    wanted = [reference.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
+
+    def forced(model: Any) -> torch.Tensor:
+        return torch.cat([model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)])
+
+    # The decoder's prompts are the token that it starts with.
+    expected = Probe([row[:1].tolist() for row in targets], targets, forced(reference), written)
     del reference
     change = {}
     if job.losses:
-        artifact = load_artifact(job.source)
-        original = [artifact.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
-        change["kl_of_change"] = _kl(original, wanted, float("inf"))
-        del artifact, original
+        original = replace(expected, logits=forced(load_artifact(job.source)))
+        change["kl_of_change"] = compare_logits(original, lambda rows: expected.logits, float("inf"))["kl"]
+        del original
     gc.collect()
     job.progress.step("the artifact")
     model = load()
-    found = [model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
-    kl = _kl(wanted, found, KL_LIMITS[key])
-    answers = model.generate(sources, max_new_tokens=length, ignore_eos=True)
-    same = ties = 0
-    for row, (expected, got) in enumerate(zip(written, answers, strict=True)):
-        first = next((i for i, (a, b) in enumerate(zip(expected, got, strict=True)) if a != b), None)
-        same += length if first is None else first
-        if first is not None:
-            gap = float(wanted[row][0, first, expected[first]] - wanted[row][0, first, got[first]])
-            ties += 1
-            if gap > TIES[key]:
-                raise CompressError(f"the export continues source {row} differently, and not by a near tie ({gap:.3g})")
-    metrics = {"kl": kl, "tokens": length * len(sources), "same_tokens": same, "near_ties": ties, **change}
+    metrics = compare_logits(expected, lambda rows: forced(model), KL_LIMITS[key]) | change
+    metrics |= compare_tokens(
+        expected, lambda prompts, count: model.generate(sources, max_new_tokens=count, ignore_eos=True), TIES[key]
+    )
     if (job.folder / fast_name("decoder.onnx")).is_file():
         del model
-        model = load(kernels="fast")
-        found = [model.logits(torch.tensor([s]), t[None]) for s, t in zip(sources, targets, strict=True)]
-        metrics["kl_fast"] = _kl(wanted, found, FAST_LIMIT)
+        fast = forced(load(kernels="fast"))
+        metrics["kl_fast"] = compare_logits(expected, lambda rows: fast, FAST_LIMIT)["kl"]
     job.progress.step("the export")
     return "teacher-forced logits and greedy tokens those of the artifact", metrics
-
-
-def _kl(wanted: list[torch.Tensor], found: list[torch.Tensor], limit: float) -> float:
-    """Mean, nats a token, of logits `[1, t, vocab]`; CompressError above `limit`."""
-    ours, theirs = torch.cat(wanted).log_softmax(-1), torch.cat(found).log_softmax(-1)
-    kl = float((ours.exp() * (ours - theirs)).sum(-1).clamp(min=0).mean())
-    if not kl <= limit:
-        raise CompressError(
-            f"the export does not compute what the artifact does: KL {kl:.3g} nats a token, allowed {limit:g}"
-        )
-    return kl
 
 
 def _change(job: Job) -> Change:

@@ -1,4 +1,4 @@
-"""Preset schemes by the names the field uses (those of compressed-tensors), and how a recipe's fields become a scheme."""
+"""Preset schemes by the names of compressed-tensors, and the scheme that a recipe's fields mean."""
 
 from __future__ import annotations
 

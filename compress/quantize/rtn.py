@@ -1,4 +1,4 @@
-"""Round to nearest."""
+"""Round-to-nearest quantization, the baseline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sparsity per layer where the recipe does not want the same for all: one pass over the uncompressed blocks, before the real one."""
+"""Sparsity of each layer where a recipe does not want the same for all: one pass over the uncompressed blocks, before the real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compress the linear layers of one block: transforms, then one solve for each distinct input, in the order they run."""
+"""Compression of the linear layers of one block: transforms, then one solve for each distinct input, in the order they run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pass over the blocks of a checkpoint: each is compressed, written as its own shard, and recorded; then what is in no block."""
+"""Pass over the blocks of a checkpoint: each is compressed, written as its own shard and recorded; then embeddings and head."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One solved layer on its way to the disk: packed by its format, checked to unpack to the same weight, and simulated in place."""
+"""Packed layer: a solved weight in its storage format, checked to unpack to the same weight, and simulated in its block."""
 
 from __future__ import annotations
 

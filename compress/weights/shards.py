@@ -1,4 +1,4 @@
-"""Write one finished part of the model (a block, or all that is outside of the blocks) as a shard of its own, and account for it."""
+"""Shard of one finished part of the model (a block, or all that is outside of the blocks), with the account of its tensors."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Register our quantizer the moment transformers loads its own, without importing transformers.
+"""Import hook that registers our quantizer the moment transformers loads its own, without importing transformers.
 
 transformers keeps its quantizers in a table in `transformers.quantizers.auto`. When that module is loaded already,
 ours is added at once; otherwise a finder waits for its import, adds ours right after, and takes itself away.

@@ -1,4 +1,4 @@
-"""From the `quantization_config` of a checkpoint to a skeleton with empty compressed modules in it."""
+"""Skeleton with empty compressed modules in it, from the `quantization_config` of a checkpoint."""
 
 from __future__ import annotations
 

@@ -74,6 +74,22 @@ for vector in (1, 2):
         }
 print(json.dumps(found))
 """
+#: A recipe that trains after it has quantized.
+RECOVER = """
+from compress.recipe import load
+from compress.weights.assign import ModuleInfo, assign
+from runtime.errors import RequestError
+stages = [
+    {"quantize": {"method": "rtn", "scheme": {"representation": "kmeans"}}},
+    {"recover": {"method": "finetune"}},
+]
+modules = [ModuleInfo("model.layers.0.mlp.down_proj", "Linear", (8, 16))]
+assert assign(load({"name": "t", "model": "m", "stages": stages[::-1]}), modules)
+try:
+    assign(load({"name": "t", "model": "m", "stages": stages}), modules)
+except RequestError as error:
+    print(error)
+"""
 LAYER = "model.layers.0.mlp.down_proj"
 
 
@@ -188,3 +204,9 @@ def test_wrong_fields_of_a_recipe_are_named(
     assert done.returncode == 2
     assert key in done.stderr
     assert "scheme" in done.stderr
+
+
+def test_recovery_after_it_is_refused(extension) -> None:
+    said = extension.python(RECOVER).stdout
+    assert "recover" in said
+    assert "stores model.layers.0.mlp.down_proj as kmeans" in said

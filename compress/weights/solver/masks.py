@@ -1,6 +1,6 @@
-"""N:M masks reconsidered: move zeros inside a block of M columns wherever that lowers the output error, rounding included.
+"""Sparsity masks: chosen in the column loop, fitted by least squares, and N:M masks reconsidered by swapping zeros inside a block.
 
-With all other weights fixed, the error as a function of one block's values is a small quadratic. Every way to keep N of the M
+Swaps: with all other weights fixed, the error as a function of one block's values is a small quadratic. Every way to keep N of the M
 weights is tried with its best values (rounded one after the other, each making up for those before it), and the block takes
 the best if it beats what it has. Block coordinate descent: the output error never rises.
 """

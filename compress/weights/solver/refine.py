@@ -1,4 +1,4 @@
-"""Polish a solved weight: move codes and scales, one at a time, wherever that lowers the output error.
+"""Refinement of a solved weight: codes and scales move, one at a time, wherever that lowers the output error.
 
 The column loop decides every column once, knowing only the columns before it. Afterwards each code can be set to the best grid
 value given all the others (cyclic coordinate descent on `tr(E H E^T)`), and each scale to its least-squares value given the

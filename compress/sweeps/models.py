@@ -1,17 +1,18 @@
-"""The sweep file as pydantic models: exactly its keys, strict, with defaults."""
+"""Sweep file as pydantic models: exactly its keys, strict, with defaults."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, field_validator
 
 from compress.recipe.models import Name
+from compress.recipe.problems import show
 from compress.sweeps.metrics import METRICS
 from compress.sweeps.space import Values
-
-Scalar = int | float | str
+from runtime.config.messages import did_you_mean, listing
 
 
 class Strict(BaseModel):
@@ -36,6 +37,14 @@ class SearchConfig(Strict):
     seed: int = Field(default=0, ge=0, lt=2**32)
     startup: int | None = Field(default=None, ge=1)
     population: int | None = Field(default=None, ge=2)
+
+    @field_validator("startup", "population")
+    @classmethod
+    def _of_its_sampler(cls, value: int | None, info: ValidationInfo) -> int | None:
+        owner, sampler = {"startup": "tpe", "population": "nsgaii"}[str(info.field_name)], info.data.get("sampler")
+        if value is not None and sampler not in (owner, None):
+            raise ValueError(f"only the sampler {owner} has this key, and sampler is {sampler}")
+        return value
 
 
 class SpeedConfig(Strict):
@@ -68,8 +77,17 @@ class RayConfig(Strict):
     at_once: int | None = Field(default=None, ge=1)
 
 
+def _search(written: Any) -> Any:
+    if written == "grid":
+        return None
+    if not isinstance(written, Mapping):
+        forms = "grid, or a mapping with trials, such as {sampler: tpe, trials: 20, seed: 0}"
+        raise ValueError(f"expected {forms}, got {show(written)}")
+    return written
+
+
 class SweepFile(Strict):
-    """The top of the file. Sections with forms of their own are read apart (`compress.sweeps.reading`).
+    """The top of the file. Values and bounds of metrics are read apart (`compress.sweeps.reading`).
 
     Attributes:
         name: names the sweep; the default output is `out/sweeps/NAME`.
@@ -77,7 +95,7 @@ class SweepFile(Strict):
         model: replaces the recipe's model.
         set: other changes to the recipe, the same for all trials, by dotted keys.
         vary: values by dotted keys.
-        search: `grid`, or see `SearchConfig`.
+        search: see `SearchConfig`; None: a grid.
         objectives: names of metrics; the first is the quality that plots have upright.
         constraints: bounds of metrics: `{size: {max: 4MB}}`. What breaks one is on no front.
         keep: whose artifacts stay: `best` in the first objective, those on the `pareto` front, `all`, `none`.
@@ -92,14 +110,25 @@ class SweepFile(Strict):
     model: str | None = Field(default=None, min_length=1)
     set: dict[str, Any] = Field(default_factory=dict)
     vary: dict[str, Any] = Field(min_length=1)
-    search: Any = "grid"
+    search: Annotated[SearchConfig | None, BeforeValidator(_search)] = None
     objectives: list[str] = Field(default=["perplexity", "size"], min_length=1, max_length=4)
     constraints: dict[str, Any] = Field(default_factory=dict)
     keep: Literal["best", "pareto", "all", "none"] = "pareto"
-    speed: Any = None
+    speed: SpeedConfig | None = None
     jobs: int = Field(default=1, ge=1, le=1024)
-    ray: Any = None
+    ray: RayConfig | None = None
     output: str | None = Field(default=None, min_length=1)
+
+    @field_validator("objectives")
+    @classmethod
+    def _known(cls, names: list[str]) -> list[str]:
+        for number, name in enumerate(names):
+            if name not in METRICS:
+                text = f"unknown metric '{name}'{did_you_mean(name, METRICS) or '.'} Allowed: {listing(METRICS)}"
+                raise ValueError(text)
+            if name in names[:number]:
+                raise ValueError(f"'{name}' is given twice")
+        return names
 
 
 @dataclass(frozen=True)
@@ -123,33 +152,45 @@ class Constraint:
 
 @dataclass(frozen=True)
 class Sweep:
-    """A validated sweep; see `SweepFile`. `search` None is a grid; `speed` None: it is not measured."""
+    """A validated sweep; see `SweepFile`. `speed` None: it is not measured."""
 
     file: SweepFile
     vary: dict[str, Values]
-    search: SearchConfig | None = None
     constraints: list[Constraint] = field(default_factory=list)
-    speed: SpeedConfig | None = None
-    ray: RayConfig | None = None
+
+    @property
+    def search(self) -> SearchConfig | None:
+        """None: a grid."""
+        return self.file.search
+
+    @property
+    def ray(self) -> RayConfig | None:
+        """None: trials run in processes of this machine."""
+        return self.file.ray
+
+    @property
+    def speed(self) -> SpeedConfig | None:
+        """As the file says it, else the defaults where a metric of speed is asked for."""
+        names = (*self.file.objectives, *(constraint.metric for constraint in self.constraints))
+        asked = any(METRICS[name].origin == "speed" for name in names)
+        return SpeedConfig() if self.file.speed is None and asked else self.file.speed
 
     def resolved(self) -> dict[str, Any]:
         """The sweep with every default filled in, as plain data; `output` is left out."""
-        data = self.file.model_dump(mode="json", exclude={"output"}, exclude_none=True)
+        data = self.file.model_copy(update={"speed": self.speed}).model_dump(
+            mode="json", exclude={"output"}, exclude_none=True
+        )
+        data = {**dict.fromkeys(SweepFile.model_fields), **data, "search": data.get("search", "grid")}
         data["vary"] = {key: values.plain() for key, values in self.vary.items()}
-        data["search"] = "grid" if self.search is None else self.search.model_dump(exclude_none=True)
         limits: dict[str, dict[str, float]] = {}
         for constraint in self.constraints:
             limits.setdefault(constraint.metric, {})[constraint.bound] = constraint.limit
         data["constraints"] = limits
-        for key, section in (("speed", self.speed), ("ray", self.ray)):
-            if section is not None:
-                data[key] = section.model_dump(exclude_none=True)
-        return data
+        return {key: value for key, value in data.items() if value is not None}
 
     def settled(self) -> dict[str, Any]:
         """What a resume may not change; values and trials may be added, and where trials run is no matter."""
-        data = self.resolved()
-        for key in (
+        elsewhere = (
             "description",
             "recipe",
             "model",
@@ -157,8 +198,8 @@ class Sweep:
             "vary",
             "jobs",
             "ray",
-        ):  # recipe, model and set are compared as one recipe
-            data.pop(key, None)
+        )  # recipe, model and set are compared as one
+        data = {key: value for key, value in self.resolved().items() if key not in elsewhere}
         if isinstance(data["search"], dict):
             data["search"] = {key: value for key, value in data["search"].items() if key != "trials"}
         return data

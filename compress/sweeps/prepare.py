@@ -9,19 +9,13 @@ from typing import Any
 
 from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
-from compress.sweeps.grid import Grid
 from compress.sweeps.models import Sweep
+from compress.sweeps.search import Grid, Study
 from compress.sweeps.space import Range, Values, text_of
-from compress.sweeps.study import Study
 from runtime.config.messages import listing
 from runtime.errors import RequestError
 
 _DRAWS = 200
-
-
-def open_search(sweep: Sweep) -> Grid | Study:
-    """What proposes trials."""
-    return Grid(sweep) if sweep.search is None else Study(sweep)
 
 
 def first_recipe(

@@ -1,13 +1,13 @@
-"""Sweep from a file, a bundled name or a dictionary, with the sentences that recipes have for what is wrong."""
+"""Reader of sweep files: from a path, a bundled name or a dictionary, with the sentences that recipes have for what is wrong."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
-from pydantic import BaseModel, ValidationError
+from pydantic import ValidationError
 
 from compress.core import resources
 from compress.core.percent import fraction
@@ -18,7 +18,7 @@ from compress.recipe.yaml_source import Path as KeyPath
 from compress.recipe.yaml_source import parse
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.metrics import METRICS
-from compress.sweeps.models import Constraint, RayConfig, SearchConfig, SpeedConfig, Sweep, SweepFile
+from compress.sweeps.models import Constraint, Sweep, SweepFile
 from compress.sweeps.space import Values, read_values
 from runtime.config.messages import did_you_mean, listing
 from runtime.errors import RequestError
@@ -29,7 +29,6 @@ _FIXED = {
     "description": "it changes nothing", "sample": "it changes nothing", "model": "trials are compared with one model; sweep each apart",
     "evaluate": "trials that are measured on different text cannot be compared",
 }  # fmt: skip
-_Section = TypeVar("_Section", bound=BaseModel)
 
 
 def load_sweep(
@@ -111,26 +110,7 @@ def _build(data: dict[str, Any], origin: Origin) -> Sweep:
     except ValidationError as error:
         raise_all(problems_of(error, SweepFile, (), origin, data))
         raise
-    sweep = Sweep(
-        file,
-        _vary(file.vary, origin, problems),
-        _search(file.search, origin, problems),
-        _constraints(file.constraints, origin, problems),
-        _section(
-            SpeedConfig,
-            "speed",
-            file.speed if file.speed is not None or not _names_speed(file) else {},
-            origin,
-            problems,
-        ),
-        _section(RayConfig, "ray", file.ray, origin, problems),
-    )
-    for number, name in enumerate(file.objectives):
-        if name not in METRICS:
-            text = f"unknown metric '{name}'{did_you_mean(name, METRICS) or '.'} Allowed: {listing(METRICS)}"
-            problems.append(origin.at(("objectives", number), text))
-        elif name in file.objectives[:number]:
-            problems.append(origin.at(("objectives", number), f"'{name}' is given twice"))
+    sweep = Sweep(file, _vary(file.vary, origin, problems), _constraints(file.constraints, origin, problems))
     if sweep.ray is not None and "jobs" in file.model_fields_set:
         problems.append(
             origin.at(("jobs",), "the sweep runs on Ray, which decides how many trials run at a time; see ray.at_once")
@@ -157,35 +137,6 @@ def _vary(written: dict[str, Any], origin: Origin, problems: list[str]) -> dict[
             except ValueError as error:
                 problems.append(origin.at(place, str(error)))
     return found
-
-
-def _search(written: Any, origin: Origin, problems: list[str]) -> SearchConfig | None:
-    if written == "grid":
-        return None
-    if not isinstance(written, dict):
-        text = f"expected grid, or a mapping with trials, such as {{sampler: tpe, trials: 20, seed: 0}}, got {show(written)}"
-        problems.append(origin.at(("search",), text))
-        return None
-    config = _section(SearchConfig, "search", written, origin, problems)
-    for key, sampler in (("startup", "tpe"), ("population", "nsgaii")):
-        if config is not None and getattr(config, key) is not None and config.sampler != sampler:
-            text = f"only the sampler {sampler} has this key, and sampler is {config.sampler}"
-            problems.append(origin.at(("search", key), text))
-    return config
-
-
-def _section(model: type[_Section], key: str, written: Any, origin: Origin, problems: list[str]) -> _Section | None:
-    if written is None:
-        return None
-    if not isinstance(written, dict):
-        text = f"expected a mapping of keys ({listing(model.model_fields)}), got {show(written)}"
-        problems.append(origin.at((key,), text))
-        return None
-    try:
-        return model.model_validate(written)
-    except ValidationError as error:
-        problems += problems_of(error, model, (key,), origin, written)
-        return None
 
 
 def _constraints(written: dict[str, Any], origin: Origin, problems: list[str]) -> list[Constraint]:
@@ -220,10 +171,6 @@ def _limit(name: str, written: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise ValueError(f"expected a number, got {show(written)}")
     return float(value)
-
-
-def _names_speed(file: SweepFile) -> bool:
-    return any(name in METRICS and METRICS[name].origin == "speed" for name in (*file.objectives, *file.constraints))
 
 
 def _check_evaluated(sweep: Sweep, base: BaseRecipe, origin: Origin) -> None:

@@ -18,15 +18,14 @@ from compress.recipe import Recipe, locate_model
 from compress.sweeps.base import BaseRecipe
 from compress.sweeps.directory import SweepDirectory, read, recorded
 from compress.sweeps.executors import Executor, choose
-from compress.sweeps.grid import Grid
 from compress.sweeps.labels import Labels
 from compress.sweeps.metrics import METRICS, of_speed
 from compress.sweeps.models import SpeedConfig, Sweep
-from compress.sweeps.prepare import first_recipe, identity, open_search
+from compress.sweeps.prepare import first_recipe, identity
 from compress.sweeps.reading import load_sweep
 from compress.sweeps.records import Trial, kept
 from compress.sweeps.results import summary, write_results
-from compress.sweeps.study import Study
+from compress.sweeps.search import Grid, Study, open_search
 from compress.sweeps.trial import finite
 from compress.sweeps.views import write_views
 from runtime.errors import CompressError, RequestError

@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from compress.sweeps import load_sweep
-from compress.sweeps.study import Study
+from compress.sweeps.search import Study
 from runtime.errors import RequestError
 
 X, Y = "calibration.samples", "seed"

@@ -1,11 +1,12 @@
-"""A search by Optuna, without a database: what it knows is made anew from the records for every proposal.
+"""Proposals of trials: a grid, or a search by Optuna's samplers, whose study is made anew from the records for every proposal.
 
-So a proposal depends on the seed, on its number and on the trials before, and on nothing that a kill could lose: with one job, a sweep
-that was interrupted goes on with the trials that it would have had.
+So a proposal of a search depends on the seed, on its number and on the trials before, and on nothing that a kill could lose: with one
+job, a sweep that was interrupted goes on with the trials that it would have had.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import math
@@ -22,6 +23,46 @@ from runtime.errors import RequestError
 from runtime.system.distribution import how_to_install
 
 _ATTEMPTS = 10  # proposals of a sampler before one that was tried already is given up
+
+
+class Grid:
+    """Proposes the points that no trial has had yet; `total` is how many trials there will be."""
+
+    def __init__(self, sweep: Sweep) -> None:
+        self.points = list(points(sweep))
+        self.total = len(self.points)
+
+    def propose(self, trials: Sequence[Trial]) -> Trial | None:
+        """The next trial after `trials`, or None: there are no more."""
+        tried = {trial.key for trial in trials}
+        values = next((values for values in self.points if text_of(values) not in tried), None)
+        return None if values is None else Trial(next_number(trials), values)
+
+
+def points(sweep: Sweep) -> Iterator[dict[str, Any]]:
+    """The values of every point, by dotted keys.
+
+    Raises:
+        RequestError: a range without steps, or more points than anybody waits for.
+    """
+    counts = {}
+    for key, values in sweep.vary.items():
+        count = values.count()
+        if count is None:
+            raise RequestError(
+                f"vary.{key}: a grid needs a list of values, or a range with a step; a search takes ranges without"
+            )
+        if getattr(values, "log", False):
+            raise RequestError(f"vary.{key}: log says how a search draws; a grid needs a list of values")
+        counts[key] = count
+    total = math.prod(counts.values())
+    if total > MOST:
+        most = max(counts, key=lambda key: counts[key])
+        raise RequestError(
+            f"vary: the grid has {total:,} points ({counts[most]:,} values of {most}); at most {MOST:,} are allowed"
+        )
+    lists = {key: values.grid() or [] for key, values in sweep.vary.items()}
+    return (dict(zip(lists, combination, strict=True)) for combination in itertools.product(*lists.values()))
 
 
 class Study:
@@ -119,8 +160,6 @@ class Study:
 
         if self._points is None or self._points > MOST:
             return None
-        from compress.sweeps.grid import points
-
         left = [values for values in points(self._sweep) if text_of(values) not in tried]
         if not left:
             return None
@@ -140,3 +179,8 @@ def _quiet(optuna: Any) -> Iterator[None]:
             yield
     finally:
         logger.setLevel(level)
+
+
+def open_search(sweep: Sweep) -> Grid | Study:
+    """What proposes a sweep's trials."""
+    return Grid(sweep) if sweep.search is None else Study(sweep)

@@ -10,7 +10,7 @@ from typing import Any
 
 from compress.distill.draft import distillspec, kangaroo, medusa, mtp, pard, s2d, skip_search
 from compress.distill.draft.config import CutConfig, DraftConfig
-from compress.distill.draft.making import DraftMethod
+from compress.distill.draft.training import DraftMethod
 from runtime.config.plugins import entries
 
 _MODULES = (distillspec, s2d, pard, medusa, mtp, kangaroo, skip_search)

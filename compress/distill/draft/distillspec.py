@@ -9,8 +9,8 @@ from pydantic import Field
 from compress.distill.draft.accept_head import fit_accept_head, save_accept_head
 from compress.distill.draft.checks import Prospect, check_cut, check_trained
 from compress.distill.draft.config import ChainConfig
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.draft.write import note
 from compress.distill.train.data import TextRows
 
@@ -25,7 +25,7 @@ class DistillSpecConfig(ChainConfig):
     method: Literal["distillspec"] = Field("distillspec", description="Name of the method.")
 
 
-def make(making: Making, config: DistillSpecConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: DistillSpecConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     student = Student(making.cut(config), config.objective(), making.kept(config.vocabulary))
     drafter = making.run(config, student)

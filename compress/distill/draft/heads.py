@@ -19,8 +19,8 @@ from torch.nn import functional
 from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_trained, plain_head
 from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.features import Features
-from compress.distill.draft.making import Making
 from compress.distill.draft.student import Student, round_trained
+from compress.distill.draft.training import DraftTraining
 from compress.distill.draft.write import write_tensors
 from compress.distill.train.checkpoint import trained_weights
 from compress.distill.train.data import Batch, TextRows
@@ -55,8 +55,8 @@ def check_heads(config: HeadsConfig, target: Prospect) -> None:
         raise RefusedError("method", f"a {what} does more to its logits than its head; heads cannot be trained on it")
 
 
-def features_of(making: Making) -> tuple[Features, Making]:
-    """The target's hidden states, and the same making with the teacher that reads them: they are computed once for both."""
+def features_of(making: DraftTraining) -> tuple[Features, DraftTraining]:
+    """The target's hidden states, and the same training with the teacher that reads them: they are computed once for both."""
     features = Features.of(making.teacher.source)
     return features, replace(making, teacher=features.teacher)
 

@@ -168,7 +168,7 @@ def train_draft(
         "method", "drafter" (what `runtime.load` takes, paths relative to the artifact), "facts", and what `DraftJob.facts` has.
     """
     from compress.data.samples import sample_rows
-    from compress.distill.draft.making import Making
+    from compress.distill.draft.training import DraftTraining
     from compress.distill.train.teacher import Teacher
 
     artifact = Artifact(path)
@@ -177,7 +177,7 @@ def train_draft(
     model = Model(
         choose_engine(blueprint.build(), blueprint), tokenizer, artifact, end_of_sequence(artifact, tokenizer)
     )
-    making = Making(
+    making = DraftTraining(
         artifact=path,
         fingerprint=artifact.checkpoint.fingerprint(),
         teacher=Teacher.of(model),

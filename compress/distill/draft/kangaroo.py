@@ -13,8 +13,8 @@ from torch import nn
 from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_trained
 from compress.distill.draft.config import DraftConfig
 from compress.distill.draft.cut import cut_checkpoint, final_norm
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student, read_bytes, round_trained
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.draft.write import write_tensors
 from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
@@ -118,7 +118,7 @@ class KangarooStudent(Student):
         return super().describe() | self.content | {"feed_forward": self.feed_forward}
 
 
-def make(making: Making, config: KangarooConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: KangarooConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     making.facts["exit_layer"] = config.exit_layer
     draft = cut_checkpoint(making.artifact, config.exit_layer + 1)

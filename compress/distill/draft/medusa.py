@@ -10,7 +10,7 @@ from pydantic import Field
 
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
-from compress.distill.draft.making import DraftMethod, Making
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.losses import Objective
 from runtime.drafting.drafters.medusa import MedusaHeads
 from runtime.errors import RequestError
@@ -70,7 +70,7 @@ class MedusaStudent(HeadStudent):
             yield head(hidden[:, : hidden.shape[1] - 1 - ahead])
 
 
-def make(making: Making, config: MedusaConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: MedusaConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     kept = making.kept(config.vocabulary)
     features, making = features_of(making)

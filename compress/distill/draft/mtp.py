@@ -16,7 +16,7 @@ from torch import nn
 
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadsConfig, HeadStudent, check_heads, features_of
-from compress.distill.draft.making import DraftMethod, Making
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.losses import Objective
 from runtime.drafting.drafters.mtp_block import BlockSizes, MTPBlock
 from runtime.modeling.layer_sizes import uniform
@@ -162,7 +162,7 @@ def _frequencies(features: Features, dim: int) -> torch.Tensor:
     return _THETA ** (-torch.arange(0, dim, 2).float() / dim)
 
 
-def make(making: Making, config: MTPConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: MTPConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     kept = making.kept(config.vocabulary)
     features, making = features_of(making)

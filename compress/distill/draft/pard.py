@@ -16,8 +16,8 @@ from pydantic import Field
 
 from compress.distill.draft.checks import Prospect, RefusedError, check_ahead, check_cut, check_trained
 from compress.distill.draft.config import CutConfig
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import Batch, mix
 from compress.distill.train.losses import Objective, Targets
 from runtime.errors import RequestError
@@ -206,7 +206,7 @@ class ParallelStudent(Student):
         return self._own(output.logits)
 
 
-def make(making: Making, config: PardConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: PardConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     draft = making.cut(config)
     mask = config.mask_token

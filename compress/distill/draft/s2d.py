@@ -15,8 +15,8 @@ from pydantic import Field
 from compress.distill.draft.checks import Prospect, RefusedError, check_cut, check_trained, plain_head
 from compress.distill.draft.config import CutConfig
 from compress.distill.draft.cut import decoder_of, final_norm
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import Batch
 from compress.distill.train.hooks import block_outputs
 from compress.distill.train.losses import Objective, Targets
@@ -122,7 +122,7 @@ def _check_norm(student: NestedStudent) -> None:
         raise RequestError(text)
 
 
-def make(making: Making, config: S2DConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: S2DConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     draft = making.cut(config)
     layers = int(draft.config.num_hidden_layers)

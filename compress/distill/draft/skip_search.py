@@ -11,10 +11,10 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from compress.distill.draft.checks import Prospect, RefusedError, check_in_c, check_lengths
 from compress.distill.draft.config import DraftConfig
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.speedup import best_length, tokens_of, worth
 from compress.distill.draft.speedup import speedup as speedup_of
 from compress.distill.draft.subset_search import Search, Subset, search
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.train.data import check_rows
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
@@ -301,7 +301,7 @@ def _starts(layers: int) -> list[list[int]]:
     ]
 
 
-def make(making: Making, config: SkipConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: SkipConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     engine, count = _engine(making), max(1, len(making.rows) // _HELD_OUT)
 
@@ -327,7 +327,7 @@ def make(making: Making, config: SkipConfig) -> dict[str, Any]:
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}
 
 
-def _engine(making: Making) -> Any:
+def _engine(making: DraftTraining) -> Any:
     """The decoder in C of the artifact: the teacher's own, unless that computes elsewhere or in another way."""
     own = getattr(making.teacher.source, "engine", None)
     if isinstance(parts_of(own), LlamaEngine):

@@ -14,8 +14,8 @@ from torch import nn
 
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
+from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import between_codes, constrain, settle
-from compress.distill.recover.followed import Followed
 from compress.distill.recover.job import RecoverJob, rows, split
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
@@ -64,10 +64,10 @@ class Recovery:
     team: Team = field(default_factory=Team)
 
     @property
-    def followed(self) -> Followed:
+    def alignment(self) -> Alignment:
         """What of the teacher is compared."""
         stacks = [len(stack.blocks) for stack in self.context.reference.stacks]
-        found = Followed.of(stacks, self.passes, self.tokens)
+        found = Alignment.of(stacks, self.passes, self.tokens)
         return found if self.job.settings.squarehead else replace(found, layers=())
 
     @property
@@ -95,9 +95,9 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     job, context, device, team = recovery.job, recovery.context, recovery.device, recovery.team
     settings = job.settings
     ids, _ = rows(context, job.stage)
-    followed = recovery.followed
+    alignment = recovery.alignment
     with team.in_turn():
-        text = _text(recovery, ids, followed)
+        text = _text(recovery, ids, alignment)
     model, held = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
@@ -115,7 +115,7 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
     kind = Nested if job.method.nested else Recovering
-    trained = _train(recovery, kind(model, context.streamed, settings, range(len(followed.layers))), text)
+    trained = _train(recovery, kind(model, context.streamed, settings, range(len(alignment.layers))), text)
     team.leave()
     if trained.ended == "diverged":
         recovery.reporter.warn(
@@ -221,18 +221,18 @@ def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
     return trained
 
 
-def _text(recovery: Recovery, ids: torch.Tensor, followed: Followed) -> _Text:
+def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
     """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
     settings, streamed = recovery.job.settings, recovery.context.reference
     given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
         return _Text(given, apart, None, None)
     if settings.teacher == "memory":
-        teacher = InMemory(streamed, followed, recovery.device)
+        teacher = InMemory(streamed, alignment, recovery.device)
         return _Text(given, apart, teacher, teacher)
     likeliest = Likeliest(settings.teacher_top, settings.temperature)
     rows = torch.cat([given, apart])
-    cached = cache_outputs(streamed, rows, followed, recovery.work / "teacher", likeliest, recovery.reporter)
+    cached = cache_outputs(streamed, rows, alignment, recovery.work / "teacher", likeliest, recovery.reporter)
     return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 

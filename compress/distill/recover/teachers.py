@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from compress.core.files import written_beside
 from compress.core.progress import Reporter
-from compress.distill.recover.followed import Followed
+from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.outputs import Outputs, Reader
 from compress.distill.train.data import Batch, digest_of
 from compress.distill.train.teacher_cache import TeacherCache, Tensors, likeliest_tensors
@@ -30,20 +30,20 @@ class InMemory:
     """The whole model, as its checkpoint stores it.
 
     Args:
-        streamed: the checkpoint. followed: what of it is wanted.
+        streamed: the checkpoint. alignment: what of it is wanted.
     """
 
-    def __init__(self, streamed: StreamedModel, followed: Followed, device: torch.device) -> None:
-        self.facts = {"teacher": streamed.checkpoint.fingerprint(), **followed.facts}
-        self.followed = followed
+    def __init__(self, streamed: StreamedModel, alignment: Alignment, device: torch.device) -> None:
+        self.facts = {"teacher": streamed.checkpoint.fingerprint(), **alignment.facts}
+        self.alignment = alignment
         model = Blueprint(Artifact(streamed.checkpoint.path), device, "reference", None, False).build_module()
         model.requires_grad_(False)
-        self._reader = Reader(model.eval(), streamed, followed.layers)
+        self._reader = Reader(model.eval(), streamed, alignment.layers)
 
     @torch.no_grad()
     def targets(self, batch: Batch) -> Outputs:
         """What the model gives for a batch, on its device."""
-        return self.followed.outputs(self._reader(self.followed.asked(batch.ids)))
+        return self.alignment.outputs(self._reader(self.alignment.asked(batch.ids)))
 
 
 class Cached(TeacherCache):
@@ -67,7 +67,7 @@ class Likeliest:
 def cache_outputs(
     streamed: StreamedModel,
     ids: torch.Tensor,
-    followed: Followed,
+    alignment: Alignment,
     directory: Path,
     likeliest: Likeliest,
     progress: Reporter | None = None,
@@ -75,23 +75,23 @@ def cache_outputs(
     """Compute a teacher's outputs of rows, one block in memory at a time, or take what an earlier call has written.
 
     Args:
-        ids: int64 `[n, s]`, the model's in recovery. followed: what of the outputs is wanted.
+        ids: int64 `[n, s]`, the model's in recovery. alignment: what of the outputs is wanted.
 
     Raises:
         CompressError: the disk has no room for them.
     """
     facts = {
         "teacher": streamed.checkpoint.fingerprint(), "rows": len(ids), "shard_rows": ROWS, "sha256": digest_of(ids),
-        "top": likeliest.top, "temperature": likeliest.temperature, **followed.facts,
+        "top": likeliest.top, "temperature": likeliest.temperature, **alignment.facts,
     }  # fmt: skip
     hidden = int(streamed.config.get_text_config().hidden_size)
-    nbytes = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(followed.layers), likeliest.top)
+    nbytes = cached_bytes(ids.numel(), hidden, streamed.dtype.itemsize, len(alignment.layers), likeliest.top)
     directory.parent.mkdir(parents=True, exist_ok=True)
-    asked = followed.asked(ids).split(ROWS)
+    asked = alignment.asked(ids).split(ROWS)
 
     def shards(missing: list[int]) -> Iterable[tuple[int, Tensors]]:
         found = _streamed_outputs(
-            streamed, [asked[number] for number in missing], followed, directory, likeliest, progress
+            streamed, [asked[number] for number in missing], alignment, directory, likeliest, progress
         )
         return zip(missing, found, strict=True)
 
@@ -111,13 +111,13 @@ def cached_bytes(positions: int, hidden: int, itemsize: int, layers: int, top: i
 def _streamed_outputs(
     streamed: StreamedModel,
     parts: list[torch.Tensor],
-    followed: Followed,
+    alignment: Alignment,
     directory: Path,
     likeliest: Likeliest,
     progress: Reporter | None,
 ) -> Iterable[Tensors]:
     """Outputs of each of some parts of the rows; states of all are on disk until the last block is done."""
-    layers = list(followed.layers)
+    layers = list(alignment.layers)
     batches: list[Rows] = [(rows, None) for rows in parts]
     states = HiddenStates(len(batches), directory / "hidden")
     if progress is not None:
@@ -133,7 +133,7 @@ def _streamed_outputs(
             for number, batch in enumerate(batches):
                 own = streamed.run_block(index, states.get(number).to(streamed.device), batch)
                 if index in layers:
-                    kept = followed.states(own[:, : streamed.own_length(index, batch)])
+                    kept = alignment.states(own[:, : streamed.own_length(index, batch)])
                     with written_beside(place(index, number)) as temporary:
                         save_file({"states": kept.contiguous().cpu()}, temporary)
                 states.put(number, streamed.hand_over(index, own, batch))
@@ -143,9 +143,9 @@ def _streamed_outputs(
         given: Any = streamed.outputs(states.get(number).to(streamed.device), rows)
         found = {f"states-{at}": load_file(place(layer, number))["states"] for at, layer in enumerate(layers)}
         if streamed.kind == "encoder":
-            found["last"] = followed.states(given)
+            found["last"] = alignment.states(given)
         else:
-            given = followed.logits(given)
+            given = alignment.logits(given)
             found |= likeliest_tensors(given, min(likeliest.top, given.shape[-1]), likeliest.temperature)
         yield found
         for layer in layers:

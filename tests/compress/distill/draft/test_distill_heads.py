@@ -19,9 +19,9 @@ from compress.distill.draft import medusa, mtp
 from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.features import Features
 from compress.distill.draft.heads import HeadStudent, rank_rates, write_heads
-from compress.distill.draft.making import Making
 from compress.distill.draft.medusa import MedusaStudent
 from compress.distill.draft.mtp import MTPStudent, attended
+from compress.distill.draft.training import DraftTraining
 from compress.distill.train.data import TextRows
 from compress.distill.train.loop import Training
 from compress.distill.train.losses import Objective, SparseTargets
@@ -380,7 +380,7 @@ def test_training_through_the_loop_helps_and_goes_on(small_text: Any, tmp_path: 
 def test_a_recipes_draft_stage_makes_heads(tiny_artifact: Path, tmp_path: Path, method: Any) -> None:
     loaded = runtime.load(tiny_artifact, verify=False)
     told: list[str] = []
-    making = Making(
+    making = DraftTraining(
         artifact=tiny_artifact, fingerprint=loaded.artifact.checkpoint.fingerprint(), teacher=Teacher.of(loaded),
         rows=torch.randint(1, 256, (12, 24), generator=torch.Generator().manual_seed(4)), kinds={"text": IDS}, work=tmp_path / "work",
         output=tmp_path / "draft", reporter=SimpleNamespace(phase=lambda *_: None, step=told.append), apply=apply_recipe,

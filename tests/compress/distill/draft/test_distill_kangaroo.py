@@ -17,7 +17,7 @@ from compress.core.files import sha256
 from compress.core.progress import Reporter
 from compress.distill.draft.cut import cut
 from compress.distill.draft.kangaroo import ADAPTER, METHOD, KangarooConfig, KangarooStudent
-from compress.distill.draft.making import Making
+from compress.distill.draft.training import DraftTraining
 from compress.distill.draft.write import write_tensors
 from compress.distill.train.losses import Objective
 from compress.distill.train.options import TrainOptions
@@ -181,7 +181,7 @@ def test_made_for_an_artifact(tmp_path: Path) -> None:
     model = runtime.load(artifact)
     fingerprint = Checkpoint(artifact).fingerprint()
     with Reporter(None, quiet=True) as reporter:
-        making = Making(
+        making = DraftTraining(
             artifact=artifact, fingerprint=fingerprint, teacher=Teacher.of(model), rows=runs.rows(24, 24).ids, kinds={},
             work=tmp_path / "work", output=tmp_path / "draft", reporter=reporter, apply=apply_recipe,
         )  # fmt: skip

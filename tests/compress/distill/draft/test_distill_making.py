@@ -15,10 +15,10 @@ import runtime
 from compress.distill.draft import METHODS
 from compress.distill.draft.acceptance import measure_acceptance
 from compress.distill.draft.features import Features
-from compress.distill.draft.making import Making
 from compress.distill.draft.pard import ParallelStudent
 from compress.distill.draft.speedup import worth
 from compress.distill.draft.student import Student
+from compress.distill.draft.training import DraftTraining
 from compress.distill.train.data import TextRows
 from compress.distill.train.teacher import Teacher
 from compress.run.run import apply_recipe
@@ -36,15 +36,15 @@ def loaded(tiny_artifact: Path) -> Any:
 
 
 @pytest.fixture
-def make(loaded: Any, tmp_path: Path) -> Callable[..., Making]:
-    def build(**changes: Any) -> Making:
+def make(loaded: Any, tmp_path: Path) -> Callable[..., DraftTraining]:
+    def build(**changes: Any) -> DraftTraining:
         told = SimpleNamespace(phase=lambda *_: None, step=lambda *_: None)
         fields = {
             "artifact": loaded.artifact.path, "fingerprint": loaded.artifact.checkpoint.fingerprint(), "teacher": Teacher.of(loaded),
             "rows": random_rows(16, 24), "kinds": {}, "work": tmp_path / "work", "output": tmp_path / "draft", "reporter": told,
             "apply": apply_recipe,
         }  # fmt: skip
-        return Making(**{**fields, **changes})
+        return DraftTraining(**{**fields, **changes})
 
     return build
 
@@ -57,13 +57,13 @@ def config(method: str, **changes: Any) -> Any:
 def test_what_is_measured_is_what_was_stored(make: Any, monkeypatch: pytest.MonkeyPatch, quantize: str) -> None:
     """Against the directory as the runtime reads it."""
     making, trained = make(), []
-    store = Making.store
+    store = DraftTraining.store
 
-    def storing(self: Making, fields: Any, student: Student, held_out: TextRows) -> None:
+    def storing(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> None:
         trained.append(self.measure(fields, student, held_out))
         store(self, fields, student, held_out)
 
-    monkeypatch.setattr(Making, "store", storing)
+    monkeypatch.setattr(DraftTraining, "store", storing)
     fields = config("distillspec", quantize=quantize, layers=2)
     METHODS["distillspec"].make(making, fields)
     stored = runtime.load(making.output, dtype="float32", kernels="reference", device="cpu", drafter=False)
@@ -85,13 +85,13 @@ def test_heads_and_adapters_are_measured_as_they_are_stored(
     make: Any, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
     seen: list[list[torch.Tensor]] = []
-    measure = Making.measure
+    measure = DraftTraining.measure
 
-    def measuring(self: Making, fields: Any, student: Student, held_out: TextRows) -> Any:
+    def measuring(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> Any:
         seen.append([each.detach().clone() for each in student.parameters() if each.requires_grad])
         return measure(self, fields, student, held_out)
 
-    monkeypatch.setattr(Making, "measure", measuring)
+    monkeypatch.setattr(DraftTraining, "measure", measuring)
     METHODS[method].make(make(), config(method, **({"exit_layer": 1} if method == "kangaroo" else {})))
     assert len(seen) == 2
     assert all(torch.equal(each, each.bfloat16().float()) for each in seen[1])
@@ -117,13 +117,13 @@ def test_the_accept_head_reads_the_stored_draft(make: Any, monkeypatch: pytest.M
 
 def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     kinds: list[Any] = []
-    measure = Making.measure
+    measure = DraftTraining.measure
 
-    def measuring(self: Making, fields: Any, student: Student, held_out: TextRows) -> Any:
+    def measuring(self: DraftTraining, fields: Any, student: Student, held_out: TextRows) -> Any:
         kinds.append(type(student))
         return measure(self, fields, student, held_out)
 
-    monkeypatch.setattr(Making, "measure", measuring)
+    monkeypatch.setattr(DraftTraining, "measure", measuring)
     making = make()
     METHODS["pard"].make(making, config("pard", layers=1))
     assert kinds == [ParallelStudent, ParallelStudent]
@@ -133,7 +133,7 @@ def test_a_parallel_draft_is_the_same_drafter_before_and_after(make: Any, monkey
     )
 
 
-def whole_bytes(making: Making) -> float:
+def whole_bytes(making: DraftTraining) -> float:
     """Bytes that the target reads for a token."""
     from compress.distill.draft.student import read_bytes
 
@@ -206,7 +206,7 @@ def test_heads_go_to_where_the_target_is_before_they_are_measured(
 ) -> None:
     moved: list[Any] = []
     monkeypatch.setattr(Student, "to", lambda self, device: moved.append(device) or self)
-    monkeypatch.setattr(Making, "measure", lambda *_: (_ for _ in ()).throw(ReachedError))
+    monkeypatch.setattr(DraftTraining, "measure", lambda *_: (_ for _ in ()).throw(ReachedError))
     making = make()
     with pytest.raises(ReachedError):
         METHODS[method].make(making, config(method, tokens=2))

@@ -239,7 +239,7 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
     import compress
     import runtime
     from compress.core.progress import Reporter
-    from compress.distill.draft.making import Making
+    from compress.distill.draft.training import DraftTraining
     from compress.distill.train.teacher import Teacher
     from runtime.drafting.config.build import Target, build
     from runtime.drafting.config.request import parse
@@ -259,7 +259,7 @@ def test_made_for_an_artifact(tmp_path: Path, model: Any, monkeypatch: pytest.Mo
         skip_search, "find_skips", lambda *given, **named: searched.append(given) or find(*given, **named)
     )
     with Reporter(None, quiet=True) as reporter:
-        making = Making(
+        making = DraftTraining(
             artifact=artifact, fingerprint="", teacher=Teacher.of(loaded), rows=rows, kinds={"text": rows[:2, :30]}, work=tmp_path / "work",
             output=tmp_path / "draft", reporter=reporter, apply=apply_recipe,
         )  # fmt: skip

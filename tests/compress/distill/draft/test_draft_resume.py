@@ -11,7 +11,7 @@ from draft_stages import RTN, draft, files
 
 import compress
 import runtime
-from compress.distill.draft import making
+from compress.distill.draft import training
 from compress.distill.train import loop
 from compress.run import manifest as finish
 from compress.weights import block_pass
@@ -59,7 +59,7 @@ def test_a_corrected_draft_section_goes_on_after_the_compression(failed, recipe,
 
 def test_what_the_teacher_wrote_is_used_again(failed, recipe, tmp_path, monkeypatch):
     output = failed(draft(data="teacher", teacher_top=4))
-    monkeypatch.setattr(making, "teacher_rows", lambda *a, **k: pytest.fail("the teacher wrote again"))
+    monkeypatch.setattr(training, "teacher_rows", lambda *a, **k: pytest.fail("the teacher wrote again"))
     stage = draft(data="teacher", teacher_top=4, learning_rate=1e-4, quantize="none")
     found = compress.apply(recipe(tmp_path / "model", RTN, stage), output=output, resume=True, quiet=True)
     assert found.manifest["draft"]["facts"]["training"]["steps"] == 2

@@ -12,9 +12,9 @@ import torch
 from random_models import random_llama
 from torch import nn
 
+from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import Adapter, between_codes, constrain, settle
 from compress.distill.recover.finetune import FinetuneConfig
-from compress.distill.recover.followed import Followed
 from compress.distill.recover.losses import Recovering, squarehead
 from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import Batch, TextRows
@@ -152,19 +152,19 @@ def test_squarehead_is_the_share_of_what_is_missing() -> None:
 def test_what_is_left_answers_to_what_it_was() -> None:
     cut = {"remove": "layers", "kept": [[0, 2, 3, 4]]}
     again = {"remove": "layers", "kept": [[0, 1, 3]]}
-    assert Followed.of([5], [], None).layers == [0, 1, 2, 3, 4]
-    assert Followed.of([5], [cut, {"remove": "ffn"}, again], None).layers == [0, 2, 4]
-    assert Followed.of([3, 4], [{"remove": "layers", "kept": [[0, 2], [0, 3]]}], None).layers == [0, 2, 3, 6]
+    assert Alignment.of([5], [], None).layers == [0, 1, 2, 3, 4]
+    assert Alignment.of([5], [cut, {"remove": "ffn"}, again], None).layers == [0, 2, 4]
+    assert Alignment.of([3, 4], [{"remove": "layers", "kept": [[0, 2], [0, 3]]}], None).layers == [0, 2, 3, 6]
     narrow = [{"remove": "hidden", "dimensions": [1, 2, 5, 7]}, cut, {"remove": "hidden", "dimensions": [0, 3]}]
-    found = Followed.of([5], narrow, torch.tensor([4, 0, 2]))
+    found = Alignment.of([5], narrow, torch.tensor([4, 0, 2]))
     assert found.layers == [0, 2, 3, 4]
     given = torch.randn(2, 3, 8)
     assert torch.equal(found.states(given), given[..., [1, 7]])
     assert torch.equal(found.logits(given), given[..., [4, 0, 2]])
     assert found.asked(torch.tensor([[0, 2], [1, 1]])).tolist() == [[4, 2], [0, 0]]
-    whole = Followed.of([5], [cut], None)
+    whole = Alignment.of([5], [cut], None)
     assert whole.states(given) is whole.logits(given) is whole.asked(given) is given
-    assert found.facts != Followed.of([5], narrow[:2], torch.tensor([4, 0, 2])).facts != whole.facts
+    assert found.facts != Alignment.of([5], narrow[:2], torch.tensor([4, 0, 2])).facts != whole.facts
 
 
 @pytest.fixture(scope="module")
@@ -174,22 +174,22 @@ def streamed(tmp_path_factory: Any) -> StreamedModel:
     return StreamedModel(Checkpoint(path))
 
 
-CUT = Followed([0, 2], torch.tensor([3, 5, 60]), torch.randperm(257)[:200])
+CUT = Alignment([0, 2], torch.tensor([3, 5, 60]), torch.randperm(257)[:200])
 
 
-@pytest.mark.parametrize("followed", [Followed([0, 2]), CUT], ids=["whole", "cut"])
+@pytest.mark.parametrize("alignment", [Alignment([0, 2]), CUT], ids=["whole", "cut"])
 def test_a_kept_teacher_says_what_one_in_memory_says(
-    streamed: StreamedModel, tmp_path: Path, followed: Followed
+    streamed: StreamedModel, tmp_path: Path, alignment: Alignment
 ) -> None:
-    tokens = 257 if followed.tokens is None else len(followed.tokens)
+    tokens = 257 if alignment.tokens is None else len(alignment.tokens)
     ids = torch.randint(1, tokens, (7, 12))
-    kept = cache_outputs(streamed, ids, followed, tmp_path / "kept", Likeliest(257, 1.0))
-    live = InMemory(streamed, followed, torch.device("cpu"))
+    kept = cache_outputs(streamed, ids, alignment, tmp_path / "kept", Likeliest(257, 1.0))
+    live = InMemory(streamed, alignment, torch.device("cpu"))
     chosen = torch.tensor([6, 0, 3])
     batch = Batch(ids[chosen], torch.ones(3, 12, dtype=torch.bool), chosen, torch.zeros(3, dtype=torch.int64))
     one, other = live.targets(batch), kept.targets(batch)
-    if followed is CUT:
-        plain = InMemory(streamed, Followed([0, 2]), torch.device("cpu"))
+    if alignment is CUT:
+        plain = InMemory(streamed, Alignment([0, 2]), torch.device("cpu"))
         whole = plain.targets(replace(batch, ids=CUT.tokens[batch.ids]))
         assert torch.equal(one.logits, whole.logits[..., CUT.tokens])
         assert all(torch.equal(a, b[..., [3, 5, 60]]) for a, b in zip(one.states, whole.states, strict=True))
@@ -217,11 +217,11 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
     config = FinetuneConfig.model_validate({"divergence": divergence, "temperature": temperature, **weights})
     ids = torch.randint(1, 257, (4, 12))
     batch = TextRows(ids).batch([2, 0], [0, 0])
-    followed = Followed([0, 1])
+    alignment = Alignment([0, 1])
     asked = (
-        InMemory(streamed, followed, torch.device("cpu"))
+        InMemory(streamed, alignment, torch.device("cpu"))
         if teacher == "memory"
-        else cache_outputs(streamed, ids, followed, tmp_path / "kept", Likeliest(257, temperature))
+        else cache_outputs(streamed, ids, alignment, tmp_path / "kept", Likeliest(257, temperature))
     )
     learner = Recovering(student, streamed, config, [0, 1])
     found = learner.losses(batch, asked.targets(batch))
@@ -251,12 +251,12 @@ def test_the_loss_is_the_sum_that_the_recipe_asks_for(
 
 def test_a_teacher_is_not_asked_twice(streamed: StreamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ids = torch.randint(1, 257, (3, 8))
-    kept = cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(4, 1.0))
+    kept = cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", Likeliest(4, 1.0))
     before = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     with monkeypatch.context() as patched:
         patched.setattr(StreamedModel, "run_block", lambda *_: pytest.fail("asked again"))
-        assert cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(4, 1.0)).facts == kept.facts
-    cache_outputs(streamed, ids, Followed([1]), tmp_path / "kept", Likeliest(5, 1.0))
+        assert cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", Likeliest(4, 1.0)).facts == kept.facts
+    cache_outputs(streamed, ids, Alignment([1]), tmp_path / "kept", Likeliest(5, 1.0))
     after = {file.name: file.read_bytes() for file in (tmp_path / "kept").iterdir() if file.is_file()}
     assert after["manifest.json"] != before["manifest.json"]
     assert not [name for name in after if name.startswith("block-")]
@@ -267,4 +267,4 @@ def test_a_disk_that_is_too_small_is_noticed_before(
 ) -> None:
     monkeypatch.setattr("compress.distill.train.teacher_cache.shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
     with pytest.raises(CompressError, match="teacher: memory"):
-        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Followed([1]), tmp_path / "kept", Likeliest(4, 1.0))
+        cache_outputs(streamed, torch.randint(1, 257, (3, 8)), Alignment([1]), tmp_path / "kept", Likeliest(4, 1.0))

@@ -14,8 +14,8 @@ from torch import nn
 
 from compress.distill.draft.checks import Prospect, check_trained
 from compress.distill.draft.config import DraftConfig
-from compress.distill.draft.making import DraftMethod, Making
 from compress.distill.draft.student import Student, round_trained
+from compress.distill.draft.training import DraftMethod, DraftTraining
 from compress.distill.draft.write import write_tensors
 from compress.distill.train.data import TextRows
 from compress.distill.train.losses import Objective
@@ -132,7 +132,7 @@ class BigramStudent(Student):
         return 2 * self.rank * (1 + self.vocabulary)
 
 
-def make(making: Making, config: BigramConfig) -> dict[str, Any]:
+def make(making: DraftTraining, config: BigramConfig) -> dict[str, Any]:
     """See `DraftMethod.make`."""
     source = making.teacher.source.engine.module.config.get_text_config(decoder=True)
     return making.run(config, BigramStudent(source, config.rank, config.objective(), config.seed))

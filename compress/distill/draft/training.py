@@ -1,4 +1,4 @@
-"""One draft in the making: the finished artifact as the teacher, rows of text, training, storing and measuring."""
+"""Training of one draft: the finished artifact as the teacher, rows of text, the training, storing and measuring."""
 
 from __future__ import annotations
 
@@ -58,15 +58,15 @@ class DraftMethod:
     config: type[DraftConfig]
     summary: str
     paper: str
-    make: Callable[[Making, Any], dict[str, Any]]
+    make: Callable[[DraftTraining, Any], dict[str, Any]]
     check: Callable[[Any, Prospect], None]
     trains: bool = True
     needs: frozenset[str] = frozenset()
 
 
 @dataclass
-class Making:
-    """One draft in the making.
+class DraftTraining:
+    """One draft that is being made.
 
     Attributes:
         artifact: directory of the target, finished but for its manifest.

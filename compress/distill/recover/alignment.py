@@ -13,7 +13,7 @@ from compress.distill.train.data import digest_of
 
 
 @dataclass(frozen=True)
-class Followed:
+class Alignment:
     """What a model has of its teacher, in the model's order.
 
     Attributes:
@@ -27,7 +27,7 @@ class Followed:
     tokens: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, stacks: Sequence[int], passes: Sequence[Mapping[str, Any]], tokens: torch.Tensor | None) -> Followed:
+    def of(cls, stacks: Sequence[int], passes: Sequence[Mapping[str, Any]], tokens: torch.Tensor | None) -> Alignment:
         """After what earlier stages have done.
 
         Args:

@@ -20,8 +20,8 @@ from typing import Any
 
 import torch
 
-from export.huggingface.compressed import fused_rows
-from export.huggingface.fused import fused_sets, words
+from export.huggingface.compressed_tensors import fused_rows
+from export.huggingface.fused_layers import fused_sets, words
 from export.huggingface.grids import KERNEL_GROUPS, reflect_low_zeros, regrid
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
 from export.huggingface.shards import Part

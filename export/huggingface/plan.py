@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from export.huggingface.fused import disagreement, fused_sets, words
+from export.huggingface.fused_layers import disagreement, fused_sets, words
 from export.huggingface.grids import group_for, union, widened
 from export.huggingface.shards import Part
 from export.source import Source

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal
 
 from export.folder import write_json
 from export.huggingface import proof
-from export.huggingface.compressed import CompressedTensors, same
+from export.huggingface.compressed_tensors import CompressedTensors, same
 from export.huggingface.gptq import Gptq
 from export.huggingface.plan import Plan, bytes_after, changes, make_plan
 from export.huggingface.shards import Part, write

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from export.huggingface.fused import fused_sets, words
+from export.huggingface.fused_layers import fused_sets, words
 from export.huggingface.grids import KERNEL_GROUPS, group_for, regrid, widened
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
 from export.huggingface.shards import Part

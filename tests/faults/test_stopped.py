@@ -129,21 +129,22 @@ def test_a_measuring_process_that_is_killed(monkeypatch: pytest.MonkeyPatch) -> 
     assert caught.value.exit_code == 1
 
 
-@pytest.mark.parametrize("when", ["import sys; sys.stdin.readline(); ", ""])
+class Variant:
+    """Stands for a kernel; sent to the worker, so of a module."""
+
+    kernel, arguments, options = "matvec", (), ()
+
+
+@pytest.mark.parametrize("when", ["import sys; sys.stdin.read(); ", ""])
 def test_a_compiling_process_that_is_killed(when: str) -> None:
     """While it compiles, or before it is asked."""
 
-    class Variant:
-        kernel, arguments, options = "matvec", (), ()
-
-    worker = subprocess.Popen(
-        [sys.executable, "-c", when + DIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    )
+    worker = subprocess.Popen([sys.executable, "-c", when + DIE], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         if not when:
             worker.wait()
         with pytest.raises(CompressError) as caught:
-            build._ask(worker, build.Task(Variant(), 90))  # type: ignore[arg-type]
+            list(build._ask(worker, [build.Task(Variant(), 90)]))  # type: ignore[arg-type]
     finally:
         build._stop([worker])
     assert "matvec" in str(caught.value)

@@ -1,4 +1,4 @@
-"""Sound as speech models read it: .wav files to waveforms, and waveforms to the features that an encoder takes."""
+"""Sound input of speech models: .wav files to waveforms, and waveforms to the features that an encoder takes."""
 
 from __future__ import annotations
 

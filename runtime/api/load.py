@@ -1,4 +1,4 @@
-"""`runtime.load`: from a directory to a model that generates or embeds."""
+"""Entry of the runtime: `load`, from a directory to a model that generates or embeds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From the hidden states of a text to one vector, the way the checkpoint's sentence-transformers files say it."""
+"""Pooling of hidden states into one vector a text, as the checkpoint's sentence-transformers files describe it."""
 
 from __future__ import annotations
 

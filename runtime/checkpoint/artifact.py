@@ -1,4 +1,4 @@
-"""An artifact: a checkpoint directory with a manifest (`compress.json`) that says what was done and what every file must be."""
+"""Artifact: a checkpoint directory with a manifest (`compress.json`) of what was done and what every file must be."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import difflib
 import hashlib
 import os
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -68,40 +68,12 @@ class Artifact:
                 f"{self.path} cannot be verified: it has no {MANIFEST} (only compressed artifacts have one)"
             )
         listed: dict[str, dict[str, Any]] = self.manifest["files"]
-        names = sorted(listed)
-        missing = [name for name in names if not (self.path / name).is_file()]
-        there = [name for name in names if name not in missing]
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
-            same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
-        different = [name for name, right in zip(there, same, strict=True) if not right] + self._broken_seals()
-        unlisted = [name for name in self.checkpoint.headers if name not in listed]
-        problems = [
-            f"{what}: {', '.join(names)}"
-            for what, names in (
-                ("missing", missing),
-                ("content differs from its SHA-256", different),
-                ("not in the manifest", unlisted),
-            )
-            if names
-        ]
-        if problems:
-            raise ArtifactError(f"{self.path} is corrupt: {'; '.join(problems)}")
+        sealed = {} if self.manifest["schema_version"] < SEALED else {MANIFEST: json_is_whole, REPORT: page_is_whole}
+        problems = compare_files(self.path, listed, sorted(listed), sealed)
+        problems["not in the manifest"] = [name for name in self.checkpoint.headers if name not in listed]
+        if said := in_words(problems):
+            raise ArtifactError(f"{self.path} is corrupt: {said}")
         return len(listed)
-
-    def _broken_seals(self) -> list[str]:
-        """Of the files that no list can hold the SHA-256 of, since they are written after it, those that differ from their own."""
-        assert self.manifest is not None
-        if self.manifest["schema_version"] < SEALED:
-            return []
-        checks = {MANIFEST: json_is_whole, REPORT: page_is_whole}
-        try:
-            return [
-                n
-                for n, whole in checks.items()
-                if (self.path / n).is_file() and not whole((self.path / n).read_bytes())
-            ]
-        except OSError as error:
-            raise ArtifactError(f"{error.filename} cannot be read: {error.strerror or error}") from error
 
     def summary(self) -> dict[str, Any]:
         """Facts for `compress inspect`: JSON-ready, from headers and manifest only (no tensor is read)."""
@@ -166,8 +138,44 @@ def shown(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _is(file: Path, expected: dict[str, Any]) -> bool:
-    return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]
+def compare_files(
+    directory: Path,
+    listed: Mapping[str, dict[str, Any]],
+    names: Sequence[str],
+    sealed: Mapping[str, Callable[[bytes], bool]],
+) -> dict[str, list[str]]:
+    """Problems of files beside a manifest: {problem: names of files}.
+
+    Args:
+        listed: {name: its size in bytes and its SHA-256}.
+        names: of the files that are compared with these.
+        sealed: {name: whether its bytes are as they were written} of files that no list can hold the SHA-256 of, since they are
+            written after it; one that is not there is passed over.
+
+    Raises:
+        ArtifactError: a file cannot be read.
+    """
+
+    def is_as_listed(name: str) -> bool:
+        file, expected = directory / name, listed[name]
+        return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]
+
+    there = [name for name in names if (directory / name).is_file()]
+    with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
+        same = dict(zip(there, pool.map(is_as_listed, there), strict=True))
+    different = [name for name, right in same.items() if not right]
+    for name, is_whole in sealed.items():
+        try:
+            if (directory / name).is_file() and not is_whole((directory / name).read_bytes()):
+                different.append(name)
+        except OSError as error:
+            raise ArtifactError(f"{directory / name} cannot be read: {error.strerror or error}") from error
+    return {"missing": [name for name in names if name not in same], "content differs from its SHA-256": different}
+
+
+def in_words(problems: Mapping[str, Sequence[str]]) -> str:
+    """ "missing: a, b; ..."; empty where there are none."""
+    return "; ".join(f"{what}: {', '.join(names)}" for what, names in problems.items() if names)
 
 
 def sha256(file: Path) -> str:

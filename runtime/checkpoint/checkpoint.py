@@ -1,4 +1,4 @@
-"""A Hugging Face checkpoint directory whose tensors are read one at a time.
+"""Checkpoint: a Hugging Face directory whose tensors are read one at a time.
 
 Opening one reads and checks headers only. Any layout of safetensors files works: one `model.safetensors`, shards with
 an index, or shards without. Pickles are never opened.

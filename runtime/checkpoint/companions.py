@@ -1,4 +1,4 @@
-"""The files of a checkpoint directory that go wherever its model goes: tokenizers, processors, templates, licences.
+"""Companion files of a checkpoint, which go wherever its model goes: tokenizers, processors, templates, licences.
 
 Families keep their vocabularies in files of many names, so what stays behind is listed here and not what goes along.
 """

@@ -1,14 +1,12 @@
-"""An export as `runtime.load` sees it: a directory with an `export.json` of ours. An engine a target runs it, or it is a checkpoint."""
+"""Export directory: `export.json` of ours beside what a target wrote, verified by its hashes."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection, Iterable
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from runtime.checkpoint.artifact import Artifact, sha256
+from runtime.checkpoint.artifact import Artifact, compare_files, in_words
 from runtime.checkpoint.checkpoint import read_json
 from runtime.errors import ArtifactError
 from runtime.system.self_hash import json_is_whole
@@ -93,29 +91,12 @@ class Export:
             if name.startswith("/") or ".." in Path(name).parts or "\\" in name or ":" in name:
                 raise ArtifactError(f"{self.path / MANIFEST} lists {name!r}: files must lie inside the directory")
         names = sorted(name for name in listed if name not in skip and (readme or name != README))
-        missing = [name for name in names if not (self.path / name).is_file()]
-        there = [name for name in names if name not in missing]
-        with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:  # hashing lets go of the interpreter's lock
-            same = list(pool.map(lambda name: _is(self.path / name, listed[name]), there))
-        problems = {
-            "missing": missing,
-            "content differs from its SHA-256": [name for name, right in zip(there, same, strict=True) if not right]
-            + ([MANIFEST] if readme and not self._manifest_is_whole() else []),
-            f"not in {MANIFEST}": [name for name in used if name not in listed],
-        }
-        said = [f"{what}: {', '.join(found)}" for what, found in problems.items() if found]
-        if said:
-            raise ArtifactError(f"{self.path} is corrupt: {'; '.join(said)}; verify=False loads it as it is")
+        sealed = {MANIFEST: json_is_whole} if readme and self.manifest["schema_version"] >= SEALED else {}
+        problems = compare_files(self.path, listed, names, sealed)
+        problems[f"not in {MANIFEST}"] = [name for name in used if name not in listed]
+        if said := in_words(problems):
+            raise ArtifactError(f"{self.path} is corrupt: {said}; verify=False loads it as it is")
         return len(names)
-
-    def _manifest_is_whole(self) -> bool:
-        """Whether export.json is as it was written; one of an earlier version cannot say."""
-        if self.manifest["schema_version"] < SEALED:
-            return True
-        try:
-            return json_is_whole((self.path / MANIFEST).read_bytes())
-        except OSError as error:
-            raise ArtifactError(f"{self.path / MANIFEST} cannot be read: {error.strerror or error}") from error
 
 
 def read_manifest(directory: Path) -> dict[str, Any] | None:
@@ -169,7 +150,3 @@ def _begins_as_ours(file: Path) -> bool:
             return f'"format": "{FORMAT}"'.encode() in stream.read(_BEGINNING)
     except OSError:
         return False
-
-
-def _is(file: Path, expected: dict[str, Any]) -> bool:
-    return file.stat().st_size == expected["bytes"] and sha256(file) == expected["sha256"]

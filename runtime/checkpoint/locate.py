@@ -1,4 +1,4 @@
-"""From what a user typed (a directory or a hub id) to a directory on this machine."""
+"""Resolution of what a user typed (a directory or a hub id) to a directory on this machine."""
 
 from __future__ import annotations
 

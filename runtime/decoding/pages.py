@@ -1,4 +1,4 @@
-"""The pages of a KV cache: who holds them, and which hold the beginning of another sequence too.
+"""Page table of a KV cache: reference counts, and full pages that several sequences begin with.
 
 Only full pages are shared. Nothing is ever written to a full page, so none is copied.
 """

@@ -1,4 +1,4 @@
-"""One call of generate or stream: prompts read, options checked, outputs waiting to be filled, and which are decoded together."""
+"""Request: one call of generate or stream, with its prompts read, its options checked, and its batches of prompts to decode together."""
 
 from __future__ import annotations
 

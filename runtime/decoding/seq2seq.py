@@ -1,4 +1,4 @@
-"""Decoding with an encoder-decoder: the sources are encoded once, then all outputs of a group grow a token a step.
+"""Decoding loop of encoder-decoders: the sources are encoded once, then all outputs of a group grow a token a step.
 
 Outputs begin together at the start token, so unlike prompts they need no padding; only sources of token ids are padded, on the right.
 A finished row leaves the batch, and its part of the cache is freed.

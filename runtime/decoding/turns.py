@@ -1,4 +1,4 @@
-"""Threads that share a model take turns, one step of the engine each.
+"""Turns of threads that share a model: one step of the engine each.
 
 A call of generate keeps its own cache, so the engine is free between two of its steps: calls interleave, and a stream that
 nobody reads holds nobody up.

@@ -1,6 +1,4 @@
-"""Several linear layers that read the same input, computed as one: q/k/v, gate/up. One product instead of three reads its input once
-and fills a GPU that a narrow one leaves idle.
-"""
+"""Structure of Llama-like decoders: the families that fused engines know, and linear layers of one input joined into one."""
 
 from __future__ import annotations
 
@@ -189,7 +187,7 @@ def _holds(whole: CompressedLinear, parts: Sequence[CompressedLinear]) -> bool:
     return True
 
 
-# Which decoders the lean engines know, found by structure and checked: a part they do not know is a reason, not a guess.
+# Which decoders the fused engines know, found by structure and checked: a part they do not know is a reason, not a guess.
 
 #: Model classes whose forward pass is a Llama-like one; what varies among them is read from the modules.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
@@ -204,7 +202,7 @@ Rotation = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
 
 
 def why_not(model: PreTrainedModel) -> str | None:
-    """The reason why this is not a decoder that the lean engines know; None when it is."""
+    """The reason why this is not a decoder that the fused engines know; None when it is."""
     name = type(model).__name__
     config: Any = model.config
     if name not in FAMILIES or not type(model).__module__.startswith("transformers.models."):

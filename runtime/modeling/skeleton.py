@@ -1,4 +1,4 @@
-"""A transformers model without its weights: built on the meta device, with the buffers that no checkpoint stores made real.
+"""Model skeleton: a transformers model without weights, built on the meta device, with the buffers that no checkpoint stores made real.
 
 Both sides use it: the runtime fills it with an artifact's tensors, the offline pipeline fills it one block at a time.
 """

@@ -1,4 +1,4 @@
-"""Fill a model skeleton with the tensors of a checkpoint, one at a time, every one accounted for."""
+"""Filling of a model skeleton with the tensors of a checkpoint, one at a time, every one accounted for."""
 
 from __future__ import annotations
 

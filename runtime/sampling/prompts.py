@@ -1,4 +1,4 @@
-"""Prompts as users give them, to token ids."""
+"""Prompts as users give them, read into token ids."""
 
 from __future__ import annotations
 

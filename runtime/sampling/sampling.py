@@ -1,5 +1,4 @@
-"""From logits to the next token: pure functions over `[batch, vocab]` float32 logits, no state. In CPU memory,
-`sampling_cpu.py` does the same faster.
+"""Sampling: pure functions from `[batch, vocab]` float32 logits to the next token, in torch, and in numpy for logits in CPU memory.
 
 A removed token has logit -inf. Every filter keeps the most likely token, so that something can always be drawn. The order of
 application is the one of transformers: repetition penalty, temperature, top-k, top-p, min-p.

@@ -1,4 +1,4 @@
-"""Numbers about one call of generate or stream."""
+"""Statistics of one call of generate or stream."""
 
 from __future__ import annotations
 

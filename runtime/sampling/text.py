@@ -1,4 +1,4 @@
-"""Tokens to text while they arrive."""
+"""Streaming detokenizer and stop strings: tokens to text while they arrive."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One writer a directory at a time: a lock that the kernel keeps, and lets go of when its process ends, however that ends."""
+"""Directory lock: one writer at a time, kept by the kernel, which lets go of it when its process ends, however that ends."""
 
 from __future__ import annotations
 

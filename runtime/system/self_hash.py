@@ -1,4 +1,4 @@
-"""Text files that hold a SHA-256 of themselves, so that a single bit that flips in them is found.
+"""Self-hashed text files: each holds its own SHA-256, so that a single flipped bit is found.
 
 The digest is of the file's own bytes with zeros in the place of its digits: spaces and the way in which numbers are written count too.
 """

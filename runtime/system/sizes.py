@@ -1,4 +1,4 @@
-"""Sizes as users give them, and as they are told."""
+"""Byte counts: read as users write them, and put into words."""
 
 from __future__ import annotations
 

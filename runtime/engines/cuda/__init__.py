@@ -1,4 +1,4 @@
-"""The lean GPU engine: Llama-like decoders over a static paged KV cache, decode steps replayed as CUDA graphs.
+"""Fused GPU engine: Llama-like decoders over a static paged KV cache, decode steps replayed as CUDA graphs.
 
 `engine.py` is what others use. Importing this package imports neither triton nor transformers.
 """

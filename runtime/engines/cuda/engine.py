@@ -1,5 +1,7 @@
-"""The lean GPU engine. It takes over a transformers model (the same weights, its linear layers are called as modules) where every part
-of its blocks is one that it knows; `take_over` returns None otherwise, and the torch engine runs the model instead.
+"""Fused GPU engine.
+
+It takes over a transformers model (the same weights, its linear layers are called as modules) where every part of its blocks is one that
+it knows; `take_over` returns None otherwise, and the torch engine runs the model instead.
 
 What of a sequence's numbers depends on what else is in the step: attention, norms and rotation never do. A linear layer may round
 differently for another number of rows (another kernel, another split of the sums). A decode step is computed at the size of its
@@ -76,7 +78,7 @@ class CudaEngine(Engine):
         self._store = Store(lambda count: Memory(parts, page_size, count, self.device))
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
-        self.description = f"lean decoder, {self.decoder.ops.name} kernels, {graphs}"
+        self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}"
 
     @property
     def logits_width(self) -> int:
@@ -230,7 +232,7 @@ def _in_order(
 def take_over(
     engine: TorchEngine, *, graphs: bool = True, fuse: bool = True, any_device: bool = False, **options: Any
 ) -> CudaEngine | None:
-    """The lean engine for this model, or None where it does not fit (`parts.why_not` says why, and so does the log).
+    """The fused engine for this model, or None where it does not fit (`parts.why_not` says why, and so does the log).
 
     Args:
         graphs: replay decode steps as CUDA graphs, on CUDA devices.
@@ -248,5 +250,5 @@ def take_over(
         if isinstance(parts, Parts):
             return CudaEngine(engine, parts, **{"capture": capture, **options})
         reason = parts
-    _log.info("the lean GPU engine does not fit this model: %s", reason)
+    _log.info("the fused GPU engine does not fit this model: %s", reason)
     return None

@@ -307,7 +307,7 @@ class LlamaEngine(Engine):
 
 
 def take_over(engine: TorchEngine) -> LlamaEngine | None:
-    """The lean engine for this model, or None where it does not fit; the reason goes to the log."""
+    """The native engine for this model, or None where it does not fit; the reason goes to the log."""
     parts = read_parts(engine.module, engine.device)
     if isinstance(parts, str):
         _log.info("transformers computes this model, not the decoder in C: %s", parts)

@@ -38,7 +38,7 @@ class Parts:
 
 
 def read_parts(model: PreTrainedModel, device: torch.device) -> Parts | str:
-    """The parts, or the reason why this model is not for the lean engine."""
+    """The parts, or the reason why this model is not for the native engine."""
     reason = _why_not(model, device)
     if reason is not None:
         return reason

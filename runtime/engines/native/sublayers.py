@@ -1,4 +1,4 @@
-"""A block that was trained to go on from some layers of a decoder in C, with keys and values of its own, before the decoder's head."""
+"""Sublayers of a native decoder that compute by themselves: views of some of its layers, and trained adapters before its head."""
 
 from __future__ import annotations
 

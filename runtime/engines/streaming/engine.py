@@ -1,4 +1,4 @@
-"""An engine for a model that is larger than the memory it may take."""
+"""Engines of models that are larger than the memory they may take: blocks stream from disk while others compute."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ def _native(
     return StreamedLlama(engine, parts, moves, ring, slots.buffers, decided.bytes)
 
 
-# The lean CPU engine with streamed blocks: C runs some layers at a time, on the addresses of the buffer that holds them.
+# The native engine with streamed blocks: C runs some layers at a time, on the addresses of the buffer that holds them.
 
 
 class StreamedLlama(LlamaEngine):

@@ -1,4 +1,4 @@
-"""Give a skeleton its weights from a prepared file, which is made first where there is none."""
+"""Prepared weights of a model: which tensors its file must hold, the file made where there is none, the skeleton filled from it."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from runtime.modeling.layer_sizes import uniform
 RESERVE = 224 << 20
 CACHE = 64 << 20  # what it holds for keys and values
 _POSITIONS = 2048  # they have room for these, also where that is more
-_ROWS = 512  # tokens of a step of the lean engine
+_ROWS = 512  # tokens of a step of the native engine
 _BUFFERS = 3  # one that is computed with, one that is ready, one that is being read
 
 

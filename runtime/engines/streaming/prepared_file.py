@@ -1,4 +1,4 @@
-"""The format of a prepared file: safetensors, whose tensors are grouped: all outside the blocks first, then block after block.
+"""Prepared file: safetensors whose tensors are grouped, all outside the blocks first, then block after block.
 
 Every group begins and ends at a multiple of `PAGE` bytes of the file, so that it can be read past the page cache, and every tensor at
 a multiple of `ALIGNMENT`; tensors named `pad.N` fill the gaps. The metadata has one JSON text (`Contents`) and a digest of the header.

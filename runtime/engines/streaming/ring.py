@@ -1,4 +1,4 @@
-"""A ring of buffers that a thread fills with the blocks to come while the caller computes with the one that is there.
+"""Ring of buffers that a thread fills with the blocks to come while the caller computes with the one that is there.
 
 The order of blocks is known and begins again after the last one, so reading never stops between two tokens. A caller that was
 interrupted (Ctrl-C, an error) begins a new pass, and the ring goes back to the block that is wanted then.

@@ -1,4 +1,4 @@
-"""The torch engine of encoders: a transformers model whose compressed layers keep their weights packed."""
+"""Engine of encoders: a transformers model whose compressed layers keep their weights packed."""
 
 from __future__ import annotations
 

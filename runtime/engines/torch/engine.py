@@ -1,4 +1,4 @@
-"""The torch engine: a transformers model whose compressed layers keep their weights packed."""
+"""Engine of transformers' modules, whose compressed layers keep their weights packed; works for every causal model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The torch engine of encoder-decoders: a transformers model whose compressed layers keep their weights packed."""
+"""Engine of encoder-decoders: a transformers model whose compressed layers keep their weights packed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model's own limits: texts beyond its context, or beyond the memory of its cache, get no draft from it."""
+"""Guards around drafters: the limits of a draft model's context and cache, and a thread for drafters of other packages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The shape of a draft tree whose nodes are ranks of candidates: fitted to how often these turned out right.
+"""Shapes of draft trees whose nodes are ranks of candidates, fitted to how often these turned out right.
 
 Source: Cai et al., Medusa: Simple LLM Inference Acceleration Framework with Multiple Decoding Heads, arXiv 2401.10774, section 2.3.3.
 """

@@ -1,4 +1,4 @@
-"""The attention function of compressed caches, registered with transformers as "compress_kv".
+"""Attention function of compressed caches, registered with transformers as "compress_kv".
 
 Layers whose cache is compressed hand their new keys and values on with a mark; attention then asks the cache layer itself, which
 reads what it stores. Other layers (sliding windows, no cache at all) get transformers' sdpa attention and its masks.

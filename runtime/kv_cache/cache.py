@@ -1,4 +1,4 @@
-"""The compressed cache of a model: a transformers `Cache`, so that `model.generate(past_key_values=...)` takes it too."""
+"""Compressed cache of a model: a transformers `Cache`, so that `model.generate(past_key_values=...)` takes it too."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Drafts over a compressed cache: with which policies a text that is verified several tokens at a time is the one that plain decoding
-writes, and how many tokens that may be.
+"""Limits of drafts over a compressed cache: the policies, and the numbers of tokens, with which a sequence that is verified several
+tokens at a time is the one that plain decoding writes.
 
 A layer evicts and stores at certain numbers of tokens. Up to the next of them tokens are computed from the same cache whether they
 come together or one by one; so a pass must not go beyond it.

@@ -1,4 +1,4 @@
-"""The four axes together: what is evicted, how the rest is stored, what a step reads, where it lies."""
+"""Plan of a cache: what is evicted, how the rest is stored, what a step reads, where it lies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All that one layer holds: its prefix, older tokens in one or several storages, and the newest as floats."""
+"""Store of one layer: its prefix, older tokens in one or several tiers, and the newest as floats."""
 
 from __future__ import annotations
 

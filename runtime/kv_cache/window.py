@@ -1,4 +1,4 @@
-"""The newest queries of a layer, for those who score tokens by what these look at."""
+"""Windows of a layer's newest queries, and notes on its tokens, that scores ask for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model from its directory: the engine that computes it, its head cut down to the tokens it proposes, what it is a draft of."""
+"""Draft model read from its directory: its engine, its head cut down to the tokens it proposes, the target it was made for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A recursive head on the target: one small block, applied again and again to its own output, drafts token after token."""
+"""Recursive head on the target (FastMTP): one small block, applied to its own output again and again, drafts token after token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A draft model that is itself drafted for: what the text repeats costs it no pass of its own."""
+"""Staged speculation: a draft model that n-grams of the sequence draft for."""
 
 from __future__ import annotations
 

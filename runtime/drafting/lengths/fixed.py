@@ -1,4 +1,4 @@
-"""The same number of tokens each time."""
+"""Draft-length policy that asks for the same number of tokens each time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much as makes texts grow fastest, which may be nothing."""
+"""Draft-length policy that maximizes goodput (Liu et al., 2024)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same for every layer, the same for every head."""
+"""Uniform budgets: the same for every layer, the same for every head."""
 
 from __future__ import annotations
 

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from runtime.config.settings import ConfigError, Fraction, built
-from runtime.drafting.caches.lanes import PagedLanes
 from runtime.drafting.config.target import UnfitError
+from runtime.drafting.draft_cache import PagedDraftCache
 from runtime.drafting.drafters.base import Ask, Drafter, Text
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.model import Candidates, FromDraft, ModelDrafter
@@ -52,8 +52,10 @@ class Cascade(FromDraft):
         engine = parts_of(draft.engine)
         if isinstance(engine, str):
             raise UnfitError(("method",), f"nested: {engine}")
-        shallow = [ModelDrafter(PagedLanes(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
-        return cls([*shallow, ModelDrafter(PagedLanes(engine), candidates, weights=draft.weight_bytes)], **settings)
+        shallow = [ModelDrafter(PagedDraftCache(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
+        return cls(
+            [*shallow, ModelDrafter(PagedDraftCache(engine), candidates, weights=draft.weight_bytes)], **settings
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -72,7 +74,7 @@ class Cascade(FromDraft):
     @property
     def memory_bytes(self) -> int:
         # Views of one model share its weights, which are counted with the last.
-        return self.models[-1].weights + sum(model.lanes.nbytes for model in self.models)
+        return self.models[-1].weights + sum(model.cache.nbytes for model in self.models)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         self.overhead = self.models[0].read_far([ask.state[0] for ask in asks], [ask.text.tokens for ask in asks])
@@ -93,10 +95,10 @@ class Cascade(FromDraft):
     def _next(self, ask: Ask, tree: Tree) -> tuple[int, float, torch.Tensor | None]:
         """A token, how likely it is, and what it was drawn from. Who is asked is decided before anything is drawn."""
         text = [*ask.text.tokens, *tree.tokens]
-        for place, (model, lane) in enumerate(zip(self.models, ask.state, strict=True)):
-            self.overhead += model.read_far([lane], [text])
-            model.catch_up([lane], [text[:-1]])
-            logits = model.lanes.feed([lane], [text[-1:]])
+        for place, (model, slot) in enumerate(zip(self.models, ask.state, strict=True)):
+            self.overhead += model.read_far([slot], [text])
+            model.catch_up([slot], [text[:-1]])
+            logits = model.cache.feed([slot], [text[-1:]])
             self.asked[place] += 1
             last = place == len(self.models) - 1
             if ask.draw is None:
@@ -112,7 +114,7 @@ class Cascade(FromDraft):
 
 
 class _Depth:
-    """The first layers of a draft as an engine of their own, for lanes."""
+    """The first layers of a draft as an engine of their own, for a draft cache."""
 
     def __init__(self, engine: Any, depth: int) -> None:
         self._engine, self._view = engine, View(engine, range(depth))

@@ -10,8 +10,8 @@ from typing import Any, ClassVar
 import torch
 
 from runtime.config.settings import ConfigError, Share, built
-from runtime.drafting.caches.lanes import Lane, PagedLanes
 from runtime.drafting.config.target import UnfitError
+from runtime.drafting.draft_cache import PagedDraftCache, Slot
 from runtime.drafting.drafters.base import Ask, Drafter
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.model import Candidates, ModelDrafter
@@ -74,17 +74,17 @@ def scores(
     return features @ tensors["out"].T + tensors["out_bias"]
 
 
-class StateLanes(PagedLanes):
-    """Paged lanes that also give what the head read after the last token of each text.
+class StateCache(PagedDraftCache):
+    """Paged cache that also gives what the head read after the last token of each text.
 
     Attributes:
-        states: float32 `[lanes, hidden]` of the last `feed`.
+        states: float32 `[slots, hidden]` of the last `feed`.
     """
 
     states: torch.Tensor
 
-    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        logits, self.states = self._ends(lanes, tokens)
+    def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        logits, self.states = self._ends(slots, tokens)
         return logits
 
     def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
@@ -127,24 +127,24 @@ class Confident(ModelDrafter):
             text = f"confident needs the states of the draft, which {draft.engine.description} does not give"
             raise UnfitError(("method",), text)
         head = AcceptHead.load(directory, int(config.hidden_size))
-        lanes = StateLanes(draft.engine)
-        return cls(lanes=lanes, candidates=candidates, weights=draft.weight_bytes, head=head, **settings)
+        cache = StateCache(draft.engine)
+        return cls(cache=cache, candidates=candidates, weights=draft.weight_bytes, head=head, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.lanes, StateLanes):
+        if not isinstance(self.cache, StateCache):
             raise RequestError("confident needs a draft whose engine gives its states, such as the decoder in C")
-        self.head = self.head.to(self.lanes.device)
+        self.head = self.head.to(self.cache.device)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        lanes = self.lanes
-        assert isinstance(lanes, StateLanes)
+        cache = self.cache
+        assert isinstance(cache, StateCache)
         logits = self.start(asks)
         trees, reach, alive = [Tree() for _ in asks], [1.0] * len(asks), list(range(len(asks)))
         while True:
             said = [self.choose(logits[row], asks[index], trees[index]) for row, index in enumerate(alive)]
             chances = self._foreseen(
-                lanes.states, logits, [asks[index] for index in alive], [chance for _, chance in said]
+                cache.states, logits, [asks[index] for index in alive], [chance for _, chance in said]
             )
             following = []
             for index, (token, _), chance in zip(alive, said, chances, strict=True):
@@ -157,7 +157,7 @@ class Confident(ModelDrafter):
             if not following:
                 return trees
             alive = following
-            logits = lanes.feed([asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive])
+            logits = cache.feed([asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive])
 
     def _foreseen(
         self, states: torch.Tensor, logits: torch.Tensor, asks: Sequence[Ask], chances: Sequence[float]

@@ -13,7 +13,7 @@ from runtime.config.settings import ConfigError, Count, Share, settings_of
 from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Draw, Place, Text, Verified
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Spot, ViewDrafter, ViewLanes, engine_of
+from runtime.drafting.drafters.sublayers import Spot, ViewCache, ViewDrafter, engine_of
 from runtime.engines.native.engine import Recorder
 from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
@@ -92,8 +92,8 @@ class DynamicExit(ViewDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lanes = cast(ViewLanes, self.lanes)
-        engine = self._lanes.view.engine
+        self._cache = cast(ViewCache, self.cache)
+        engine = self._cache.view.engine
         layers = len(engine.parts.blocks)
         #: Layers after which a draft may end.
         self.layers = spread(layers - 1, min(self.exits, layers - 1))
@@ -117,7 +117,7 @@ class DynamicExit(ViewDrafter):
         chosen, depth = choose(rates, limits, self.costs)
         if not depth:
             chosen, _ = choose(rates, [1] * len(asks), self.costs, plain=False)
-        self._lanes.view = self._views[chosen]
+        self._cache.view = self._views[chosen]
         found = []
         for ask, spot, limit in zip(asks, spots, limits, strict=True):
             spot.chosen, spot.drafted, spot.draw, spot.looked = chosen, (), ask.draw, None
@@ -161,7 +161,7 @@ class DynamicExit(ViewDrafter):
         """
         rows = [0, *(1 + node for node in verified.path)][: min(len(verified.new), _ROWS)]
         wanted = states[[layer - 1 for layer in self.layers]][:, rows]
-        logits = self._lanes.view.head(wanted.flatten(0, 1)).unflatten(0, wanted.shape[:2])
+        logits = self._cache.view.head(wanted.flatten(0, 1)).unflatten(0, wanted.shape[:2])
         if state.draw is None:
             following = torch.tensor(verified.new[: len(rows)])
             right = (logits.argmax(-1) == following).float()
@@ -233,15 +233,15 @@ class EarlyExit(ViewDrafter):
             raise ConfigError((), f"the model has {layers} layer; an early exit needs at least 2")
         candidates = Candidates(engine.vocab_size)
         if layer == "auto":
-            return DynamicExit(lanes=ViewLanes(View(engine, range(1))), candidates=candidates, **settings)
+            return DynamicExit(cache=ViewCache(View(engine, range(1))), candidates=candidates, **settings)
         for key in ("exits", "every", "keep"):
             if settings.pop(key) != settings_of(cls)[key].default:
                 raise ConfigError((key,), "is for an exit that is chosen anew for every draft; leave it out, or layer")
         if layer >= layers:
             text = f"an early exit is after layer 1 to {layers - 1} of this model's {layers}, not {layer}"
             raise ConfigError(("layer",), text)
-        lanes = ViewLanes(View(engine, range(layer)))
-        return cls(lanes=lanes, candidates=candidates, layer=layer, **settings)
+        cache = ViewCache(View(engine, range(layer)))
+        return cls(cache=cache, candidates=candidates, layer=layer, **settings)
 
     def describe(self) -> str:
         return f"{self.name} after layer {self.layer}"

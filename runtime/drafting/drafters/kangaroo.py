@@ -12,8 +12,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from runtime.config.settings import Probability
-from runtime.drafting.caches.lanes import Lane, PagedLanes
 from runtime.drafting.config.target import Target, other_target
+from runtime.drafting.draft_cache import PagedDraftCache, Slot
 from runtime.drafting.drafters.base import Place
 from runtime.drafting.drafters.draft_model import DRAFT
 from runtime.drafting.drafters.model import Candidates
@@ -27,7 +27,7 @@ ADAPTER = "adapter.safetensors"
 SCHEMA_VERSION = 1
 
 
-class AdapterLanes(PagedLanes):
+class AdapterCache(PagedDraftCache):
     """What an adapter has read of texts. The layers before it read in the target's cache, and what they write there again of
     tokens that the target has read is what is there.
 
@@ -43,19 +43,19 @@ class AdapterLanes(PagedLanes):
     def open(self) -> Spot:
         return Spot()
 
-    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         # Which place in the target's cache goes with which pages of the adapter's.
-        self._places = {id(lane.pages): cast(Spot, lane).here for lane in lanes}
-        return super().feed(lanes, tokens)
+        self._places = {id(slot.pages): cast(Spot, slot).here for slot in slots}
+        return super().feed(slots, tokens)
 
     def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
         places = [self._places[id(piece.pages)] for piece in pieces]
         there = [Chunk(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
         return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
 
-    def close(self, lane: Lane) -> None:
-        super().close(lane)
-        cast(Spot, lane).place = None
+    def close(self, slot: Slot) -> None:
+        super().close(slot)
+        cast(Spot, slot).place = None
 
 
 @dataclass(eq=False)
@@ -91,9 +91,9 @@ class Kangaroo(Inside):
         except (OSError, SafetensorError) as error:
             raise ArtifactError(f"{file} cannot be read: {error}") from error
         adapter = Adapter(engine, tensors, layer, str(file))
-        lanes = AdapterLanes(View(engine, range(layer)), adapter)
+        cache = AdapterCache(View(engine, range(layer)), adapter)
         candidates = Candidates(engine.vocab_size)
-        return cls(lanes=lanes, candidates=candidates, weights=adapter.weight_bytes, **settings)
+        return cls(cache=cache, candidates=candidates, weights=adapter.weight_bytes, **settings)
 
 
 def _exit_layer(path: Path, facts: Mapping[str, Any], target: Target, layers: int) -> int:

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import torch
 
 from runtime.config.settings import ConfigError, Count, Natural, Probability, built, read
-from runtime.drafting.caches.lanes import AheadLanes, Lane, Lanes, lanes_of
 from runtime.drafting.config.target import Target, UnfitError
+from runtime.drafting.draft_cache import AheadDraftCache, DraftCache, Slot, draft_cache_of
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text
 from runtime.drafting.drafters.draft_model import DRAFT, DraftModel, load_draft
 from runtime.drafting.guard import within
@@ -71,7 +71,7 @@ class Candidates:
         return torch.multinomial(q, count, replacement=False, generator=draw.generator).tolist()
 
 
-_FAR = 16  # tokens; a lane that is further behind (nothing was drafted for a while) is brought up to date apart from the draft
+_FAR = 16  # tokens; a slot that is further behind (nothing was drafted for a while) is brought up to date apart from the draft
 _RECENT = 256  # tokens that are compared one by one
 
 
@@ -99,7 +99,7 @@ class FromDraft(Drafter):
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
         """The drafter over a loaded draft model; see `build` for what it raises."""
-        return cls(lanes=lanes_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings)  # type: ignore[call-arg]
+        return cls(cache=draft_cache_of(draft.engine), candidates=candidates, weights=draft.weight_bytes, **settings)  # type: ignore[call-arg]
 
 
 @dataclass(eq=False)
@@ -109,7 +109,7 @@ class ModelDrafter(FromDraft):
     Source: Leviathan et al., Fast Inference from Transformers via Speculative Decoding, arXiv 2211.17192; Chen et al., arXiv 2302.01318.
 
     Attributes:
-        lanes: of the draft model.
+        cache: of the draft model.
         candidates: from its logits to tokens of the target.
         confidence: a chain ends with a token that the draft gives less than this probability; 0: never. The target verifies that token as
             any other (acceptance "rollback" has BiLD's fallback, where it does not count).
@@ -118,7 +118,7 @@ class ModelDrafter(FromDraft):
 
     name: ClassVar[str] = "chain"
 
-    lanes: Lanes = built()
+    cache: DraftCache = built()
     candidates: Candidates = built()
     confidence: Probability = 0.0
     weights: int = built(0)
@@ -127,15 +127,15 @@ class ModelDrafter(FromDraft):
         super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
 
-    def begin(self, text: Text) -> Lane:
-        return self.lanes.open()
+    def begin(self, text: Text) -> Slot:
+        return self.cache.open()
 
-    def end(self, state: Lane) -> None:
-        self.lanes.close(state)
+    def end(self, state: Slot) -> None:
+        self.cache.close(state)
 
     @property
     def memory_bytes(self) -> int:
-        return self.weights + self.lanes.nbytes
+        return self.weights + self.cache.nbytes
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         logits = self.start(asks)
@@ -155,7 +155,7 @@ class ModelDrafter(FromDraft):
             if not following:
                 return trees
             alive = following
-            logits = self.lanes.feed(
+            logits = self.cache.feed(
                 [asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive]
             )
 
@@ -172,34 +172,34 @@ class ModelDrafter(FromDraft):
     # ---------------------------------------------------------------- the text so far
     def start(self, asks: Sequence[Ask]) -> torch.Tensor:
         """Logits after the texts, `[asks, vocab]`; what of them was not read is read."""
-        return self.lanes.feed([ask.state for ask in asks], self.missing(asks))
+        return self.cache.feed([ask.state for ask in asks], self.missing(asks))
 
     def missing(self, asks: Sequence[Ask]) -> list[list[int]]:
         """What of each text was not read yet, at least its last token. What is more than a few tokens is read here."""
         self.overhead = self.read_far([ask.state for ask in asks], [ask.text.tokens for ask in asks])
         missing = []
         for ask in asks:
-            self.lanes.cut(ask.state, _common(ask.state.tokens, ask.text.tokens[:-1]))
+            self.cache.cut(ask.state, _common(ask.state.tokens, ask.text.tokens[:-1]))
             missing.append(ask.text.tokens[len(ask.state.tokens) :])
         return missing
 
-    def read_far(self, lanes: Sequence[Lane], texts: Sequence[Sequence[int]]) -> float:
+    def read_far(self, slots: Sequence[Slot], texts: Sequence[Sequence[int]]) -> float:
         """Read all but the last token of those texts of which much is missing, such as a prompt; returns the seconds that it took."""
         far = [
-            (lane, text[:-1]) for lane, text in zip(lanes, texts, strict=True) if len(text) - len(lane.tokens) > _FAR
+            (slot, text[:-1]) for slot, text in zip(slots, texts, strict=True) if len(text) - len(slot.tokens) > _FAR
         ]
         started = time.perf_counter()
         if far:
-            self.catch_up([lane for lane, _ in far], [text for _, text in far])
+            self.catch_up([slot for slot, _ in far], [text for _, text in far])
         return time.perf_counter() - started
 
-    def catch_up(self, lanes: Sequence[Lane], texts: Sequence[Sequence[int]]) -> None:
-        """See to it that each lane holds exactly its text."""
-        for lane, tokens in zip(lanes, texts, strict=True):
-            self.lanes.cut(lane, _common(lane.tokens, tokens))
-        behind = [(lane, rest) for lane, text in zip(lanes, texts, strict=True) if (rest := text[len(lane.tokens) :])]
+    def catch_up(self, slots: Sequence[Slot], texts: Sequence[Sequence[int]]) -> None:
+        """See to it that each slot holds exactly its text."""
+        for slot, tokens in zip(slots, texts, strict=True):
+            self.cache.cut(slot, _common(slot.tokens, tokens))
+        behind = [(slot, rest) for slot, text in zip(slots, texts, strict=True) if (rest := text[len(slot.tokens) :])]
         if behind:
-            self.lanes.feed([lane for lane, _ in behind], [rest for _, rest in behind])
+            self.cache.feed([slot for slot, _ in behind], [rest for _, rest in behind])
 
 
 def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
@@ -228,7 +228,7 @@ class Parallel(ModelDrafter):
 
     name: ClassVar[str] = "parallel"
     fact: ClassVar[str | None] = "parallel"
-    lanes: AheadLanes = built()
+    cache: AheadDraftCache = built()
     mask_token: int = built(0)
     most: int = built(8)
 
@@ -247,7 +247,7 @@ class Parallel(ModelDrafter):
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         missing = self.missing(asks)
         masks = [[self.mask_token] * (min(ask.nodes, ask.depth, self.most) - 1) for ask in asks]
-        logits = self.lanes.ahead([ask.state for ask in asks], missing, masks)
+        logits = self.cache.ahead([ask.state for ask in asks], missing, masks)
         trees = []
         for ask, rows in zip(asks, logits, strict=True):
             tree, reach = Tree(), 1.0

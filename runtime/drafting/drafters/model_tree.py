@@ -11,8 +11,8 @@ from typing import Any, ClassVar
 import torch
 
 from runtime.config.settings import Count, built
-from runtime.drafting.caches.lanes import Lane, TreeLanes, lanes_of
 from runtime.drafting.config.target import UnfitError
+from runtime.drafting.draft_cache import Slot, TreeDraftCache, draft_cache_of
 from runtime.drafting.drafters.base import Ask, Drafter, Verified
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.model import Candidates, ModelDrafter
@@ -147,25 +147,25 @@ class DynamicTree(ModelDrafter):
     """
 
     name: ClassVar[str] = "dynamic-tree"
-    lanes: TreeLanes = built()
+    cache: TreeDraftCache = built()
     confidence: float = built(0.0)
     width: Count = 8
     level: Count = 4
 
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
-        if not isinstance(lanes_of(draft.engine), TreeLanes):
+        if not isinstance(draft_cache_of(draft.engine), TreeDraftCache):
             reason = f"{cls.name} needs a draft whose engine computes trees, such as the decoder in C"
             raise UnfitError(("method",), f"{reason}; this one runs on {draft.engine.description}")
         return super().over(draft, directory, candidates, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.lanes, TreeLanes):
+        if not isinstance(self.cache, TreeDraftCache):
             raise RequestError(f"{self.name} needs a draft whose engine computes trees, such as the decoder in C")
         self._tried = Tried()
 
-    def learn(self, state: Lane, verified: Verified) -> None:
+    def learn(self, state: Slot, verified: Verified) -> None:
         self._tried.observe(verified.tree, verified.path)
 
     def reset(self) -> None:
@@ -176,7 +176,7 @@ class DynamicTree(ModelDrafter):
         for ask in asks:
             ask.state.notes = []
         growing = [Growing(ask, self._tried) for ask in asks]
-        level = min(self.level, self.lanes.most_rows)
+        level = min(self.level, self.cache.most_rows)
         read = [(index, [ROOT]) for index in range(len(asks))]  # which nodes of which text
         rows = list(self.start(asks).split(1))
         passes = 1
@@ -204,15 +204,15 @@ class DynamicTree(ModelDrafter):
             drawn = self.candidates.draw(q, ask.draw, count)
             growing.offer(node, drawn, q[drawn].tolist(), q)
 
-    def _read(self, wanted: Sequence[tuple[Lane, Tree, Sequence[int]]]) -> list[torch.Tensor]:
-        """Logits after nodes of trees, `[nodes, vocab]` each; the nodes that were read before stay where they are in the lane."""
+    def _read(self, wanted: Sequence[tuple[Slot, Tree, Sequence[int]]]) -> list[torch.Tensor]:
+        """Logits after nodes of trees, `[nodes, vocab]` each; the nodes that were read before stay where they are in the slot."""
         parents = []
-        for lane, tree, nodes in wanted:
-            lane.notes += nodes
-            place = {ROOT: ROOT} | {node: index for index, node in enumerate(lane.notes)}
-            parents.append([place[tree.parents[node]] for node in lane.notes])
+        for slot, tree, nodes in wanted:
+            slot.notes += nodes
+            place = {ROOT: ROOT} | {node: index for index, node in enumerate(slot.notes)}
+            parents.append([place[tree.parents[node]] for node in slot.notes])
         tokens = [[tree.tokens[node] for node in nodes] for _, tree, nodes in wanted]
-        return self.lanes.branch([lane for lane, _, _ in wanted], tokens, parents)
+        return self.cache.branch([slot for slot, _, _ in wanted], tokens, parents)
 
 
 @dataclass(eq=False)

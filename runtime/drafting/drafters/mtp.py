@@ -79,25 +79,25 @@ class MTP(Drafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
-        self._open: dict[int, _Lane] = {}
+        self._open: dict[int, _Slot] = {}
 
     # ---------------------------------------------------------------- texts
-    def begin(self, text: Text) -> _Lane:
-        lane = _Lane(text, Entries(self.block.sizes, self.window, self.parts.dtype, self.parts.device))
-        self._open[id(lane)] = lane
-        return lane
+    def begin(self, text: Text) -> _Slot:
+        slot = _Slot(text, Entries(self.block.sizes, self.window, self.parts.dtype, self.parts.device))
+        self._open[id(slot)] = slot
+        return slot
 
-    def end(self, state: _Lane) -> None:
+    def end(self, state: _Slot) -> None:
         self._open.pop(id(state), None)
 
-    def read(self, state: _Lane, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+    def read(self, state: _Slot, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         for first in range(0, len(tokens), _CHUNK):
             # The cache sees no further back than its window.
             if start + first + _CHUNK > state.text.prompt - self.window:
                 state.note(start + first, hidden[first : first + _CHUNK])
                 self._catch_up([state])
 
-    def learn(self, state: _Lane, verified: Verified) -> None:
+    def learn(self, state: _Slot, verified: Verified) -> None:
         if verified.hidden is None:
             raise RequestError("the engine gives no hidden states, which heads read")
         rows = [0, *(node + 1 for node in verified.path)]
@@ -109,9 +109,9 @@ class MTP(Drafter):
             self._catch_up([state])
 
     @torch.inference_mode()
-    def _catch_up(self, lanes: Sequence[_Lane]) -> None:
+    def _catch_up(self, slots: Sequence[_Slot]) -> None:
         """Keys and values of all entries that wait."""
-        notes = [(lane, note) for lane in lanes for note in lane.notes]
+        notes = [(slot, note) for slot in slots for note in slot.notes]
         if not notes:
             return
         hidden = torch.cat([note.hidden for _, note in notes]).to(self.parts.device, self.parts.dtype)
@@ -120,14 +120,14 @@ class MTP(Drafter):
         x = self.block.mixed(hidden, self.parts.embed(ids))
         keys, values = self.block.keys_values(x, self.block.turns(positions.to(self.parts.device)))
         row = 0
-        for lane, note in notes:
+        for slot, note in notes:
             rows = slice(row, row + len(note.following))
             row = rows.stop
-            lane.entries.reserve(len(note.following))
-            lane.entries.add(keys[rows], values[rows])
-            lane.tip, lane.place = x[row - 1].clone(), note.start + len(note.following) - 1
-        for lane in lanes:
-            lane.notes, lane.waiting = [], 0
+            slot.entries.reserve(len(note.following))
+            slot.entries.add(keys[rows], values[rows])
+            slot.tip, slot.place = x[row - 1].clone(), note.start + len(note.following) - 1
+        for slot in slots:
+            slot.notes, slot.waiting = [], 0
 
     # ---------------------------------------------------------------- drafts
     @torch.inference_mode()
@@ -180,7 +180,7 @@ class MTP(Drafter):
     @property
     def memory_bytes(self) -> int:
         weights = nbytes(self.block) + (0 if self.head is None else nbytes(self.head))
-        return weights + sum(lane.entries.nbytes for lane in self._open.values())
+        return weights + sum(slot.entries.nbytes for slot in self._open.values())
 
 
 @dataclass
@@ -193,7 +193,7 @@ class _Note:
 
 
 @dataclass(eq=False)
-class _Lane:
+class _Slot:
     """One text.
 
     Attributes:

@@ -11,7 +11,7 @@ from runtime.config.settings import ConfigError, Natural, Probability, Share
 from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Verified
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Spot, ViewDrafter, ViewLanes, engine_of
+from runtime.drafting.drafters.sublayers import Spot, ViewCache, ViewDrafter, engine_of
 from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
 
@@ -57,7 +57,7 @@ class Skip(ViewDrafter):
         if not left:
             raise ConfigError((), f"all {layers} layers are skipped; something must be left to draft with")
         view = View(engine, range(layers), *skipped.values())
-        return cls(lanes=ViewLanes(view), candidates=Candidates(engine.vocab_size), **{**settings, **skipped})
+        return cls(cache=ViewCache(view), candidates=Candidates(engine.vocab_size), **{**settings, **skipped})
 
     def reset(self) -> None:
         self.confidence, self._rate = self._first, self.accepted

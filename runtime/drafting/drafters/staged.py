@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from runtime.config.settings import Count, built
-from runtime.drafting.caches.lanes import AheadLanes, Lane
+from runtime.drafting.draft_cache import AheadDraftCache, Slot
 from runtime.drafting.drafters.base import Ask, Text
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.sampling.tree import Tree
@@ -45,7 +45,7 @@ class _Grams:
 class _Own:
     """What is remembered of one text."""
 
-    lane: Lane
+    slot: Slot
     grams: _Grams
 
 
@@ -61,27 +61,27 @@ class Staged(ModelDrafter):
     """
 
     name: ClassVar[str] = "staged"
-    lanes: AheadLanes = built()
+    cache: AheadDraftCache = built()
     guesses: Count = 4
 
     def begin(self, text: Text) -> Any:
-        return _Own(self.lanes.open(), _Grams())
+        return _Own(self.cache.open(), _Grams())
 
     def end(self, state: Any) -> None:
-        super().end(state.lane)
+        super().end(state.slot)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         for ask in asks:
             ask.state.grams.follow(ask.text.tokens)
         states = [ask.state for ask in asks]
-        inner = [replace(ask, state=ask.state.lane) for ask in asks]
+        inner = [replace(ask, state=ask.state.slot) for ask in asks]
         trees = [Tree() for _ in asks]
         reach = [1.0] * len(asks)
         missing = self.missing(inner)
         alive = list(range(len(asks)))
         while alive:
             guessed = [self._guess(states[index], trees[index], inner[index]) for index in alive]
-            rows = self.lanes.ahead(
+            rows = self.cache.ahead(
                 [inner[index].state for index in alive], [missing[index] for index in alive], guessed
             )
             following = []
@@ -99,7 +99,7 @@ class Staged(ModelDrafter):
                         following.append(index)
                         break
                     right += 1
-                self.lanes.keep(ask.state, guess[:right])
+                self.cache.keep(ask.state, guess[:right])
                 missing[index] = tree.tokens[-1:]
             alive = following
         return trees

@@ -8,8 +8,8 @@ from typing import ClassVar
 
 import torch
 
-from runtime.drafting.caches.lanes import Lane
 from runtime.drafting.config.target import Target, UnfitError
+from runtime.drafting.draft_cache import Slot
 from runtime.drafting.drafters.base import Ask, Place, Text
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.engines.base import Chunk
@@ -19,7 +19,7 @@ from runtime.sampling.tree import Tree
 
 
 @dataclass(eq=False)
-class Spot(Lane):
+class Spot(Slot):
     """A text in the target's cache.
 
     Attributes:
@@ -35,8 +35,8 @@ class Spot(Lane):
         return self.place
 
 
-class ViewLanes:
-    """Texts that a part of the target reads on from where the target is. See `Lanes`.
+class ViewCache:
+    """Texts that a part of the target reads on from where the target is. See `DraftCache`.
 
     Args:
         view: the part; may be another in the next turn.
@@ -52,20 +52,20 @@ class ViewLanes:
     def open(self) -> Spot:
         return Spot()
 
-    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        spots = [lane for lane in lanes if isinstance(lane, Spot)]
+    def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+        spots = [slot for slot in slots if isinstance(slot, Spot)]
         pieces = [Chunk(new, spot.length, spot.here.pages) for spot, new in zip(spots, tokens, strict=True)]
         for spot, new in zip(spots, tokens, strict=True):
             spot.length += len(new)
         return self.view.read(spots[0].here.pool, pieces)
 
-    def cut(self, lane: Lane, length: int) -> None:
-        assert isinstance(lane, Spot)
-        lane.length = length
+    def cut(self, slot: Slot, length: int) -> None:
+        assert isinstance(slot, Spot)
+        slot.length = length
 
-    def close(self, lane: Lane) -> None:
-        assert isinstance(lane, Spot)
-        lane.place = None
+    def close(self, slot: Slot) -> None:
+        assert isinstance(slot, Spot)
+        slot.place = None
 
 
 @dataclass(eq=False)
@@ -76,7 +76,7 @@ class Inside(ModelDrafter):
     inside = True
 
     def begin(self, text: Text) -> Spot:
-        spot = self.lanes.open()
+        spot = self.cache.open()
         assert isinstance(spot, Spot)
         return spot
 
@@ -108,10 +108,10 @@ class ViewDrafter(Inside):
     """
 
     def start(self, asks: Sequence[Ask]) -> torch.Tensor:
-        lanes = [ask.state for ask in asks]
-        for lane in lanes:
-            self.lanes.cut(lane, lane.here.start)
-        return self.lanes.feed(lanes, [ask.text.tokens[-1:] for ask in asks])
+        slots = [ask.state for ask in asks]
+        for slot in slots:
+            self.cache.cut(slot, slot.here.start)
+        return self.cache.feed(slots, [ask.text.tokens[-1:] for ask in asks])
 
 
 # ---------------------------------------------------------------- making one

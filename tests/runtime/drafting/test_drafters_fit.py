@@ -17,8 +17,8 @@ from tiny_models import gpt2, llama, save
 
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
-from runtime.drafting.caches.lanes import PlainLanes
 from runtime.drafting.config.build import Target, choose_speculation
+from runtime.drafting.draft_cache import PlainDraftCache
 from runtime.drafting.drafters import draft_model
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
@@ -236,13 +236,13 @@ def test_a_text_beyond_the_drafts_context_is_not_drafted_for(path: Path, monkeyp
     drafting, plain = model(target, found), model(target, None)
     texts = [[5, 6, 7], [9] * 15, [4, 5, 6, 7] * 8]
     fed: list[int] = []
-    real = found.drafter.drafter.lanes.feed
+    real = found.drafter.drafter.cache.feed
 
-    def feed(lanes: Any, tokens: Any) -> Any:
-        fed.extend(len(lane.tokens) + len(new) for lane, new in zip(lanes, tokens, strict=True))
-        return real(lanes, tokens)
+    def feed(slots: Any, tokens: Any) -> Any:
+        fed.extend(len(slot.tokens) + len(new) for slot, new in zip(slots, tokens, strict=True))
+        return real(slots, tokens)
 
-    monkeypatch.setattr(found.drafter.drafter.lanes, "feed", feed)
+    monkeypatch.setattr(found.drafter.drafter.cache, "feed", feed)
     assert drafting.generate(texts, max_new_tokens=40) == plain.generate(texts, max_new_tokens=40)
     assert found.off is None
     assert drafting.stats["drafted_tokens"] > 0
@@ -281,7 +281,7 @@ def test_drafts_whose_cache_takes_no_tokens_back_are_refused(tmp_path: Path, pat
 
 def test_texts_that_do_not_fit_a_drafts_memory_wait_for_room() -> None:
     """What a text had is given back when it ends or outgrows the rest."""
-    inner = ModelDrafter(lanes=PlainLanes(TorchEngine(llama(), CPU)), candidates=Candidates(400))
+    inner = ModelDrafter(cache=PlainDraftCache(TorchEngine(llama(), CPU)), candidates=Candidates(400))
     limited = Limited(inner, None, positions=40)
     texts = [Words(list(range(4, 24)), 20), Words(list(range(4, 19)), 15)]
     states = [limited.begin(text) for text in texts]

@@ -99,7 +99,7 @@ def test_little_memory_and_shared_beginnings(module: Any, plain: Any, draft: str
         assert found.stats["preemptions"] > 0
         assert found.stats["mean_accepted"] > 1
         assert found.stats["shared_prompt_tokens"] > 0
-        held, before = found.speculation.drafter.lanes.nbytes, locals().get("held")
+        held, before = found.speculation.drafter.cache.nbytes, locals().get("held")
         assert before in (None, held)  # an adapter's pages come back
 
 
@@ -363,7 +363,7 @@ def test_an_adapter_is_in_step_with_its_texts(module: Any, plain: Any, draft: st
                 rounds.append(len(tree))
             return trees
 
-    checked = Checked(lanes=drafter.lanes, candidates=drafter.candidates, confidence=0.0)
+    checked = Checked(cache=drafter.cache, candidates=drafter.candidates, confidence=0.0)
     model.speculation = Speculation(checked, lengths=Fixed(4, 4))
     texts = [*prompts(4, 130), [9]]
     truth = answers(plain, texts, max_new_tokens=40)

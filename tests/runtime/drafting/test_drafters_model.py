@@ -13,10 +13,10 @@ from draft_models import draft_model
 from llama_engines import engines
 from speculation_cases import VOCABULARY, accept_head, answers, model, prompts, speculation
 
-from runtime.drafting.caches.lanes import lanes_of
+from runtime.drafting.draft_cache import draft_cache_of
 from runtime.drafting.drafters.base import Ask, Draw, Verified
 from runtime.drafting.drafters.cascade import Cascade
-from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.draft_model import DraftModel
 from runtime.drafting.drafters.first_of import FirstOf, Merged
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
@@ -35,13 +35,13 @@ KINDS: dict[str, Any] = {
 }  # fmt: skip
 
 
-def drafter(kind: str = "chain", lanes: str = "paged", noise: float = 0.01, **settings: Any) -> Any:
+def drafter(kind: str = "chain", slots: str = "paged", noise: float = 0.01, **settings: Any) -> Any:
     if kind == "cascade":
-        return Cascade([drafter("chain", lanes, 5 * noise), drafter("chain", lanes, noise)], **settings)
+        return Cascade([drafter("chain", slots, 5 * noise), drafter("chain", slots, noise)], **settings)
     if kind == "first":  # guesses where they promise enough, draws otherwise
-        return FirstOf([drafter("large-tree", lanes, 5 * noise), drafter("chain", lanes, noise)], least=1.0)
+        return FirstOf([drafter("large-tree", slots, 5 * noise), drafter("chain", slots, noise)], least=1.0)
     if kind == "merged":
-        return Merged([drafter("dynamic-tree", lanes, 5 * noise), drafter("chain", lanes, noise)])
+        return Merged([drafter("dynamic-tree", slots, 5 * noise), drafter("chain", slots, noise)])
     plain, lean = engines(draft_model(noise))
     candidates = Candidates(VOCABULARY)
     if kind == "nested":
@@ -49,9 +49,9 @@ def drafter(kind: str = "chain", lanes: str = "paged", noise: float = 0.01, **se
         return Cascade.over(draft, Path("nowhere"), candidates, **{"sure": 0.3, **settings})
     if kind == "confident":
         head = accept_head(lean.module.config.hidden_size)
-        return Confident(lanes=StateLanes(lean), candidates=candidates, head=head, **settings)
-    held = lanes_of(lean if lanes == "paged" else plain)
-    return KINDS[kind](lanes=held, candidates=candidates, **settings)
+        return Confident(cache=StateCache(lean), candidates=candidates, head=head, **settings)
+    held = draft_cache_of(lean if slots == "paged" else plain)
+    return KINDS[kind](cache=held, candidates=candidates, **settings)
 
 
 @pytest.fixture(scope="module")
@@ -62,12 +62,12 @@ def plain() -> Any:
 PAIRS = [(kind, "paged") for kind in KINDS] + [(kind, "plain") for kind in ("chain", "staged", "parallel", "cascade")]
 
 
-@pytest.mark.parametrize(("kind", "lanes"), PAIRS)
+@pytest.mark.parametrize(("kind", "slots"), PAIRS)
 @pytest.mark.parametrize("lengths", [Fixed(depth=5, nodes=10), Goodput()])
-def test_greedy_texts_are_those_of_plain_decoding(plain: Any, kind: str, lanes: str, lengths: Any) -> None:
+def test_greedy_texts_are_those_of_plain_decoding(plain: Any, kind: str, slots: str, lengths: Any) -> None:
     texts = prompts(10, 90)
     truth = answers(plain, texts, max_new_tokens=50)
-    drafting = model(speculation(drafter(kind, lanes), lengths))
+    drafting = model(speculation(drafter(kind, slots), lengths))
     assert drafting.generate(texts, max_new_tokens=50) == list(truth.values())
     if isinstance(lengths, Fixed) and kind != "parallel":  # an untrained one does not know its mask token
         assert drafting.stats["mean_accepted"] > (1.0 if kind in ("confident", "first", "merged") else 1.5)
@@ -108,9 +108,9 @@ def test_little_memory_and_many_texts_keep_the_drafts_cache_in_step(plain: Any) 
     assert drafting.generate(texts, max_new_tokens=120, ignore_eos=True, cache_memory=memory) == list(truth.values())
     assert drafting.stats["preemptions"] > 0
     assert drafting.stats["mean_accepted"] > 2
-    held = own.lanes.nbytes
+    held = own.cache.nbytes
     drafting.generate(texts, max_new_tokens=120, ignore_eos=True, cache_memory=memory)
-    assert own.lanes.nbytes == held  # pages come back
+    assert own.cache.nbytes == held  # pages come back
 
 
 @pytest.mark.parametrize("kind", ["chain", "dynamic-tree", "staged", "cascade"])
@@ -120,14 +120,14 @@ def test_prompts_are_read_for_texts_that_are_drafted_for_alone_and_in_one_pass(p
     texts = [SimpleNamespace(tokens=ids) for ids in prompts(4, 60)]
     states = [own.begin(text) for text in texts]
     fed: list[list[int]] = []
-    lanes = models[0].lanes
-    feed = lanes.feed
+    slots = models[0].slots
+    feed = slots.feed
 
     def noted(which: Any, tokens: Any) -> Any:
         fed.append([len(each) for each in tokens])
         return feed(which, tokens)
 
-    lanes.feed = noted
+    slots.feed = noted
     asks = [Ask(state, text, 4, 2) for state, text in zip(states, texts, strict=True)]
     trees = own.draft(asks[1:3])
     assert all(len(tree) for tree in trees)
@@ -140,8 +140,8 @@ def test_prompts_are_read_for_texts_that_are_drafted_for_alone_and_in_one_pass(p
     assert max(map(max, fed), default=0) <= 2
     own.learn(states[0], Verified(texts[0], Tree(), [], texts[0].tokens[-1:], torch.zeros(1, VOCABULARY)))
     for untouched in (states[0], states[3]):
-        lane = untouched[0] if kind == "cascade" else getattr(untouched, "lane", untouched)
-        assert lane.tokens == []
+        slot = untouched[0] if kind == "cascade" else getattr(untouched, "slot", untouched)
+        assert slot.tokens == []
 
 
 def test_unsure_drafts_end_early(plain: Any) -> None:
@@ -202,14 +202,14 @@ def test_kept_tokens_are_those_of_the_target() -> None:
     assert Candidates(3).best(torch.tensor([[0.0, 1.0, 2.0, 9.0]]), 1)[0] == [[2]]
 
 
-@pytest.mark.parametrize("lanes", ["paged", "plain"])
-def test_a_staged_draft_says_what_it_would_have_said_alone(lanes: str) -> None:
+@pytest.mark.parametrize("slots", ["paged", "plain"])
+def test_a_staged_draft_says_what_it_would_have_said_alone(slots: str) -> None:
     text = [5, 6, 7, 8, 9] * 6 + [5, 6]
     state = SimpleNamespace(tokens=text, prompt=len(text))
-    alone, staged = drafter("chain", lanes, noise=0.0), drafter("staged", lanes, noise=0.0)
+    alone, staged = drafter("chain", slots, noise=0.0), drafter("staged", slots, noise=0.0)
     passes = []
-    real = staged.lanes.ahead
-    staged.lanes.ahead = lambda *arguments: passes.append(1) or real(*arguments)
+    real = staged.cache.ahead
+    staged.cache.ahead = lambda *arguments: passes.append(1) or real(*arguments)
     own, mine = alone.begin(state), staged.begin(state)
     for _ in range(6):
         expected = alone.draft([Ask(own, state, 6, 6)])[0]
@@ -239,8 +239,8 @@ def test_a_staged_draft_takes_fewer_passes_where_the_text_repeats() -> None:
 
     staged.candidates, staged.choose = Same(), counted
     passes = []
-    real = staged.lanes.ahead
-    staged.lanes.ahead = lambda *arguments: passes.append(1) or real(*arguments)
+    real = staged.cache.ahead
+    staged.cache.ahead = lambda *arguments: passes.append(1) or real(*arguments)
     text = truth * 5
     state = SimpleNamespace(tokens=text, prompt=len(text))
     tree = staged.draft([Ask(staged.begin(state), state, 8, 8)])[0]
@@ -248,20 +248,20 @@ def test_a_staged_draft_takes_fewer_passes_where_the_text_repeats() -> None:
     assert len(passes) <= 3
 
 
-@pytest.mark.parametrize("lanes", ["paged", "plain"])
-def test_a_parallel_draft_reads_masks_once(lanes: str) -> None:
-    own = drafter("parallel", lanes, mask_token=17, most=5)
+@pytest.mark.parametrize("slots", ["paged", "plain"])
+def test_a_parallel_draft_reads_masks_once(slots: str) -> None:
+    own = drafter("parallel", slots, mask_token=17, most=5)
     text = prompts(1, 30)[0]
     state = SimpleNamespace(tokens=text, prompt=len(text))
-    lane = own.begin(state)
+    slot = own.begin(state)
     engine = engines(draft_model())[0]
     for _ in range(3):
-        tree = own.draft([Ask(lane, state, 9, 9)])[0]
+        tree = own.draft([Ask(slot, state, 9, 9)])[0]
         logits = engine.logits(torch.tensor([[*text, 17, 17, 17, 17]]))[0, -5:]
         assert tree.tokens == logits.argmax(-1).tolist()
         assert tree.is_chain
         text += [*tree.tokens[:2], 30]
-    assert lane.tokens[: len(text) - 3] == text[:-3]
+    assert slot.tokens[: len(text) - 3] == text[:-3]
 
 
 def test_a_cascade_asks_the_next_only_where_it_is_unsure() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from distribution_cases import expected, misfit, table_logits, written
 
-from runtime.drafting.caches.lanes import Lane
+from runtime.drafting.draft_cache import Slot
 from runtime.drafting.drafters import model_tree
 from runtime.drafting.drafters.base import Ask, Draw
 from runtime.drafting.drafters.model import Candidates
@@ -24,7 +24,7 @@ Path = tuple[int, ...]
 
 
 class Told:
-    """Lanes of a draft whose logits after a branch are given.
+    """DraftCache of a draft whose logits after a branch are given.
 
     Attributes:
         passes: of each since the text was read, its nodes.
@@ -38,29 +38,29 @@ class Told:
         self.passes: list[int] = []
         self._read: dict[int, list[int]] = {}
 
-    def open(self) -> Lane:
-        return Lane()
+    def open(self) -> Slot:
+        return Slot()
 
-    def close(self, lane: Lane) -> None:
-        del self._read[id(lane)]
+    def close(self, slot: Slot) -> None:
+        del self._read[id(slot)]
 
-    def cut(self, lane: Lane, length: int) -> None:
-        del lane.tokens[length:]
+    def cut(self, slot: Slot, length: int) -> None:
+        del slot.tokens[length:]
 
-    def feed(self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
+    def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
         self.passes = []
-        for lane, new in zip(lanes, tokens, strict=True):
-            lane.tokens += new
-            self._read[id(lane)] = []
-        return torch.stack([self._logits(()) for _ in lanes])
+        for slot, new in zip(slots, tokens, strict=True):
+            slot.tokens += new
+            self._read[id(slot)] = []
+        return torch.stack([self._logits(()) for _ in slots])
 
     def branch(
-        self, lanes: Sequence[Lane], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
+        self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
         self.passes.append(sum(map(len, tokens)))
         found = []
-        for lane, new, above in zip(lanes, tokens, parents, strict=True):
-            read = self._read[id(lane)]
+        for slot, new, above in zip(slots, tokens, parents, strict=True):
+            read = self._read[id(slot)]
             read += new
             assert len(read) == len(above)
             tree = Tree(read, list(above))
@@ -93,9 +93,9 @@ def draw_of(seed: int = 0) -> Draw:
 
 
 def drafted(
-    lanes: Told, nodes: int, depth: int, kind: Any = DynamicTree, draw: Draw | None = None, **settings: Any
+    cache: Told, nodes: int, depth: int, kind: Any = DynamicTree, draw: Draw | None = None, **settings: Any
 ) -> Tree:
-    own = kind(lanes=lanes, candidates=Repeatable(lanes.vocabulary), **settings)
+    own = kind(cache=cache, candidates=Repeatable(cache.vocabulary), **settings)
     text = SimpleNamespace(tokens=[1, 2], prompt=2)
     (tree,) = own.draft([Ask(own.begin(text), text, nodes, depth, draw)])
     return tree
@@ -164,11 +164,11 @@ def test_sure_drafts_go_deep_and_unsure_ones_wide(drawn: bool) -> None:
         return torch.tensor([0.0, 6.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0]).roll(len(path))
 
     draw = draw_of() if drawn else None
-    lanes = Told(sharp)
-    tree = drafted(lanes, 12, 8, draw=draw)
+    slots = Told(sharp)
+    tree = drafted(slots, 12, 8, draw=draw)
     assert max(tree.depths()) == 8
     assert len(tree) == 12
-    assert len(lanes.passes) <= 7
+    assert len(slots.passes) <= 7
     flat = drafted(Told(lambda path: 0.01 * sharp(path)), 12, 8, draw=draw)
     assert max(flat.depths()) == 2
     assert flat.parents.count(ROOT) == 8
@@ -178,29 +178,29 @@ def test_sure_drafts_go_deep_and_unsure_ones_wide(drawn: bool) -> None:
 @pytest.mark.parametrize("drawn", [False, True])
 def test_passes_are_few_and_small(level: int, nodes: int, drawn: bool) -> None:
     for seed in range(4):
-        lanes = Told(noise(seed, 12, 2.0))
-        tree = drafted(lanes, nodes, 5, draw=draw_of() if drawn else None, level=level, width=4)
+        slots = Told(noise(seed, 12, 2.0))
+        tree = drafted(slots, nodes, 5, draw=draw_of() if drawn else None, level=level, width=4)
         assert len(tree) <= nodes
         assert max(tree.depths()) <= 5
-        assert len(lanes.passes) <= 4
-        assert all(0 < count <= min(level, 64) for count in lanes.passes)
+        assert len(slots.passes) <= 4
+        assert all(0 < count <= min(level, 64) for count in slots.passes)
 
 
 def test_texts_share_the_passes_of_the_draft() -> None:
-    lanes = Told(noise(0, 12, 2.0))
-    own = DynamicTree(lanes=lanes, candidates=Repeatable(12))  # type: ignore[arg-type]
+    slots = Told(noise(0, 12, 2.0))
+    own = DynamicTree(cache=slots, candidates=Repeatable(12))  # type: ignore[arg-type]
     texts = [SimpleNamespace(tokens=[1, 2], prompt=2) for _ in range(5)]
     trees = own.draft(
         [Ask(own.begin(text), text, 9, depth) for text, depth in zip(texts, (1, 2, 3, 4, 4), strict=True)]
     )
     assert [max(tree.depths()) for tree in trees[:2]] == [1, 2]
     assert trees[3].tokens == trees[4].tokens
-    assert len(lanes.passes) <= 3
+    assert len(slots.passes) <= 3
 
 
 def test_nothing_follows_what_is_not_reached_likely_enough() -> None:
-    lanes = Told(noise(0, 6, 1.0))
-    own = DynamicTree(lanes=lanes, candidates=Repeatable(6))  # type: ignore[arg-type]
+    slots = Told(noise(0, 6, 1.0))
+    own = DynamicTree(cache=slots, candidates=Repeatable(6))  # type: ignore[arg-type]
     text = SimpleNamespace(tokens=[1, 2], prompt=2)
     (tree,) = own.draft([Ask(own.begin(text), text, 30, 6, None, 0.2)])
     reach = tree.reach()
@@ -235,8 +235,8 @@ def test_estimates_begin_at_what_the_draft_says_and_learn() -> None:
 
 def test_drawn_trees_go_deep_where_unlikely_draws_are_accepted() -> None:
     """Of a draft like its target every first draw is accepted, however many tokens there are to draw from."""
-    lanes = Told(noise(0, 12, 0.5))
-    own = DynamicTree(lanes=lanes, candidates=Repeatable(12))  # type: ignore[arg-type]
+    slots = Told(noise(0, 12, 0.5))
+    own = DynamicTree(cache=slots, candidates=Repeatable(12))  # type: ignore[arg-type]
     text = SimpleNamespace(tokens=[1, 2], prompt=2)
     state = own.begin(text)
     depths = []
@@ -279,8 +279,8 @@ def misfit_of(
     target, draft = table_logits(size, 1), table_logits(size, 2)
 
     def tree(last: int, source: torch.Generator) -> Tree:
-        lanes = Told(lambda path: draft[path[-1] if path else last])
-        own = DynamicTree(lanes=lanes, candidates=Candidates(size), width=3, level=level)  # type: ignore[arg-type]
+        slots = Told(lambda path: draft[path[-1] if path else last])
+        own = DynamicTree(cache=slots, candidates=Candidates(size), width=3, level=level)  # type: ignore[arg-type]
         own._tried = tried or own._tried
         text = SimpleNamespace(tokens=[last], prompt=1)
         (tree,) = own.draft([Ask(own.begin(text), text, 4, 3, Draw(options, source))])

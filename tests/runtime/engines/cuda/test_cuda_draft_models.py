@@ -12,10 +12,10 @@ from cuda_models import build, engine
 from fake_graph import Fake
 from speculation_cases import VOCABULARY, accept_head, answers, model_over, prompts, speculation
 
-from runtime.drafting.caches.lanes import TreeLanes, lanes_of
+from runtime.drafting.draft_cache import TreeDraftCache, draft_cache_of
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
-from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.model import Candidates, ModelDrafter, Parallel
 from runtime.drafting.drafters.staged import Staged
 from runtime.drafting.lengths.fixed import Fixed
@@ -43,9 +43,9 @@ def drafter(kind: str, noise: float = 0.02, **options: Any) -> Any:
     if kind == "cascade":
         return Cascade([drafter("chain", 5 * noise), drafter("chain", noise)])
     which = lean(noise, **options)
-    own = {"lanes": lanes_of(which), "candidates": Candidates(VOCABULARY)}
+    own = {"slots": draft_cache_of(which), "candidates": Candidates(VOCABULARY)}
     if kind == "confident":
-        own |= {"lanes": StateLanes(which), "head": accept_head(64)}
+        own |= {"slots": StateCache(which), "head": accept_head(64)}
     return KINDS[kind](**own)
 
 
@@ -80,19 +80,19 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
     """Through graphs of a memory that is replaced by a larger one, and of states beside them."""
     fake = Fake()
     which = lean(capture=fake)
-    lanes = StateLanes(which)
-    lanes.most_rows = most
+    slots = StateCache(which)
+    slots.most_rows = most
     texts = prompts(20, 30, seed=3)
-    opened = [lanes.open() for _ in texts]
+    opened = [slots.open() for _ in texts]
     first, last = [text[:-1] or [9] for text in texts], [[text[-1]] for text in texts]
-    lanes.feed(opened[:3], first[:3])
-    before = lanes.nbytes
-    lanes.feed(opened[3:], first[3:])
-    assert lanes.nbytes > before
+    slots.feed(opened[:3], first[:3])
+    before = slots.nbytes
+    slots.feed(opened[3:], first[3:])
+    assert slots.nbytes > before
     for _ in range(2):
-        found = lanes.feed(opened, last)
-        states = lanes.states
-        for row, state, tokens in zip(found, states, (lane.tokens for lane in opened), strict=True):
+        found = slots.feed(opened, last)
+        states = slots.states
+        for row, state, tokens in zip(found, states, (slot.tokens for slot in opened), strict=True):
             wanted = which.logits(torch.tensor([tokens]))[0, -1]
             torch.testing.assert_close(row, wanted, rtol=2e-4, atol=2e-4)
             torch.testing.assert_close(which.parts.head(state), row, rtol=2e-4, atol=2e-4)
@@ -100,12 +100,12 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
 
 
 def test_trees_are_not_asked_of_it() -> None:
-    assert not isinstance(lanes_of(lean()), TreeLanes)
+    assert not isinstance(draft_cache_of(lean()), TreeDraftCache)
 
 
 def test_drafted_chains_are_those_of_the_model() -> None:
     which = lean()
-    own = ModelDrafter(lanes_of(which), Candidates(VOCABULARY))
+    own = ModelDrafter(draft_cache_of(which), Candidates(VOCABULARY))
     text = SimpleNamespace(tokens=prompts(1, 30)[0], prompt=1)
     (tree,) = own.draft([Ask(own.begin(text), text, 5, 5)])
     written = model_over(lean()).generate([text.tokens], max_new_tokens=5, ignore_eos=True)

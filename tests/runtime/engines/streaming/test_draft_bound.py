@@ -55,7 +55,7 @@ def test_weights_and_cache_of_a_draft_are_counted(artifacts: dict[str, Path], dr
         assert isinstance(drafter, Limited)
         inner: Any = drafter.drafter
         taken = plain.engine.cache_budget - model.engine.cache_budget
-        position = inner.lanes._engine.page_bytes // inner.lanes._engine.page_size
+        position = inner.cache._engine.page_bytes // inner.cache._engine.page_size
         assert inner.weights + GROWTH * 2048 * position <= taken <= 64 * MIB
         assert drafter._positions == (taken - inner.weights) // (GROWTH * position)
     prompts = [[5, 6, 7], [9], [11, 12, 13, 14]] * 8
@@ -76,7 +76,7 @@ def test_many_texts_take_no_more_than_the_draft_may(artifacts: dict[str, Path], 
     assert model.speculation.off is None
     assert model.stats["drafted_tokens"] > 0
     assert drafter._taken == 0
-    assert len(drafter.drafter.lanes._free) <= 16  # pages that its memory began with
+    assert len(drafter.drafter.cache._free) <= 16  # pages that its memory began with
 
 
 def test_what_does_not_fit_is_refused_or_left_out(

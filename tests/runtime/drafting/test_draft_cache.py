@@ -1,4 +1,4 @@
-"""Lanes of draft models: memory that grows, passes of bounded size, states and trees beside the texts."""
+"""DraftCache of draft models: memory that grows, passes of bounded size, states and trees beside the texts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from draft_models import draft_model
 from llama_engines import engines
 from speculation_cases import accept_head, prompts
 
-from runtime.drafting.caches.lanes import PagedTreeLanes
-from runtime.drafting.drafters.confident import Confident, StateLanes
+from runtime.drafting.draft_cache import PagedTreeDraftCache
+from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.model import Candidates
 from runtime.kernels.cpu import library
 from runtime.sampling.tree import ROOT
@@ -22,47 +22,47 @@ pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compil
 
 def test_lanes_grow_and_share_memory() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedTreeLanes(lean)
+    cache = PagedTreeDraftCache(lean)
     texts = prompts(20, 150, seed=3)
-    opened = [lanes.open() for _ in texts]
-    found = lanes.feed(opened, texts)
+    opened = [cache.open() for _ in texts]
+    found = cache.feed(opened, texts)
     for row, text in zip(found, texts, strict=True):
         assert torch.equal(row, lean.logits(torch.tensor([text]))[0, -1])
-    lanes.cut(opened[0], 1)
-    again = lanes.feed([opened[0]], [texts[0][1:] or [9]])
+    cache.cut(opened[0], 1)
+    again = cache.feed([opened[0]], [texts[0][1:] or [9]])
     if len(texts[0]) > 1:
         assert torch.equal(again[0], found[0])
-    for lane in opened:
-        lanes.close(lane)
-    before = lanes.nbytes
-    lanes.feed([lanes.open() for _ in texts], texts)
-    assert lanes.nbytes == before
+    for slot in opened:
+        cache.close(slot)
+    before = cache.nbytes
+    cache.feed([cache.open() for _ in texts], texts)
+    assert cache.nbytes == before
 
 
 def test_states_are_those_of_the_logits_in_however_many_passes() -> None:
     lean = engines(draft_model())[1]
-    lanes = StateLanes(lean)
+    cache = StateCache(lean)
     texts = prompts(6, 20, seed=4)
-    whole = lanes.feed([lanes.open() for _ in texts], texts)
-    states = lanes.states
+    whole = cache.feed([cache.open() for _ in texts], texts)
+    states = cache.states
     assert states.shape == (6, lean.module.config.hidden_size)
     for most in (1, 8, 21):
-        lanes.most_rows = most
-        assert torch.equal(lanes.feed([lanes.open() for _ in texts], texts), whole)
-        assert torch.equal(lanes.states, states)
+        cache.most_rows = most
+        assert torch.equal(cache.feed([cache.open() for _ in texts], texts), whole)
+        assert torch.equal(cache.states, states)
     torch.testing.assert_close(lean.module.get_output_embeddings()(states), whole, rtol=1e-3, atol=1e-3)
 
 
 def test_more_than_a_pass_takes_goes_in_several() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedTreeLanes(lean)
+    cache = PagedTreeDraftCache(lean)
     texts = [text[:4] for text in prompts(6, 40, seed=4)]
-    opened = [lanes.open() for _ in texts]
-    lanes.feed(opened, texts)
+    opened = [cache.open() for _ in texts]
+    cache.feed(opened, texts)
     branches, parents = [[5, 6, 7]] * 6, [[ROOT, 0, ROOT]] * 6
-    whole = lanes.branch(opened, branches, parents)
+    whole = cache.branch(opened, branches, parents)
     more = [[8, 9], [], [8], [8, 9, 10], [1], [2]]
-    ahead = lanes.ahead([lanes.open() for _ in texts], texts, more)
+    ahead = cache.ahead([cache.open() for _ in texts], texts, more)
     verify, rows = lean.verify, []
 
     def counted(pool: Any, pieces: Any, hidden: bool = False) -> Any:
@@ -70,30 +70,30 @@ def test_more_than_a_pass_takes_goes_in_several() -> None:
         return verify(pool, pieces, hidden)
 
     lean.verify = counted  # type: ignore[method-assign]
-    lanes.most_rows = 13
-    for found, wanted in zip(lanes.branch(opened, branches, parents), whole, strict=True):
+    cache.most_rows = 13
+    for found, wanted in zip(cache.branch(opened, branches, parents), whole, strict=True):
         assert torch.equal(found, wanted)
     assert rows == [12, 6]
     rows.clear()
-    for found, wanted in zip(lanes.ahead([lanes.open() for _ in texts], texts, more), ahead, strict=True):
+    for found, wanted in zip(cache.ahead([cache.open() for _ in texts], texts, more), ahead, strict=True):
         assert torch.equal(found, wanted)
     assert len(rows) < 6
     assert max(rows) <= 13
 
 
 def test_a_head_of_acceptance_is_where_the_states_are() -> None:
-    lanes = StateLanes(SimpleNamespace(device=torch.device("meta"), most_rows=8, logits_width=9))
-    own = Confident(lanes=lanes, candidates=Candidates(9), head=accept_head(4))
+    cache = StateCache(SimpleNamespace(device=torch.device("meta"), most_rows=8, logits_width=9))
+    own = Confident(cache=cache, candidates=Candidates(9), head=accept_head(4))
     assert {tensor.device.type for tensor in own.head.tensors.values()} == {"meta"}
 
 
 def test_branches_of_a_lane_are_computed_level_by_level() -> None:
     lean = engines(draft_model())[1]
-    lanes = PagedTreeLanes(lean)
-    lane, text = lanes.open(), [7, 8, 9]
-    lanes.feed([lane], [text])
-    (first,) = lanes.branch([lane], [[1, 2]], [[ROOT, ROOT]])
-    (second,) = lanes.branch([lane], [[3, 4]], [[ROOT, ROOT, 1, 0]])
+    cache = PagedTreeDraftCache(lean)
+    slot, text = cache.open(), [7, 8, 9]
+    cache.feed([slot], [text])
+    (first,) = cache.branch([slot], [[1, 2]], [[ROOT, ROOT]])
+    (second,) = cache.branch([slot], [[3, 4]], [[ROOT, ROOT, 1, 0]])
     for row, branch in ((first[0], [1]), (first[1], [2]), (second[0], [2, 3]), (second[1], [1, 4])):
         assert torch.equal(row, lean.logits(torch.tensor([text + branch]))[0, -1])
-    assert lane.tokens == text
+    assert slot.tokens == text

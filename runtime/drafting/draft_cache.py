@@ -64,7 +64,7 @@ class AheadDraftCache(DraftCache, Protocol):
     def ahead(
         self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]], more: Sequence[Sequence[int]]
     ) -> list[torch.Tensor]:
-        """Read more of each sequence, at least one token, and tokens that may follow it: logits after the last of the sequence's and after each
+        """Read more of each sequence, at least one token, and tokens that may follow it: logits after the sequence and after each
         of these, a float32 `[1 + more, vocab]` for each slot. `keep` says which stay; without it none does.
         """
 

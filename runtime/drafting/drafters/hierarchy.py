@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 import numpy as np
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow, join
-from runtime.drafting.drafters.tables.occurrences import BORDER, History, Match, Occurrences
-from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.drafting.drafters.tables.occurrences import BORDER, Match, Occurrences
+from runtime.drafting.drafters.tables.odds import Guesses
 from runtime.errors import RequestError
-from runtime.sampling.tree import Tree
 
 
 def token_ids(source: str | Path | Sequence[int], where: str, most: int) -> list[int]:
@@ -55,7 +55,7 @@ _MOST_STATISTICS = 1 << 24
 
 
 @dataclass(eq=False)
-class Hierarchy(Drafter):
+class Hierarchy(NgramDrafter):
     """Stores of n-grams in the order of temporal locality: this text, earlier outputs of the model, a corpus. What followed the longest
     match is taken from the first, and as long as that is not enough, from the next (Hierarchy Drafting: Cho et al., arXiv 2502.05609).
 
@@ -85,28 +85,14 @@ class Hierarchy(Drafter):
             raise ValueError(
                 f"hierarchy.shortest must be at most hierarchy.longest, which is {self.longest}, not {self.shortest}"
             )
-        self._lengths = indexed(self.longest)
+        self.index(indexed(self.longest), _STORES * KINDS)
         corpus = [] if self.statistics is None else token_ids(self.statistics, "hierarchy.statistics", _MOST_STATISTICS)
         self.vocabulary = max(corpus, default=-1) + 1 or None
         self._corpus = Occurrences(corpus, self._lengths)
         self._corpus.catch_up()
-        self._earlier = History(self.history, self._lengths)
-        self._odds = Odds(_STORES * KINDS)
-        self._texts: dict[int, _Stored] = {}
+        self._earlier = self.remember(self.history)
 
-    def begin(self, text: Text) -> Any:
-        index = Occurrences(text.tokens, self._lengths)
-        index.catch_up()
-        state = _Stored(text, index, Odds(_STORES * KINDS, memory=64.0, parent=self._odds))
-        self._texts[id(state)] = state
-        return state
-
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        return [self._draft(ask) for ask in asks]
-
-    def _draft(self, ask: Ask) -> Tree:
-        state: _Stored = ask.state
-        state.index.follow(ask.text.tokens)
+    def guess(self, state: Lookups, ask: Ask) -> Guesses:
         wanted = min(ask.nodes, self.enough)
         found = Guesses()
         for store, (tokens, match) in enumerate(self._matches(state.index)):
@@ -120,9 +106,7 @@ class Hierarchy(Drafter):
                 found.estimates.append(part * more.estimates[node])
             if len(found.tree) >= wanted:
                 break
-        found.length = len(ask.text.tokens)
-        state.guesses = found
-        return found.tree
+        return found
 
     def _matches(self, index: Occurrences) -> Iterator[tuple[list[int], Match]]:
         """Of each store its tokens and the longest match, the store that is nearest first."""
@@ -130,32 +114,6 @@ class Hierarchy(Drafter):
         for other in (self._earlier.index, self._corpus):
             yield other.tokens, other.match(index.suffix(), _PLACES)
 
-    def learn(self, state: Any, verified: Verified) -> None:
-        state.index.follow(verified.text.tokens)
-        state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
-
-    def end(self, state: Any) -> None:
-        if self._texts.pop(id(state), None) is not None:
-            self._earlier.add(state.text.tokens[state.text.prompt :])
-
-    def forget(self) -> None:
-        self._earlier.clear()
-
-    def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
-
     @property
     def memory_bytes(self) -> int:
-        texts = sum(state.index.memory_bytes for state in self._texts.values())
-        return texts + self._earlier.memory_bytes + self._corpus.memory_bytes + 40 * len(self._corpus.tokens)
-
-
-@dataclass(eq=False)
-class _Stored:
-    """What is known of a text, and what was proposed last."""
-
-    text: Text
-    index: Occurrences
-    odds: Odds
-    guesses: Guesses = field(default_factory=Guesses)
+        return super().memory_bytes + self._corpus.memory_bytes + 40 * len(self._corpus.tokens)

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
 from runtime.config.settings import Count, built
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
-from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket, likely
-from runtime.sampling.tree import Tree
+from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, bucket, likely
 
 
 @dataclass(eq=False)
-class Lookup(Drafter):
+class Lookup(NgramDrafter):
     """Copies what followed the latest earlier occurrence of the text's last tokens, of the longest that occurs (prompt lookup: Saxena,
     github.com/apoorvumang/prompt-lookup-decoding; LLMA: Yang et al., arXiv 2304.04487). With `longest` equal to `shortest` this is
     CopySpec (Dumitru et al., arXiv 2502.08923), which matches a fixed number of tokens by their hash.
@@ -42,27 +41,13 @@ class Lookup(Drafter):
             raise ValueError(
                 f"lookup.shortest must be at most lookup.longest, which is {self.longest}, not {self.shortest}"
             )
-        self._odds = Odds(BUCKETS)
-        self._texts: dict[int, _Copied] = {}
+        self.index(range(self.shortest, self.longest + 1), BUCKETS, weight=2.0, memory=32.0)
 
-    def begin(self, text: Text) -> Any:
-        index = Occurrences(text.tokens, range(self.shortest, self.longest + 1))
-        index.catch_up()
-        state = _Copied(index, Odds(BUCKETS, weight=2.0, memory=32.0, parent=self._odds))
-        self._texts[id(state)] = state
-        return state
-
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        return [self._draft(ask) for ask in asks]
-
-    def _draft(self, ask: Ask) -> Tree:
-        state: _Copied = ask.state
-        state.index.follow(ask.text.tokens)
-        found = state.index.own_match(self.candidates)
+    def guess(self, state: Lookups, ask: Ask) -> Guesses:
+        found, guesses = state.index.own_match(self.candidates), Guesses()
         if not found.places:
-            return Tree()
+            return guesses
         agreeing, place = self._most_promising(state.index, found)
-        guesses = state.guesses = Guesses(length=len(ask.text.tokens))
         reach = 1.0
         for node, token in enumerate(copied(ask.text.tokens, place + 1, min(ask.nodes, ask.depth))):
             if reach < ask.least:
@@ -71,7 +56,7 @@ class Lookup(Drafter):
             chance = state.odds.chance(kind, estimate)
             guesses.add(token, node - 1, chance, kind, estimate)
             reach *= chance
-        return guesses.tree
+        return guesses
 
     def _most_promising(self, index: Occurrences, found: Match) -> tuple[int, int]:
         """How many tokens agree, and where."""
@@ -86,20 +71,6 @@ class Lookup(Drafter):
                 break
         return best
 
-    def learn(self, state: Any, verified: Verified) -> None:
-        state.index.follow(verified.text.tokens)
-        state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
-
-    def end(self, state: Any) -> None:
-        self._texts.pop(id(state), None)
-
-    def reset(self) -> None:
-        self._odds.reset()
-
-    @property
-    def memory_bytes(self) -> int:
-        return sum(state.index.memory_bytes for state in self._texts.values())
-
 
 _TRUSTED = 64  # tokens; that more of them agree says nothing new
 
@@ -111,15 +82,6 @@ class CopySpec(Lookup):
     name: ClassVar[str] = "copyspec"
     longest: int = built(3)
     shortest: int = built(3)
-
-
-@dataclass(eq=False)
-class _Copied:
-    """What is known of a text, and what was copied last."""
-
-    index: Occurrences
-    odds: Odds
-    guesses: Guesses = field(default_factory=Guesses)
 
 
 def copied(tokens: list[int], start: int, count: int) -> list[int]:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask
+from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow
-from runtime.drafting.drafters.tables.occurrences import History, Match, Occurrences
-from runtime.drafting.drafters.tables.odds import Guesses, Odds
-from runtime.sampling.tree import Tree
+from runtime.drafting.drafters.tables.occurrences import Match
+from runtime.drafting.drafters.tables.odds import Guesses
 
 _OWN, _EARLIER = 0, 1
 
 
 @dataclass(eq=False)
-class Suffix(Drafter):
+class Suffix(NgramDrafter):
     """The longest end of the text that occurred before is looked up in the text itself and in earlier outputs of the model; from each
     a tree of what followed is grown, the most frequent first, and the better of the two is proposed (SuffixDecoding: Oliaro et al.,
     arXiv 2411.04975). A node's chance is its parent's times C(node) / C(parent), where C counts occurrences, times how often such
@@ -48,35 +48,19 @@ class Suffix(Drafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._lengths = indexed(self.longest)
-        self._earlier = History(self.history, self._lengths)
-        self._odds = Odds(2 * KINDS)
-        self._texts: dict[int, _Followed] = {}
+        self.index(indexed(self.longest), 2 * KINDS)
+        self._earlier = self.remember(self.history)
 
-    def begin(self, text: Text) -> Any:
-        index = Occurrences(text.tokens, self._lengths)
-        index.catch_up()
-        state = _Followed(text, index, Odds(2 * KINDS, weight=4.0, memory=64.0, parent=self._odds))
-        self._texts[id(state)] = state
-        return state
-
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        return [self._draft(ask) for ask in asks]
-
-    def _draft(self, ask: Ask) -> Tree:
-        state: _Followed = ask.state
-        state.index.follow(ask.text.tokens)
+    def guess(self, state: Lookups, ask: Ask) -> Guesses:
         best, most = Guesses(), 0.0
         for store, match in self._matches(state):
             guesses = self._grow(state, store, match, ask)
             score = sum(guesses.tree.reach())
             if score > most:
                 best, most = guesses, score
-        best.length = len(ask.text.tokens)
-        state.guesses = best
-        return best.tree
+        return best
 
-    def _matches(self, state: _Followed) -> Iterator[tuple[int, Match]]:
+    def _matches(self, state: Lookups) -> Iterator[tuple[int, Match]]:
         """Of each store the longest match, then those of shorter indexed lengths that occur more often."""
         index, earlier, end = state.index, self._earlier.index, state.index.suffix()
         for store in (_OWN, _EARLIER):
@@ -101,36 +85,7 @@ class Suffix(Drafter):
                 if len(match.places) <= count:
                     break
 
-    def _grow(self, state: _Followed, store: int, match: Match, ask: Ask) -> Guesses:
+    def _grow(self, state: Lookups, store: int, match: Match, ask: Ask) -> Guesses:
         tokens, slope = (state.index.tokens, OWN) if store == _OWN else (self._earlier.index.tokens, OTHER)
         nodes = min(ask.nodes, int(self.factor * match.length + self.offset))
         return grow(match.places, continuations(tokens, match, state.odds, store, slope), nodes, ask.depth, ask.least)
-
-    def learn(self, state: Any, verified: Verified) -> None:
-        state.index.follow(verified.text.tokens)
-        state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
-
-    def end(self, state: Any) -> None:
-        if self._texts.pop(id(state), None) is not None:
-            self._earlier.add(state.text.tokens[state.text.prompt :])
-
-    def forget(self) -> None:
-        self._earlier.clear()
-
-    def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
-
-    @property
-    def memory_bytes(self) -> int:
-        return self._earlier.memory_bytes + sum(state.index.memory_bytes for state in self._texts.values())
-
-
-@dataclass(eq=False)
-class _Followed:
-    """What is known of a text, and what was proposed last."""
-
-    text: Text
-    index: Occurrences
-    odds: Odds
-    guesses: Guesses = field(default_factory=Guesses)

@@ -3,26 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar
+from dataclasses import dataclass
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.continuations import following
 from runtime.drafting.drafters.tables.growth import Candidate, grow
 from runtime.drafting.drafters.tables.occurrences import Occurrences
-from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, Odds, bucket
-from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie, blended
-from runtime.sampling.tree import Tree
+from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, bucket
+from runtime.drafting.drafters.tables.token_trie import TokenTrie, blended
 
 Context = int | list[int]  # a node of the trie of outputs, or places in the text
 _PLACES = 32  # of an n-gram in the text, the latest ones, that are counted
 
 
 @dataclass(eq=False)
-class Trie(Drafter):
+class Trie(NgramDrafter):
     """N-grams of all outputs are kept in a trie, those of a text, its prompt included, as long as it is written. Branches that follow
     the text's last tokens, from the longest prefix to the shortest, are merged into one tree by their frequencies (Lookahead: Zhao
     et al., arXiv 2312.12728). The text's own branches are read off hash chains (`Occurrences`), which long prompts need; of each n-gram
@@ -46,22 +46,9 @@ class Trie(Drafter):
         if self.prefix >= self.branch:
             raise ValueError(f"trie.prefix must be below trie.branch, which is {self.branch}, not {self.prefix}")
         self._outputs = TokenTrie(self.branch, self.capacity)
-        self._odds = Odds(BUCKETS)
-        self._texts: dict[int, _Branches] = {}
+        self.index(range(1, self.prefix + 1), BUCKETS)
 
-    def begin(self, text: Text) -> Any:
-        index = Occurrences(text.tokens, range(1, self.prefix + 1))
-        index.catch_up()
-        state = _Branches(index, text.prompt, Odds(BUCKETS, memory=64.0, parent=self._odds))
-        self._texts[id(state)] = state
-        return state
-
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        return [self._draft(ask) for ask in asks]
-
-    def _draft(self, ask: Ask) -> Tree:
-        state: _Branches = ask.state
-        state.index.follow(ask.text.tokens)
+    def guess(self, state: Lookups, ask: Ask) -> Guesses:
         contexts, longest = self._contexts(state.index)
         own, outputs = state.index.tokens, self._outputs
 
@@ -75,9 +62,7 @@ class Trie(Drafter):
                 for token, estimate, after in blended(counts, self.width)
             ]
 
-        state.guesses = grow(contexts, followers, ask.nodes, ask.depth, ask.least)
-        state.guesses.length = len(own)
-        return state.guesses.tree
+        return grow(contexts, followers, ask.nodes, ask.depth, ask.least)
 
     def _contexts(self, index: Occurrences) -> tuple[list[Context], int]:
         """Places in the text and nodes of the trie of its last tokens, the longest first; and how long that is."""
@@ -93,34 +78,15 @@ class Trie(Drafter):
                 longest = length
         return contexts, longest
 
-    def learn(self, state: Any, verified: Verified) -> None:
+    def learn(self, state: Lookups, verified: Verified) -> None:
+        super().learn(state, verified)
         tokens = verified.text.tokens
-        state.index.follow(tokens)
-        state.guesses.settle(state.odds, len(tokens) - len(verified.new), verified.new)
         self._outputs.read(state.reader, tokens[state.seen :])
         state.seen = len(tokens)
-
-    def end(self, state: Any) -> None:
-        self._texts.pop(id(state), None)
 
     def forget(self) -> None:
         self._outputs.clear()
 
-    def reset(self) -> None:
-        self.forget()
-        self._odds.reset()
-
     @property
     def memory_bytes(self) -> int:
-        return self._outputs.memory_bytes + sum(state.index.memory_bytes for state in self._texts.values())
-
-
-@dataclass(eq=False)
-class _Branches:
-    """What is known of a text, how much of it is in the trie, and what was proposed last."""
-
-    index: Occurrences
-    seen: int
-    odds: Odds
-    reader: Reader = field(default_factory=Reader)
-    guesses: Guesses = field(default_factory=Guesses)
+        return self._outputs.memory_bytes + super().memory_bytes

@@ -120,14 +120,14 @@ def test_prompts_are_read_for_texts_that_are_drafted_for_alone_and_in_one_pass(p
     texts = [SimpleNamespace(tokens=ids) for ids in prompts(4, 60)]
     states = [own.begin(text) for text in texts]
     fed: list[list[int]] = []
-    slots = models[0].slots
-    feed = slots.feed
+    cache = models[0].cache
+    feed = cache.feed
 
     def noted(which: Any, tokens: Any) -> Any:
         fed.append([len(each) for each in tokens])
         return feed(which, tokens)
 
-    slots.feed = noted
+    cache.feed = noted
     asks = [Ask(state, text, 4, 2) for state, text in zip(states, texts, strict=True)]
     trees = own.draft(asks[1:3])
     assert all(len(tree) for tree in trees)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.headers import read_header
-from runtime.drafting.config.artifact_draft import brought, own_draft
+from runtime.drafting.config.artifact_draft import directory_drafter, own_draft
 from runtime.drafting.config.registry import find_drafter
 from runtime.drafting.config.target import UnfitError
 from runtime.drafting.drafters.base import Drafter
@@ -83,7 +83,7 @@ def read_drafts(drafter: Any, blueprint: Blueprint, max_memory: int, trust_remot
     artifact, device, found = blueprint.artifact, blueprint.device, Drafts()
     value = drafter
     if value is None:
-        own = brought(artifact, device)
+        own = directory_drafter(artifact, device)
         value = None if own is None else own.value
     for each in _leaves(value, artifact):
         if isinstance(each, Drafter):

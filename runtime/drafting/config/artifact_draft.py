@@ -138,14 +138,14 @@ def _check(value: Any) -> None:
 
 
 # ---------------------------------------------------------------- what a directory brings
-class Brought(NamedTuple):
+class DirectoryDrafter(NamedTuple):
     """What it is, as `drafter=` takes it (False: nothing is faster), and what messages call it."""
 
     value: Any
     where: str
 
 
-def brought(artifact: Artifact, device: torch.device) -> Brought | None:
+def directory_drafter(artifact: Artifact, device: torch.device) -> DirectoryDrafter | None:
     """What a directory says it is decoded with on a device; None: nothing.
 
     Raises:
@@ -153,9 +153,9 @@ def brought(artifact: Artifact, device: torch.device) -> Brought | None:
     """
     choice = read_choice(artifact, device)
     if choice is not None:
-        return Brought(choice.value, f"{choice.file}: drafter")
+        return DirectoryDrafter(choice.value, f"{choice.file}: drafter")
     own = own_draft(artifact)
-    return None if own is None else Brought(own, place_of(artifact))
+    return None if own is None else DirectoryDrafter(own, place_of(artifact))
 
 
 def place_of(artifact: Artifact) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 
 from runtime.config.settings import ConfigError, Count, read
 from runtime.drafting.config.amounts import amounts_of, check_memory, inherited, lengths_of, rule_of, said
-from runtime.drafting.config.artifact_draft import CHOICE, brought, own_draft, place_of
+from runtime.drafting.config.artifact_draft import CHOICE, directory_drafter, own_draft, place_of
 from runtime.drafting.config.registry import DRAFTERS, drafters
 from runtime.drafting.config.request import Request, parse
 from runtime.drafting.config.target import Target, UnfitError
@@ -74,7 +74,7 @@ def choose_speculation(value: Any, target: Target) -> Speculation | None:
 
 def _unasked(target: Target) -> Speculation | None:
     """What the directory brings, as far as its engine allows: a model that nobody asked to draft loads on every machine."""
-    own = brought(target.artifact, target.engine.device)
+    own = directory_drafter(target.artifact, target.engine.device)
     if own is None or is_none(own.value):
         return None
     reason = target.engine.why_not_drafts()

@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all."""
+"""Atomic files and directories, their checksums, and one sentence for a full disk."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Memory bound of a pass over the blocks, and the measures that keep to it.
 
-Hidden states in files and second moments in files (`compress.core.file_matrix`) give the same bytes as those in
-memory. Fewer rows in a batch do not:
-products of another height are summed in another order. So they are the last resort, and what they were is kept with the run.
+Hidden states in files and Hessians in files (`compress.core.file_matrix`) give the same bytes as those in memory. Fewer rows in a
+batch do not: products of another height are summed in another order. So they are the last resort, and the run records them.
 """
 
 from __future__ import annotations

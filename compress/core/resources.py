@@ -1,4 +1,4 @@
-"""Files that come with the package: ready recipes, the bundled checkpoint and its texts."""
+"""Resources of the package: ready recipes, the bundled checkpoint and its texts."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Text and speech for calibration and evaluation, as rows of integers."""
 
-from compress.data.rows import CalibrationData, load, load_evaluation
+from compress.data.rows import CalibrationData, load, load_evaluation, load_training
 from compress.data.spans import Spans, evaluation_spans
 from compress.data.speech import SpeechReader, load_speech, load_speech_evaluation
 
@@ -13,4 +13,5 @@ __all__ = [
     "load_evaluation",
     "load_speech",
     "load_speech_evaluation",
+    "load_training",
 ]

@@ -12,6 +12,7 @@ import torch
 
 from compress.data.documents import documents
 from compress.data.tokens import check_vocabulary, encode, end_of_text
+from compress.recipe import Recipe, Stage
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
 from runtime.errors import RequestError
 
@@ -85,6 +86,26 @@ def load(config: CalibrationConfig, tokenizer: Any, vocab_size: int) -> Calibrat
         sha256=digest([(rows, mask)]),
         warning=warning,
     )
+
+
+def load_training(recipe: Recipe, stage: Stage, tokenizer: Any, vocab_size: int) -> tuple[CalibrationData, list[str]]:
+    """Calibration text in the rows of a stage that trains (its `samples` and `sequence_length`), and warnings.
+
+    Raises:
+        RequestError: with file and line, where rows are not full, or there are not two, one of which is held out.
+    """
+    name, length, count = f"the {stage.kind} stage", stage.config.sequence_length, stage.config.samples
+    config = recipe.calibration.model_copy(update={"samples": count, "sequence_length": length})
+    if not config.packing:
+        raise RequestError(config.at("packing", f"{name} is trained on full rows; set packing: true"))
+    data = load(config, tokenizer, vocab_size)
+    if data.rows < 2:
+        text = f"{name} needs two rows of {length} tokens, one of them to be held out, and the text has one"
+        raise RequestError(config.at("data", text))
+    if data.rows >= count:
+        return data, []
+    text = f"the text has only {data.rows} rows of {length} tokens; {count} were asked for"
+    return data, [recipe.origin.at((*stage.path, "samples"), text)]
 
 
 def load_evaluation(config: EvaluateConfig, tokenizer: Any, vocab_size: int | None = None) -> torch.Tensor:

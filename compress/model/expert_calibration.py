@@ -10,7 +10,7 @@ from pathlib import Path
 from torch import nn
 
 from compress.core.file_matrix import in_memory
-from compress.core.processes import Share
+from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
 from compress.model.input_statistics import Forwards, InputGroup, collect
@@ -37,7 +37,7 @@ class ExpertCalibration:
     block: nn.Module
     prefix: str
     config: ExpertsConfig
-    share: Share = field(default_factory=Share)
+    team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
     nearest: dict[str, int] = field(default_factory=dict)
     shared: dict[str, int] = field(default_factory=dict)
@@ -90,7 +90,7 @@ class ExpertCalibration:
         """Statistics of groups, with what the recipe wants for experts that read too little."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
         first = collect(
-            self.block, groups, forwards, hessian=hessian, stop_early=alone, share=self.share, place=self.place
+            self.block, groups, forwards, hessian=hessian, stop_early=alone, team=self.team, place=self.place
         )
         found = dict(enumerate(first))
         del first
@@ -109,7 +109,7 @@ class ExpertCalibration:
                 forwards,
                 hessian=hessian,
                 stop_early=False,
-                share=self.share,
+                team=self.team,
                 place=self.place,
             )
             found |= dict(zip(fresh, again, strict=True))

@@ -11,7 +11,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from compress.core.files import sync_directory
-from compress.core.processes import Share
+from compress.core.processes import Team
 from runtime.errors import CompressError
 
 SEEN_BY_ALL = (
@@ -28,12 +28,12 @@ class HiddenStates:
     In memory `put` replaces at once. So what a resume starts from is never written over.
     """
 
-    def __init__(self, count: int, spill: Path | None = None, share: Share | None = None) -> None:
+    def __init__(self, count: int, spill: Path | None = None, team: Team | None = None) -> None:
         self.count = count
         self._scratch = spill
         self._current: Path | None = None
         self._memory: dict[int, torch.Tensor] = {}
-        self._share = share or Share()
+        self._team = team or Team()
         if spill is not None:
             self._make(spill)
 
@@ -57,8 +57,8 @@ class HiddenStates:
             self._make(temporary)
             for index, value in self._memory.items():
                 save_file({"hidden": value.contiguous().cpu()}, temporary / batch_file(index))
-        self._share.meet()
-        if self._share.is_main:
+        self._team.meet()
+        if self._team.is_main:
             self._check_all_there(temporary)
             shutil.rmtree(target, ignore_errors=True)
             sync_directory(temporary, files=True)
@@ -70,12 +70,12 @@ class HiddenStates:
 
     def _make(self, directory: Path) -> None:
         """An empty directory, which the main process makes for all."""
-        if self._share.is_main:
+        if self._team.is_main:
             shutil.rmtree(directory, ignore_errors=True)
             directory.mkdir(parents=True)
-        self._share.meet()
+        self._team.meet()
         if not directory.is_dir():
-            raise CompressError(f"process {self._share.rank} does not see {directory}: {SEEN_BY_ALL}")
+            raise CompressError(f"process {self._team.rank} does not see {directory}: {SEEN_BY_ALL}")
 
     def _check_all_there(self, directory: Path) -> None:
         missing = [number for number in range(self.count) if not (directory / batch_file(number)).is_file()]
@@ -88,7 +88,7 @@ class HiddenStates:
         source: Path,
         count: int,
         spill: Path | None,
-        share: Share | None = None,
+        team: Team | None = None,
         own: Collection[int] | None = None,
     ) -> HiddenStates:
         """Read back what `persist` wrote: into memory, or left on disk when `spill` names where the next generation goes.
@@ -96,7 +96,7 @@ class HiddenStates:
         Args:
             own: which ones this process works on; None: all.
         """
-        states = cls(count, spill, share)
+        states = cls(count, spill, team)
         if spill is not None:
             states._current = source
         else:

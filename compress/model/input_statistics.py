@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from compress.core.file_matrix import in_memory
-from compress.core.processes import Share
+from compress.core.processes import Team
 from compress.core.statistics import Statistics, StatisticsCollector
 from runtime.modeling.experts import Expert, expert_of
 
@@ -95,7 +95,7 @@ def collect(
     forwards: Forwards,
     hessian: bool = True,
     stop_early: bool = True,
-    share: Share | None = None,
+    team: Team | None = None,
     place: Callable[[int], Path | None] = in_memory,
 ) -> list[Statistics]:
     """Statistics of each group's input over all `forwards` (a callable that runs one batch, and its token mask or None).
@@ -134,9 +134,9 @@ def collect(
     finally:
         for handle in handles:
             handle.remove()
-    if share is not None:
+    if team is not None:
         for collector in collectors:
-            share.add_up(collector)
+            team.add_up(collector)
     return [collector.finish() for collector in collectors]
 
 

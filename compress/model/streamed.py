@@ -1,4 +1,4 @@
-"""A model that is in memory one transformer block at a time.
+"""Streamed model: in memory one transformer block at a time.
 
 `StreamedModel` serves the pipeline (which changes each block before going on) and evaluation (which only runs them). It knows
 no architecture: the embedding part runs once with every block replaced by a recorder, which yields the hidden states that

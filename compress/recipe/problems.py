@@ -1,4 +1,4 @@
-"""Turn pydantic's validation errors into sentences a person can act on: place, key, what was found, what is allowed."""
+"""Sentences for pydantic's validation errors: place, key, what was found, what is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Read a recipe's YAML as plain Python data, remembering the line of every key.
+"""YAML reader of recipes: plain Python data, and the line of every key.
 
 Only what a recipe needs of YAML is accepted: mappings, lists, and the scalars of the YAML 1.2 core schema (so `2:4` is
 text and `1e-3` is a number, which PyYAML's own YAML 1.1 rules get wrong). Tags are refused, duplicate keys are errors,

@@ -12,11 +12,11 @@ import torch
 import yaml
 from torch import nn
 
+from compress import report
 from compress.core.files import sha256, write_json, write_text
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions
 from compress.model.context import Context
-from compress.report import write_report
 from compress.run.session import recipe_digest
 from compress.weights.compatibility import foreign_layers
 from compress.weights.plan import WeightPlan
@@ -142,7 +142,7 @@ def write_manifest(
         manifest["passes"] = list(context.records)
     manifest |= entries
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
-    write_report(directory.path)
+    report.write_report(directory.path)
     return manifest
 
 

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from compress.core.file_matrix import in_memory
-from compress.core.processes import Share
+from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.statistics import Statistics
 from compress.model.expert_calibration import ExpertCalibration
@@ -67,17 +67,17 @@ def solve_ready(
         local: what is done to each layer.
         work: float32 weights of layers that took a scale; emptied likewise.
     """
-    share = job.share
+    team = job.team
     found: dict[str, SolvedLayer] = {}
     told: list[tuple[list[str], int, list[SolvedLayer] | str | None]] = []
     failed: CompressError | None = None
     for unit in _units(job, ready, local):
         solved: list[SolvedLayer] | str | None = None
-        if unit.owner == share.rank and failed is None:
+        if unit.owner == team.rank and failed is None:
             try:
                 solved = _solve(job, unit, local, work)
             except CompressError as error:
-                if share.size == 1:
+                if team.size == 1:
                     raise
                 failed, solved = error, str(error)  # told to the others, which wait for it
         if isinstance(solved, list):  # at once, so that what it replaces is freed
@@ -86,9 +86,9 @@ def solve_ready(
         unit.statistics = None
     for names, owner, solved in told:
         layers = solved
-        if share.size > 1:
+        if team.size > 1:
             layers = _given(job, owner, solved)
-            if owner != share.rank:
+            if owner != team.rank:
                 _put(job, names, layers, work)
         assert isinstance(layers, list)
         found |= dict(zip(names, layers, strict=True))
@@ -98,7 +98,7 @@ def solve_ready(
 def _units(job: BlockJob, ready: list[Ready], local: Mapping[str, LayerWork]):  # type: ignore[no-untyped-def]
     """The units in order, each made when its turn comes."""
     sizes = [get_matrix(job.block.get_submodule(n)).shape for group in ready for n in group.members]
-    owners = iter(job.share.deal([float(rows) * columns * columns for rows, columns in sizes]))
+    owners = iter(job.team.deal([float(rows) * columns * columns for rows, columns in sizes]))
     dealt = [[next(owners) for _ in group.members] for group in ready]
     dealt.reverse()
     ready.reverse()
@@ -160,9 +160,9 @@ def _given(job: BlockJob, owner: int, solved: list[SolvedLayer] | str | None) ->
     Raises:
         CompressError: it could not be solved; in all processes alike.
     """
-    own = owner == job.share.rank
+    own = owner == job.team.rank
     sent = [_packed(layer) for layer in solved] if isinstance(solved, list) else solved
-    found: list[SolvedLayer] | str = job.share.exchange(sent if own else None, owner)  # type: ignore[assignment]
+    found: list[SolvedLayer] | str = job.team.exchange(sent if own else None, owner)  # type: ignore[assignment]
     if isinstance(found, str):
         raise CompressError(found)
     return solved if isinstance(solved, list) else [_opened(layer) for layer in found]  # type: ignore[attr-defined]
@@ -207,7 +207,7 @@ class BlockJob:
     on_nonfinite: str = "fail"
     held: Mapping[str, Held] = field(default_factory=dict)
     experts: ExpertsConfig = field(default_factory=ExpertsConfig)
-    share: Share = field(default_factory=Share)
+    team: Team = field(default_factory=Team)
     place: Callable[[int], Path | None] = in_memory
 
 
@@ -230,13 +230,13 @@ def compress_block(job: BlockJob, reporter: Reporter) -> BlockResult:
         return result
     small = job.small_forward
     linears = [n for n, m in job.block.named_modules() if is_matrix(m)]
-    experts = ExpertCalibration(job.block, job.prefix, job.experts, job.share, job.place)
+    experts = ExpertCalibration(job.block, job.prefix, job.experts, job.team, job.place)
     with experts.shown():
         all_groups = find_groups(job.block, lambda: small(job.dtype), linears)
     groups = [InputGroup([n for n in g.members if n in local], g.in_features, g.source) for g in all_groups]
     groups = [g for g in groups if g.members]
-    if job.share.size > 1:
-        job.share.check_same(f"the layers of {job.prefix.rstrip('.')} that share an input", [g.members for g in groups])
+    if job.team.size > 1:
+        job.team.check_same(f"the layers of {job.prefix.rstrip('.')} that share an input", [g.members for g in groups])
     for name in sorted(set(local) - {n for g in groups for n in g.members}):
         # Nothing could take its place: who does not call a layer may want its weight as a matrix (Mamba's dt_proj).
         del local[name]
@@ -327,7 +327,7 @@ def _transform(
     job.block.float()
     try:
         places = find_folds(job.block, [groups[i] for i in transformed], all_groups, lambda: small(torch.float32))
-        places = job.share.same(places)
+        places = job.team.agreed(places)
     finally:
         job.block.to(job.dtype)
     for name, module in job.block.named_modules():
@@ -337,7 +337,7 @@ def _transform(
         position = next(i for i in transformed if groups[i].members[0] in place.consumers)
         lead = local[next(n for n in groups[position].members if local[n].transform is not None)]
         wanted = lead.transform([work[n] for n in place.consumers], statistics[position], lead.scheme, lead.quantize)
-        columns = fold(job.block, place, job.share.same(place.shared(wanted)), work)
+        columns = fold(job.block, place, job.team.agreed(place.shared(wanted)), work)
         statistics[position] = statistics[position].scaled(columns)
         result.scaled |= {place.producer, *place.consumers}
     scaled = {i for i in transformed for p in places if groups[i].members[0] in p.consumers}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from compress.core.processes import Share
+from compress.core.processes import Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics, StatisticsCollector
@@ -44,7 +44,7 @@ class BlockPass:
     reporter: Reporter
     spill: bool
     done: int
-    share: Share = field(default_factory=Share)
+    team: Team = field(default_factory=Team)
     batches: list[Batch] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -55,12 +55,12 @@ class BlockPass:
     @property
     def calibrated(self) -> list[int]:
         """Numbers of the calibration batches that are this process's."""
-        return self.share.mine(len(self.batches) - 1)
+        return self.team.mine(len(self.batches) - 1)
 
     @property
     def own(self) -> list[int]:
         """Numbers of the batches that are this process's; the last one, the probe, is the main one's."""
-        return [*self.calibrated, *([len(self.batches) - 1] if self.share.is_main else [])]
+        return [*self.calibrated, *([len(self.batches) - 1] if self.team.is_main else [])]
 
 
 def run_pass(job: BlockPass) -> None:
@@ -76,10 +76,10 @@ def run_pass(job: BlockPass) -> None:
     embeddings = compress_embeddings(job)
     scratch = directory.work / "hidden-next" if job.spill else None
     if job.done == 0:
-        states = HiddenStates(len(batches), scratch, job.share)
+        states = HiddenStates(len(batches), scratch, job.team)
         streamed.prelude(batches, states, job.own)
     else:
-        states = HiddenStates.load(directory.hidden_path(job.done), len(batches), scratch, job.share, job.own)
+        states = HiddenStates.load(directory.hidden_path(job.done), len(batches), scratch, job.team, job.own)
     if not plan.outside:
         if job.done:  # a resumed run has no prelude behind it, which is what tells how blocks are called
             for number in job.own:
@@ -90,7 +90,7 @@ def run_pass(job: BlockPass) -> None:
         return_memory()  # what was solved is freed only now
         states.persist(directory.hidden_path(index + 1))
         if record is not None:
-            record |= {"processes": job.share.size} if job.share.size > 1 else {}
+            record |= {"processes": job.team.size} if job.team.size > 1 else {}
             holds = (directory.path / record["shard"], directory.hidden_path(index + 1))
             directory.commit(_part(index), record, holds)
             # The states that entered this block stay: if those after it are damaged, it is run again.
@@ -98,7 +98,7 @@ def run_pass(job: BlockPass) -> None:
             reporter.step(f"block {index}: {_told(record['layers'])}")
     outside = compress_outside(job, embeddings, states, total)
     if outside is not None:
-        outside |= {"processes": job.share.size} if job.share.size > 1 else {}
+        outside |= {"processes": job.team.size} if job.team.size > 1 else {}
         directory.commit("outside", outside, [directory.path / outside["shard"]])
         reporter.step("embeddings, final norm and head")
 
@@ -158,14 +158,14 @@ def _one_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, An
             forwards=[(_runner(streamed, index, states, number, batches[number]), batches[number][1]) for number in job.calibrated],
             small_forward=_small_forward(job, index, states),
             dtype=streamed.dtype, true_sequential=context.recipe.true_sequential, on_nonfinite=context.recipe.on_nonfinite,
-            held=plan.held, experts=context.recipe.calibration.experts, share=job.share,
+            held=plan.held, experts=context.recipe.calibration.experts, team=job.team,
             place=partial(context.bounds.place, job.directory.work),
         )  # fmt: skip
         result: BlockResult = compress_block(block_job, job.reporter)
         with torch.inference_mode():
             for number in job.own:
                 states.put(number, streamed.advance(index, states.get(number), batches[number]))
-        if not job.share.is_main:
+        if not job.team.is_main:
             return None
         prefix = streamed.block_prefix(index)
         changed = {
@@ -202,8 +202,8 @@ def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable
     streamed = job.plan.context.streamed
     ids, mask = job.batches[0]
     shared = None
-    if job.share.size > 1:
-        shared = job.share.same(states.get(0)[:1].cpu() if job.share.is_main else None)
+    if job.team.size > 1:
+        shared = job.team.agreed(states.get(0)[:1].cpu() if job.team.is_main else None)
     batch = (ids[:1], mask[:1] if mask is not None else None)
     streamed.block_kwargs(
         batch, index
@@ -235,9 +235,9 @@ def compress_outside(job: BlockPass, result: BlockResult, states: HiddenStates, 
         module = streamed.model.get_submodule(name)
         if not isinstance(module, nn.Embedding) and _usable(job, name, module, result):
             statistics = _head_statistics(job, module, states) if work.needs else None
-            if job.share.is_main:
+            if job.team.is_main:
                 _solve_outside(job, name, work, module, statistics, result)
-    if not job.share.is_main:
+    if not job.team.is_main:
         return None
     changed = {}
     if plan.untie:
@@ -285,5 +285,5 @@ def _head_statistics(job: BlockPass, module: nn.Module, states: HiddenStates) ->
     for number in job.calibrated:
         ids, mask = job.batches[number]
         collector.add(context.streamed.head_input(states.get(number).to(device), ids), mask)
-    job.share.add_up(collector)
+    job.team.add_up(collector)
     return collector.finish()

@@ -70,7 +70,6 @@ class CheckedWeights(Job):
         Returns:
             "peak_memory": the most that a process has taken until then, in bytes.
         """
-        from compress.core.processes import Share
         from compress.weights.allocate import allocate_sparsity
         from compress.weights.block_pass import BlockPass, first_block, run_pass
         from runtime.system.memory import peak_bytes
@@ -92,7 +91,7 @@ class CheckedWeights(Job):
                 "bounds": context.bounds,
             },
         )
-        run_pass(BlockPass(plan, directory, reporter, store.spill, done, Share(store.team)))
+        run_pass(BlockPass(plan, directory, reporter, store.spill, done, store.team))
         peak = _highest_peak(store.team)
         store.team.done()
         return {"peak_memory": peak}
@@ -122,7 +121,6 @@ class WeightsRoom(StageRoom):
 
     def assist(self, recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
         """The share of another process in `CheckedWeights.run`."""
-        from compress.core.processes import Share
         from compress.core.progress import Reporter
         from compress.core.run_directory import RunDirectory
         from compress.model.context import Context
@@ -136,7 +134,7 @@ class WeightsRoom(StageRoom):
         context.bind(task["bounds"])
         plan = WeightPlan(context, task["work"], task["held"])  # as the main process has checked and allocated it
         with Reporter(None, quiet=True) as reporter:
-            run_pass(BlockPass(plan, RunDirectory.shared(output), reporter, task["spill"], task["done"], Share(team)))
+            run_pass(BlockPass(plan, RunDirectory.shared(output), reporter, task["spill"], task["done"], team))
         _highest_peak(team)
 
 

@@ -104,9 +104,6 @@ def prepare(
     kind = model_kind(model.config)
     if kind != "decoder":
         raise RequestError(origin.at(path, f"drafts are for causal language models, and this is an {kind}"))
-    if not recipe.calibration.packing:
-        text = "the draft stage is trained on full rows; set packing: true"
-        raise RequestError(recipe.calibration.at("packing", text))
     start = _start(recipe, stage, checkpoint)
     with _at(recipe, (*path, "model")):
         own = None if start is None else build_skeleton(read_config(start), torch.float32)
@@ -115,11 +112,7 @@ def prepare(
         METHODS[stage.method].check(stage.config, prospect)
     except RefusedError as error:
         raise RequestError(origin.at((*path, error.key), str(error))) from None
-    data = _text(recipe, stage, tokenizer, prospect.vocabulary)
-    warnings = []
-    if data.rows < stage.config.samples:
-        text = f"the text has only {data.rows} rows of {stage.config.sequence_length} tokens; {stage.config.samples} were asked for"
-        warnings.append(origin.at((*path, "samples"), text))
+    data, warnings = calibration.load_training(recipe, stage, tokenizer, prospect.vocabulary)
     return DraftJob(stage, data, start, tuple(warnings))
 
 
@@ -133,17 +126,6 @@ def _start(recipe: Recipe, stage: Stage, checkpoint: Checkpoint) -> Path | None:
     with _at(recipe, key):
         check_target({}, Artifact(start), Artifact(checkpoint.path))
     return start
-
-
-def _text(recipe: Recipe, stage: Stage, tokenizer: Any, vocabulary: int) -> calibration.CalibrationData:
-    """Calibration text in the rows of the draft stage."""
-    rows = {"samples": stage.config.samples, "sequence_length": stage.config.sequence_length}
-    config = recipe.calibration.model_copy(update=rows)
-    data = calibration.load(config, tokenizer, vocabulary)
-    if data.rows < 2:
-        text = f"the draft stage needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one"
-        raise RequestError(config.at("data", text))
-    return data
 
 
 @contextmanager

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
-from compress import data as calibration
+from compress import data
 from compress.core.processes import launched
 from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recover.nested import feed_forward
@@ -236,40 +236,26 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
             feed_forward(streamed)
         except RequestError as error:
             raise refuse("method", str(error)) from None
-    if not recipe.calibration.packing:
-        raise RequestError(recipe.calibration.at("packing", "recovery is trained on full rows; set packing: true"))
     limit = position_limit(streamed.model) if streamed.kind == "encoder" else _positions(streamed)
     if limit is not None and config.sequence_length > limit:
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"
         raise refuse("sequence_length", text)
-    _, warning = rows(context, stage)
+    _, warnings = rows(context, stage)
     after = tuple(other.method for other in layered)
-    warnings = () if warning is None else (warning,)
-    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, warnings=warnings)
+    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, warnings=tuple(warnings))
 
 
-def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, str | None]:
-    """The stage's rows of calibration text, int64 `[n, s]`, and a warning where they are fewer than asked for.
+def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
+    """The stage's rows of calibration text, int64 `[n, s]`, and warnings.
 
     Raises:
-        RequestError: there are not enough to hold one out.
+        RequestError: with file and line, where there are not enough to hold one out.
     """
-    config: RecoverConfig = stage.config
-    origin = context.recipe.origin
-    wanted = {"samples": config.samples, "sequence_length": config.sequence_length}
-    text = context.recipe.calibration.model_copy(update=wanted)
     try:
-        data = calibration.load(text, context.tokenizer, context.vocabulary)
+        found, warnings = data.load_training(context.recipe, stage, context.tokenizer, context.vocabulary)
     except RequestError as error:
-        raise RequestError(origin.at((*stage.path, "sequence_length"), str(error))) from None
-    if data.rows < 2:
-        told = f"recovery needs two rows of {config.sequence_length} tokens, one of them to be held out, and the text has one"
-        raise RequestError(text.at("data", told))
-    warning = None
-    if data.rows < config.samples:
-        told = f"the text has only {data.rows} rows of {config.sequence_length} tokens; {config.samples} were asked for"
-        warning = origin.at((*stage.path, "samples"), told)
-    return context.framed(torch.cat([ids for ids, _ in data.batches])), warning
+        raise RequestError(context.recipe.origin.at((*stage.path, "sequence_length"), str(error))) from None
+    return context.framed(torch.cat([ids for ids, _ in found.batches])), warnings
 
 
 def _positions(streamed: StreamedModel) -> int | None:

@@ -15,7 +15,7 @@ import torch
 import yaml
 
 import compress
-from compress.core.processes import Share
+from compress.core.processes import Team
 from compress.recipe import load
 from compress.run.plan import make_plan
 from runtime.errors import RequestError
@@ -244,13 +244,13 @@ def test_processes_of_one_machine_share_its_memory(
     assert free["4"] < 0.35 * free["1"]
 
 
-class _Three:
-    size, rank, is_main = 3, 1, False
+class _Three(Team):
+    size, rank, is_main = 3, 1, False  # type: ignore[assignment]
 
 
 def test_work_is_dealt_to_who_has_least_to_do() -> None:
-    share = Share(_Three())  # type: ignore[arg-type]
-    assert share.mine(8) == [1, 4, 7]
-    assert share.deal([1.0, 5.0, 4.0, 3.0, 3.0]) == [1, 0, 1, 2, 2]
-    assert Share().deal([1.0, 2.0]) == [0, 0]
-    assert Share().mine(3) == [0, 1, 2]
+    team = _Three()
+    assert team.mine(8) == [1, 4, 7]
+    assert team.deal([1.0, 5.0, 4.0, 3.0, 3.0]) == [1, 0, 1, 2, 2]
+    assert Team().deal([1.0, 2.0]) == [0, 0]
+    assert Team().mine(3) == [0, 1, 2]

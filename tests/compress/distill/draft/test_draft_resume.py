@@ -13,7 +13,7 @@ import compress
 import runtime
 from compress.distill.draft import training
 from compress.distill.train import loop
-from compress.run import manifest as finish
+from compress.run import run
 from compress.weights import block_pass
 from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError, RequestError
@@ -38,7 +38,7 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
         own = block_pass._one_block
 
         def of_the_draft(job: Any, *rest: Any) -> Any:
-            assert job.session.recipe.name == "draft", "a block was compressed again"
+            assert job.plan.context.recipe.name == "draft", "a block was compressed again"
             return own(job, *rest)
 
         monkeypatch.setattr(block_pass, "_one_block", of_the_draft)
@@ -91,7 +91,7 @@ def test_a_draft_that_is_done_is_not_made_again_unless_it_is_another(make_checkp
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(finish, "write_manifest", stopped)
+        patched.setattr(run, "write_manifest", stopped)
         with pytest.raises(KeyboardInterrupt):
             compress.apply(stages, output=output, quiet=True)
         trained: list[int] = []
@@ -144,7 +144,7 @@ def test_overwriting_takes_a_draft_away_that_no_manifest_lists(make_checkpoint, 
 def test_the_choice_of_a_drafter_is_no_part_of_what_is_verified(make_checkpoint, recipe, tmp_path, monkeypatch):
     stages, output = recipe(make_checkpoint(), RTN), tmp_path / "out"
     with monkeypatch.context() as patched:
-        patched.setattr(finish, "write_manifest", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+        patched.setattr(run, "write_manifest", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt):
             compress.apply(stages, output=output, quiet=True)
     (output / "drafter.json").write_text('{"drafter": "lookup"}')

@@ -86,7 +86,7 @@ class Clip(StageRoom):
         return CheckedClip(stage, ModelSize.of(context.streamed))
 
     def row(self, record: Mapping[str, Any]) -> tuple[str, str, str, str]:
-        return f"weights clipped by {record['clip']}", "", f"{record['clipped']:,}", f"of {record['weights']:,}"
+        return f"weights clipped by {record['clip']}", "", "", f"{record['clipped']:,} of {record['weights']:,}"
 
 
 STAGE = Clip()

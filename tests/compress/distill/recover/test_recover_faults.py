@@ -42,7 +42,7 @@ def test_a_manifest_is_json_however_a_training_ends(
 
     def measured(self: Any) -> dict[str, float]:
         found = real(self)
-        return found if self.standing.step < 6 and not first else dict.fromkeys(found, math.nan)
+        return found if self.at.step < 6 and not first else dict.fromkeys(found, math.nan)
 
     monkeypatch.setattr(loop.Training, "measure", measured)
     request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER})
@@ -65,8 +65,8 @@ def test_a_training_that_brings_nothing_says_so(
     real = loop.Training.measure
     monkeypatch.setattr(
         loop.Training,
-        "_measured",
-        lambda run: {name: value + 0.1 * run.standing.step for name, value in real(run).items()},
+        "measure",
+        lambda run: {name: value + 0.1 * run.at.step for name, value in real(run).items()},
     )
     request = recipe(make_checkpoint(), {"prune": {"method": "magnitude", "sparsity": 0.5}}, {"recover": RECOVER})
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
@@ -82,13 +82,13 @@ from pathlib import Path
 torch.set_num_threads(1)
 import compress
 from compress.distill.train import checkpoint
-from compress.distill.recover import stage as recover
+from compress.distill.recover import recovery as recover
 from runtime.errors import CompressError
 
 request, where, what = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 rank = int(os.environ["RANK"])
 
-def fail(*_):
+def fail(*_, **__):
     raise CompressError("there is no room for it")
 
 if what == "save" and rank == 0:

@@ -182,7 +182,8 @@ class _Run:
     def _make_models(self) -> None:
         """Run the jobs of phase "model" that are not done, and open the session of what they made."""
         directory, before = self.store.directory, self.session.before
-        original = self.session.context.original
+        context = self.session.context
+        original = context.source or context.opened  # under the names of its files: every stage's context converts them
         self._forget_damaged()
         state = ModelState(original, original)
         for number, job in enumerate(before):

@@ -161,10 +161,8 @@ def test_a_policy_for_another_machine_costs_no_finished_work(bundled, recipe, tm
     assert main(["apply", str(file), "--output", str(tmp_path / "out"), "--device", "cpu", "--json"]) == 0
     out, err = capsys.readouterr()
     assert json.loads(out)["metrics"]["perplexity_with_cache"] > 1
-    assert (
-        "is complete; its sample cannot be written on this machine: kv_cache: offload: host is for caches of a GPU"
-        in err
-    )
+    assert "is complete" in err
+    assert "kv_cache: offload: host is for caches of a GPU" in err
     with pytest.raises(ValueError, match="offload to disk, or leave offload out"):
         runtime.load(tmp_path / "out", device="cpu")
 

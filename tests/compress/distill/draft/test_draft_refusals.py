@@ -17,7 +17,7 @@ from runtime.modeling.skeleton import build_skeleton
     [
         (draft(layers=[2, 0]), r"draft.layers: indices of 0 to 2 in ascending order, each once, not \[2, 0\]"),
         (draft(layers=[1, 1]), r"draft.layers: .* each once, not \[1, 1\]"),
-        (draft(layers=[]), r"draft.layers: .* not \[\]"),
+        (draft(layers=[]), r"draft.layers: .* \[\]"),
         (draft(data=None, teacher_top=8), "draft.teacher_top: .* those of data mixed are written anew"),
         (draft(data="on_policy", teacher_top=8), "draft.teacher_top: .* those of data on_policy"),
         (draft("pard", teacher_top=8), "draft.teacher_top: cross_entropy asks no teacher"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import pytest
 import torch
 from speculation_cases import (
     VOCABULARY,
@@ -53,8 +52,3 @@ def module_of(family: str, **changes: Any) -> Any:
 
 def drafting(module: Any, drafter: Drafter, lengths: Any = None, **options: Any) -> Any:
     return model_over(TorchEngine(module, CPU), speculation(drafter, lengths), **options)
-
-
-@pytest.fixture(scope="module")
-def module() -> Any:
-    return module_of("llama")

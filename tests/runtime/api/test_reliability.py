@@ -196,11 +196,11 @@ def test_errors_leave_a_usable_model() -> None:
     model = model_of(engine, eos=())
     expected = model.generate([5, 6], max_new_tokens=5)
     for error in (OSError, CompressError, KeyboardInterrupt, MemoryError):
-        engine.logits, logits = _raises(error), engine.logits
+        engine.following, following = _raises(error), engine.following
         for call in (lambda: model.generate([[5], [6]]), lambda: list(model.stream([5])), lambda: model.score([5, 6])):
             with pytest.raises(error):
                 call()
-        engine.logits = logits
+        engine.following = following
         assert model.generate([5, 6], max_new_tokens=5) == expected
 
 

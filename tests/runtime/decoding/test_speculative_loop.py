@@ -33,6 +33,11 @@ def in_batches(model: Any, texts: Sequence[list[int]], size: int, **options: Any
 
 
 @pytest.fixture(scope="module")
+def module() -> Any:
+    return module_of("llama")
+
+
+@pytest.fixture(scope="module")
 def plain(module: Any) -> Any:
     return model_over(TorchEngine(module, CPU))
 

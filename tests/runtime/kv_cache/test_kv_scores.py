@@ -366,7 +366,7 @@ def test_rpc_is_the_papers() -> None:
         ({"score": "snapkv", "prompt": "keep"}, "prompt", "give an interval"),
         ({"score": "snapkv", "prompt": "keep", "interval": 8, "layers": "pyramid"}, "prompt", "leave out layers, or prompt"),
         ({"score": "snapkv", "prompt": "kepe", "interval": 8}, "prompt", "did you mean 'keep'"),
-        ({"score": "snapkv", "prompt": True, "interval": 8}, "prompt", "expected a text, got true"),
+        ({"score": "snapkv", "prompt": True, "interval": 8}, "prompt", "expected one of evict, keep, got true"),
     ],
 )  # fmt: skip
 def test_prompts_that_stay_need_something_else_to_cut(evict: Any, key: str, reason: str) -> None:

@@ -629,9 +629,9 @@ def test_a_budget_is_one_of_two_numbers() -> None:
         Quest()
     with pytest.raises(ValueError, match="tidal needs tokens or ratio"):
         Tidal(tokens=3, ratio=0.5)
-    with pytest.raises(ValueError, match=r"recycled\.ratio must be in \(0, 1\], not 1\.5"):
+    with pytest.raises(ValueError, match=r"recycled\.ratio must be .*not 1\.5"):
         Recycled(ratio=1.5)
-    with pytest.raises(ValueError, match=r"token-select\.tokens must be at least 1, not 0"):
+    with pytest.raises(ValueError, match=r"token-select\.tokens must be .*at least 1, not 0"):
         TokenSelect(tokens=0)
 
 

@@ -62,14 +62,14 @@ def test_the_ends_of_the_interval_are_possible_tokens(uniform: float) -> None:
     row = np.array([-np.inf, 0.0, -np.inf, 3.0, -2000.0, -np.inf], np.float32)
     for options in ({}, {"top_k": 3}, {"top_p": 0.99999}, {"min_p": 1e-9}):
         asked = GenerationOptions(temperature=1.0, **options)  # type: ignore[arg-type]
-        assert sampling_cpu.draw(row, asked, uniform) == (1 if uniform == 0 else 3)
+        assert sampling_cpu.draw_on_cpu(row, asked, uniform) == (1 if uniform == 0 else 3)
 
 
 def test_draws_follow_the_distribution() -> None:
     row = np.array([0.0, 1.0, -np.inf, 2.0, -1.0], np.float32)
     asked = GenerationOptions(temperature=1.0)
     numbers = (np.arange(20_000) + 0.5) / 20_000
-    observed = np.bincount([sampling_cpu.draw(row, asked, u) for u in numbers], minlength=5)
+    observed = np.bincount([sampling_cpu.draw_on_cpu(row, asked, u) for u in numbers], minlength=5)
     expected = np.exp(row.astype(float)) / np.exp(row.astype(float)).sum() * 20_000
     assert np.abs(observed - expected).max() <= 2
 

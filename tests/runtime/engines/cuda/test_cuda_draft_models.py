@@ -43,9 +43,9 @@ def drafter(kind: str, noise: float = 0.02, **options: Any) -> Any:
     if kind == "cascade":
         return Cascade([drafter("chain", 5 * noise), drafter("chain", noise)])
     which = lean(noise, **options)
-    own = {"slots": draft_cache_of(which), "candidates": Candidates(VOCABULARY)}
+    own = {"cache": draft_cache_of(which), "candidates": Candidates(VOCABULARY)}
     if kind == "confident":
-        own |= {"slots": StateCache(which), "head": accept_head(64)}
+        own |= {"cache": StateCache(which), "head": accept_head(64)}
     return KINDS[kind](**own)
 
 

@@ -13,6 +13,7 @@ from compressed_models import BATCH
 
 import runtime
 from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines import choose
 from runtime.engines.streaming import cache
 from runtime.system import processes
@@ -71,7 +72,7 @@ def test_what_a_file_holds_counts_even_if_nothing_else_tells(
 ) -> None:
     """A file system without inode numbers and times of change."""
     monkeypatch.setattr(cache, "_identity", lambda file, status: cache.sha256(file).encode())
-    monkeypatch.setattr(runtime.checkpoint.Checkpoint, "fingerprint", lambda self: "")
+    monkeypatch.setattr(Checkpoint, "fingerprint", lambda self: "")
     copy = shutil.copytree(artifacts["llama"], tmp_path / "copy")
     before = key(normalised(copy))
     changed(copy)
@@ -84,7 +85,7 @@ def test_instruction_set_and_sources(artifacts: dict[str, Path], monkeypatch: py
         patch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
         known.append(key(artifacts["llama"]))
     read = Path.read_bytes
-    for name in ("file.py", "build.py", "groups.py"):
+    for name in ("prepared_file.py", "load.py", "weights.py"):
         with monkeypatch.context() as patch:
             patch.setattr(Path, "read_bytes", lambda self, n=name: read(self) + b"#" * (self.name == n))
             known.append(key(artifacts["llama"]))

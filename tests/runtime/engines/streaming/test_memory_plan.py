@@ -113,4 +113,4 @@ def test_calls_stay_within_the_bound(artifacts: dict[str, Path], bound: str, mon
     with pytest.raises(RequestError, match=r"max_memory leaves .* GB: raise it, ask for fewer max_new_tokens or set"):
         pool_pages(engine, [engine.page_size * most + 1], None)
     assert pool_pages(engine, [engine.page_size * most + 1], 2 * size) == most + 1
-    assert not hasattr(runtime.load(artifacts["llama"]).engine, "cache_budget")
+    assert runtime.load(artifacts["llama"]).engine.cache_budget is None

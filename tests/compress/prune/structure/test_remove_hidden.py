@@ -208,7 +208,8 @@ def test_dimensions_are_ranked_by_what_layers_read(
     from compress.recipe import load as load_recipe
     from compress.run.session import Session
 
-    batches = Session.open(load_recipe(request)).context.calibration.batches
+    session = Session.open(load_recipe(request))  # holds placeholders of the cut model
+    batches = session.context.calibration.batches
     model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32).eval()
     norms = [n for layer in model.model.layers for n in (layer.input_layernorm, layer.post_attention_layernorm)]
     total = [torch.zeros(64) for _ in norms]

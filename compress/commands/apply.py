@@ -21,7 +21,7 @@ from compress.commands.output import (
     size,
     stdout_reserved,
 )
-from compress.core.last import remember_artifact
+from compress.core.last_artifact import remember_artifact
 from runtime.errors import CompressError, RequestError
 
 SAMPLE_TOKENS = 48

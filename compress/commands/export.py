@@ -62,7 +62,7 @@ def export(
       compress export --target tensorrt --output engines/llama
       compress export out/llama_w4 --target onnx --ort --set dtype=float16
     """
-    from compress.core.last import last_artifact
+    from compress.core.last_artifact import last_artifact
 
     if artifact is None:
         artifact = last_artifact()

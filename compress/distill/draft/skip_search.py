@@ -251,12 +251,12 @@ def find_skips(
     Raises:
         RequestError: an engine that does not compute with parts of a model.
     """
-    lean = parts_of(engine)
-    if isinstance(lean, str):
-        raise RequestError(f"skipped halves cannot be searched for: {lean}")
-    layers = len(lean.parts.blocks)
-    runs = DraftTrials(lean, ids, places, tokens)
-    whole = View(lean, range(layers)).weight_bytes
+    fused = parts_of(engine)
+    if isinstance(fused, str):
+        raise RequestError(f"skipped halves cannot be searched for: {fused}")
+    layers = len(fused.parts.blocks)
+    runs = DraftTrials(fused, ids, places, tokens)
+    whole = View(fused, range(layers)).weight_bytes
 
     def halves(subset: Subset) -> tuple[list[int], list[int]]:
         """Layers without attention, and without feed-forward half."""
@@ -264,7 +264,7 @@ def find_skips(
 
     def measured(subset: Subset) -> tuple[list[float], float]:
         attention, mlp = halves(subset)
-        view = View(lean, range(layers), attention, mlp)
+        view = View(fused, range(layers), attention, mlp)
         return runs.rates(view), view.weight_bytes / whole
 
     def value(subset: Subset) -> float:
@@ -311,17 +311,17 @@ def make(making: DraftTraining, config: SkipConfig) -> dict[str, Any]:
         seed=config.seed, told=lambda done, every: making.reporter.step(f"{done} of {every} sets"),
     )  # fmt: skip
     making.facts |= found.facts()
-    lean = cast("LlamaEngine", engine)  # the search has made sure
-    layers = range(len(lean.parts.blocks))
+    fused = cast("LlamaEngine", engine)  # the search has made sure
+    layers = range(len(fused.parts.blocks))
     even = [evenly(len(layers), len(skipped)) for skipped in (found.skip_attention, found.skip_mlp)]
     views = {
-        "before": View(lean, layers, *even),
-        "after": View(lean, layers, found.skip_attention, found.skip_mlp),
+        "before": View(fused, layers, *even),
+        "after": View(fused, layers, found.skip_attention, found.skip_mlp),
     }
     rows = {"held_out": making.rows[-count:], **making.kinds}
-    whole, making.facts["worth"] = View(lean, layers).weight_bytes, {}
+    whole, making.facts["worth"] = View(fused, layers).weight_bytes, {}
     making.facts["search"] |= {"evenly": {"skip_attention": even[0], "skip_mlp": even[1]}}
-    for when, measured in measure_views(lean, views, rows, config.places, config.tokens).items():
+    for when, measured in measure_views(fused, views, rows, config.places, config.tokens).items():
         making.facts[when] = measured
         making.facts["worth"][when] = worth(measured, views[when].weight_bytes / whole, row_cost=config.row_cost)
     return {"method": "skip", "skip_attention": found.skip_attention, "skip_mlp": found.skip_mlp}

@@ -84,7 +84,7 @@ def measure_load(path: str, threads: int, verify: bool | None) -> dict[str, Any]
     timed(cached, "build", "repack_and_write")
     timed(cached, "choose", "choose_kernels")
     timed(cached, "give_all", "map")
-    timed(loading, "_tokenizer", "tokenizer")
+    timed(loading, "load_tokenizer", "tokenizer")
     before, start = memory(), time.perf_counter()
     model = runtime.load(path, threads=threads, verify=verify)
     seconds, loaded = time.perf_counter() - start, memory()
@@ -109,7 +109,7 @@ def measure_streaming(path: str, threads: int, bound: str, tokens: int, rounds: 
     engine = model.engine
     if not hasattr(engine, "ring"):
         return {"error": f"everything fits into {bound}"}
-    slots, order = engine.ring._state.slots, engine.ring._state.order
+    slots, order = engine.ring.slots, engine.ring.order
     each = sum(slots._blocks[i].size for i in order)
     model.generate([5, 6, 7, 8], max_new_tokens=3, ignore_eos=True)
     found = []

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,13 @@ from torch import nn
 
 from runtime.engines.base import Chunk, Engine
 from runtime.engines.native.engine import LlamaEngine, Pool
-from runtime.engines.native.parts import Parts
+from runtime.engines.native.parts import Parts, read_parts
 from runtime.engines.streaming.plan import Plan, cache_budget, plan, reserve_for
-from runtime.engines.streaming.prepared_file import Group, PreparedFile, groups_of, places, put, share
-from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, aligned
+from runtime.engines.streaming.prepared_file import Group, Place, PreparedFile, groups_of, places, put, share, values
+from runtime.engines.streaming.ring import DeviceSlots, HostSlots, RangeReader, Ring, Slots, aligned
 from runtime.engines.torch.engine import Blueprint, TorchEngine
 from runtime.errors import RequestError
-from runtime.kernels.cpu.decoder import Block, Step
+from runtime.kernels.cpu.decoder import Step
 from runtime.modeling.skeleton import tied_names
 from runtime.modeling.weights import to_device
 from runtime.system.memory import free_bytes
@@ -27,27 +28,26 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
 
-# Any transformers model with streamed blocks: around its forward pass a block's parameters and buffers are views of a ring buffer.
-
-_Values = list[tuple[dict[str, Any], str, torch.Tensor]]
-
-
 class StreamedTorch(TorchEngine):
-    """`TorchEngine` whose blocks `order` come out of a ring; between passes they are views of the mapped file, which nobody reads.
+    """`TorchEngine` whose blocks `moving` come out of a ring: around its forward pass a block's parameters and buffers are views of a ring
+    buffer, between passes of the mapped file, which nobody reads.
 
     Threads that call at once wait for one another.
     """
 
-    def __init__(self, module: Any, device: torch.device, blocks: BlockViews, ring: Ring, held: int) -> None:
+    def __init__(
+        self, module: Any, device: torch.device, file: PreparedFile, moving: dict[int, Group], ring: Ring, weights: int
+    ) -> None:
         super().__init__(module, device)
-        self.weight_bytes = held
+        self.weight_bytes = weights
         self.ring = ring
         self._lock = threading.RLock()
-        for number, name in blocks.names.items():
-            swap = _Swap(blocks, ring, number)
-            block = module.get_submodule(name)
-            block.register_forward_pre_hook(swap.enter)
-            block.register_forward_hook(swap.leave, always_call=True)
+        for number, group in moving.items():
+            views = [values(module, file.tensors(group, buffer)) for buffer in (*ring.slots.buffers, None)]
+            hooks = _BlockHooks(ring, number, views)
+            block = module.get_submodule(group.name)
+            block.register_forward_pre_hook(hooks.enter)
+            block.register_forward_hook(hooks.leave, always_call=True)
 
     @torch.inference_mode()
     def forward(self, *arguments: Any, **named: Any) -> torch.Tensor:
@@ -61,59 +61,21 @@ class StreamedTorch(TorchEngine):
             self.ring.close()
 
 
-class BlockViews:
-    """For each streamed block and ring buffer, what the block's modules hold while it is there. `names`: {block: module}."""
+class _BlockHooks:
+    """Hooks of one block. `views`: what its modules hold while it is in each buffer, and last what they hold otherwise."""
 
-    def __init__(
-        self, model: nn.Module, file: PreparedFile, groups: dict[int, Group], buffers: list[torch.Tensor]
-    ) -> None:
-        self.names = {number: group.name for number, group in groups.items()}
-        self._model, self._file, self._groups, self._buffers = model, file, groups, buffers
-        self._idle = {number: self._places(file.tensors(group)) for number, group in groups.items()}
-        self._made: dict[tuple[int, int], _Values] = {}
-
-    def show(self, number: int, slot: int | None) -> None:
-        """Let the block's modules see a buffer, or (None) the file."""
-        if slot is None:
-            values = self._idle[number]
-        else:
-            values = self._made.get((number, slot)) or self._make(number, slot)
-        for owner, leaf, value in values:
-            owner[leaf] = value
-
-    def _make(self, number: int, slot: int) -> _Values:
-        with torch.inference_mode(False):
-            made = self._places(self._file.tensors(self._groups[number], self._buffers[slot]))
-        self._made[number, slot] = made
-        return made
-
-    def _places(self, tensors: dict[str, torch.Tensor]) -> _Values:
-        result: _Values = []
-        for name, value in tensors.items():
-            owner_name, _, leaf = name.rpartition(".")
-            owner = self._model.get_submodule(owner_name)
-            if leaf in owner._parameters:
-                result.append((owner._parameters, leaf, nn.Parameter(value, requires_grad=False)))
-            else:
-                result.append((owner._buffers, leaf, value))
-        return result
-
-
-class _Swap:
-    """The hooks of one block."""
-
-    def __init__(self, blocks: BlockViews, ring: Ring, number: int) -> None:
-        self._blocks, self._ring, self._number = blocks, ring, number
+    def __init__(self, ring: Ring, number: int, views: list[list[tuple[Place, torch.Tensor]]]) -> None:
+        self._ring, self._number, self._views = ring, number, views
         self._slot: int | None = None
 
     def enter(self, module: nn.Module, arguments: Any) -> None:
         self._slot = self._ring.take(self._number)
-        self._blocks.show(self._number, self._slot)
+        put(self._views[self._slot])
 
     def leave(self, module: nn.Module, arguments: Any, result: Any) -> None:
         slot, self._slot = self._slot, None
         if slot is not None:  # None: `enter` failed
-            self._blocks.show(self._number, None)
+            put(self._views[-1])
             self._ring.give(slot)
 
 
@@ -144,7 +106,7 @@ def streamed(
     _settle(model, file, [outside, *(g for i, g in enumerate(blocks) if i not in decided.streamed)], device)
     moving = {i: blocks[i] for i in decided.streamed}
     for group in moving.values():
-        put(model, file.tensors(group))
+        put(values(model, file.tensors(group)))
     share(model, file.contents.aliases)
     to_device(model, device)
     engine = (
@@ -158,13 +120,16 @@ def _streaming(blueprint: Blueprint, file: PreparedFile, decided: Plan, policy: 
     """The engine whose blocks come out of a ring: the decoder in C where it fits."""
     blocks, model, device = file.groups[1:], blueprint.module, blueprint.device
     moving = {i: blocks[i] for i in decided.streamed}
-    slots = _slots(file, blocks, decided, device)
-    ring = Ring(slots, decided.streamed)
+    ring = Ring(_slots(file, blocks, decided, device), decided.streamed)
     try:
-        fitting = _native(blueprint, file, moving, slots, ring, decided) if policy is None else None
-        if fitting is not None:
-            return fitting
-        engine = StreamedTorch(model, device, BlockViews(model, file, moving, slots.buffers), ring, decided.bytes)
+        fused = blueprint.compressed and blueprint.kernels != "reference" and policy is None
+        parts = read_parts(model, device) if fused else "transformers' modules are asked for"
+        if isinstance(parts, Parts):
+            file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
+            base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
+            ranges = {i: range(base + group.begin, base + group.end) for i, group in moving.items()}
+            return StreamedLlama(TorchEngine(model, device), parts, ranges, ring, decided.bytes)
+        engine = StreamedTorch(model, device, file, moving, ring, decided.bytes)
         if policy is not None:
             engine.compress_cache(policy)
         return engine
@@ -194,12 +159,12 @@ def _settle(model: Any, file: PreparedFile, groups: list[Group], device: torch.d
             memory = aligned(group.size)
             reader.read(memory, group.begin, group.size)
             tensors = file.tensors(group, torch.frombuffer(memory, dtype=torch.uint8)) if group.size else {}
-            put(model, {name: value.to(device) for name, value in tensors.items()})
+            put(values(model, {name: value.to(device) for name, value in tensors.items()}))
     finally:
         reader.close()
 
 
-def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch.device) -> HostSlots | DeviceSlots:
+def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch.device) -> Slots:
     if device.type == "cpu":
         return HostSlots(file, blocks, decided.buffers)
     if device.type != "cuda":
@@ -209,55 +174,38 @@ def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch
     return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
 
 
-def _native(
-    blueprint: Blueprint,
-    file: PreparedFile,
-    moving: dict[int, Group],
-    slots: HostSlots | DeviceSlots,
-    ring: Ring,
-    decided: Plan,
-) -> Engine | None:
-    """The decoder in C, where it fits."""
-    if blueprint.device.type != "cpu" or not blueprint.compressed or blueprint.kernels == "reference":
-        return None
-    from runtime.engines.native.parts import Parts, read_parts
-
-    parts = read_parts(blueprint.module, blueprint.device)
-    if not isinstance(parts, Parts):
-        return None
-    file.forget()  # the pages that were looked at (norms, biases) are copied where they are needed
-    base = torch.frombuffer(file.mapped(), dtype=torch.uint8).data_ptr()
-    moves = {i: Moves(parts.blocks[i], base + group.begin, group.size) for i, group in moving.items()}
-    engine = TorchEngine(blueprint.module, blueprint.device)
-    return StreamedLlama(engine, parts, moves, ring, slots.buffers, decided.bytes)
-
-
-# The native engine with streamed blocks: C runs some layers at a time, on the addresses of the buffer that holds them.
-
-
 class StreamedLlama(LlamaEngine):
-    """`LlamaEngine` whose blocks `moves` come out of a ring. Threads that call at once wait for one another."""
+    """`LlamaEngine` of which some blocks come out of a ring: C runs some layers at a time, on the addresses of the buffer that has them.
+
+    Threads that call at once wait for one another.
+
+    Args:
+        ranges: of each of these blocks, the addresses at which `parts` has its tensors.
+        weights: bytes that all weights take.
+    """
 
     def __init__(
-        self,
-        engine: TorchEngine,
-        parts: Parts,
-        moves: dict[int, Moves],
-        ring: Ring,
-        buffers: list[torch.Tensor],
-        held: int,
+        self, engine: TorchEngine, parts: Parts, ranges: Mapping[int, range], ring: Ring, weights: int
     ) -> None:
         super().__init__(engine, parts)
-        self.weight_bytes = held
+        self.weight_bytes = weights
         self.ring = ring
-        self._moves = moves
-        self._buffers = buffers
-        self._runs = list(_runs(len(parts.blocks), moves))
+        # Of each streamed block, where its C structure has addresses of tensors, and how far these are from the block's begin.
+        self._moves = {
+            number: [
+                (offset, address - addresses.start)
+                for offset, address in _addresses(parts.blocks[number])
+                if address in addresses
+            ]
+            for number, addresses in ranges.items()
+        }
+        count = len(parts.blocks)
+        self._runs = list(pairwise(sorted({0, count, *ranges, *(number + 1 for number in ranges)})))
         self._lock = threading.RLock()
 
-    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
-            return super()._run(pool, pieces, outputs)
+            return super()._run(pool, chunks, outputs)
 
     def _compute(self, step: Step, pool: Pool) -> None:
         outputs, step.outputs = step.outputs, 0
@@ -266,12 +214,13 @@ class StreamedLlama(LlamaEngine):
             step.first, step.last = first, last
             if last == len(self.parts.blocks):
                 step.outputs = outputs
-            moves = self._moves.get(first)
-            if moves is None:
+            if first not in self._moves:
                 super()._compute(step, pool)
                 continue
             with self.ring.block(first) as slot:
-                moves.apply(pool.blocks[first], self._buffers[slot].data_ptr())
+                at, base = ctypes.addressof(pool.blocks[first]), self.ring.slots.buffers[slot].data_ptr()
+                for offset, distance in self._moves[first]:
+                    ctypes.c_void_p.from_address(at + offset).value = base + distance
                 super()._compute(step, pool)
 
     def close(self) -> None:
@@ -280,38 +229,11 @@ class StreamedLlama(LlamaEngine):
             self.ring.close()
 
 
-class Moves:
-    """The addresses within a C structure that point into a range of memory, as distances from the range's begin."""
-
-    def __init__(self, block: Block, begin: int, size: int) -> None:
-        self._places = [
-            (offset, address - begin) for offset, address in _addresses(block) if begin <= address < begin + size
-        ]
-
-    def apply(self, block: Block, base: int) -> None:
-        """Let a copy of the structure point to the same things in a range that begins at `base`."""
-        at = ctypes.addressof(block)
-        for offset, distance in self._places:
-            ctypes.c_void_p.from_address(at + offset).value = base + distance
-
-
 def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:
+    """Offset and value of every address in a structure."""
     for name, kind in structure._fields_:  # type: ignore[misc]
         value, place = getattr(structure, name), at + getattr(type(structure), name).offset
         if issubclass(kind, ctypes.Structure):
             yield from _addresses(value, place)
         elif kind is ctypes.c_void_p and value is not None:
             yield place, value
-
-
-def _runs(count: int, streamed: Any) -> Iterator[tuple[int, int]]:
-    """Ranges of layers for one call each: every streamed layer by itself."""
-    first = 0
-    for layer in range(count):
-        if layer in streamed:
-            if first < layer:
-                yield first, layer
-            yield layer, layer + 1
-            first = layer + 1
-    if first < count:
-        yield first, count

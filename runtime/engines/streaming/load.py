@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import math
 import os
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -21,17 +19,15 @@ from runtime.engines.streaming import cache
 from runtime.engines.streaming.cache import NoCacheError
 from runtime.engines.streaming.prepared_file import (
     OUTSIDE,
-    Groups,
     PreparedFile,
     UnusableFileError,
     Writer,
-    empty,
     groups_of,
-    missing,
     places,
     put,
     room_for,
     share,
+    values,
 )
 from runtime.kernels import Kernel, Layer
 from runtime.kernels.cpu import library
@@ -66,17 +62,25 @@ def expected(
     """{name in the file: tensor} of a skeleton and the kernels of its compressed modules; tied parameters under all their names."""
     found = {}
     for place in places(model):
-        shape, own = tuple(place.value.shape), place.value.dtype
+        value = place.value
         if place.name.rpartition(".")[0] not in chosen:
-            found[place.name] = Expected(shape, (dtype, torch.float32) if own in FLOATS else (own,))
-        elif place.leaf in place.owner._parameters:  # a bias stays as it is stored
-            found[place.name] = Expected(shape, (dtype, *FLOATS))
-    for name, kernels in chosen.items():
+            dtypes: tuple[torch.dtype, ...] = (dtype, torch.float32) if value.dtype in FLOATS else (value.dtype,)
+        elif isinstance(value, nn.Parameter):  # a bias stays as it is stored
+            dtypes = (dtype, *FLOATS)
+        else:
+            continue
+        found[place.name] = Expected(tuple(value.shape), dtypes)
+    for name, module in _compressed(model, chosen):
+        layer = Layer(module.entry, module.shape, dtype, device)
+        found |= {f"{name}.{leaf}": value for leaf, value in _of(module, chosen[name].choice.decode, layer).items()}
+    return found
+
+
+def _compressed(model: nn.Module, chosen: Mapping[str, Chosen]) -> Iterator[tuple[str, CompressedModule]]:
+    for name in chosen:
         module = model.get_submodule(name)
         assert isinstance(module, CompressedModule)
-        layer = Layer(module.entry, module.shape, dtype, device)
-        found |= {f"{name}.{leaf}": value for leaf, value in _of(module, kernels.choice.decode, layer).items()}
-    return found
+        yield name, module
 
 
 def total_bytes(model: Any, tensors: Mapping[str, Expected]) -> int:
@@ -91,29 +95,33 @@ def check(file: PreparedFile, model: nn.Module, tensors: Mapping[str, Expected])
     Raises:
         UnusableFileError: a tensor or group is missing, superfluous or something else.
     """
+    problem = next(_problems(file, model, tensors), None)
+    if problem is not None:
+        raise UnusableFileError(f"{file.path} {problem}")
+
+
+def _problems(file: PreparedFile, model: nn.Module, tensors: Mapping[str, Expected]) -> Iterator[str]:
     groups, found, aliases = groups_of(model), file.specs(), file.contents.aliases
+    modules = dict(model.named_modules())
     if [group.name for group in file.groups] != groups.all():
-        raise UnusableFileError(f"{file.path} has other blocks than the model")
+        yield "has other blocks than the model"
     for group in file.groups:
         for name in file.names(group):
             if groups.of(name) != group.name:
-                raise UnusableFileError(f"{file.path} has {name} among the tensors of {group.name or 'no block'}")
-    unknown = (found.keys() | aliases.keys()) - tensors.keys()
-    for name in unknown:  # a kernel may keep more than is known here
-        if name in aliases or not isinstance(_module(model, name.rpartition(".")[0]), CompressedModule):
-            raise UnusableFileError(f"{file.path} has {name}, which the model does not")
+                yield f"has {name} among the tensors of {group.name or 'no block'}"
+    for name in (found.keys() | aliases.keys()) - tensors.keys():  # a kernel may have more than is known here
+        if name in aliases or not isinstance(modules.get(name.rpartition(".")[0]), CompressedModule):
+            yield f"has {name}, which the model does not"
     for name, wanted in tensors.items():
         if not wanted.sure:
             continue
         spec = found.get(aliases.get(name, name))
         if spec is None:
-            raise UnusableFileError(f"{file.path} lacks {name}")
-        if spec.shape != wanted.shape or spec.dtype not in wanted.dtypes:
-            raise UnusableFileError(
-                f"{file.path} has {name} as {spec.dtype} {list(spec.shape)}, not {wanted.dtypes[0]} {list(wanted.shape)}"
-            )
-        if name in file.contents.orders and name.rpartition(".")[2].startswith(PREPARED):
-            raise UnusableFileError(f"{file.path} has {name} transposed")
+            yield f"lacks {name}"
+        elif spec.shape != wanted.shape or spec.dtype not in wanted.dtypes:
+            yield f"has {name} as {spec.dtype} {list(spec.shape)}, not {wanted.dtypes[0]} {list(wanted.shape)}"
+        elif name in file.contents.orders and name.rpartition(".")[2].startswith(PREPARED):
+            yield f"has {name} transposed"
 
 
 def _of(module: CompressedModule, kernel: Kernel, layer: Layer) -> dict[str, Expected]:
@@ -149,27 +157,18 @@ def _panels(panels: Panels, layer: Layer, stored: Mapping[str, Expected]) -> dic
     return {PREPARED + leaf: value for leaf, value in found.items()} | also
 
 
-def _module(model: nn.Module, name: str) -> nn.Module | None:
-    try:
-        return model.get_submodule(name)
-    except AttributeError:
-        return None
-
-
-# Make a prepared file: block after block is read from the artifact, laid out for its kernels, written and forgotten.
+# Making of a prepared file: block after block is read from the artifact, laid out for its kernels, written and forgotten.
 
 
 def build(
     path: Path,
     key: str,
-    model: Any,
+    blueprint: Blueprint,
     filling: Filling,
     chosen: dict[str, Chosen],
-    dtype: torch.dtype,
-    source: str,
     admit: Callable[[int], None],
 ) -> None:
-    """Write the prepared file of `model` (a skeleton, empty again afterwards but with its kernels chosen) to `path`.
+    """Write the prepared file of a skeleton (empty again afterwards but with its kernels chosen) to `path`.
 
     The file is there whole or not at all, whoever else writes it at the same time. Before it is, `admit` is called with its size,
     and may raise.
@@ -179,85 +178,115 @@ def build(
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     name = path.parent / f"{secrets.token_hex(8)}.tmp"
+    note = name.with_suffix(".txt.tmp")
     try:
-        with name.open("xb", buffering=0) as stream:  # not `mkstemp`, whose files nobody else may read
-            _write(Writer(stream, key, room_for(place.name for place in places(model))), model, filling, chosen, dtype)
+        with name.open("xb") as stream:  # not `mkstemp`, whose files nobody else may read
+            room = room_for(place.name for place in places(blueprint.module))
+            _write(Writer(stream, key, room), blueprint, filling, chosen)
         admit(name.stat().st_size)
-        note = name.with_suffix(".txt.tmp")
-        note.write_text(source + "\n", encoding="utf-8")
+        note.write_text(f"{blueprint.artifact.path}\n", encoding="utf-8")
         os.replace(note, path.parent / "source.txt")
         os.replace(name, path)
-    except BaseException:
-        for leftover in (name, name.with_suffix(".txt.tmp")):
-            with contextlib.suppress(OSError):
-                os.unlink(leftover)
-        raise
+    finally:
+        for leftover in (name, note):
+            leftover.unlink(missing_ok=True)
 
 
-def _write(writer: Writer, model: Any, filling: Filling, chosen: dict[str, Chosen], dtype: torch.dtype) -> None:
-    groups: Groups = groups_of(model)
+def _write(writer: Writer, blueprint: Blueprint, filling: Filling, chosen: dict[str, Chosen]) -> None:
+    model = blueprint.module
+    groups = groups_of(model)
     for group in groups.all():
         filling.place(lambda name, group=group: groups.of(name) == group)  # type: ignore[misc]
         if group == OUTSIDE:  # blocks are not tied to anything, see `groups_of`
             filling.tie()
-        for name, module in model.named_modules():
-            if name in chosen and groups.of(name) == group:
-                _prepare(name, module, chosen[name], dtype)
+        for name, module in _compressed(model, chosen):
+            if groups.of(name) == group:
+                if module.dtype != blueprint.dtype:
+                    module.to(blueprint.dtype)
+                module.check(name)
+                module.prepare(chosen[name].wanted, chosen[name].choice)
         mine = [place for place in places(model) if groups.of(place.name) == group]
         tensors: dict[str, torch.Tensor] = {}
         aliases: dict[str, str] = {}
         first: dict[int, str] = {}  # tied parameters are one object, and are written once
         for place in mine:
-            value = place.value
-            if id(value) in first:
-                aliases[place.name] = first[id(value)]
+            source = first.setdefault(id(place.value), place.name)
+            if source == place.name:
+                tensors[source] = place.value
             else:
-                first[id(value)] = place.name
-                tensors[place.name] = value
+                aliases[place.name] = source
         writer.add(group, tensors, aliases)
         tensors.clear()
-        empty(mine)
+        for place in mine:
+            meta = torch.empty_like(place.value, device="meta")
+            is_parameter = isinstance(place.value, nn.Parameter)
+            place.store[place.leaf] = nn.Parameter(meta, requires_grad=False) if is_parameter else meta
         return_memory()
     writer.finish()
-
-
-def _prepare(name: str, module: nn.Module, chosen: Chosen, dtype: torch.dtype) -> None:
-    assert isinstance(module, CompressedModule)
-    if module.dtype != dtype:
-        module.to(dtype)
-    module.check(name)
-    module.prepare(chosen.wanted, chosen.choice)
 
 
 _said: set[str] = set()
 
 
 def prepared_file(blueprint: Blueprint, verify: bool, streams: bool = False) -> PreparedFile:
-    """The file, checked (with `verify`: what its tensors hold too), made or made again where needed. The model stays empty.
+    """The file, checked (with `verify`: the content of its tensors too), made or made again where needed. The model stays empty.
 
     With `streams` the model cannot run without it: then it may be larger than the cache, and where there is no home it lasts as long
     as this process.
 
     Raises:
-        NoCacheError: there is nowhere to keep it. ArtifactError, RequestError: as loading without a cache.
+        NoCacheError: there is nowhere to store it. ArtifactError, RequestError: as loading without a cache.
     """
+    model = blueprint.module
     # Names, shapes and dtypes are checked also where nothing will be read: a wrong artifact stays wrong.
-    filling = Filling(
-        blueprint.module, blueprint.artifact.checkpoint, blueprint.dtype, blueprint.device, blueprint.compressed
-    )
+    filling = Filling(model, blueprint.artifact.checkpoint, blueprint.dtype, blueprint.device, blueprint.compressed)
     if filling.foreign:
         raise NoCacheError("its tensors have other names than those of the model")
-    chosen = choose(blueprint.module, blueprint.kernels, blueprint.dtype, blueprint.device)
+    chosen = choose(model, blueprint.kernels, blueprint.dtype, blueprint.device)
     if directories.lasting() is None and not streams:
         raise NoCacheError("there is no home directory, and COMPRESS_CACHE is not set")
-    key = cache.key(blueprint.artifact, _parts(blueprint, chosen))
+    parts: dict[str, object] = {
+        "class": type(model).__name__,
+        "dtype": str(blueprint.dtype),
+        "device": blueprint.device.type,
+        "layouts": {name: choice.layout for name, choice in chosen.items()},
+    }
+    key = cache.key(blueprint.artifact, parts)
     path = cache.path_of(key)
-    tensors = expected(blueprint.module, chosen, blueprint.dtype, blueprint.device)
-    found = _open(path, key, verify, blueprint, tensors)
+    tensors = expected(model, chosen, blueprint.dtype, blueprint.device)
+
+    def opened() -> PreparedFile:
+        file = PreparedFile(path, key)
+        check(file, model, tensors)
+        return file
+
+    found = None
+    if path.exists():
+        try:
+            found = opened()
+            if verify:
+                found.verify()
+        except (UnusableFileError, OSError) as problem:
+            found = None
+            cache.log.warning("prepared weights are made again: %s", problem)
     if found is None:
-        found = _make(path, key, blueprint, filling, chosen, tensors, streams)
+        admit = partial(cache.make_room, path, beyond=streams)
+        try:
+            admit(total_bytes(model, tensors))  # what is too large is not even begun
+            cache.log.info("preparing the weights of %s for this machine, once", blueprint.artifact.path)
+            build(path, key, blueprint, filling, chosen, admit)
+            found = opened()
+        except OSError as error:
+            raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error
+        except UnusableFileError as error:  # somebody changes the directory meanwhile
+            raise NoCacheError(str(error)) from error
     cache.touch(path)
-    _adopt(blueprint, chosen)
+    for name, module in _compressed(model, chosen):  # as `prepare` leaves them, but without a tensor
+        if module.dtype != blueprint.dtype:
+            module.to(blueprint.dtype)
+        module._buffers.clear()
+        module._non_persistent_buffers_set.clear()
+        module.choice, module._wanted = chosen[name].choice, chosen[name].wanted
     return found
 
 
@@ -265,14 +294,15 @@ def give_all(blueprint: Blueprint, file: PreparedFile) -> TorchEngine:
     """An engine on the model with every tensor a view of the mapped file."""
     from runtime.engines.torch.engine import TorchEngine
 
+    model = blueprint.module
     for group in file.groups:
-        put(blueprint.module, file.tensors(group))
-    share(blueprint.module, file.contents.aliases)
-    name = missing(blueprint.module)
-    if name is not None:
-        raise NoCacheError(f"{file.path} lacks {name}")
-    to_device(blueprint.module, blueprint.device)
-    return TorchEngine(blueprint.module, blueprint.device)
+        put(values(model, file.tensors(group)))
+    share(model, file.contents.aliases)
+    for place in places(model):
+        if place.value.device.type == "meta":
+            raise NoCacheError(f"{file.path} lacks {place.name}")
+    to_device(model, blueprint.device)
+    return TorchEngine(model, blueprint.device)
 
 
 def say_once(message: str, *details: object) -> None:
@@ -281,63 +311,3 @@ def say_once(message: str, *details: object) -> None:
     if text not in _said:
         _said.add(text)
         cache.log.warning("%s", text)
-
-
-def _open(
-    path: Path, key: str, verify: bool, blueprint: Blueprint, tensors: Mapping[str, Expected]
-) -> PreparedFile | None:
-    if not path.exists():
-        return None
-    try:
-        file = PreparedFile(path, key)
-        check(file, blueprint.module, tensors)
-        if verify:
-            file.verify()
-        return file
-    except (UnusableFileError, OSError) as problem:
-        cache.log.warning("prepared weights are made again: %s", problem)
-        return None
-
-
-def _make(
-    path: Path,
-    key: str,
-    blueprint: Blueprint,
-    filling: Filling,
-    chosen: dict[str, Chosen],
-    tensors: Mapping[str, Expected],
-    streams: bool,
-) -> PreparedFile:
-    admit = partial(cache.make_room, path, beyond=streams)
-    try:
-        admit(total_bytes(blueprint.module, tensors))  # what is too large is not even begun
-        cache.log.log(logging.INFO, "preparing the weights of %s for this machine, once", blueprint.artifact.path)
-        build(path, key, blueprint.module, filling, chosen, blueprint.dtype, str(blueprint.artifact.path), admit)
-        made = PreparedFile(path, key)
-        check(made, blueprint.module, tensors)
-        return made
-    except OSError as error:
-        raise NoCacheError(f"{path.parent} cannot be written: {error.strerror or error}") from error
-    except UnusableFileError as error:  # somebody changes the directory meanwhile
-        raise NoCacheError(str(error)) from error
-
-
-def _parts(blueprint: Blueprint, chosen: dict[str, Chosen]) -> dict[str, object]:
-    return {
-        "class": type(blueprint.module).__name__,
-        "dtype": str(blueprint.dtype),
-        "device": blueprint.device.type,
-        "layouts": {name: choice.layout for name, choice in chosen.items()},
-    }
-
-
-def _adopt(blueprint: Blueprint, chosen: dict[str, Chosen]) -> None:
-    """Compressed modules as `prepare` leaves them, but without a tensor."""
-    for name, kernels in chosen.items():
-        module = blueprint.module.get_submodule(name)
-        assert isinstance(module, CompressedModule)
-        if module.dtype != blueprint.dtype:
-            module.to(blueprint.dtype)
-        module._buffers.clear()
-        module._non_persistent_buffers_set.clear()
-        module.choice, module._wanted = kernels.choice, kernels.wanted

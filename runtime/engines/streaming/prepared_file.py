@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import nn
@@ -40,7 +40,7 @@ class UnusableFileError(Exception):
 
 @dataclass
 class Group:
-    """A run of the file: bytes `begin` to `end`, and their SHA-256."""
+    """A range of the file: bytes `begin` to `end`, and their SHA-256."""
 
     name: str
     begin: int
@@ -120,9 +120,8 @@ class Writer:
         begin = self._at - self._start
         self._entries[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, begin + content.nbytes]}
         self._hash.update(content)
-        while content.nbytes:  # a raw write may take less than it is given
-            content = content[self._stream.write(content) :]
-        self._at = self._start + self._entries[name]["data_offsets"][1]
+        self._stream.write(content)
+        self._at += content.nbytes
 
 
 class PreparedFile:
@@ -170,19 +169,22 @@ class PreparedFile:
         found = {}
         for group in self.groups:
             for name in self.names(group):
-                entry, order = self._header.tensors[name], self.contents.orders.get(name)
+                entry = self._header.tensors[name]
                 if entry.offset + entry.nbytes > group.end:
                     raise UnusableFileError(f"{self.path} has {name} in two groups")
-                shape = entry.shape
-                if order is not None:
-                    if sorted(order) != list(range(len(shape))):
-                        raise UnusableFileError(f"{self.path} has dimensions of {name} in the order {order}")
-                    shape = tuple(shape[order.index(i)] for i in range(len(order)))
-                found[name] = TensorSpec(shape, entry.dtype)
+                found[name] = TensorSpec(tuple(entry.shape[i] for i in self._dimensions(name)), entry.dtype)
         return found
 
+    def _dimensions(self, name: str) -> list[int]:
+        """Which dimension on disk each dimension of a tensor is."""
+        count = len(self._header.tensors[name].shape)
+        order = self.contents.orders.get(name, list(range(count)))
+        if sorted(order) != list(range(count)):
+            raise UnusableFileError(f"{self.path} has dimensions of {name} in the order {order}")
+        return [order.index(i) for i in range(count)]
+
     def verify(self) -> None:
-        """Compare every group with its SHA-256; UnusableFileError names the first that differs."""
+        """Compare every group with its SHA-256; UnusableFileError names the first that differs, OSError: it cannot be read."""
         with ThreadPoolExecutor(min(4, os.cpu_count() or 1)) as pool:
             for group, found in zip(self.groups, pool.map(self._digest, self.groups), strict=True):
                 if found != group.sha256:
@@ -198,10 +200,7 @@ class PreparedFile:
         for name in self.names(group):
             entry = self._header.tensors[name]
             value = _view(memory, entry.offset - start, entry.nbytes).view(entry.dtype).view(entry.shape)
-            order = self.contents.orders.get(name)
-            if order is not None:
-                value = value.permute([order.index(i) for i in range(len(order))])
-            result[name] = value
+            result[name] = value.permute(self._dimensions(name))
         return result
 
     def mapped(self) -> mmap.mmap:
@@ -220,18 +219,10 @@ class PreparedFile:
 
     def _digest(self, group: Group) -> str:
         digest = hashlib.sha256()
-        try:
-            with self.path.open("rb", buffering=0) as stream:
-                stream.seek(group.begin)
-                left = group.size
-                while left:
-                    chunk = stream.read(min(left, _CHUNK))
-                    if not chunk:
-                        return ""
-                    digest.update(chunk)
-                    left -= len(chunk)
-        except OSError as error:
-            raise UnusableFileError(f"{self.path} cannot be read: {error.strerror or error}") from error
+        with self.path.open("rb") as stream:
+            stream.seek(group.begin)
+            for start in range(group.begin, group.end, _CHUNK):
+                digest.update(stream.read(min(_CHUNK, group.end - start)))
         return digest.hexdigest()
 
 
@@ -311,61 +302,52 @@ def groups_of(model: Any) -> Groups:
     return Groups(()) if any(groups.of(tied) != OUTSIDE for tied in [*ties, *ties.values()]) else groups
 
 
-@dataclass(frozen=True)
-class Place:
-    """One parameter or buffer of a module."""
+class Place(NamedTuple):
+    """One parameter or buffer of a module, in `store[leaf]`."""
 
     name: str
-    owner: nn.Module
+    store: dict[str, Any]
     leaf: str
 
     @property
     def value(self) -> torch.Tensor:
-        value = self.owner._parameters.get(self.leaf)
-        return value if value is not None else self.owner._buffers[self.leaf]  # type: ignore[return-value]
+        value: torch.Tensor = self.store[self.leaf]
+        return value
 
 
 def places(model: nn.Module) -> Iterator[Place]:
     """Every parameter and buffer that a prepared file holds: all but buffers that are computed. Shared modules come once."""
     for prefix, module in model.named_modules():
-        for leaf, value in [*module._parameters.items(), *module._buffers.items()]:
-            computed = leaf in module._non_persistent_buffers_set and not leaf.startswith(PREPARED)
-            if value is not None and not computed:
-                yield Place(f"{prefix}.{leaf}" if prefix else leaf, module, leaf)
+        for store in (module._parameters, module._buffers):
+            for leaf, value in store.items():
+                computed = leaf in module._non_persistent_buffers_set and not leaf.startswith(PREPARED)
+                if value is not None and not computed:
+                    yield Place(f"{prefix}.{leaf}" if prefix else leaf, store, leaf)
 
 
-def put(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> None:
-    """Give modules their tensors; those of a kernel's own layout become buffers that `state_dict` does not list."""
+def values(model: nn.Module, tensors: Mapping[str, torch.Tensor]) -> list[tuple[Place, torch.Tensor]]:
+    """What modules hold when they have these tensors, by place. Those of a kernel's own layout are not listed by `state_dict`."""
+    found: list[tuple[Place, torch.Tensor]] = []
     for name, value in tensors.items():
         owner_name, _, leaf = name.rpartition(".")
         owner = model.get_submodule(owner_name)
         if leaf in owner._parameters:
-            owner._parameters[leaf] = nn.Parameter(value, requires_grad=False)
-        elif leaf in owner._buffers or not leaf.startswith(PREPARED):
-            owner._buffers[leaf] = value
-        else:
-            owner.register_buffer(leaf, value, persistent=False)
+            found.append((Place(name, owner._parameters, leaf), nn.Parameter(value, requires_grad=False)))
+            continue
+        if leaf.startswith(PREPARED):
+            owner._non_persistent_buffers_set.add(leaf)
+        found.append((Place(name, owner._buffers, leaf), value))
+    return found
+
+
+def put(found: Iterable[tuple[Place, torch.Tensor]]) -> None:
+    """Give modules their `values`."""
+    for place, value in found:
+        place.store[place.leaf] = value
 
 
 def share(model: nn.Module, aliases: Mapping[str, str]) -> None:
     """Make each named parameter the one it is an alias of."""
     for name, source in aliases.items():
         owner_name, _, leaf = name.rpartition(".")
-        from_name, _, from_leaf = source.rpartition(".")
-        value = model.get_submodule(from_name)._parameters[from_leaf]
-        model.get_submodule(owner_name)._parameters[leaf] = value
-
-
-def empty(places_: list[Place]) -> None:
-    """Let go of tensors; what is left says shape and dtype."""
-    for place in places_:
-        meta = torch.empty_like(place.value, device="meta")
-        if place.leaf in place.owner._parameters:
-            place.owner._parameters[place.leaf] = nn.Parameter(meta, requires_grad=False)
-        else:
-            place.owner._buffers[place.leaf] = meta
-
-
-def missing(model: nn.Module) -> str | None:
-    """The first parameter or buffer that has no content yet."""
-    return next((place.name for place in places(model) if place.value.device.type == "meta"), None)
+        model.get_submodule(owner_name)._parameters[leaf] = model.get_parameter(source)

@@ -6,17 +6,18 @@ import gc
 import os
 import threading
 import time
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from runtime.engines.streaming.ring import RangeReader, Ring, aligned
+from runtime.engines.streaming.ring import HostSlots, RangeReader, Ring, aligned
 from runtime.errors import ArtifactError
 
 
-class Fake:
+class Fake(HostSlots):
     """Slots that remember what they were filled with; `allow` fills, when it is not None, and then reading waits."""
 
     def __init__(self, count: int, allow: threading.Semaphore | None = None) -> None:
@@ -92,20 +93,19 @@ def test_a_pass_that_was_broken_off() -> None:
     ring.close()
 
 
-def test_interrupted_while_waiting() -> None:
+def test_interrupted_while_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     allow = threading.Semaphore(0)
     slots, order = Fake(2, allow), [0, 1, 2]
     ring = Ring(slots, order)
     ring.restart()
-    wait = ring._state.change.wait
 
-    def interrupted() -> None:
+    def interrupted(*_: Any) -> None:
         raise KeyboardInterrupt
 
-    ring._state.change.wait = interrupted  # type: ignore[method-assign,assignment]
-    with pytest.raises(KeyboardInterrupt):
-        ring.take(2)  # the thread reads block 0 or 2 meanwhile
-    ring._state.change.wait = wait  # type: ignore[method-assign]
+    with monkeypatch.context() as patch:
+        patch.setattr(Future, "result", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            ring.take(2)  # the thread reads it meanwhile
     allow.release(1000)
     passes(ring, slots, order, 3)
     ring.close()
@@ -128,11 +128,11 @@ def test_failures_reach_the_caller_and_are_tried_again() -> None:
 
 
 def test_the_thread_ends_with_its_owner() -> None:
+    before = set(threading.enumerate())
     slots = Fake(2)
     ring = Ring(slots, [0, 1, 2])
     passes(ring, slots, [0, 1, 2], 1)
-    thread = ring._state.thread
-    assert thread is not None
+    (thread,) = set(threading.enumerate()) - before
     del ring
     gc.collect()
     thread.join(20)

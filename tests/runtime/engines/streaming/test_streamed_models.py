@@ -18,6 +18,7 @@ from tiny_models import llama, save
 import runtime
 from runtime.engines.native.engine import LlamaEngine
 from runtime.engines.streaming.engine import StreamedLlama, StreamedTorch
+from runtime.engines.streaming.ring import THREAD
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
 
@@ -32,7 +33,7 @@ def test_bit_identical(artifacts: dict[str, Path], load_streamed: Load, name: st
     model = load_streamed(artifacts[name], slots)
     lean = isinstance(whole.engine, LlamaEngine)
     assert type(model.engine) is (StreamedLlama if lean else StreamedTorch)
-    assert len(model.engine.ring._state.order) == 5 - max(0, slots - 3)
+    assert len(model.engine.ring.order) == 5 - max(0, slots - 3)
     for _ in range(2):
         assert torch.equal(model.logits(BATCH), whole.logits(BATCH))
     assert model.generate(PROMPTS, max_new_tokens=10) == whole.generate(PROMPTS, max_new_tokens=10)
@@ -152,7 +153,7 @@ def test_threads_take_turns(artifacts: dict[str, Path], load_streamed: Load, nam
 @pytest.mark.parametrize("name", ["llama", "gpt2"])
 def test_the_thread_ends_with_the_model(artifacts: dict[str, Path], load_streamed: Load, name: str) -> None:
     def running() -> list[threading.Thread]:
-        return [thread for thread in threading.enumerate() if thread.name == "compress-weights"]
+        return [thread for thread in threading.enumerate() if thread.name.startswith(THREAD)]
 
     before = running()
     model = load_streamed(artifacts[name], 2)

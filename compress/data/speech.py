@@ -14,7 +14,6 @@ from compress.data.rows import CalibrationData, digest, draw
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
 from runtime.api.audio import Listener, load_listener
-from runtime.api.load import decoder_start
 from runtime.decoding.seq2seq import SpeechPrompts
 from runtime.errors import RequestError
 
@@ -50,7 +49,7 @@ class SpeechReader:
             raise RequestError(
                 f"{artifact.path} has no feature extractor (preprocessor_config.json), and a model that hears needs one"
             )
-        prompts = SpeechPrompts(artifact.path, artifact.config, *decoder_start(artifact), vocab_size)
+        prompts = SpeechPrompts(artifact, vocab_size)
         return cls(artifact.path, listener, tokenizer, prompts, vocab_size, limit)
 
     def probe(self, target: int) -> torch.Tensor:

@@ -23,9 +23,9 @@ from compress.core.tensors import products
 from compress.model.hidden_states import HiddenStates
 from compress.model.inputs import HalvedRows, SpeechRows, TextRows
 from compress.model.partial import Handover, PartialModel, Recorder
-from runtime.api.load import decoder_start
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
+from runtime.decoding.seq2seq import decoder_start
 from runtime.engines.torch.seq2seq import encoder_output
 from runtime.errors import CompressError
 from runtime.modeling.skeleton import reads_features

@@ -2,43 +2,38 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-from runtime.api.pooling import Pooling, read_pooling
+from runtime.api.base import LoadedModel
+from runtime.api.pooling import read_pooling
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
-from runtime.decoding.turns import Caller, Turns
+from runtime.decoding.turns import Caller
 from runtime.engines.base import EncoderEngine
 from runtime.errors import RequestError
-from runtime.sampling.prompts import PromptReader, pad_right, read_ids, read_mask
+from runtime.sampling.prompts import pad_right, read_mask
 from runtime.system.describe import integer
 
 _NO_LIMIT = 10**9  # tokenizers that know no limit say a number beyond this
 
 
-class EncoderModel:
-    """A loaded encoder. Made by `runtime.load`. Threads may call everything at once: they take turns on the engine.
+class EncoderModel(LoadedModel):
+    """A loaded encoder. Made by `runtime.load`. Attributes as `LoadedModel`'s, and
 
     Attributes:
-        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
-        artifact: the directory it came from.
-        engine: what computes.
         pooling: how hidden states become an embedding.
         max_length: tokens that a text is cut to, special tokens included; None: texts are never cut.
     """
 
-    def __init__(
-        self, engine: EncoderEngine, tokenizer: Any, artifact: Artifact | Export, pooling: Pooling | None = None
-    ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.artifact = artifact
-        self.pooling = read_pooling(artifact.path) if pooling is None else pooling
+    engine: EncoderEngine
+
+    def __init__(self, engine: EncoderEngine, tokenizer: Any, artifact: Artifact | Export) -> None:
+        super().__init__(engine, tokenizer, artifact)
+        self.pooling = read_pooling(artifact.path)
         own = getattr(tokenizer, "model_max_length", None)
         limits = (
             self.pooling.max_length,
@@ -46,9 +41,6 @@ class EncoderModel:
             own if isinstance(own, int) and own < _NO_LIMIT else None,
         )
         self.max_length: int | None = min((limit for limit in limits if limit is not None), default=None)
-        self._turns = Turns()
-        self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
-        self._lock = threading.Lock()  # tokenizers change settings inside while they encode
         self._last: dict[str, Any] = {}
 
     def hidden_states(
@@ -64,9 +56,7 @@ class EncoderModel:
         Raises:
             RequestError: a wrong shape, ids outside the vocabulary, a row longer than the context or without a token.
         """
-        ids = read_ids(input_ids)
-        for number, row in enumerate(ids.tolist()):
-            self._reader.check(row, f"row {number}")
+        ids = self._reader.read_rows(input_ids)
         mask = read_mask(attention_mask, ids)
         started = time.perf_counter()
         states = self._forward(ids, mask, Caller(self._turns))
@@ -113,20 +103,13 @@ class EncoderModel:
             raise RequestError(f"texts must be a text or a list of texts, not {type(texts).__name__}")
         if not texts:
             raise RequestError("texts is empty")
-        rows = []
-        for number, text in enumerate(texts):
-            if not text:
-                raise RequestError(f"text {number} is empty")
-            full = self.pooling.prefix + (text.lower() if self.pooling.lower_case else text)
-            cut = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
-            try:
-                text.encode()
-                with self._lock:
-                    ids = list(self.tokenizer(full, **cut)["input_ids"])
-            except (TypeError, UnicodeError) as error:
-                raise RequestError(f"text {number} is not valid Unicode text: {error}") from error
-            rows.append(self._reader.check(ids, f"text {number}"))
-        return rows
+        cut = {} if self.max_length is None else {"truncation": True, "max_length": self.max_length}
+        return [
+            self._reader.encode(
+                text.lower() if self.pooling.lower_case else text, f"text {i}", self.pooling.prefix, **cut
+            )
+            for i, text in enumerate(texts)
+        ]
 
     def _forward(self, ids: torch.Tensor, mask: torch.Tensor | None, caller: Caller) -> torch.Tensor:
         device = self.engine.device
@@ -142,7 +125,3 @@ class EncoderModel:
     def stats(self) -> dict[str, Any]:
         """Numbers of the last call (sequences, tokens without padding, seconds, tokens_per_second), `weight_bytes`, `engine`."""
         return {**self._last, "weight_bytes": self.engine.weight_bytes, "engine": self.engine.description}
-
-    def explain(self) -> dict[str, str]:
-        """{layer: the kernel that computes it}."""
-        return self.engine.explain()

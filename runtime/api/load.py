@@ -9,14 +9,14 @@ from typing import Any
 
 import torch
 
-from runtime.api.audio import load_listener
 from runtime.api.encoder import EncoderModel
 from runtime.api.model import Model
 from runtime.api.seq2seq import Seq2SeqModel
 from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
-from runtime.checkpoint.checkpoint import Checkpoint, read_json
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
+from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
@@ -185,8 +185,7 @@ def _exported(
     if kind == "encoder":
         return EncoderModel(engine, tokenizer, export)
     if kind == "encoder-decoder":
-        start, forced = decoder_start(export)
-        return Seq2SeqModel(engine, tokenizer, export, end_of_sequence(export, tokenizer), start, forced)
+        return Seq2SeqModel(engine, tokenizer, export, end_of_sequence(export, tokenizer))
     return Model(engine, tokenizer, export, end_of_sequence(export, tokenizer))
 
 
@@ -206,12 +205,9 @@ def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) ->
     tokenizer = load_tokenizer(artifact.path, trust)
     if blueprint.kind == "encoder":
         return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
-    start, forced = decoder_start(artifact)
     engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
-    if engine.features:
-        ends = end_of_sequence(artifact, tokenizer)
-        return SpeechModel(engine, tokenizer, artifact, ends, start, forced, load_listener(artifact.path))
-    return Seq2SeqModel(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), start, forced)
+    kind = SpeechModel if engine.features else Seq2SeqModel
+    return kind(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer))
 
 
 def read_device(device: str | torch.device) -> torch.device:
@@ -259,35 +255,9 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
         raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
 
 
-def decoder_start(artifact: Artifact | Export) -> tuple[int, int | None]:
-    """The token that an encoder-decoder's outputs begin with, and the one that is forced after it (None: none is).
-
-    Raises:
-        ArtifactError: neither generation_config.json nor config.json says what decoders begin with.
-    """
-    file = artifact.path / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
-
-    def find(*names: str) -> int | None:
-        for name in names:
-            for source in (generation, artifact.config):
-                value = source.get(name)
-                if value is not None:
-                    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-                        raise ArtifactError(f"{artifact.path}: {name} must be a token id, not {value!r}")
-                    return value
-        return None
-
-    start = find("decoder_start_token_id", "bos_token_id")
-    if start is None:
-        raise ArtifactError(f"{artifact.path}/config.json has no decoder_start_token_id, which decoding begins with")
-    return start, find("forced_bos_token_id")
-
-
 def end_of_sequence(artifact: Artifact | Export | Checkpoint, tokenizer: Any) -> frozenset[int]:
     """Token ids that end a text: generation_config.json says it, else config.json, else the tokenizer."""
-    file = artifact.path / "generation_config.json"
-    generation = read_json(file) if file.is_file() else {}
+    generation = generation_config(artifact.path)
     text_config = artifact.config.get("text_config")
     for source in (generation, artifact.config, text_config if isinstance(text_config, dict) else {}):
         value = source.get("eos_token_id")

@@ -3,25 +3,22 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, overload
 
 import torch
 
+from runtime.api.base import GeneratingModel
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.export_directory import Export
-from runtime.decoding.request import Decoding, Request
-from runtime.decoding.turns import Caller, Turns
+from runtime.decoding.request import CausalRequest, Request
+from runtime.decoding.turns import Caller
 from runtime.drafting.speculation import Speculation
 from runtime.engines.base import Chunk, Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import GenerationOptions
-from runtime.sampling.progress import reporting
-from runtime.sampling.prompts import PromptReader, read_ids
-from runtime.sampling.stats import GenerationStats
 
 _SCORE_CHUNK = 512  # positions whose logits are in memory at once
 
@@ -38,19 +35,17 @@ class Score:
         return math.exp(-self.log_likelihood / self.tokens)
 
 
-class Model:
-    """A loaded causal language model. Made by `runtime.load`.
+class Model(GeneratingModel):
+    """A loaded causal language model. Made by `runtime.load`. Attributes as `GeneratingModel`'s, and
 
     Threads may call everything at once: they take turns on the engine, a step each, so that calls go on side by side and a
     stream that nobody reads holds nobody up. Results do not depend on it. After an exception or Ctrl-C the model is as before.
 
     Attributes:
-        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
-        artifact: the directory it came from.
-        engine: what computes.
-        eos_token_ids: tokens that end a text.
         speculation: drafts that are verified several tokens at a time; None: every step gives one token.
     """
+
+    engine: Engine
 
     def __init__(
         self,
@@ -60,15 +55,8 @@ class Model:
         eos_token_ids: frozenset[int],
         speculation: Speculation | None = None,
     ) -> None:
-        self.engine = engine
-        self.tokenizer = tokenizer
-        self.artifact = artifact
-        self.eos_token_ids = eos_token_ids
+        super().__init__(engine, tokenizer, artifact, eos_token_ids)
         self.speculation = speculation
-        self._turns = Turns()
-        self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
-        self._last = GenerationStats()  # of the last call in any thread
-        self._own = threading.local()  # .last: of the last call that this thread ended
 
     # ---------------------------------------------------------------- generation
     @overload
@@ -95,15 +83,7 @@ class Model:
         Raises:
             RequestError: an unknown option, a value out of range, an empty prompt or one that does not fit the context.
         """
-        request = self._request(prompt, options, "generate")
-        done = 0
-        with reporting(request.progress, len(request.outputs)) as report, closing(request.run(self._store)) as steps:
-            for ended in steps:
-                done += ended
-                report(done)
-        texts = request.prompts.are_text
-        results = [output.text if texts else list(output.tokens) for output in request.outputs]
-        return results if request.prompts.are_batch else results[0]
+        return self._request(prompt, options, "generate").complete(self._store)
 
     @overload
     def stream(self, prompt: str, **options: Any) -> Iterator[str]: ...
@@ -128,30 +108,19 @@ class Model:
             for _ in steps:
                 certain = output.text if is_text else output.tokens
                 if len(certain) > done:
-                    if is_text:
-                        yield certain[done:]
-                    else:
-                        yield from certain[done:]
+                    yield from [certain[done:]] if is_text else certain[done:]
                     done = len(certain)
 
-    def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> Request:
+    def _request(self, prompt: Any, keywords: dict[str, Any], function: str) -> CausalRequest:
         options = GenerationOptions.from_keywords(keywords, function)
-        prompts = self._reader.read(prompt)
-        decoding = Decoding(
-            self.engine, self._turns, self.tokenizer, self.eos_token_ids, self.artifact.path, self.speculation
-        )
-        return Request(decoding, prompts, options)
-
-    def _store(self, stats: GenerationStats) -> None:
-        self._last = self._own.last = stats
+        decoding = replace(self._decoding(), speculation=self.speculation)
+        return CausalRequest(decoding, self._reader.read(prompt), options)
 
     # ---------------------------------------------------------------- logits and likelihood
     def logits(self, input_ids: torch.Tensor | Sequence[Sequence[int]]) -> torch.Tensor:
         """Logits of every position: token ids `[batch, seq]` to float32 `[batch, seq, vocab]` on the model's device."""
-        ids = read_ids(input_ids)
-        for row in ids.tolist():
-            self._reader.check(row)
-        return Caller(self._turns).run(self.engine.logits, ids.to(self.engine.device))
+        ids = self._reader.read_rows(input_ids)
+        return self._run(self.engine.logits, ids.to(self.engine.device))
 
     @overload
     def score(self, text: str | list[int]) -> Score: ...
@@ -184,23 +153,14 @@ class Model:
     # ---------------------------------------------------------------- facts
     @property
     def stats(self) -> dict[str, Any]:
-        """Numbers of the last generate or stream (see `GenerationStats`); `weight_bytes`, the weights as held in memory; `engine`;
-        `kv_cache`, how keys and values are compressed (None: they are not); `kv_cache_read_share`, how much of what they held steps
-        have read (None: the policy has no selection); `drafter`, how drafts are made, verified and accepted (None: there are none).
-
-        Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
+        """As `GeneratingModel.stats`, and `kv_cache`, how keys and values are compressed (None: they are not);
+        `kv_cache_read_share`, how much of what they held steps have read (None: the policy has no selection); `drafter`, how drafts are
+        made, verified and accepted (None: there are none).
         """
-        last = getattr(self._own, "last", self._last)
         held = getattr(self.engine, "held", None)
         return {
-            **last.as_dict(),
-            "weight_bytes": self.engine.weight_bytes,
-            "engine": self.engine.description,
+            **super().stats,
             "kv_cache": None if held is None else held.description,
-            "kv_cache_read_share": last.read_share,
+            "kv_cache_read_share": self._last_stats().read_share,
             "drafter": None if self.speculation is None else self.speculation.describe(),
         }
-
-    def explain(self) -> dict[str, str]:
-        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
-        return self.engine.explain()

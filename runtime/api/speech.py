@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from runtime.api.audio import Listener
-from runtime.api.seq2seq import Seq2SeqModel, grouped, read_options
+from runtime.api.audio import Listener, load_listener
+from runtime.api.seq2seq import Seq2SeqModel
 from runtime.checkpoint.artifact import Artifact
-from runtime.decoding.seq2seq import SpeechPrompts
-from runtime.decoding.turns import Caller
+from runtime.decoding.seq2seq import Seq2SeqRequest, SpeechPrompts
 from runtime.engines.base import Seq2SeqEngine
 from runtime.errors import RequestError
-from runtime.sampling.prompts import read_ids
-
-
-@dataclass(frozen=True)
-class _Sounds:
-    features: list[torch.Tensor]
-    are_batch: bool
+from runtime.sampling.options import GenerationOptions
+from runtime.sampling.prompts import Prompts
 
 
 class SpeechModel(Seq2SeqModel):
@@ -33,20 +26,11 @@ class SpeechModel(Seq2SeqModel):
     """
 
     def __init__(
-        self,
-        engine: Seq2SeqEngine,
-        tokenizer: Any,
-        artifact: Artifact,
-        eos_token_ids: frozenset[int],
-        start_token_id: int,
-        forced_token_id: int | None,
-        listener: Listener | None,
+        self, engine: Seq2SeqEngine, tokenizer: Any, artifact: Artifact, eos_token_ids: frozenset[int]
     ) -> None:
-        super().__init__(engine, tokenizer, artifact, eos_token_ids, start_token_id, forced_token_id)
-        self.listener = listener
-        self._prompts = SpeechPrompts(
-            artifact.path, artifact.config, start_token_id, forced_token_id, engine.vocab_size
-        )
+        super().__init__(engine, tokenizer, artifact, eos_token_ids)
+        self.listener = load_listener(artifact.path)
+        self._prompts = SpeechPrompts(artifact, engine.vocab_size)
         bins = artifact.config.get("num_mel_bins")
         self._bins = bins if isinstance(bins, int) else None
 
@@ -68,19 +52,15 @@ class SpeechModel(Seq2SeqModel):
         Raises:
             RequestError: an unknown option, language or task, a sound that cannot be read or is too long.
         """
-        chosen = read_options(options)
+        chosen = GenerationOptions.from_keywords(options, "generate")
         beginning = self._prompts.beginning(language, task)
         sounds = self._read(source)
-        are_text = self.tokenizer is not None
-        outputs = self._outputs(len(sounds.features), are_text, beginning.length, chosen)
         # Sounds of one shape are decoded together, so that none is padded.
-        alike: dict[torch.Size, list[int]] = {}
-        for number, features in enumerate(sounds.features):
-            alike.setdefault(features.shape, []).append(number)
-        groups = [group for numbers in alike.values() for group in grouped(numbers)]
-        self._decode(groups, lambda rows: torch.stack([sounds.features[i] for i in rows]), beginning, chosen, outputs)
-        results = [output.text if are_text else list(output.tokens) for output in outputs]
-        return results if sounds.are_batch else results[0]
+        groups: dict[torch.Size, list[int]] = {}
+        for number, features in enumerate(sounds.ids):
+            groups.setdefault(features.shape, []).append(number)
+        request = Seq2SeqRequest(self._decoding(), sounds, chosen, beginning, list(groups.values()))
+        return request.complete(self._store)
 
     def logits(
         self,
@@ -104,31 +84,25 @@ class SpeechModel(Seq2SeqModel):
         if features.dim() != 3 or not features.numel():
             raise RequestError(f"input_features must be floats of shape [batch, a, b], not {list(features.shape)}")
         rows = torch.stack([self._checked(row, f"row {i} of input_features") for i, row in enumerate(features)])
-        target = read_ids(decoder_input_ids, "decoder_input_ids")
-        if len(rows) != len(target):
-            raise RequestError(
-                f"input_features has {len(rows)} rows and decoder_input_ids {len(target)}: they must be as many"
-            )
-        for number, row in enumerate(target.tolist()):
-            self._decoded.check(row, f"row {number} of decoder_input_ids")
-        device, caller = self.engine.device, Caller(self._turns)
-        states = caller.run(self.engine.encode, rows.to(device), None)
-        return caller.run(self.engine.decode, target.to(device), states, None, None)
+        return self._logits("input_features", rows, decoder_input_ids, None)
 
     # ---------------------------------------------------------------- sounds
-    def _read(self, source: Any) -> _Sounds:
-        if isinstance(source, (str, Path)) or _is_array(source):
-            if not isinstance(source, (str, Path)) and (whole := _tensor(source, "the source")).dim() == 3:
-                return _Sounds([self._checked(part, f"source {i}") for i, part in enumerate(whole)], True)
-            return _Sounds([self._one(source, "the source")], False)
-        if not isinstance(source, (list, tuple)) or not source:
-            raise RequestError(
-                "source must be a .wav file, a waveform, features, or a list of these, not "
-                + ("an empty list" if isinstance(source, (list, tuple)) else f"a {type(source).__name__}")
-            )
-        if all(isinstance(value, (int, float)) for value in source):
-            return _Sounds([self._one(source, "the source")], False)
-        return _Sounds([self._one(part, f"source {i}") for i, part in enumerate(source)], True)
+    def _read(self, source: Any) -> Prompts:
+        """Features in the place of token ids."""
+        is_text = self.tokenizer is not None
+        parts: Any = None
+        if _is_array(source):
+            whole = _tensor(source, "the source")
+            parts = list(whole) if whole.dim() == 3 else None
+        elif not isinstance(source, (str, Path)):
+            is_list = isinstance(source, (list, tuple))
+            if not is_list or not source:
+                given = "an empty list" if is_list else f"a {type(source).__name__}"
+                raise RequestError(f"source must be a .wav file, a waveform, features, or a list of these, not {given}")
+            parts = None if all(isinstance(value, (int, float)) for value in source) else source
+        if parts is None:
+            return Prompts([self._one(source, "the source")], is_text, False)
+        return Prompts([self._one(part, f"source {i}") for i, part in enumerate(parts)], is_text, True)
 
     def _one(self, source: Any, name: str) -> torch.Tensor:
         """Features of a file, a waveform or features."""

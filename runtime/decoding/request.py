@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -14,10 +16,10 @@ from runtime.decoding.scheduler import Scheduler
 from runtime.decoding.sequence import Sequence as Decoded
 from runtime.decoding.turns import Caller, Turns
 from runtime.drafting.speculation import Speculation
-from runtime.engines.base import Engine
 from runtime.errors import RequestError
 from runtime.sampling.options import DEFAULT_NEW_TOKENS, GenerationOptions
 from runtime.sampling.output import SequenceOutput
+from runtime.sampling.progress import reporting
 from runtime.sampling.prompts import Prompts
 from runtime.sampling.sampling import generators
 from runtime.sampling.stats import GenerationStats
@@ -39,13 +41,13 @@ class Decoding:
         tokenizer: None when the model has none.
         eos: tokens that end a sequence.
         path: the model's directory, for messages.
-        speculation: of the model; None: plain decoding.
+        speculation: of the model; None: every step gives a sequence one token.
     """
 
-    engine: Engine
+    engine: Any
     turns: Turns
     tokenizer: Any
-    eos: Collection[int]
+    eos: frozenset[int]
     path: Path
     speculation: Speculation | None = None
 
@@ -55,8 +57,63 @@ class Decoding:
         return None if self.speculation is None or self.speculation.off is not None else self.speculation
 
 
-@dataclass(frozen=True)
-class Batch:
+class Request(ABC):
+    """One call of generate or stream. Everything that can be wrong with it is found when it is made, before any work.
+
+    Args:
+        prompts: one a sequence.
+        contexts: token ids before the first new one of each sequence, as far as its text depends on them.
+        limits: most new tokens of each sequence.
+
+    Attributes:
+        outputs: one a prompt, in the order of the prompts.
+    """
+
+    def __init__(
+        self,
+        decoding: Decoding,
+        prompts: Prompts,
+        options: GenerationOptions,
+        contexts: Iterable[Sequence[int]],
+        limits: Sequence[int],
+    ) -> None:
+        self.prompts = prompts
+        self._decoding, self._options = decoding, options
+        self._seeds = seeds_of(options, len(prompts.ids))
+        if options.stop and decoding.tokenizer is None:
+            raise RequestError(f"stop needs a tokenizer, and {decoding.path} has none")
+        tokenizer = decoding.tokenizer if prompts.are_text or options.stop else None
+        ends = frozenset() if options.ignore_eos else decoding.eos
+        stops = StopStrings(options.stop)
+        self.outputs = [
+            SequenceOutput(ids, limit, ends, tokenizer, stops) for ids, limit in zip(contexts, limits, strict=True)
+        ]
+
+    @abstractmethod
+    def _steps(self, stats: GenerationStats) -> Iterator[int]:
+        """Fill the outputs; yields after every step how many ended in it."""
+
+    def run(self, store: Callable[[GenerationStats], None]) -> Generator[int, None, None]:
+        """Decode; yields after every step how many prompts ended in it. The statistics are stored however it ends."""
+        stats = GenerationStats()
+        try:
+            yield from self._steps(stats)
+        finally:
+            stats.finish_reasons = [output.finish_reason or "stopped by the caller" for output in self.outputs]
+            store(stats)
+
+    def complete(self, store: Callable[[GenerationStats], None]) -> Any:
+        """Decode all and report progress; a text or token ids, or a list of these for a batch."""
+        done = 0
+        with reporting(self._options.progress, len(self.outputs)) as report, closing(self.run(store)) as steps:
+            for ended in steps:
+                done += ended
+                report(done)
+        results = [output.text if self.prompts.are_text else list(output.tokens) for output in self.outputs]
+        return results if self.prompts.are_batch else results[0]
+
+
+class Batch(NamedTuple):
     """Prompts, by their numbers, that one scheduler decodes over a pool of so many pages, with drafts or without."""
 
     rows: Sequence[int]
@@ -64,48 +121,27 @@ class Batch:
     drafts: bool = True
 
 
-class Request:
-    """Everything that can be wrong with a call is found when it is made, before any work.
-
-    Attributes:
-        outputs: one a prompt, in the order of the prompts.
-    """
+class CausalRequest(Request):
+    """A call on a causal language model: prompts are continued by one scheduler a batch."""
 
     def __init__(self, decoding: Decoding, prompts: Prompts, options: GenerationOptions) -> None:
-        self.prompts = prompts
-        self.progress = options.progress
-        self._decoding, self._options = decoding, options
-        self._seeds = seeds_of(options, len(prompts.ids))
-        engine, tokenizer = decoding.engine, decoding.tokenizer
-        if options.stop and tokenizer is None:
-            raise RequestError(f"stop needs a tokenizer, and {decoding.path} has none")
-        used = tokenizer if prompts.are_text or options.stop else None
-        ends = frozenset() if options.ignore_eos else frozenset(decoding.eos)
-        stops = StopStrings(options.stop)
-        rooms = [
+        engine = decoding.engine
+        limits = [
             room(len(ids), options.max_new_tokens, engine.context_length, prompts.name(i))
             for i, ids in enumerate(prompts.ids)
         ]
-        self._batches = self._rows(rooms) if engine.lockstep else self._paged(rooms)
-        self.outputs = [
-            SequenceOutput(ids, new, ends, used, stops) for ids, new in zip(prompts.ids, rooms, strict=True)
-        ]
+        super().__init__(decoding, prompts, options, prompts.ids, limits)
+        self._batches = self._rows(limits) if engine.lockstep else self._paged(limits)
 
-    def run(self, store: Callable[[GenerationStats], None]) -> Generator[int, None, None]:
-        """Decode; yields after every step how many prompts ended in it. The statistics are stored however it ends."""
-        stats, decoding, ids = GenerationStats(), self._decoding, self.prompts.ids
+    def _steps(self, stats: GenerationStats) -> Iterator[int]:
+        decoding, ids = self._decoding, self.prompts.ids
         sources = generators(self._options, self._seeds)
-        try:
-            for batch in self._batches:
-                sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in batch.rows]
-                speculation = decoding.drafts if batch.drafts else None
-                caller = Caller(decoding.turns)
-                yield from Scheduler(
-                    decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation
-                ).run()
-        finally:
-            stats.finish_reasons = tuple(output.finish_reason or "stopped by the caller" for output in self.outputs)
-            store(stats)
+        for batch in self._batches:
+            sequences = [Decoded(ids[i], self.outputs[i], sources[i]) for i in batch.rows]
+            speculation = decoding.drafts if batch.drafts else None
+            caller = Caller(decoding.turns)
+            scheduler = Scheduler(decoding.engine, batch.pages, sequences, self._options, stats, caller, speculation)
+            yield from scheduler.run()
 
     def _paged(self, rooms: Sequence[int]) -> list[Batch]:
         """All prompts at once, in as many pages as they use and memory has."""

@@ -16,9 +16,9 @@ from runtime.system.describe import is_integer, show
 
 @dataclass(frozen=True)
 class Prompts:
-    """Token ids of each prompt, whether they came as text, and whether they came as a batch."""
+    """Token ids of each prompt (of a sound its features), whether outputs are text, and whether they came as a batch."""
 
-    ids: list[list[int]]
+    ids: list[Any]
     are_text: bool
     are_batch: bool
 
@@ -50,7 +50,7 @@ class PromptReader:
             RequestError: not a prompt, empty, no Unicode, ids outside the vocabulary, too long. In a batch it says which.
         """
         if isinstance(prompt, str):
-            return Prompts([self._encode(prompt, f"the {what}")], True, False)
+            return Prompts([self.encode(prompt, f"the {what}")], True, False)
         prompt = _plain(prompt)
         if not isinstance(prompt, (list, tuple)):
             raise RequestError(
@@ -60,7 +60,7 @@ class PromptReader:
             raise RequestError(f"the {what} is empty")
         prompt = [part if isinstance(part, str) else _plain(part) for part in prompt]
         if all(isinstance(part, str) for part in prompt):
-            return Prompts([self._encode(part, f"{what} {i}") for i, part in enumerate(prompt)], True, True)
+            return Prompts([self.encode(part, f"{what} {i}") for i, part in enumerate(prompt)], True, True)
         if _are_ids(prompt):
             return Prompts([self.check(prompt, f"the {what}")], False, False)
         if all(isinstance(part, (list, tuple)) and _are_ids(part) for part in prompt):
@@ -79,7 +79,8 @@ class PromptReader:
             raise RequestError(f"{name} has {len(ids)} tokens, the model's context holds {limit}")
         return [int(i) for i in ids]
 
-    def _encode(self, text: str, name: str) -> list[int]:
+    def encode(self, text: str, name: str, prefix: str = "", **options: Any) -> list[int]:
+        """Token ids of a text after `prefix`; `options` are the tokenizer's."""
         if self._tokenizer is None:
             raise RequestError(f"{self._path} has no tokenizer: give token ids instead of a text")
         if not text:
@@ -87,29 +88,29 @@ class PromptReader:
         try:
             text.encode()
             with self._lock:
-                ids = list(self._tokenizer(text)["input_ids"])
+                ids = list(self._tokenizer(prefix + text, **options)["input_ids"])
         except (TypeError, UnicodeError) as error:
             raise RequestError(f"{name} is not valid Unicode text: {error}") from error
         return self.check(ids, name)
 
+    def read_rows(self, input_ids: Any, name: str = "input_ids") -> torch.Tensor:
+        """Token ids `[batch, seq]`, which messages call `name`, as an int64 tensor.
 
-def read_ids(input_ids: Any, name: str = "input_ids") -> torch.Tensor:
-    """Token ids `[batch, seq]` (a tensor or nested lists) as a tensor; what they are is the caller's to check.
+        Raises:
+            RequestError: another shape, ids outside the vocabulary, rows that are too long.
+        """
+        ids = _integers(input_ids, name)
+        for number, row in enumerate(ids.tolist()):
+            self.check(row, f"row {number} of {name}")
+        return ids
 
-    Raises:
-        RequestError: no integers of that shape; `name` is what the message calls them.
-    """
+
+def _integers(values: Any, name: str) -> torch.Tensor:
     try:
-        ids = torch.as_tensor(input_ids)
+        ids = torch.as_tensor(values)
     except (ValueError, TypeError, RuntimeError, OverflowError) as error:
         raise RequestError(f"{name} must be token ids of shape [batch, seq], all rows equally long") from error
-    if (
-        ids.dim() != 2
-        or ids.numel() == 0
-        or ids.dtype.is_floating_point
-        or ids.dtype.is_complex
-        or ids.dtype == torch.bool
-    ):
+    if ids.dim() != 2 or not ids.numel() or ids.is_floating_point() or ids.is_complex() or ids.dtype == torch.bool:
         raise RequestError(
             f"{name} must be integers of shape [batch, seq], not {str(ids.dtype).removeprefix('torch.')} "
             f"of shape {list(ids.shape)}"

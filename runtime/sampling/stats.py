@@ -8,6 +8,13 @@ from typing import Any
 
 from runtime.sampling.tree import ROOT, Tree
 
+_REPORTED = (
+    "tokens_per_second", "prefill_tokens_per_second", "prefill_seconds", "decode_seconds", "prompt_tokens", "shared_prompt_tokens",
+    "new_tokens", "sequences", "finish_reasons", "cache_bytes", "preemptions", "recomputed_tokens", "steps", "drafted_tokens",
+    "accepted_tokens", "acceptance_rate", "acceptance_by_depth", "mean_accepted", "draft_rounds", "reached_by_depth",
+    "accepted_by_depth", "draft_seconds",
+)  # fmt: skip
+
 
 @dataclass
 class GenerationStats:
@@ -53,7 +60,7 @@ class GenerationStats:
     draft_seconds: float = 0.0
     reached_by_depth: list[int] = field(default_factory=list)
     accepted_by_depth: list[int] = field(default_factory=list)
-    finish_reasons: tuple[str, ...] = ()
+    finish_reasons: list[str] = field(default_factory=list)
 
     def count_draft(self, tree: Tree, path: Sequence[int], kept: int) -> None:
         """A tree was verified, of which `path` was accepted and its first `kept` nodes became text: fewer where the text ended there."""
@@ -103,30 +110,9 @@ class GenerationStats:
         return self.read_tokens / self.held_tokens if self.held_tokens else None
 
     def as_dict(self) -> dict[str, Any]:
-        return {
-            "tokens_per_second": self.tokens_per_second,
-            "prefill_tokens_per_second": self.prefill_tokens_per_second,
-            "prefill_seconds": self.prefill_seconds,
-            "decode_seconds": self.decode_seconds,
-            "prompt_tokens": self.prompt_tokens,
-            "shared_prompt_tokens": self.shared_prompt_tokens,
-            "new_tokens": self.new_tokens,
-            "sequences": self.sequences,
-            "finish_reasons": list(self.finish_reasons),
-            "cache_bytes": self.cache_bytes,
-            "preemptions": self.preemptions,
-            "recomputed_tokens": self.recomputed_tokens,
-            "steps": self.steps,
-            "drafted_tokens": self.drafted_tokens,
-            "accepted_tokens": self.accepted_tokens,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_by_depth": self.acceptance_by_depth,
-            "mean_accepted": self.mean_accepted,
-            "draft_rounds": self.draft_rounds,
-            "reached_by_depth": list(self.reached_by_depth),
-            "accepted_by_depth": list(self.accepted_by_depth),
-            "draft_seconds": self.draft_seconds,
-        }
+        """What `stats` of a model gives, lists copied."""
+        found = {name: getattr(self, name) for name in _REPORTED}
+        return {name: list(value) if isinstance(value, list) else value for name, value in found.items()}
 
 
 def _rate(tokens: int, seconds: float) -> float:

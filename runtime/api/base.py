@@ -1,0 +1,81 @@
+"""Common base of the models that `runtime.load` returns: an engine that threads share, a tokenizer, statistics."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.export_directory import Export
+from runtime.decoding.request import Decoding
+from runtime.decoding.turns import Caller, Turns
+from runtime.sampling.prompts import PromptReader
+from runtime.sampling.stats import GenerationStats
+
+Result = TypeVar("Result")
+
+
+class LoadedModel:
+    """A model and what it was loaded from. Threads may call everything at once: they take turns on the engine.
+
+    Attributes:
+        tokenizer: the transformers tokenizer of the directory; None when it has none (token ids still work).
+        artifact: the directory it came from.
+        engine: what computes.
+    """
+
+    engine: Any
+
+    def __init__(self, engine: Any, tokenizer: Any, artifact: Artifact | Export) -> None:
+        self.engine = engine
+        self.tokenizer = tokenizer
+        self.artifact = artifact
+        self._turns = Turns()
+        self._reader = PromptReader(tokenizer, artifact.path, engine.vocab_size, engine.context_length)
+
+    def _run(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        """A call of the engine, when it is this thread's turn."""
+        return Caller(self._turns).run(function, *arguments)
+
+    def explain(self) -> dict[str, str]:
+        """{layer: the kernel that computes it}; of a compressed cache {"kv_cache.LAYER": the kernel that steps read it with}."""
+        explained: dict[str, str] = self.engine.explain()
+        return explained
+
+
+class GeneratingModel(LoadedModel):
+    """A model that generates tokens. Attributes as `LoadedModel`'s, and
+
+    Attributes:
+        eos_token_ids: tokens that end a text.
+    """
+
+    def __init__(self, engine: Any, tokenizer: Any, artifact: Artifact | Export, eos_token_ids: frozenset[int]) -> None:
+        super().__init__(engine, tokenizer, artifact)
+        self.eos_token_ids = eos_token_ids
+        self._last = GenerationStats()  # of the last call in any thread
+        self._own = threading.local()  # .last: of the last call that this thread ended
+
+    def _decoding(self) -> Decoding:
+        return Decoding(self.engine, self._turns, self.tokenizer, self.eos_token_ids, self.artifact.path)
+
+    def _store(self, stats: GenerationStats) -> None:
+        self._last = self._own.last = stats
+
+    def _last_stats(self) -> GenerationStats:
+        """Of the last call that ended in this thread; in a thread that has had none, of the last one in any."""
+        last: GenerationStats = getattr(self._own, "last", self._last)
+        return last
+
+    @property
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the last call that generated (see `GenerationStats`), `weight_bytes`, the weights as held in memory, and `engine`.
+
+        Of the last one that ended in the thread that asks; in a thread that has had none, of the last one in any.
+        """
+        return {
+            **self._last_stats().as_dict(),
+            "weight_bytes": self.engine.weight_bytes,
+            "engine": self.engine.description,
+        }

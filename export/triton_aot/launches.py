@@ -160,8 +160,7 @@ def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
     first = linear[0]
     kernel = first.kernel
     shape = (sum(x.out_features for x in linear), first.in_features)
-    tensors = llama_structure.concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
-    if tensors is None or not isinstance(kernel, TritonKernel):
+    if not isinstance(kernel, TritonKernel):
         return None
     whole = CompressedLinear(first.entry, shape, any(x.bias is not None for x in linear), first.stored_dtype)
     whole.dtype = first.dtype

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from runtime import formats
 from runtime import kernels as kernel_table
-from runtime.formats.checks import Tensors
+from runtime.engines.base import Engine
 from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-
-_SHARES = (1, 2, 4, 8)  # rows that one entry of a kernel's layout may stand for
+    from runtime.engines.torch.engine import TorchEngine
 
 
 class Part(nn.Module):
@@ -62,17 +63,12 @@ class Joined:
         compressed layers are replaced (see `Part`).
         """
         layers: list[nn.Module] = [getattr(parent, each) for each in names]
-        if isinstance(layers[0], Part):  # done by an engine before this one
-            joined = cls(layers)
-            joined.layers = [layers[0]._whole[0]]
-            return joined
         joined = cls(layers)
-        dense = join_dense(layers)
-        if dense is not None:
+        if isinstance(layers[0], Part):  # done by an engine before this one
+            joined.layers = [layers[0]._whole[0]]
+        elif (dense := join_dense(layers)) is not None:
             joined.layers = [dense]
-            return joined
-        whole = _join_compressed(layers)
-        if whole is not None:
+        elif (whole := _join_compressed(layers)) is not None:
             joined.layers = [whole]
             parent.add_module(name, whole)
             start = 0
@@ -108,86 +104,63 @@ def _bias(layers: Sequence[nn.Linear | CompressedLinear], dtype: torch.dtype) ->
 
 
 def _join_compressed(layers: Sequence[nn.Module]) -> CompressedLinear | None:
-    """The layers as one, in their kernels' own layout; None where that layout, or what they hold, does not allow it."""
+    """The layers as one, laid out anew for their kernels; None where they are not `alike`, or other kernels would fit the whole."""
     linear = alike(layers)
     if linear is None:
         return None
     first = linear[0]
     assert first.choice is not None
-    tensors = concatenated([x._tensors() for x in linear], [x.out_features for x in linear])
-    if tensors is None:
-        return None
     shape = (sum(x.out_features for x in linear), first.in_features)
-    whole = CompressedLinear(first.entry, shape, False, first.stored_dtype)
-    whole.dtype = first.dtype
     choice = kernel_table.find(kernel_table.Layer(first.entry, shape, first.dtype, first.device), first._wanted)
     if choice.decode.layout != first.choice.decode.layout:
         return None
-    for name in whole._specs:
-        if name in tensors:
-            whole._buffers[name] = tensors[name]
-    whole._replace(tensors)
-    whole.choice, whole._wanted = choice, first._wanted
-    if not _holds(whole, linear):
-        return None
-    bias = _bias(linear, first.dtype)
-    whole.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
+    weights = [x.compressed_weight() for x in linear]
+    rows: dict[str, Any] = {}
+    for name in ("values", "scale", "zero_point", "mask"):
+        if getattr(weights[0], name) is not None:
+            rows[name] = torch.cat([getattr(weight, name) for weight in weights])
+    tensors = formats.get(first.entry.format).pack(replace(weights[0], **rows))
+    whole = CompressedLinear.from_tensors(first.entry, shape, tensors, _bias(linear, first.dtype), first.stored_dtype)
+    whole.dtype = first.dtype
+    whole.prepare(first._wanted, choice)
     return whole
 
 
 def alike(layers: Sequence[nn.Module]) -> list[CompressedLinear] | None:
-    """The layers, if they are compressed alike and have kernels, so that they may be joined; None otherwise."""
+    """The layers, if they are compressed alike, row by row, and have kernels, so that they may be joined; None otherwise."""
     linear = [layer for layer in layers if type(layer) is CompressedLinear and not layer._forward_hooks]
     first = linear[0] if linear else None
-    if first is None or len(linear) < len(layers) or first.choice is None:
+    if first is None or len(linear) < len(layers) or first.choice is None or first.entry.count is not None:
         return None
     same = {(x.entry, x.in_features, x.dtype, x.stored_dtype, x.device, x.choice, x._wanted) for x in linear}
-    counted = any(x.entry.count is not None for x in linear)
-    if len(same) > 1 or counted or any(name.startswith("input_") for name in first._specs):
+    if len(same) > 1 or any(name.startswith("input_") for name in first._specs):
         return None
-    return linear
+    weights, grid = first.entry.scheme.weights, first.entry.scheme.grid
+    by_row = grid is not None and all(grid.parameter_shape(x.shape)[0] == x.out_features for x in linear)
+    return linear if weights is None or by_row else None
 
 
-def concatenated(parts: Sequence[Tensors], rows: Sequence[int]) -> Tensors | None:
-    """Each tensor along the one dimension that is as long as its layer has rows, or a small part of that; None if there is no such
-    dimension, or more than one.
+class FusedEngine(Engine):
+    """Base class: an engine that has taken over the modules of a torch engine. `parts`: these modules, as it reads them."""
 
-    A guess, which `_holds` checks: a kernel need not say how its layout is joined.
-    """
-    out: Tensors = {}
-    for name, first in parts[0].items():
-        tensors = [part[name] for part in parts if name in part]
-        if len(tensors) < len(parts) or len({t.dim() for t in tensors}) > 1:
-            return None
-        for share in _SHARES:
-            lengths = [n // share if n % share == 0 else -1 for n in rows]
-            along = [d for d in range(first.dim()) if [t.shape[d] for t in tensors] == lengths]
-            if along:
-                break
-        if len(along) != 1:
-            return None
-        out[name] = torch.cat(tensors, dim=along[0])
-    return out
+    def __init__(self, torch_engine: TorchEngine, parts: Any) -> None:
+        self.torch_engine = torch_engine
+        self.module = torch_engine.module
+        self.device = torch_engine.device
+        self.vocab_size = torch_engine.vocab_size
+        self.context_length = torch_engine.context_length
+        self.weight_bytes = torch_engine.weight_bytes
+        self.parts = parts
 
+    @property
+    def logits_width(self) -> int:
+        """Rows of the head."""
+        width: int = self.parts.vocabulary
+        return width
 
-def _holds(whole: CompressedLinear, parts: Sequence[CompressedLinear]) -> bool:
-    """Whether the joined layer has exactly the weights of its parts, seen by what the kernel gives back."""
-    try:
-        found = whole.compressed_weight()
-    except (RuntimeError, ValueError, IndexError):
-        return False
-    start = 0
-    for part in parts:
-        mine, rows = part.compressed_weight(), slice(start, start + part.out_features)
-        for name in ("values", "scale", "zero_point", "mask"):
-            a, b = getattr(found, name), getattr(mine, name)
-            if (a is None) != (b is None) or (a is not None and not torch.equal(a[rows].float(), b.float())):
-                return False
-        start += part.out_features
-    return True
+    def explain(self) -> dict[str, str]:
+        return self.torch_engine.explain()
 
-
-# Which decoders the fused engines know, found by structure and checked: a part they do not know is a reason, not a guess.
 
 #: Model classes whose forward pass is a Llama-like one; what varies among them is read from the modules.
 FAMILIES = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")

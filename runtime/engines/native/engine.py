@@ -12,12 +12,13 @@ import logging
 import threading
 from collections.abc import Sequence
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
 
-from runtime.engines.base import Chunk, Engine
+from runtime.engines.base import Chunk
+from runtime.engines.llama_structure import FusedEngine
 from runtime.engines.native.parts import Parts, read_parts
 from runtime.kernels.cpu import library
 from runtime.kernels.cpu.decoder import PAGE, Block, Decoder, Step
@@ -25,46 +26,6 @@ from runtime.layers.compressed_linear import CompressedLinear
 
 if TYPE_CHECKING:
     from runtime.engines.torch.engine import TorchEngine
-
-
-# Where the rows of a step stand whose chunks may be trees, as decoder.h reads it.
-
-
-class Branches:
-    """For each row of the chunks, one after another:
-
-    Attributes:
-        position: int64 `[rows]`, in its text.
-        slot: int64 `[rows]`, where its keys and values are put.
-        base, path: int64 `[rows]`: positions from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order.
-        slots: int32, of all branches one after another.
-    """
-
-    def __init__(self, chunks: Sequence[Chunk]) -> None:
-        position: list[int] = []
-        base: list[int] = []
-        path: list[int] = []
-        slots: list[int] = []
-        slot: list[int] = []
-        for chunk in chunks:
-            count, start = len(chunk.tokens), chunk.start
-            slot += range(start + chunk.cached, start + chunk.cached + count)
-            base += [start] * count
-            if chunk.parents is None:
-                position += range(start, start + count)
-                path += [-1] * count
-                continue
-            branches: list[list[int]] = []
-            for index, parent in enumerate(chunk.parents):
-                branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
-            branches = branches[chunk.cached :]
-            lengths = [len(branch) for branch in branches]
-            position += [start + length - 1 for length in lengths]
-            path += accumulate(lengths[:-1], initial=len(slots))
-            slots += [place for branch in branches for place in branch]
-        self.position, self.slot = torch.tensor(position), torch.tensor(slot)
-        self.base, self.path = torch.tensor(base), torch.tensor(path)
-        self.slots = torch.tensor(slots, dtype=torch.int32)
 
 
 MOST_ROWS = 512
@@ -99,6 +60,49 @@ def _place(pages: Sequence[int], start: int) -> tuple[int, int]:
     return start, pages[start // PAGE]  # what is written to belongs to one sequence
 
 
+def branch_tensors(chunks: Sequence[Chunk]) -> dict[str, torch.Tensor]:
+    """Where the rows of chunks are that may be trees, as decoder.h reads it.
+
+    Returns:
+        `position`: int64 `[rows]`, in its sequence. `slot`: int64 `[rows]`, where its keys and values are put. `base`, `path`: int64
+        `[rows]`: positions from `base` on are at `slots[path]`, `slots[path + 1]`, ...; `path` -1: all are in order. `slots`: int32, of
+        all branches one after another.
+    """
+    position: list[int] = []
+    base: list[int] = []
+    path: list[int] = []
+    slots: list[int] = []
+    slot: list[int] = []
+    for chunk in chunks:
+        count, start = len(chunk.tokens), chunk.start
+        slot += range(start + chunk.cached, start + chunk.cached + count)
+        base += [start] * count
+        if chunk.parents is None:
+            position += range(start, start + count)
+            path += [-1] * count
+            continue
+        branches: list[list[int]] = []
+        for index, parent in enumerate(chunk.parents):
+            branches.append([*(branches[parent] if parent >= 0 else ()), start + index])
+        for branch in branches[chunk.cached :]:
+            position.append(start + len(branch) - 1)
+            path.append(len(slots))
+            slots += branch
+    found = {"position": position, "slot": slot, "base": base, "path": path}
+    return {name: torch.tensor(each) for name, each in found.items()} | {
+        "slots": torch.tensor(slots, dtype=torch.int32)
+    }
+
+
+def decoder_of(parts: Parts, blocks: Sequence[Block]) -> Decoder:
+    """A decoder with other blocks; it keeps the copies of these that it points to."""
+    decoder = Decoder()
+    ctypes.pointer(decoder)[0] = parts.decoder
+    decoder.layers = len(blocks)
+    decoder.blocks = (Block * len(blocks))(*blocks)
+    return decoder
+
+
 class Pool:
     """Pages of keys and values: for each layer `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`.
 
@@ -106,17 +110,17 @@ class Pool:
         recorder: records the next step, once; None: nobody wants it.
     """
 
-    def __init__(self, parts: Parts, count: int) -> None:
+    def __init__(self, parts: Parts, count: int, blocks: Sequence[Block] | None = None) -> None:
+        """`blocks`: the layers; None: all of the model's."""
+        layers = parts.blocks if blocks is None else blocks
         shape = (count, parts.kv_heads, parts.head_dim * PAGE)
         # Not touched here: the operating system gives the memory when a page is first written.
-        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(parts.blocks))]
+        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2 * len(layers))]
         self.count = count
-        self.blocks = (Block * len(parts.blocks))(*parts.blocks)
-        for i, block in enumerate(self.blocks):
-            block.keys, block.values = self.tensors[2 * i].data_ptr(), self.tensors[2 * i + 1].data_ptr()
-        self.decoder = Decoder()
-        ctypes.pointer(self.decoder)[0] = parts.decoder
-        self.decoder.blocks = self.blocks
+        self.decoder = decoder_of(parts, layers)
+        self.blocks = self.decoder.blocks
+        for i in range(len(layers)):
+            self.blocks[i].keys, self.blocks[i].values = (each.data_ptr() for each in self.tensors[2 * i : 2 * i + 2])
         self.recorder: Recorder | None = None
 
 
@@ -127,16 +131,16 @@ class Ready(NamedTuple):
         step: of decoder.h.
         logits: float32 `[outputs, vocab]`, filled by it.
         x: float32 `[tokens, hidden]`, the residual stream: before it what the first layer reads, then what the last one leaves.
-        held: what else it points to.
+        tensors: all that it points to.
     """
 
     step: Step
     logits: torch.Tensor
     x: torch.Tensor
-    held: tuple[Any, ...]
+    tensors: dict[str, torch.Tensor]
 
 
-class LlamaEngine(Engine):
+class LlamaEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`."""
 
     page_size = PAGE
@@ -145,14 +149,8 @@ class LlamaEngine(Engine):
     def __init__(self, torch_engine: TorchEngine, parts: Parts) -> None:
         found = library.load()
         assert found is not None
+        super().__init__(torch_engine, parts)
         self._library = found
-        self.torch_engine = torch_engine
-        self.module = torch_engine.module
-        self.device = torch_engine.device
-        self.vocab_size = torch_engine.vocab_size
-        self.context_length = torch_engine.context_length
-        self.weight_bytes = torch_engine.weight_bytes
-        self.parts = parts
         self.most_rows = MOST_ROWS
         self.page_bytes = 2 * len(parts.blocks) * parts.kv_heads * parts.head_dim * PAGE * parts.cache_dtype.itemsize
         self._embedding: nn.Module = self.module.get_input_embeddings()
@@ -160,11 +158,6 @@ class LlamaEngine(Engine):
         self._local = threading.local()
         digits = parts.decoder.digits
         self.description = f"decoder in C ({found.isa_name().decode()}, {digits}-digit activations)"
-
-    @property
-    def logits_width(self) -> int:
-        """Rows of the head."""
-        return self.parts.vocabulary
 
     def explain(self) -> dict[str, str]:
         """As the modules say, but for compressed layers: here one kernel serves every number of rows."""
@@ -245,40 +238,29 @@ class LlamaEngine(Engine):
             sequence = torch.arange(len(chunks), dtype=torch.int32).repeat_interleave(counts)
             position = torch.cat([torch.arange(p.start, p.start + len(p.tokens)) for p in chunks])
             last = max(p.start + len(p.tokens) for p in chunks) - 1
-        branches = None
+        tensors = {"sequence": sequence, "position": position}
         if any(chunk.parents is not None for chunk in chunks):
-            branches = Branches(chunks)
-            position, last = branches.position, int(branches.position.max())
+            tensors |= branch_tensors(chunks)
+            last = int(tensors["position"].max())
         width = max(len(chunk.pages) for chunk in chunks)
-        pages = torch.tensor([[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks], dtype=torch.int32)
-        if x is None:
-            x = self._embedding(ids).float().contiguous()  # a lookup is a tensor of its own: C may overwrite it
-        cosine, sine = self._rotation(last + 1)
-        wanted = torch.tensor(list(outputs), dtype=torch.int32)
-        logits = torch.empty(len(outputs), self.parts.vocabulary)
-        memory = self._memory(decoder, ids.numel())
+        pages = [[*chunk.pages, *[0] * (width - len(chunk.pages))] for chunk in chunks]
+        tensors["pages"] = torch.tensor(pages, dtype=torch.int32)
+        # A lookup is a tensor of its own: C may overwrite it.
+        tensors["x"] = self._embedding(ids).float().contiguous() if x is None else x
+        tensors["cosine"], tensors["sine"] = self._rotation(last + 1)
+        tensors["output"] = torch.tensor(list(outputs), dtype=torch.int32)
+        tensors["logits"] = torch.empty(len(outputs), self.parts.vocabulary)
+        tensors["memory"] = self._memory(decoder, ids.numel())
         step = Step(
             rows=ids.numel(),
             outputs=len(outputs),
             pages_stride=width,
             first=0,
             last=decoder.layers,
-            x=x.data_ptr(),
-            sequence=sequence.data_ptr(),
-            position=position.data_ptr(),
-            slot=None if branches is None else branches.slot.data_ptr(),
-            base=None if branches is None else branches.base.data_ptr(),
-            path=None if branches is None else branches.path.data_ptr(),
-            slots=None if branches is None else branches.slots.data_ptr(),
-            pages=pages.data_ptr(),
-            cosine=cosine.data_ptr(),
-            sine=sine.data_ptr(),
-            output=wanted.data_ptr(),
-            logits=logits.data_ptr(),
-            memory=memory.data_ptr(),
             decoder=ctypes.pointer(decoder),
+            **{name: tensor.data_ptr() for name, tensor in tensors.items()},
         )
-        return Ready(step, logits, x, (sequence, position, branches, pages, cosine, sine, wanted, memory, decoder))
+        return Ready(step, tensors["logits"], tensors["x"], tensors)
 
     def compute(self, step: Step) -> None:
         """Run a prepared step whose weights are all in memory."""

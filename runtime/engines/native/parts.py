@@ -18,8 +18,10 @@ from runtime.layers.compressed_linear import CompressedLinear
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-_PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj")
-_MLP = ("gate_proj", "up_proj", "down_proj")
+# {field of a C structure: module}
+PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
+MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
 
 
 @dataclass
@@ -85,13 +87,13 @@ def _why_not(model: PreTrainedModel, device: torch.device) -> str | None:
 
 def _block(layer: Any, config: Any, keep: list[Any], digits: set[int]) -> Block:
     block = Block()
-    for field, module in zip(("query", "key", "value", "output"), _PROJECTIONS, strict=True):
+    for field, module in PROJECTIONS.items():
         setattr(block, field, _linear(getattr(layer.self_attn, module), keep, digits))
-    for field, module in zip(("gate", "up", "down"), _MLP, strict=True):
+    for field, module in MLP.items():
         setattr(block, field, _linear(getattr(layer.mlp, module), keep, digits))
     block.input_norm = _vector(layer.input_layernorm.weight, keep)
     block.mlp_norm = _vector(layer.post_attention_layernorm.weight, keep)
-    for field, name in (("query_norm", "q_norm"), ("key_norm", "k_norm")):
+    for field, name in HEAD_NORMS.items():
         norm = getattr(layer.self_attn, name, None)
         if norm is not None:
             setattr(block, field, _vector(norm.weight, keep))
@@ -118,11 +120,17 @@ def _linear(module: nn.Module, keep: list[Any], digits: set[int]) -> Linear:
         return kernel.panels.linear(tensors, module.layer, bias)
     if type(module) is not nn.Linear or module.weight.dtype not in TYPES or not module.weight.is_contiguous():
         raise UnknownPartError(f"one of its layers is a {type(module).__name__}")
-    linear = Linear()
-    linear.kind, linear.scale_type = library.KINDS["dense"], TYPES[module.weight.dtype]
-    linear.rows, linear.columns = module.weight.shape
-    linear.weight = module.weight.data_ptr()
+    linear = dense_linear(module.weight)
     keep.append(module.weight)
     if module.bias is not None:
         linear.bias = _vector(module.bias, keep)
+    return linear
+
+
+def dense_linear(weight: torch.Tensor) -> Linear:
+    """A dense layer `[rows, columns]` without a bias; whoever asks keeps the weight alive."""
+    linear = Linear()
+    linear.kind, linear.scale_type = library.KINDS["dense"], TYPES[weight.dtype]
+    linear.rows, linear.columns = weight.shape
+    linear.weight = weight.data_ptr()
     return linear

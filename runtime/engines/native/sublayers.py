@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import weakref
 from collections.abc import Collection, Mapping, Sequence
 from itertools import accumulate
@@ -11,15 +10,12 @@ from typing import Any
 import torch
 
 from runtime.engines.base import Chunk
-from runtime.engines.native.engine import LlamaEngine, Pool
+from runtime.engines.native.engine import LlamaEngine, Pool, decoder_of
+from runtime.engines.native.parts import HEAD_NORMS, MLP, PROJECTIONS, dense_linear
 from runtime.errors import ArtifactError
 from runtime.kernels.cpu.decoder import PAGE, SKIP_ATTENTION, SKIP_MLP, Block, Decoder
 from runtime.kernels.cpu.library import KINDS, TYPES, Linear
 
-# Parts of a decoder in C that compute by themselves, with its weights and in its pages: some of its layers, or not all of each layer.
-
-_ATTENTION = ("query", "key", "value", "output")
-_ViewMLP = ("gate", "up", "down")
 #: Bytes of a weight by kind; a kept one of 2:4 has four bits and its position two.
 _BYTES = {KINDS["w4"]: 0.5, KINDS["w8"]: 1.0, KINDS["s24"]: 0.375}
 
@@ -49,14 +45,14 @@ class View:
         self._bound: weakref.WeakKeyDictionary[Pool, Decoder] = weakref.WeakKeyDictionary()
         self._unbound = self._decoder(engine.parts.blocks)
 
-    def read(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
-        """Logits after the last token of each piece, float32 `[pieces, vocab]`."""
-        ends = accumulate(len(piece.tokens) for piece in pieces)
-        return self._run(pool, pieces, [end - 1 for end in ends])[0]
+    def read(self, pool: Pool, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """Logits after the last token of each chunk, float32 `[chunks, vocab]`."""
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        return self._run(pool, chunks, [end - 1 for end in ends])[0]
 
-    def states(self, pool: Pool, pieces: Sequence[Chunk]) -> torch.Tensor:
-        """The residual stream after the last layer, float32 `[tokens of all pieces, hidden]`."""
-        return self._run(pool, pieces, ())[1]
+    def states(self, pool: Pool, chunks: Sequence[Chunk]) -> torch.Tensor:
+        """The residual stream after the last layer, float32 `[tokens of all chunks, hidden]`."""
+        return self._run(pool, chunks, ())[1]
 
     @torch.inference_mode()
     def head(self, states: torch.Tensor) -> torch.Tensor:
@@ -79,26 +75,17 @@ class View:
         return head_bytes(self.engine) + sum(block_bytes(blocks[layer], skip) for layer, skip in self._skips.items())
 
     @torch.inference_mode()
-    def _run(self, pool: Pool, pieces: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+    def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         decoder = self._bound.get(pool)
         if decoder is None:
             decoder = self._bound[pool] = self._decoder(pool.blocks)
-        ready = self.engine.prepare(decoder, pieces, outputs)
+        ready = self.engine.prepare(decoder, chunks, outputs)
         self.engine.compute(ready.step)
         return ready.logits, ready.x
 
     def _decoder(self, blocks: Any) -> Decoder:
         """Of these layers' weights and keys and values."""
-        return decoder_of(self.engine, [with_skip(blocks[layer], skip) for layer, skip in self._skips.items()])
-
-
-def decoder_of(engine: LlamaEngine, blocks: Sequence[Block]) -> Decoder:
-    """The engine's decoder with other blocks; it keeps the copies of these that it points to."""
-    decoder = Decoder()
-    ctypes.pointer(decoder)[0] = engine.parts.decoder
-    decoder.layers = len(blocks)
-    decoder.blocks = (Block * len(blocks))(*blocks)
-    return decoder
+        return decoder_of(self.engine.parts, [with_skip(blocks[layer], skip) for layer, skip in self._skips.items()])
 
 
 def with_skip(block: Block, skip: int) -> Block:
@@ -110,7 +97,7 @@ def with_skip(block: Block, skip: int) -> Block:
 
 def block_bytes(block: Block, skip: int = 0) -> float:
     """Bytes of weights that a token reads of a block."""
-    fields = (() if skip & SKIP_ATTENTION else _ATTENTION) + (() if skip & SKIP_MLP else _ViewMLP)
+    fields = [*(() if skip & SKIP_ATTENTION else PROJECTIONS), *(() if skip & SKIP_MLP else MLP)]
     return sum(linear_bytes(getattr(block, field)) for field in fields)
 
 
@@ -135,25 +122,6 @@ def parts_of(engine: Any) -> LlamaEngine | str:
     if isinstance(engine, LlamaEngine):
         return f"{wanted}, all of it in memory; this one's layers are read from disk while others compute"
     return f"{wanted}; this one runs on {getattr(engine, 'description', type(engine).__name__)}"
-
-
-_PROJECTIONS = {"query": "q_proj", "key": "k_proj", "value": "v_proj", "output": "o_proj"}
-_MLP = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
-_HEAD_NORMS = {"query_norm": "q_norm", "key_norm": "k_norm"}
-
-
-class AdapterPool:
-    """Pages of an adapter's keys and values: `[pages, kv_heads, head_dim, PAGE]` and `[pages, kv_heads, PAGE, head_dim]`."""
-
-    def __init__(self, adapter: Adapter, count: int) -> None:
-        parts = adapter.engine.parts
-        shape = (count, parts.kv_heads, parts.head_dim * PAGE)
-        self.count = count
-        self.tensors = [torch.empty(shape, dtype=parts.cache_dtype) for _ in range(2)]
-        block = with_skip(adapter.block, adapter.block.skip)
-        block.keys, block.values = (tensor.data_ptr() for tensor in self.tensors)
-        self.decoder: Decoder = decoder_of(adapter.engine, [block])
-        self.decoder.final_norm = adapter.norm.data_ptr()
 
 
 class Adapter:
@@ -188,14 +156,14 @@ class Adapter:
         hidden = (parts.decoder.hidden,)
         self.block = Block()
         self.block.window = like.window
-        for field, name in _PROJECTIONS.items():
+        for field, name in PROJECTIONS.items():
             setattr(self.block, field, self._linear(left, f"self_attn.{name}", getattr(like, field)))
         self.block.input_norm = self._vector(left, "input_layernorm.weight", hidden).data_ptr()
-        for field, name in _HEAD_NORMS.items():
+        for field, name in HEAD_NORMS.items():
             if getattr(like, field):
                 setattr(self.block, field, self._vector(left, f"self_attn.{name}.weight", (parts.head_dim,)).data_ptr())
         if any(name.startswith("mlp.") for name in left):
-            for field, name in _MLP.items():
+            for field, name in MLP.items():
                 setattr(self.block, field, self._linear(left, f"mlp.{name}", getattr(like, field)))
             self.block.mlp_norm = self._vector(left, "post_attention_layernorm.weight", hidden).data_ptr()
         else:
@@ -206,18 +174,21 @@ class Adapter:
         self.weight_bytes = sum(tensor.nbytes for tensor in self._keep)
         self.read_bytes = block_bytes(self.block, self.block.skip) + head_bytes(engine)
 
-    def make_memory(self, count: int) -> AdapterPool:
-        return AdapterPool(self, count)
+    def make_memory(self, count: int) -> Pool:
+        """Pages of the adapter's own keys and values."""
+        pool = Pool(self.engine.parts, count, [self.block])
+        pool.decoder.final_norm = self.norm.data_ptr()
+        return pool
 
     @torch.inference_mode()
-    def read(self, memory: AdapterPool, pieces: Sequence[Chunk], states: torch.Tensor) -> torch.Tensor:
-        """Logits after the last token of each piece, float32 `[pieces, vocab]`.
+    def read(self, memory: Pool, chunks: Sequence[Chunk], states: torch.Tensor) -> torch.Tensor:
+        """Logits after the last token of each chunk, float32 `[chunks, vocab]`.
 
         Args:
-            states: float32 `[tokens of all pieces, hidden]`, what the layers before it leave in the residual stream; overwritten.
+            states: float32 `[tokens of all chunks, hidden]`, what the layers before it leave in the residual stream; overwritten.
         """
-        ends = accumulate(len(piece.tokens) for piece in pieces)
-        ready = self.engine.prepare(memory.decoder, pieces, [end - 1 for end in ends], states)
+        ends = accumulate(len(chunk.tokens) for chunk in chunks)
+        ready = self.engine.prepare(memory.decoder, chunks, [end - 1 for end in ends], states)
         self.engine.compute(ready.step)
         return ready.logits
 
@@ -231,9 +202,7 @@ class Adapter:
             )
         weight = weight.contiguous()
         self._keep.append(weight)
-        linear = Linear()
-        linear.kind, linear.scale_type = KINDS["dense"], TYPES[weight.dtype]
-        linear.rows, linear.columns, linear.weight = like.rows, like.columns, weight.data_ptr()
+        linear = dense_linear(weight)
         if f"{name}.bias" in left:
             linear.bias = self._vector(left, f"{name}.bias", (like.rows,)).data_ptr()
         return linear
@@ -250,6 +219,3 @@ class Adapter:
         if tuple(tensor.shape) != shape:
             raise ArtifactError(f"{self._where}: {name} is {list(tensor.shape)}, and this model needs {list(shape)}")
         return tensor
-
-
-__all__ = ["Adapter", "AdapterPool"]

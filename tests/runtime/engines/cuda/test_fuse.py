@@ -149,14 +149,16 @@ def test_what_is_left_alone() -> None:
 
 
 @pytest.mark.usefixtures("reordered")
-def test_a_layout_that_does_not_concatenate_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a kernel gives back for the joined tensors is compared with the parts."""
+def test_a_layout_that_does_not_concatenate_is_made_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Reordered, "prepare", _interleaved)
     monkeypatch.setattr(Reordered, "restore", _restored)
-    layers: list[nn.Module] = [compressed(n, 64) for n in (32, 16, 16)]
+    layers: list[CompressedLinear] = [compressed(n, 64) for n in (32, 16, 16)]
     for layer in layers:
-        layer.prepare()  # type: ignore[operator]
-    assert len(Joined.of(parent_of(layers), NAMES, "qkv_proj").layers) == 3
+        layer.prepare()
+    wanted = torch.cat([layer.dequantize() for layer in layers])
+    (whole,) = Joined.of(parent_of(list(layers)), NAMES, "qkv_proj").layers
+    assert isinstance(whole, CompressedLinear)
+    assert torch.equal(whole.dequantize(), wanted)
 
 
 _plain_prepare, _plain_restore = Reordered.prepare, Reordered.restore

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from types import MappingProxyType
@@ -34,6 +36,22 @@ TOKENIZER_FILES = (
     "chat_template.jinja", "vocab.json", "vocab.txt", "merges.txt", "spiece.model", "sentencepiece.model", "sentencepiece.bpe.model",
     "spm.model", "source.spm", "target.spm", "tekken.json",
 )  # fmt: skip
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def in_float32(weight: CompressedWeight) -> torch.Tensor:
+    """The matrix `[out, in]` as its codes and scales say, products not rounded to the model's dtype."""
+    scale = None if weight.scale is None else weight.scale.float()
+    return replace(weight, scale=scale, dtype=torch.float32).dequantize()
+
+
+def distance(before: torch.Tensor, after: torch.Tensor) -> float:
+    """`||W' - W|| / ||W||`, the relative error of a matrix that was rounded anew."""
+    return float((after - before).norm() / before.norm().clamp(min=1e-30))
 
 
 class Source:
@@ -130,20 +148,15 @@ class Source:
         tensors = {name: checkpoint.get(stored) for name, stored in names.items()}
         return storage.unpack(tensors, entry.scheme, shape, self.dtype, module)
 
-    def input_scale(self, module: str) -> torch.Tensor | None:
-        """The static activation scale, `[1]` in the model's dtype; None where activations are dynamic or not quantized."""
-        name = self._stored(f"{module}.input_scale")
-        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
+    def matrix(self, module: str) -> torch.Tensor:
+        """`[rows, columns]` of any linear layer or embedding, dequantized."""
+        return self.weight(module).dequantize() if module in self.entries else self.dense(f"{module}.weight")
 
-    def input_zero_point(self, module: str) -> torch.Tensor | None:
-        """The static activation zero point, `[1]`; None where there is none."""
-        name = self._stored(f"{module}.input_zero_point")
-        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
-
-    def bias(self, module: str) -> torch.Tensor | None:
-        """`[rows]` in the dtype stored, or None."""
-        name = self._stored(f"{module}.bias")
-        return self.artifact.checkpoint.get(name) if self.artifact.checkpoint.has(name) else None
+    def optional(self, name: str) -> torch.Tensor | None:
+        """A stored tensor that need not be there: `{module}.bias`, or `{module}.input_scale` and `.input_zero_point` (each `[1]`) of
+        static activations."""
+        stored = self._stored(name)
+        return self.artifact.checkpoint.get(stored) if self.artifact.checkpoint.has(stored) else None
 
     def dense(self, name: str) -> torch.Tensor:
         """One stored tensor by its full name; a tied one that is not stored is read from where it is."""
@@ -155,12 +168,8 @@ class Source:
 
     def dense_names(self) -> list[str]:
         """Stored tensors that belong to no compressed module (biases of compressed modules are among them), sorted."""
-        result = []
-        for name in self.artifact.checkpoint.names():
-            module, _, leaf = name.rpartition(".")
-            if module not in self.entries or leaf == "bias":
-                result.append(name)
-        return result
+        names = self.artifact.checkpoint.names()
+        return [name for name in names if name.endswith(".bias") or name.rpartition(".")[0] not in self.entries]
 
     # ---------------------------------------------------------------- facts
     @property
@@ -168,12 +177,17 @@ class Source:
         """Bytes of all stored tensors."""
         return self.artifact.checkpoint.total_bytes
 
+    @cached_property
+    def _module_bytes(self) -> Counter[str]:
+        sizes: Counter[str] = Counter()
+        for name in self.artifact.checkpoint.names():
+            module, _, leaf = name.rpartition(".")
+            sizes[module] += 0 if leaf == "bias" else self.artifact.checkpoint.nbytes(name)
+        return sizes
+
     def module_bytes(self, module: str) -> int:
         """Bytes of all stored tensors of one module but its bias."""
-        checkpoint = self.artifact.checkpoint
-        home = self._stored(f"{module}.weight").rpartition(".")[0]
-        names = [name for name in checkpoint.names() if name.rpartition(".")[0] == home]
-        return sum(checkpoint.nbytes(name) for name in names if not name.endswith(".bias"))
+        return self._module_bytes[self._published.get(module, module)]
 
     def sha256(self) -> str:
         """Hash of the artifact: of the manifest, which has the hash of every file; a fingerprint for plain checkpoints."""

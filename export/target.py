@@ -54,6 +54,19 @@ class Conversion:
         return f"{self.what} ({'; '.join(parts)})"
 
 
+def merged(changes: Iterable[Conversion]) -> list[Conversion]:
+    """Conversions of one kind joined into one, in the order in which the kinds come."""
+    kinds: dict[tuple[str, bool], list[Conversion]] = {}
+    for change in changes:
+        kinds.setdefault((change.what, change.exact), []).append(change)
+    result = []
+    for (what, exact), members in kinds.items():
+        modules = tuple(name for member in members for name in member.modules)
+        sizes = [member.bytes for member in members if member.bytes is not None]
+        result.append(Conversion(what, modules, exact, sum(sizes) if sizes else None))
+    return result
+
+
 @dataclass
 class Verification:
     """What loading the export back showed.

@@ -8,7 +8,7 @@ can tell apart, either counts as right, and such near ties are counted apart.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -21,9 +21,8 @@ if TYPE_CHECKING:
     from export.target import Job
 
 Logits = Callable[[torch.Tensor], torch.Tensor]  # ids int64 [batch, seq] -> [batch, seq, vocab]
-Generate = Callable[
-    [list[list[int]], int], list[list[int]]
-]  # prompts of any lengths, new tokens -> the new ids, greedy
+# prompts of any lengths, new tokens -> the new ids, greedy
+Generate = Callable[[list[list[int]], int], list[list[int]]]
 
 PROMPTS = 8
 PROMPT_TOKENS = 12
@@ -47,6 +46,10 @@ class Probe:
     rows: torch.Tensor
     logits: torch.Tensor
     continuations: list[list[int]]
+
+    def outcomes(self, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Logits of the artifact and, from `[prompts, seq, vocab]`, of another engine over the tokens that KL is summed over."""
+        return self.logits, other
 
 
 def load_artifact(source: Source) -> Any:
@@ -99,13 +102,13 @@ def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[st
         )
     if not bool(other.isfinite().all()):
         raise CompressError("the export gives logits that are not finite")
-    ours, theirs = reference.logits.log_softmax(-1), other.log_softmax(-1)
+    ours, theirs = (logits.log_softmax(-1) for logits in reference.outcomes(other))
     kl = (ours.exp() * (ours - theirs)).sum(-1).clamp(min=0)
     metrics = {
         "kl": float(kl.mean()),
         "kl_worst": float(kl.max()),
-        "top1_agreement": float((ours.argmax(-1) == theirs.argmax(-1)).float().mean()),
-        "logit_difference": float((reference.logits - other).abs().max()),
+        "top1_agreement": float((reference.logits.argmax(-1) == other.argmax(-1)).float().mean()),
+        "logit_difference": float((reference.logits - other)[reference.logits.isfinite()].abs().max()),
     }
     if not metrics["kl"] <= kl_limit:  # NaN too
         raise CompressError(
@@ -147,8 +150,3 @@ def _gap(reference: Probe, row: int, index: int, expected: int, found: int) -> f
     """How much more likely (in logits) the artifact finds its own token than the other engine's."""
     logits = reference.logits[row, len(reference.prompts[row]) + index - 1]
     return float(logits[expected] - logits[found])
-
-
-def batches(rows: Sequence[Any], size: int) -> list[Sequence[Any]]:
-    """Consecutive parts of at most `size`."""
-    return [rows[start : start + size] for start in range(0, len(rows), size)]

@@ -6,20 +6,20 @@ integers of 4 and 8 bits in groups or rows; int8 activations with symmetric weig
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from export.huggingface.fused_layers import fused_sets, words
+from export.huggingface.fused_layers import words
 from export.huggingface.grids import KERNEL_GROUPS, group_for, regrid, widened
-from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
-from export.huggingface.shards import Part
+from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, same
+from export.huggingface.shards import Part, stored_part
 from export.source import Source
-from export.target import Conversion, Job
+from export.target import Job
 from runtime import formats
-from runtime.formats import Format, TensorSpec
+from runtime.formats import TensorSpec
 from runtime.formats.quantization_config import ModuleEntry, build
 from runtime.formats.scheme import GridScheme, Scheme
 
@@ -45,7 +45,8 @@ class CompressedTensors(Layout):
                 )
             return None
         scheme = Scheme(grid, activations)
-        storage = _shared_format(scheme, shape)
+        every = (formats.get(name) for name in formats.names())
+        storage = next((f for f in every if not f.own and f.why_not(scheme, shape) is None), None)
         if storage is None:
             raise UnfitError(
                 f"({words(entry)}) has no layout of compressed-tensors: it pairs integers with integers, float8 with float8"
@@ -65,14 +66,13 @@ class CompressedTensors(Layout):
         source = job.source
         specs = self.specs(source, module, entry)
         if same(source.entries[module], entry):
-            return [Part({name: spec}, _reader(source, name)) for name, spec in specs.items()]
+            return [stored_part(source, name, spec) for name, spec in specs.items()]
 
         def make() -> Mapping[str, torch.Tensor]:
             assert entry.scheme.grid is not None
             weight = regrid(source.weight(module), entry.scheme.grid)
-            tensors = formats.get(entry.format).pack(
-                weight, source.input_scale(module), source.input_zero_point(module)
-            )
+            inputs = (source.optional(f"{module}.{part}") for part in ("input_scale", "input_zero_point"))
+            tensors = formats.get(entry.format).pack(weight, *inputs)
             return {f"{module}.{name}": tensor for name, tensor in tensors.items()}
 
         return [Part(specs, make)]
@@ -87,67 +87,39 @@ class CompressedTensors(Layout):
             f"schemes with an asymmetric one among them ({'; '.join(schemes)})"
         )
 
-    def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
-        found: dict[str, list[str]] = {}
-        rows = fused_rows(source, plan)
-        for name, entry in plan.entries.items():
-            for text in objections(entry, (rows[name], source.shapes[name][1])):
-                found.setdefault(text, []).append(name)
-        return [remark(text, names) for text, names in found.items()]
+    def config(self, source: Source, plan: Plan, options: Any) -> dict[str, Any]:
+        return build(plan.entries, [name for name in source.shapes if name not in source.embeddings])
 
-    def config(self, source: Source, plan: Plan) -> dict[str, Any] | None:
-        """`quantization_config`, or None where nothing is compressed."""
-        linear = [name for name in source.shapes if name not in source.embeddings]
-        return build(plan.entries, linear) if plan.entries else None
-
-
-def same(before: ModuleEntry, after: ModuleEntry) -> bool:
-    """True when the stored tensors can be copied: only the note of a sparsity pattern may go."""
-    return before.format == after.format and replace(before.scheme, sparsity=None) == after.scheme
-
-
-def objections(entry: ModuleEntry, shape: tuple[int, int]) -> list[str]:
-    """What vLLM's kernels do not take, in sentences; `shape` is that of the fused layer."""
-    weights, activations = entry.scheme.grid, entry.scheme.activations
-    assert weights is not None
-    if activations is None and weights.type == "int":
-        return _weight_only(weights, shape)
-    if weights.strategy == "group" and not (weights.bits == 4 and activations is not None and activations.dynamic):
-        return [f"vLLM has no kernel for {words(entry)}: it loads in transformers only"]
-    if activations is None:
-        return []
-    if weights.type == "int" and not weights.symmetric:
-        return ["vLLM takes int8 activations with symmetric weights only: this loads in transformers only"]
-    if not activations.dynamic and activations.strategy != "tensor":
-        return ["vLLM takes static activation scales a tensor only: this loads in transformers only"]
-    if weights.type == "int" and activations.dynamic and activations.strategy != "token":
-        return ["vLLM takes dynamic int8 activations a token only: this loads in transformers only"]
-    return []
+    def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
+        weights, activations = entry.scheme.grid, entry.scheme.activations
+        assert weights is not None
+        if activations is None and weights.type == "int":
+            yield from _weight_only(weights, shape)
+        elif weights.strategy == "group" and not (
+            weights.bits == 4 and activations is not None and activations.dynamic
+        ):
+            yield f"vLLM has no kernel for {words(entry)}: it loads in transformers only"
+        elif activations is None:
+            return
+        elif weights.type == "int" and not weights.symmetric:
+            yield "vLLM takes int8 activations with symmetric weights only: this loads in transformers only"
+        elif not activations.dynamic and activations.strategy != "tensor":
+            yield "vLLM takes static activation scales a tensor only: this loads in transformers only"
+        elif weights.type == "int" and activations.dynamic and activations.strategy != "token":
+            yield "vLLM takes dynamic int8 activations a token only: this loads in transformers only"
 
 
-def fused_rows(source: Source, plan: Plan) -> dict[str, int]:
-    """{module: rows of the layer that engines make of it and its siblings}; experts are not stacked in rows."""
-    rows = {name: source.shapes[name][0] for name in plan.entries}
-    for fused, shards in fused_sets(plan.entries).items():
-        if not fused.endswith(".experts"):
-            rows |= {name: sum(source.shapes[shard][0] for shard in shards) for name in shards}
-    return rows
-
-
-def _weight_only(weights: GridScheme, shape: tuple[int, int]) -> list[str]:
-    found = []
+def _weight_only(weights: GridScheme, shape: tuple[int, int]) -> Iterator[str]:
     if weights.bits not in (4, 8):
-        found.append(f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only")
+        yield f"vLLM reads pack-quantized of 4 and 8 bits: int{weights.bits} loads in transformers only"
     if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
-        found.append(
-            f"vLLM's Marlin kernel knows groups of 32, 64 and 128: groups of {weights.group_size} fall back to slower kernels or none"
-        )
+        size = weights.group_size
+        yield f"vLLM's Marlin kernel knows groups of 32, 64 and 128: groups of {size} fall back to slower kernels or none"
     if shape[0] % 64 or shape[1] % 128:
-        found.append(
+        yield (
             "vLLM's Marlin kernel wants (fused) rows in 64s and columns in 128s: "
             f"{shape[0]} x {shape[1]} falls back to slower kernels or none"
         )
-    return found
 
 
 def _with_activations(weights: GridScheme, columns: int, keep_bits: bool) -> GridScheme | None:
@@ -159,13 +131,3 @@ def _with_activations(weights: GridScheme, columns: int, keep_bits: bool) -> Gri
         if size is None:
             return None
     return replace(weights, bits=bits, group_size=size)
-
-
-def _shared_format(scheme: Scheme, shape: tuple[int, int]) -> Format | None:
-    """The first format of compressed-tensors that holds it."""
-    every = (formats.get(name) for name in formats.names())
-    return next((f for f in every if not f.own and f.why_not(scheme, shape) is None), None)
-
-
-def _reader(source: Source, name: str) -> Any:
-    return lambda: {name: source.artifact.checkpoint.get(name)}

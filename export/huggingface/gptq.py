@@ -14,18 +14,18 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
 
-from export.huggingface.compressed_tensors import fused_rows
 from export.huggingface.fused_layers import fused_sets, words
 from export.huggingface.grids import KERNEL_GROUPS, reflect_low_zeros, regrid
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
 from export.huggingface.shards import Part
-from export.source import Source
+from export.source import Source, distance, dtype_name, in_float32
 from export.target import Conversion, Job
 from runtime.errors import RequestError
 from runtime.formats import TensorSpec
@@ -97,43 +97,40 @@ class Gptq(Layout):
         return [Part(self.specs(job.source, module, entry), make)]
 
     def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
-        found: dict[str, list[str]] = {}
-        rows = fused_rows(source, plan)
-        for name, entry in plan.entries.items():
-            for text in _objections(entry, (rows[name], source.shapes[name][1]), options.checkpoint_format):
-                found.setdefault(text, []).append(name)
-        result = [remark(text, names) for text, names in found.items()]
+        result = super().remarks(source, plan, options)
         if plan.entries and source.dtype != torch.float16:
-            dtype = str(source.dtype).removeprefix("torch.")
-            result.append(
-                remark(
-                    f"gptq kernels compute in float16 and config.json says so; the other weights stay stored in {dtype}, and loaders "
-                    "convert them",
-                    ["config.json"],
-                )
-            )
+            what = "gptq kernels compute in float16 and config.json says so; the other weights stay stored in "
+            result.append(remark(f"{what}{dtype_name(source.dtype)}, and loaders convert them", ["config.json"]))
+        said = "said under dynamic, which GPTQModel and vLLM read and transformers does not"
         base = base_entry(plan.entries)
         odd = [name for name, entry in plan.entries.items() if entry != base]
         if odd:
-            result.append(
-                remark(
-                    "not the scheme of most layers: said under dynamic, which GPTQModel and vLLM read and transformers does not",
-                    odd,
-                )
-            )
+            result.append(remark(f"not the scheme of most layers: {said}", odd))
         if uniform_blocks(source, plan.entries) is None:
             dense = [n for n in source.shapes if n not in plan.entries and n not in source.embeddings and "." in n]
-            result.append(
-                remark(
-                    "dense in some blocks only: said under dynamic, which GPTQModel and vLLM read and transformers does not",
-                    dense,
-                )
-            )
+            result.append(remark(f"dense in some blocks only: {said}", dense))
         return result
 
-    def config(self, source: Source, plan: Plan, options: Any) -> dict[str, Any] | None:
-        """`quantization_config`, or None where nothing is compressed."""
-        return quantization_config(source, plan.entries, options.checkpoint_format) if plan.entries else None
+    def config(self, source: Source, plan: Plan, options: Any) -> dict[str, Any]:
+        return quantization_config(source, plan.entries, options.checkpoint_format)
+
+    def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
+        weights = entry.scheme.grid
+        assert weights is not None
+        marlin = "Marlin, the fast kernel of vLLM, SGLang and GPTQModel,"
+        if weights.bits not in (4, 8):
+            yield f"{marlin} takes gptq of 4 and 8 bits: int{weights.bits} runs on slower kernels"
+        elif not weights.symmetric:
+            yield f"{marlin} takes symmetric gptq only: {words(entry)} runs on slower kernels"
+        if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
+            yield f"{marlin} knows groups of 32, 64 and 128: groups of {weights.group_size} run on slower kernels"
+        if shape[0] % 64 or shape[1] % 128:
+            yield f"{marlin} wants (fused) rows in 64s and columns in 128s: {shape[0]} x {shape[1]} runs on slower kernels"
+        if not weights.symmetric and options.checkpoint_format == "gptq":
+            yield (
+                "asymmetric in checkpoint_format gptq: GPTQModel loads it only where meta.quantizer names gptqmodel 0.9 or newer, so "
+                "the config does; checkpoint_format=gptq_v2 needs no such mark, and readers of late 2025 or newer"
+            )
 
 
 def pack(weight: CompressedWeight, first: bool) -> dict[str, torch.Tensor]:
@@ -143,78 +140,38 @@ def pack(weight: CompressedWeight, first: bool) -> dict[str, torch.Tensor]:
         weight: groups divide the row; columns and rows fill whole words.
         first: checkpoint_format "gptq", which stores zero points less one (none may be the lowest); else "gptq_v2".
     """
-    scheme = weight.scheme.grid
-    assert scheme is not None
-    assert weight.scale is not None
+    scheme, scale = weight.on_grid
     columns = weight.values.shape[1]
-    zero = weight.zero_point
-    if zero is None:
-        zero = torch.zeros(weight.scale.shape, dtype=torch.int8)
+    zero = torch.zeros(scale.shape, dtype=torch.int8) if weight.zero_point is None else weight.zero_point
     if first and bool((zero == scheme.code_range[0]).any()):
         raise ValueError("a zero point of 0 cannot be stored less one: reflect_low_zeros first")
-    size = scheme.group_size if scheme.strategy == "group" else columns
-    assert size is not None
+    size = (scheme.group_size if scheme.strategy == "group" else None) or columns
     return {
         "qweight": pack_columns(weight.values.t(), scheme.bits),
         "qzeros": pack_rows((zero - 1 if first else zero).t().contiguous(), scheme.bits),
-        "scales": weight.scale.t().to(torch.float16).contiguous(),
+        "scales": scale.t().to(torch.float16).contiguous(),
         "g_idx": torch.arange(columns, dtype=torch.int32) // size,
     }
 
 
 def _in_float16(weight: CompressedWeight, job: Job, module: str) -> CompressedWeight:
     """The weight with scales that float16 holds; RequestError where that would change them and `requantize` was not asked for."""
-    from dataclasses import replace
-
-    assert weight.scale is not None
-    half = weight.scale.to(torch.float16)
-    if not bool(half.isfinite().all()):
+    _, scale = weight.on_grid
+    rounded = scale.to(torch.float16).to(scale.dtype)
+    if not bool(rounded.isfinite().all()):
         raise RequestError(
-            f"{module} has scales beyond 65504, which float16, the dtype of the gptq layout's scales, does not reach"
+            f"{module} has scales beyond 65504, the largest of float16, which the gptq layout stores scales in"
         )
-    rounded = half.to(weight.scale.dtype)
-    if torch.equal(rounded, weight.scale):
+    if torch.equal(rounded, scale):
         return weight
-    count = int((rounded != weight.scale).sum())
     if not job.options.requantize:
         raise RequestError(
-            f"{module} has {count} of {weight.scale.numel()} scales that float16, the dtype of the gptq layout's scales, cannot hold "
-            "exactly; add requantize=true to round them, or use layout=compressed-tensors"
+            f"{module} has {int((rounded != scale).sum())} of {scale.numel()} scales that float16, the dtype of the gptq layout's "
+            "scales, cannot hold exactly; add requantize=true to round them, or use layout=compressed-tensors"
         )
     result = replace(weight, scale=rounded)
-    before, after = _float32(weight), _float32(result)
-    job.losses[module] = float((after - before).norm() / before.norm().clamp(min=1e-30))
+    job.losses[module] = distance(in_float32(weight), in_float32(result))
     return result
-
-
-def _float32(weight: CompressedWeight) -> torch.Tensor:
-    from dataclasses import replace
-
-    assert weight.scale is not None
-    return replace(weight, scale=weight.scale.float(), dtype=torch.float32).dequantize()
-
-
-def _objections(entry: ModuleEntry, shape: tuple[int, int], checkpoint_format: str) -> list[str]:
-    weights = entry.scheme.grid
-    assert weights is not None
-    found = []
-    marlin = "Marlin, the fast kernel of vLLM, SGLang and GPTQModel,"
-    if weights.bits not in (4, 8):
-        found.append(f"{marlin} takes gptq of 4 and 8 bits: int{weights.bits} runs on slower kernels")
-    elif not weights.symmetric:
-        found.append(f"{marlin} takes symmetric gptq only: {words(entry)} runs on slower kernels")
-    if weights.strategy == "group" and weights.group_size not in KERNEL_GROUPS:
-        found.append(f"{marlin} knows groups of 32, 64 and 128: groups of {weights.group_size} run on slower kernels")
-    if shape[0] % 64 or shape[1] % 128:
-        found.append(
-            f"{marlin} wants (fused) rows in 64s and columns in 128s: {shape[0]} x {shape[1]} runs on slower kernels"
-        )
-    if not weights.symmetric and checkpoint_format == "gptq":
-        found.append(
-            "asymmetric in checkpoint_format gptq: GPTQModel loads it only where meta.quantizer names gptqmodel 0.9 or newer, so the "
-            "config does; checkpoint_format=gptq_v2 needs no such mark, and readers of late 2025 or newer"
-        )
-    return found
 
 
 def base_entry(entries: Mapping[str, ModuleEntry]) -> ModuleEntry | None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+PARTS = ("qweight", "qzeros", "scales", "g_idx")
+
 
 class Folder:
     """A GPTQ checkpoint: `modules` are the names that have a `qweight`."""
@@ -23,8 +25,7 @@ class Folder:
         for file in sorted(path.glob("*.safetensors")):
             with _open(file) as stream:
                 self.files |= dict.fromkeys(stream.keys(), file)
-        suffix = ".qweight"
-        self.modules = [name.removesuffix(suffix) for name in self.files if name.endswith(suffix)]
+        self.modules = [name.removesuffix(".qweight") for name in self.files if name.endswith(".qweight")]
 
     def get(self, name: str) -> np.ndarray:
         with _open(self.files[name]) as stream:
@@ -32,10 +33,7 @@ class Folder:
 
     def dequantize(self, module: str) -> np.ndarray:
         """float32 `[out, in]`."""
-        qweight, qzeros, scales, g_idx = (
-            self.get(f"{module}.{part}") for part in ("qweight", "qzeros", "scales", "g_idx")
-        )
-        return dequantize(qweight, qzeros, scales, g_idx, self.zero_offset)
+        return dequantize(*(self.get(f"{module}.{part}") for part in PARTS), self.zero_offset)  # type: ignore[arg-type]
 
 
 def dequantize(

@@ -9,11 +9,8 @@ import torch
 
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
 
-KERNEL_GROUPS = (
-    128,
-    64,
-    32,
-)  # what Marlin, the kernel of vLLM and SGLang for 16-bit activations, knows beside whole rows
+# What Marlin, the kernel of vLLM and SGLang for 16-bit activations, knows beside whole rows.
+KERNEL_GROUPS = (128, 64, 32)
 SMALLEST_GROUP = 16  # below it the scales outweigh what the codes save
 
 
@@ -52,12 +49,8 @@ def union(schemes: list[GridScheme], columns: int) -> GridScheme | None:
     symmetric = all(scheme.symmetric for scheme in schemes)
     if all(scheme.strategy != "group" for scheme in schemes):
         return GridScheme(bits, "int", symmetric, "channel", None)
-    common = columns
-    for scheme in schemes:
-        if scheme.strategy == "group":
-            assert scheme.group_size is not None
-            common = math.gcd(common, scheme.group_size)
-    size = group_for(common, columns)
+    sizes = [scheme.group_size or columns for scheme in schemes if scheme.strategy == "group"]
+    size = group_for(math.gcd(columns, *sizes), columns)
     return None if size is None else GridScheme(bits, "int", symmetric, "group", size)
 
 
@@ -69,11 +62,8 @@ def regrid(weight: CompressedWeight, goal: GridScheme) -> CompressedWeight:
     Args:
         goal: a grid that `holds` the weight's; for float grids only one with smaller groups.
     """
-    scheme = weight.scheme.grid
-    assert scheme is not None
-    assert weight.scale is not None
-    rows, columns = weight.values.shape
-    scale, zero = weight.scale, weight.zero_point
+    scheme, scale = weight.on_grid
+    (rows, columns), zero = weight.values.shape, weight.zero_point
     if goal.strategy != "tensor":
         scale = _spread(scale, scheme, goal, rows, columns)
         zero = None if zero is None else _spread(zero, scheme, goal, rows, columns)
@@ -89,13 +79,8 @@ def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
     `(q - z) s = ((-1 - q) - (-1 - z)) (-s)`, and -1 - q is a code for every code q. GPTQ's first layout stores z - 1 and so has
     no place for the lowest z.
     """
-    scheme, zero = weight.scheme.grid, weight.zero_point
-    assert scheme is not None
-    assert weight.scale is not None
-    if zero is None:
-        return weight
-    low = zero == scheme.code_range[0]
-    if not bool(low.any()):
+    (scheme, scale), zero = weight.on_grid, weight.zero_point
+    if zero is None or not bool((low := zero == scheme.code_range[0]).any()):
         return weight
     width = _width(scheme, weight.values.shape[1])
     columns = low.repeat_interleave(width, 1)[:, : weight.values.shape[1]]
@@ -103,7 +88,7 @@ def reflect_low_zeros(weight: CompressedWeight) -> CompressedWeight:
         weight,
         values=torch.where(columns, -1 - weight.values, weight.values),
         zero_point=torch.where(low, -1 - zero, zero),
-        scale=torch.where(low, -weight.scale, weight.scale),
+        scale=torch.where(low, -scale, scale),
     )
 
 
@@ -117,7 +102,4 @@ def _spread(grid: torch.Tensor, old: GridScheme, new: GridScheme, rows: int, col
 
 def _width(scheme: GridScheme, columns: int) -> int:
     """How many columns share a scale."""
-    if scheme.strategy == "group":
-        assert scheme.group_size is not None
-        return scheme.group_size
-    return max(1, columns)
+    return scheme.group_size if scheme.strategy == "group" and scheme.group_size else max(1, columns)

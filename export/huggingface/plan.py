@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
-
-import torch
 
 from export.huggingface.fused_layers import disagreement, fused_sets, words
 from export.huggingface.grids import group_for, union, widened
 from export.huggingface.shards import Part
-from export.source import Source
-from export.target import Conversion
+from export.source import Source, dtype_name
+from export.target import Conversion, merged
 from runtime.formats import TensorSpec
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import GridScheme, Scheme
@@ -61,12 +59,34 @@ class Layout(ABC):
         """What makes those tensors. `job` is an `export.target.Job`."""
 
     @abstractmethod
+    def objections(self, entry: ModuleEntry, shape: tuple[int, int], options: Any) -> Iterator[str]:
+        """What kernels do not take, in sentences; `shape` is that of the fused layer."""
+
+    @abstractmethod
+    def config(self, source: Source, plan: Plan, options: Any) -> dict[str, Any]:
+        """`quantization_config` of a plan that compresses something."""
+
     def remarks(self, source: Source, plan: Plan, options: Any) -> list[Conversion]:
         """What readers of this layout should know."""
+        rows = fused_rows(source, plan)
+        return merged(
+            remark(text, [name])
+            for name, entry in plan.entries.items()
+            for text in self.objections(entry, (rows[name], source.shapes[name][1]), options)
+        )
 
     def check(self, entries: Mapping[str, ModuleEntry], source: Source) -> str | None:
         """Why these modules cannot be stored together, or None."""
         return None
+
+
+def fused_rows(source: Source, plan: Plan) -> dict[str, int]:
+    """{module: rows of the layer that engines make of it and its siblings}; experts are not stacked in rows."""
+    rows = {name: source.shapes[name][0] for name in plan.entries}
+    for fused, shards in fused_sets(plan.entries).items():
+        if not fused.endswith(".experts"):
+            rows |= {name: sum(source.shapes[shard][0] for shard in shards) for name in shards}
+    return rows
 
 
 def make_plan(layout: Layout, source: Source, options: Any) -> Plan:
@@ -102,8 +122,7 @@ def integer_goal(weights: GridScheme, columns: int, keep_bits: bool) -> GridSche
     bits = weights.bits if keep_bits else widened(weights.bits)
     if weights.strategy != "group":
         return GridScheme(bits, "int", weights.symmetric, "channel", None)
-    assert weights.group_size is not None
-    size = group_for(weights.group_size, columns)
+    size = group_for(weights.group_size or columns, columns)
     return None if size is None else GridScheme(bits, "int", weights.symmetric, "group", size)
 
 
@@ -117,42 +136,42 @@ def _unify(
         schemes = [entry.scheme.grid for entry in found]
         if len(found) < len(shards) or len(set(found)) == 1 or any(e.scheme.activations for e in found):
             continue
-        columns = math.gcd(*(source.shapes[name][1] for name in shards))
-        if len({source.shapes[name][1] for name in shards}) > 1 and all(
-            s is None or s.strategy != "group" for s in schemes
-        ):
-            columns = max(source.shapes[name][1] for name in shards)  # a scale a row, whatever its length
-        goal = union([s for s in schemes if s is not None], columns)
+        grids = [grid for grid in schemes if grid is not None]
+        widths = [source.shapes[name][1] for name in shards]
+        # a scale a row, whatever its length, or groups that divide every row
+        columns = math.gcd(*widths) if any(grid.strategy == "group" for grid in grids) else max(widths)
+        goal = union(grids, columns)
         if goal is not None:
             for name in shards:
                 result[name] = replace(entries[name], scheme=Scheme(goal))
     return result
 
 
-def changes(
-    layout: Layout, source: Source, plan: Plan, same: Callable[[ModuleEntry, ModuleEntry], bool]
-) -> list[Conversion]:
+def changes(layout: Layout, source: Source, plan: Plan) -> list[Conversion]:
     """One conversion for every pair of schemes that differ between artifact and export."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for name, entry in plan.entries.items():
-        before = source.entries[name]
-        if not same(before, entry):
-            text = f"{words(before)} ({before.format}{_pattern(before)}) becomes {words(entry)} ({entry.format}{_zeros(before)})"
-            found.setdefault((text, True), []).append(name)
-    for name in plan.dense:
-        before, exact = source.entries[name], source.entries[name].scheme.grid is None
-        if exact:
-            text = f"{before.scheme.sparsity} sparse floats ({before.format}) become dense, zeros stored"
+    return merged(_changes(layout, source, plan))
+
+
+def _changes(layout: Layout, source: Source, plan: Plan) -> Iterator[Conversion]:
+    for name in (*plan.entries, *plan.dense):
+        before, after = source.entries[name], plan.entries.get(name)
+        if after is not None and same(before, after):
+            continue
+        pattern = f", {before.scheme.sparsity} sparse" if before.scheme.sparsity else ""
+        was, exact = f"{words(before)} ({before.format}{pattern})", after is not None
+        if after is not None:
+            what = f"{was} becomes {words(after)} ({after.format}{', zeros stored' if before.scheme.sparsity else ''})"
+        elif before.scheme.grid is None:
+            what, exact = f"{before.scheme.sparsity} sparse floats ({before.format}) become dense, zeros stored", True
         else:
-            dtype = _short(source.dtype)
-            text = f"{words(before)} ({before.format}{_pattern(before)}) becomes dense, rounded to {dtype} as the artifact does when "
-            text += f"it computes in {dtype}"
-        found.setdefault((text, exact), []).append(name)
-    result = []
-    for (text, exact), names in found.items():
-        grown = sum(bytes_after(layout, source, plan, name) - source.module_bytes(name) for name in names)
-        result.append(Conversion(text, tuple(names), exact, grown))
-    return result
+            dtype = dtype_name(source.dtype)
+            what = f"{was} becomes dense, rounded to {dtype} as the artifact does when it computes in {dtype}"
+        yield Conversion(what, (name,), exact, bytes_after(layout, source, plan, name) - source.module_bytes(name))
+
+
+def same(before: ModuleEntry, after: ModuleEntry) -> bool:
+    """True when the stored tensors can be copied: only the note of a sparsity pattern may go."""
+    return before.format == after.format and replace(before.scheme, sparsity=None) == after.scheme
 
 
 def bytes_after(layout: Layout, source: Source, plan: Plan, module: str) -> int:
@@ -163,18 +182,6 @@ def bytes_after(layout: Layout, source: Source, plan: Plan, module: str) -> int:
     return sum(spec.bytes for spec in layout.specs(source, module, plan.entries[module]).values())
 
 
-def remark(text: str, modules: list[str]) -> Conversion:
+def remark(text: str, modules: Iterable[str]) -> Conversion:
     """Something to know about a layout that changes no stored number."""
     return Conversion(text, tuple(modules), True, 0)
-
-
-def _pattern(entry: ModuleEntry) -> str:
-    return f", {entry.scheme.sparsity} sparse" if entry.scheme.sparsity else ""
-
-
-def _zeros(entry: ModuleEntry) -> str:
-    return ", zeros stored" if entry.scheme.sparsity else ""
-
-
-def _short(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

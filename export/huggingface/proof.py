@@ -8,7 +8,6 @@ import io
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,12 +15,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from export.huggingface import load_gptqmodel
-from export.huggingface.gptq_reader import Folder
+from export.huggingface.gptq_reader import PARTS, Folder
 from export.huggingface.plan import Plan
+from export.source import distance, in_float32
 from export.target import Job, Verification
 from export.verify import Probe, compare_logits, compare_tokens, probe
+from runtime.engines.rows import pad_left
 from runtime.errors import CompressError
-from runtime.formats.scheme import CompressedWeight
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
@@ -32,6 +32,7 @@ SAME_KL = 1e-4
 SAME_TIE = 0.1  # logits, likewise
 ROUNDED_KL = 1e-2  # activations are rounded at run time (one flip moves a whole step), or weights were rounded anew
 ROUNDED_TIE = 0.5
+_ENGINES = "vLLM and SGLang were not run; what their kernels take was checked against their sources"
 
 
 def verify_compressed(job: Job, plan: Plan) -> Verification:
@@ -44,7 +45,7 @@ def verify_compressed(job: Job, plan: Plan) -> Verification:
     if plan.entries:
         loader += f" and compressed-tensors {version('compressed-tensors')}"
     checked = "every matrix, logits and greedy tokens, float32 on the CPU"
-    return Verification(loader, checked, metrics, [_engines_note()])
+    return Verification(loader, checked, metrics, [_ENGINES])
 
 
 def verify_gptq(job: Job, plan: Plan) -> Verification:
@@ -63,7 +64,7 @@ def verify_gptq(job: Job, plan: Plan) -> Verification:
     checked = (
         "every matrix (an independent reader), logits and greedy tokens of the model they make, float32 on the CPU"
     )
-    loader, notes = "numpy", [_engines_note()]
+    loader, notes = "numpy", [_ENGINES]
     if importlib.util.find_spec("gptqmodel") is None:
         notes.insert(0, "GPTQModel is not installed here, so its loader was not run (pip install gptqmodel)")
     else:
@@ -107,9 +108,8 @@ def verify_with_gptqmodel(
     found = compare_logits(reference, lambda rows: logits, ROUNDED_KL)
     found |= compare_tokens(reference, lambda prompts, count: tokens, ROUNDED_TIE)
     result = {f"{loader}_{name}": value for name, value in found.items()}
-    served = compare_logits(
-        reference, lambda rows: half, ROUNDED_KL
-    )  # as it computes by itself: float16 weights and activations
+    # as it computes by itself: float16 weights and activations
+    served = compare_logits(reference, lambda rows: half, ROUNDED_KL)
     return result | {f"{loader}_float16_kl": served["kl"], f"{loader}_float16_top1": served["top1_agreement"]}
 
 
@@ -124,25 +124,15 @@ def load_transformers(
             result: Any = AutoModelForCausalLM.from_pretrained(
                 str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
             )
-    except (
-        ValueError,
-        RuntimeError,
-        KeyError,
-        TypeError,
-        OSError,
-        ImportError,
-        AttributeError,
-        NotImplementedError,
-    ) as error:
+    except (ValueError, RuntimeError, KeyError, TypeError, OSError, ImportError, AttributeError) as error:
         lines = str(error).strip().splitlines() or [type(error).__name__]
         raise CompressError(f"transformers does not load the export: {lines[0]}") from error
     model, info = result
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info.get(what) or ()))
         if names:
-            raise CompressError(
-                f"transformers finds {what.replace('_', ' ')} in the export: {names[0]} ({len(names)} in all)"
-            )
+            what = what.replace("_", " ")
+            raise CompressError(f"transformers finds {what} in the export: {names[0]} ({len(names)} in all)")
     loaded: PreTrainedModel = model.eval()
     return loaded
 
@@ -150,37 +140,16 @@ def load_transformers(
 @torch.no_grad()
 def greedy(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
     """The `count` likeliest tokens after each prompt, one left-padded batch, end tokens not heeded."""
-    longest = max(map(len, prompts))
-    ids = torch.tensor([[0] * (longest - len(prompt)) + prompt for prompt in prompts])
-    mask = torch.tensor([[0] * (longest - len(prompt)) + [1] * len(prompt) for prompt in prompts])
-    written: list[torch.Tensor] = []
-    positions, cache = (mask.cumsum(1) - 1).clamp(min=0), None
+    ids, padding, positions = pad_left(prompts, torch.device("cpu"))
+    mask = torch.ones_like(ids) if padding is None else padding
+    written, cache = [], None
     for _ in range(count):
-        out = model(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions,
-            past_key_values=cache,
-            use_cache=True,
-            return_dict=True,
-        )
+        out = model(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True)
         ids, cache = out.logits[:, -1].float().argmax(-1, keepdim=True), out.past_key_values
         written.append(ids)
         positions = positions[:, -1:] + 1
         mask = torch.cat([mask, torch.ones_like(ids)], 1)
     return torch.cat(written, 1).tolist()
-
-
-def rounding_loss(weight: CompressedWeight, matrix: torch.Tensor) -> float:
-    """`||W' - W|| / ||W||` of a matrix that was made dense."""
-    before = in_float32(weight)
-    return float((matrix.float() - before).norm() / before.norm().clamp(min=1e-30))
-
-
-def in_float32(weight: CompressedWeight) -> torch.Tensor:
-    """The matrix as its codes and scales say, products not rounded to the model's dtype."""
-    scale = None if weight.scale is None else weight.scale.float()
-    return replace(weight, scale=scale, dtype=torch.float32).dequantize()
 
 
 def compare_model(reference: Probe, model: Any, exact: bool = False) -> dict[str, Any]:
@@ -213,10 +182,10 @@ def _check_unpacked(job: Job, plan: Plan, model: PreTrainedModel) -> dict[str, A
 def _check_matrix(job: Job, module: str, found: torch.Tensor) -> None:
     expected = in_float32(job.source.weight(module))
     if module in job.losses:
-        distance = float((found - expected).norm() / expected.norm().clamp(min=1e-30))
-        if distance > 1.01 * job.losses[module] + 1e-7:
+        error = distance(expected, found)
+        if error > 1.01 * job.losses[module] + 1e-7:
             raise CompressError(
-                f"{module} in the export is {distance:.3g} from the artifact's, more than rounding its scales costs"
+                f"{module} in the export is {error:.3g} from the artifact's, more than rounding its scales costs"
             )
     elif not torch.equal(found, expected):
         raise CompressError(f"{module} in the export is not the artifact's matrix")
@@ -227,11 +196,7 @@ def _fill(job: Job, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     from safetensors import safe_open
 
     model = job.source.build(torch.float32)
-    inside = {
-        f"{name.removesuffix('.weight')}.{part}"
-        for name in tensors
-        for part in ("qweight", "qzeros", "scales", "g_idx")
-    }
+    inside = {f"{name.removesuffix('.weight')}.{part}" for name in tensors for part in PARTS}
     state = dict(tensors)
     for file in sorted(job.folder.glob("*.safetensors")):
         with safe_open(str(file), framework="pt") as stream:
@@ -247,7 +212,3 @@ def _fill(job: Job, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
         )
     model.tie_weights()
     return model
-
-
-def _engines_note() -> str:
-    return "vLLM and SGLang were not run; what their kernels take was checked against their sources"

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import torch
 
+from export.source import Source
 from runtime.checkpoint.checkpoint import INDEX, SINGLE
 from runtime.checkpoint.headers import DTYPES
 from runtime.errors import CompressError
@@ -38,6 +39,13 @@ class Part:
     @property
     def bytes(self) -> int:
         return sum(spec.bytes for spec in self.specs.values())
+
+
+def stored_part(source: Source, name: str, spec: TensorSpec | None = None) -> Part:
+    """A tensor of the artifact as it is stored."""
+    checkpoint = source.artifact.checkpoint
+    spec = spec or TensorSpec(tuple(checkpoint.shape(name)), checkpoint.dtype(name))
+    return Part({name: spec}, lambda: {name: checkpoint.get(name)})
 
 
 def write(folder: Path, parts: Sequence[Part], done: Callable[[str], None], limit: int = LIMIT) -> dict[str, str]:

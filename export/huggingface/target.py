@@ -8,11 +8,11 @@ from typing import Any, ClassVar, Literal
 
 from export.folder import write_json
 from export.huggingface import proof
-from export.huggingface.compressed_tensors import CompressedTensors, same
+from export.huggingface.compressed_tensors import CompressedTensors
 from export.huggingface.gptq import Gptq
-from export.huggingface.plan import Plan, bytes_after, changes, make_plan
-from export.huggingface.shards import Part, write
-from export.source import Source
+from export.huggingface.plan import Layout, Plan, bytes_after, changes, make_plan
+from export.huggingface.shards import Part, stored_part, write
+from export.source import Source, distance, in_float32
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.checkpoint.companions import companions, left_behind
 from runtime.formats import TensorSpec
@@ -67,7 +67,7 @@ class HuggingFaceTarget(Target):
 
     def conversions(self, source: Source, options: HuggingFaceOptions) -> list[Conversion]:
         plan, layout = _plan(source, options), _layout(options)
-        return changes(layout, source, plan, same) + layout.remarks(source, plan, options)
+        return changes(layout, source, plan) + layout.remarks(source, plan, options)
 
     def bytes_needed(self, source: Source, options: HuggingFaceOptions) -> int:
         plan, layout, checkpoint = _plan(source, options), _layout(options), source.artifact.checkpoint
@@ -81,18 +81,14 @@ class HuggingFaceTarget(Target):
         parts = _parts(job, plan)
         job.progress.phase(f"writing {len(parts)} tensors and layers", len(parts))
         write(job.folder, parts, job.progress.step)
-        if isinstance(layout, Gptq):
-            quantization = layout.config(source, plan, options)
-        else:
-            quantization = layout.config(source, plan)
         config = json.loads((source.path / "config.json").read_text(encoding="utf-8"))
         config.pop("quantization_config", None)
-        if quantization is not None:
-            config["quantization_config"] = quantization
-        if isinstance(layout, Gptq):
+        if plan.entries:
+            config["quantization_config"] = layout.config(source, plan, options)
+        if options.layout == "gptq":
             config.pop("torch_dtype", None)
             config["dtype"] = "float16"
-            write_json(job.folder / "quantize_config.json", quantization)
+            write_json(job.folder / "quantize_config.json", config["quantization_config"])
         write_json(job.folder / "config.json", config)
         code = sorted(source.path.glob("*.py")) if "auto_map" in config else []
         for file in [*(file for file in companions(source.path) if file.parent == source.path), *code]:
@@ -101,7 +97,7 @@ class HuggingFaceTarget(Target):
         for name, why in left_behind(source.path).items():
             job.progress.warn(f"{source.path / name} stays behind: {why}")
         job.facts |= {"layout": layout.name, "compressed_layers": len(plan.entries), "made_dense": list(plan.dense)}
-        if isinstance(layout, Gptq):
+        if options.layout == "gptq":
             job.facts["checkpoint_format"] = options.checkpoint_format
 
     def verify(self, job: Job) -> Verification:
@@ -121,7 +117,7 @@ class HuggingFaceTarget(Target):
         ]
 
 
-def _layout(options: HuggingFaceOptions) -> CompressedTensors | Gptq:
+def _layout(options: HuggingFaceOptions) -> Layout:
     return Gptq() if options.layout == "gptq" else CompressedTensors()
 
 
@@ -132,13 +128,11 @@ def _plan(source: Source, options: HuggingFaceOptions) -> Plan:
 def _parts(job: Job, plan: Plan) -> list[Part]:
     """Everything that is stored, in the artifact's order of names."""
     source, layout = job.source, _layout(job.options)
-    checkpoint = source.artifact.checkpoint
     found: dict[str, list[Part]] = {name: layout.parts(job, name, entry) for name, entry in plan.entries.items()}
     for name in plan.dense:
         found[name] = [_dense(job, name)]
     for name in source.dense_names():
-        spec = TensorSpec(tuple(checkpoint.shape(name)), checkpoint.dtype(name))
-        found.setdefault(name, []).append(Part({name: spec}, lambda name=name: {name: checkpoint.get(name)}))  # type: ignore[misc]
+        found.setdefault(name, []).append(stored_part(source, name))
     return [part for name in sorted(found) for part in found[name]]
 
 
@@ -149,7 +143,7 @@ def _dense(job: Job, module: str) -> Part:
         weight = source.weight(module)
         matrix = weight.dequantize().to(source.dtype)
         if weight.scheme.grid is not None:
-            job.losses[module] = proof.rounding_loss(weight, matrix)
+            job.losses[module] = distance(in_float32(weight), matrix.float())
         return {name: matrix}
 
     return Part({name: TensorSpec(source.shapes[module], source.dtype)}, make)

@@ -38,10 +38,10 @@ def static(
     b: Builder, x: onnx_ir.Value, module: str, scheme: ActivationScheme, source: Source, dtype: torch.dtype
 ) -> Quantized:
     """`QuantizeLinear` with the calibrated scale: codes, one scale and one zero point for all."""
-    scale = source.input_scale(module)
+    scale = source.optional(f"{module}.input_scale")
     assert scale is not None
     code = FLOAT8 if scheme.type == "float" else torch.int8
-    zero = source.input_zero_point(module)
+    zero = source.optional(f"{module}.input_zero_point")
     zero = torch.zeros(1, dtype=code) if zero is None else zero.to(code)
     name = f"{module}.input_scale"
     step = b.store.add(name, in_dtype(scale, dtype, name).reshape(()))
@@ -52,8 +52,7 @@ def static(
 def rounded(b: Builder, quantized: Quantized, like: onnx_ir.Value) -> onnx_ir.Value:
     """`DequantizeLinear` of what `static` made: the rounded input."""
     inputs = [quantized.codes, quantized.scale, quantized.zero_point]
-    value: onnx_ir.Value = b.op("DequantizeLinear", inputs, "input/DequantizeLinear", like=like)
-    return value
+    return b.op("DequantizeLinear", inputs, "input/DequantizeLinear", like=like)
 
 
 def dynamic(b: Builder, x: onnx_ir.Value, scheme: ActivationScheme, dtype: torch.dtype) -> Quantized:
@@ -64,8 +63,7 @@ def dynamic(b: Builder, x: onnx_ir.Value, scheme: ActivationScheme, dtype: torch
 
     def positive(scale: onnx_ir.Value) -> onnx_ir.Value:
         empty = b.op("Equal", [scale, zero], "input/empty")
-        found: onnx_ir.Value = b.op("Where", [empty, eps, scale], "input/scale")
-        return found
+        return b.op("Where", [empty, eps, scale], "input/scale")
 
     point = None
     if scheme.symmetric:
@@ -98,5 +96,4 @@ def dequantize(b: Builder, quantized: Quantized, like: onnx_ir.Value, dtype: tor
     values = b.cast(quantized.codes, dtype, "input/values")
     if quantized.zero_point is not None:
         values = b.op("Sub", [values, quantized.zero_point], "input/centred")
-    rounded: onnx_ir.Value = b.op("Mul", [values, quantized.scale], "input/rounded_input", like=like)
-    return rounded
+    return b.op("Mul", [values, quantized.scale], "input/rounded_input", like=like)

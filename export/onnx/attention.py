@@ -29,8 +29,7 @@ def _operator(b: Builder, mark: onnx_ir.Node) -> onnx_ir.Value:
     softcap = mark.attributes.get_float("softcap", 0.0)
     if softcap:
         attributes["softcap"] = softcap
-    output: onnx_ir.Value = b.op("Attention", mark.inputs, "Attention", like=mark.outputs[0], **attributes)
-    return output
+    return b.op("Attention", mark.inputs, "Attention", like=mark.outputs[0], **attributes)
 
 
 def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
@@ -57,8 +56,7 @@ def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any
     output = b.op("MatMul", [weights, value], "values")
     if grouped:
         output = b.op("Reshape", [output, b.constant([0, heads, -1, size])], "output", like=mark.outputs[0])
-    result: onnx_ir.Value = output
-    return result
+    return output
 
 
 def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
@@ -68,8 +66,7 @@ def _bias(b: Builder, mask: onnx_ir.Value, dialect: Dialect, biases: dict[Any, A
     if mask not in biases:
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
         biases[mask] = b.op("Where", [mask, b.constant(0.0, dialect.dtype), low], "bias")
-    result: onnx_ir.Value = biases[mask]
-    return result
+    return biases[mask]
 
 
 # ---------------------------------------------------------------- ONNX Runtime's grouped-query attention
@@ -138,8 +135,7 @@ def write_grouped(b: Builder, mark: onnx_ir.Node, dialect: Dialect, shared: dict
         old.replace_all_uses_with(new, replace_graph_outputs=True)
         old.name, new.name = f"{name}.traced", name
     rows = b.op("Reshape", [output, b.constant([0, 0, heads, size])], "rows")
-    result: onnx_ir.Value = b.op("Transpose", [rows], "output", perm=[0, 2, 1, 3])
-    return result
+    return b.op("Transpose", [rows], "output", perm=[0, 2, 1, 3])
 
 
 def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any, Any, Any]:
@@ -162,8 +158,7 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         ones = b.constant([1])
         shape = b.op("Concat", [ones, ones, sequence, ones], "lengths/shape", axis=0)
         shared[_BIAS] = (last, total, b.op("Expand", [row, shape], "lengths/bias"))
-    result: tuple[Any, Any, Any] = shared[_BIAS]
-    return result
+    return shared[_BIAS]
 
 
 def _bool() -> Any:

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     import onnx_ir
 
 
+def fixed(dimension: Any) -> int:
+    """A dimension that is a number; torch's exporter writes some of them as symbols ("64")."""
+    return int(dimension if isinstance(dimension, int) else dimension.value)
+
+
 class Builder:
     """Inserts nodes before `before`; small constants are shared by all builders of a `Store`."""
 
@@ -53,8 +58,7 @@ class Builder:
 
     def cast(self, value: onnx_ir.Value, dtype: torch.dtype, part: str = "Cast") -> onnx_ir.Value:
         """`value` in `dtype`."""
-        result: onnx_ir.Value = self.op("Cast", [value], part, to=int(onnx_type(dtype)))
-        return result
+        return self.op("Cast", [value], part, to=int(onnx_type(dtype)))
 
     def replace(self, mark: onnx_ir.Node, value: onnx_ir.Value) -> None:
         """Everything that read the mark's output reads `value`."""

@@ -16,7 +16,8 @@ import torch
 
 from export.onnx.grid import Grid, Rules, to_grid
 from export.source import Source
-from export.verify import Probe, compare_logits, load_artifact, probe_model
+from export.target import Job
+from export.verify import Probe, compare_logits, load_artifact, probe, probe_model
 from runtime import formats
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
@@ -55,8 +56,11 @@ class Expected:
     change: dict[str, float] = field(default_factory=dict)
 
 
-def expect_changed(source: Source, change: Change) -> Expected:
-    """Run a decoder with the change and without it on the CPU in float32. One model is in memory at a time."""
+def expect(job: Job, change: Change) -> Expected:
+    """Run a decoder on the CPU in float32, with the change and without it. One model is in memory at a time."""
+    if not change.anew and not change.float_inputs:
+        return Expected(probe(job))
+    source = job.source
     model = load_changed(source, change)
     found = probe_model(model)
     del model
@@ -71,26 +75,21 @@ def load_changed(source: Source, change: Change) -> Any:
     from runtime.api.model import Model
     from runtime.engines.torch.engine import Blueprint, TorchEngine
 
-    cpu = torch.device("cpu")
     if model_kind(source.config) == "decoder":
         # Loaded the usual way its layers may be fused, and none could be replaced.
+        cpu = torch.device("cpu")
         module: Any = Blueprint(source.artifact, cpu, "auto", torch.float32, source.trust_remote_code).build_module()
-        _replace_layers(module, source, change)
-        return Model(TorchEngine(module, cpu), None, source.artifact, frozenset())
-    model = load_artifact(source)
-    _replace_layers(model.engine.module, source, change)
-    return model
-
-
-def _replace_layers(module: Any, source: Source, change: Change) -> None:
+        model: Any = Model(TorchEngine(module, cpu), None, source.artifact, frozenset())
+    else:
+        model = load_artifact(source)
+        module = model.engine.module
     for name in source.entries:
-        if name not in change.anew and name not in change.float_inputs:
-            continue
-        parent, _, leaf = name.rpartition(".")
-        owner = module.get_submodule(parent)
-        layer = _layer(source, name, change)
-        layer.bias = getattr(owner, leaf).bias
-        setattr(owner, leaf, layer)
+        if name in change.anew or name in change.float_inputs:
+            parent, _, leaf = name.rpartition(".")
+            owner, layer = module.get_submodule(parent), _layer(source, name, change)
+            layer.bias = getattr(owner, leaf).bias
+            setattr(owner, leaf, layer)
+    return model
 
 
 def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
@@ -107,10 +106,9 @@ def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
     storage = formats.choose(weight.scheme, source.shapes[name])
     tensors = storage.pack(weight)
     entry = ModuleEntry(weight.scheme, storage.name, formats.value_count(storage, tensors))
-    scale, zero = source.input_scale(name), source.input_zero_point(name)
-    if acts is not None:
-        tensors |= {"input_scale": scale} if scale is not None else {}
-        tensors |= {"input_zero_point": zero} if zero is not None else {}
+    for part in ("input_scale", "input_zero_point") if acts is not None else ():
+        stored = source.optional(f"{name}.{part}")
+        tensors |= {} if stored is None else {part: stored}
     layer = CompressedLinear.from_tensors(entry, source.shapes[name], tensors, None, source.dtype)
     layer.to(torch.float32)
     layer.prepare()
@@ -119,15 +117,8 @@ def _layer(source: Source, name: str, change: Change) -> CompressedLinear:
 
 def _regridded(weight: CompressedWeight, grid: Grid, acts: ActivationScheme | None) -> CompressedWeight:
     """A weight on the grid `[K, N]` that the writer rounds to, as the runtime holds one `[N, K]`."""
-    rows = grid.codes.shape[1]
     strategy: Any = "group" if grid.block is not None else "channel" if grid.scale.dim() else "tensor"
-    scale = grid.scale.t() if grid.block is not None else grid.scale.reshape(rows if grid.scale.dim() else 1, -1)
+    scale = grid.scale.t() if grid.block is not None else grid.scale.unsqueeze(-1)
     scheme = Scheme(GridScheme(grid.bits, "int", True, strategy, grid.block), acts)
-    return replace(
-        weight,
-        values=grid.codes.t().contiguous(),
-        scale=(scale if strategy != "tensor" else scale.reshape(1)).contiguous(),
-        zero_point=None,
-        mask=None,
-        scheme=scheme,
-    )
+    values = grid.codes.t().contiguous()
+    return replace(weight, values=values, scale=scale.contiguous(), zero_point=None, mask=None, scheme=scheme)

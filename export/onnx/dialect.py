@@ -33,14 +33,12 @@ class Dialect:
         opset: of the default domain.
         dtype: activations and logits.
         rules: of weights.
-        accuracy_level: of MatMulNBits (`ort` only): 0 float32 sums, 4 activations rounded to int8.
     """
 
     name: Literal["onnx", "ort", "tensorrt"]
     opset: int
     dtype: torch.dtype
     rules: Rules
-    accuracy_level: int = 0
 
     @property
     def own_operators(self) -> bool:

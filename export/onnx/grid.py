@@ -6,18 +6,15 @@ int4 codes), rounded anew on request, and refused otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
+from export.source import in_float32
 from runtime.errors import RequestError
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
 FLOAT8 = torch.float8_e4m3fn
-NEGATIVE = (
-    "negative scales with the code that has no opposite, and scales must be positive (`scales: positive` in a quantize stage of the "
-    "recipe makes them so)"
-)
 
 
 @dataclass(frozen=True)
@@ -90,56 +87,60 @@ def why_not(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | 
     return None
 
 
-def conversion(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:
-    """What changes about the way the scheme is said, exactly; None when nothing does."""
+@dataclass(frozen=True)
+class Fit:
+    """How a dialect says a scheme at some shape, as far as the scheme tells.
+
+    Attributes:
+        bits: of a code, 4 or 8.
+        block: rows that share a scale; None: one scale a column, or one in all.
+        exact: no weight changes; else weights are rounded anew.
+        what: what changes about the way it is said, in a clause; None when nothing does.
+    """
+
+    bits: int
+    block: int | None
+    exact: bool = True
+    what: str | None = None
+
+
+def fit(weights: GridScheme, shape: tuple[int, int], rules: Rules, where: str = "a layer") -> Fit:
+    """How the scheme at this shape `(out, in)` is said; what cannot be said exactly is rounded anew.
+
+    Args:
+        where: the module, for messages.
+
+    Raises:
+        RequestError: it cannot be said exactly, and no block fits to round it anew in.
+    """
     if weights.type == "float":
-        return None
-    parts = []
-    if weights.bits not in (4, 8):
-        parts.append(f"int{weights.bits} codes become int{4 if weights.bits < 4 else 8} codes")
-    if weights.bits <= 4 or rules.blocked_int8:
-        block = _block(weights.group_size if weights.strategy == "group" else None, shape[1], rules)
-        if block is not None and block != weights.group_size:
-            source = (
-                f"groups of {weights.group_size}" if weights.strategy == "group" else f"one scale a {weights.strategy}"
-            )
-            parts.append(
-                f"{source} become{'s' if weights.strategy != 'group' else ''} blocks of {block} with equal scales"
-            )
-    return ", ".join(parts) or None
+        return Fit(8, None)
+    bits, columns = 4 if weights.bits <= 4 else 8, shape[1]
+    size = weights.group_size if weights.strategy == "group" else None
+    reason = why_not(weights, shape, rules)
+    if reason is not None:
+        block = _block_anew(weights, columns, rules, where)
+        width = "one scale a channel" if block is None else f"blocks of {block}"
+        return Fit(bits, block, False, f"{reason}: rounded anew to int{bits} codes with {width}")
+    parts = [] if weights.bits == bits else [f"int{weights.bits} codes become int{bits} codes"]
+    block = _block(size, columns, rules) if bits == 4 or rules.blocked_int8 else None
+    if block not in (None, weights.group_size):
+        become = f"one scale a {weights.strategy} becomes" if size is None else f"groups of {size} become"
+        parts.append(f"{become} blocks of {block} with equal scales")
+    return Fit(bits, block, True, ", ".join(parts) or None)
 
 
 def grid_bytes(weights: GridScheme, shape: tuple[int, int], rules: Rules, scale_bytes: int) -> int:
     """Bytes of a matrix `(out, in)` in the words of `rules`: codes, scales of `scale_bytes` each, zero points."""
     rows, columns = shape
-    changed = why_not(weights, shape, rules) is not None
-    bits = 8 if weights.type == "float" or weights.bits > 4 else 4
-    block = None
-    if changed:
-        block = block_anew(weights, columns, rules)
-    elif weights.type == "int" and (bits == 4 or rules.blocked_int8):
-        block = _block(weights.group_size if weights.strategy == "group" else None, columns, rules)
-    count = 1 if block is None else -(-columns // block)
-    codes = rows * (columns if block is None else count * block) * bits // 8
-    zeros = 0 if weights.symmetric or changed else rows * -(-count * bits // 8)
+    said = fit(weights, shape, rules)
+    count = 1 if said.block is None else -(-columns // said.block)
+    codes = rows * (columns if said.block is None else count * said.block) * said.bits // 8
+    zeros = 0 if weights.symmetric or not said.exact else rows * -(-count * said.bits // 8)
     return codes + rows * count * scale_bytes + zeros
 
 
-def rounded_anew(weights: GridScheme, shape: tuple[int, int], rules: Rules) -> str | None:
-    """What a weight that cannot be said exactly is rounded to, and why, as far as the scheme tells; None where it can be said.
-
-    Raises:
-        RequestError: no block fits.
-    """
-    reason = why_not(weights, shape, rules)
-    if reason is None:
-        return None
-    block = block_anew(weights, shape[1], rules)
-    width = "one scale a channel" if block is None else f"blocks of {block}"
-    return f"{reason}: rounded anew to int{4 if weights.bits <= 4 else 8} codes with {width}"
-
-
-def block_anew(weights: GridScheme, columns: int, rules: Rules) -> int | None:
+def _block_anew(weights: GridScheme, columns: int, rules: Rules, where: str) -> int | None:
     """The block that weights are rounded anew in, the nearest to their groups; None: one scale a column.
 
     Raises:
@@ -149,7 +150,9 @@ def block_anew(weights: GridScheme, columns: int, rules: Rules) -> int | None:
         return None
     fitting = [b for b in rules.blocks if columns % b == 0 or rules.ragged]
     if not fitting:
-        raise RequestError(f"{columns} inputs, which no block of {', '.join(map(str, rules.blocks))} divides")
+        raise RequestError(
+            f"{where} has {columns} inputs, which no block of {', '.join(map(str, rules.blocks))} divides"
+        )
     wanted = (weights.group_size if weights.strategy == "group" else None) or 128
     return min(fitting, key=lambda b: abs(b - wanted))
 
@@ -165,20 +168,17 @@ def to_grid(weight: CompressedWeight, rules: Rules, requantize: bool, where: str
     Raises:
         RequestError: it cannot be said exactly, and `requantize` is off.
     """
-    scheme = weight.scheme.grid
-    assert scheme is not None
-    assert weight.scale is not None
-    rows, columns = weight.values.shape
-    if scheme.type == "float":
-        scale = weight.scale.reshape(()) if scheme.strategy == "tensor" else weight.scale.reshape(rows)
-        return Grid(weight.values.t().contiguous(), 8, scale, None, None)
-    reason = why_not(scheme, (rows, columns), rules)
+    scheme, shape = weight.on_grid[0], weight.shape
+    reason = why_not(scheme, shape, rules)
     if reason is None:
-        grid = _exact(weight, scheme, rules)
-        flipped = grid if rules.negative_scales else _positive(grid)
+        grid = _exact(weight, fit(scheme, shape, rules))
+        flipped = grid if rules.negative_scales or scheme.type == "float" else _positive(grid)
         if flipped is not None:
             return flipped
-        reason = NEGATIVE
+        reason = (
+            "negative scales with the code that has no opposite, and scales must be positive (`scales: positive` in a quantize stage "
+            "of the recipe makes them so)"
+        )
     if not requantize:
         raise RequestError(f"{where} has {reason}; --requantize rounds it anew and reports the loss")
     return _round_anew(weight, rules, where)
@@ -193,38 +193,32 @@ def _block(size: int | None, columns: int, rules: Rules) -> int | None:
     return next((b for b in sorted(rules.blocks, reverse=True) if size % b == 0), None)
 
 
-def _exact(weight: CompressedWeight, scheme: GridScheme, rules: Rules) -> Grid:
+def _exact(weight: CompressedWeight, said: Fit) -> Grid:
+    scheme, scale = weight.on_grid
     rows, columns = weight.values.shape
-    scale, zero = weight.scale, weight.zero_point
-    assert scale is not None
     codes = weight.values.t().contiguous()
-    bits = 4 if scheme.bits <= 4 else 8
-    if bits == 8 and not rules.blocked_int8:
+    if said.block is None:
         return Grid(codes, 8, scale.reshape(()) if scheme.strategy == "tensor" else scale.reshape(rows), None, None)
-    size = scheme.group_size if scheme.strategy == "group" else None
-    block = _block(size, columns, rules)
-    assert block is not None
-    count = -(-columns // block)
     # The group that each block lies in: blocks divide groups, or there is one group a row.
-    groups = torch.arange(count) * block // size if size is not None else torch.zeros(count, dtype=torch.int64)
+    size = scheme.group_size if scheme.strategy == "group" else None
+    groups = torch.arange(-(-columns // said.block)) * said.block // (size or columns)
 
     def spread(values: torch.Tensor) -> torch.Tensor:
         values = values.reshape(1, 1).expand(rows, 1) if scheme.strategy == "tensor" else values
         return values[:, groups].t().contiguous()
 
-    return Grid(codes, bits, spread(scale), None if zero is None else spread(zero), block)
+    zero = weight.zero_point
+    return Grid(codes, said.bits, spread(scale), None if zero is None else spread(zero), said.block)
 
 
 def _positive(grid: Grid) -> Grid | None:
     """The same weights with positive scales: sign and codes of a block flip together; None where a code has no opposite."""
-    negative = grid.scale < 0
-    if not bool(negative.any()):
+    spread = grid.scale < 0
+    if not bool(spread.any()):
         return grid
-    lowest = -(1 << (grid.bits - 1))
-    spread = negative
     if grid.block is not None:
-        spread = negative.repeat_interleave(grid.block, 0)[: grid.codes.shape[0]]
-    if bool(((grid.codes == lowest) & spread).any()):
+        spread = spread.repeat_interleave(grid.block, 0)[: grid.codes.shape[0]]
+    if bool(((grid.codes == -(1 << (grid.bits - 1))) & spread).any()):
         return None
     codes = torch.where(spread, -grid.codes, grid.codes)
     return Grid(codes, grid.bits, grid.scale.abs(), grid.zero_point, grid.block)
@@ -232,26 +226,18 @@ def _positive(grid: Grid) -> Grid | None:
 
 def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     """Nearest rounding to symmetric blocks (4 bits) or columns (8 bits) with the scale of least squared error among a few."""
-    scheme = weight.scheme.grid
-    assert scheme is not None
-    assert weight.scale is not None
-    dense = replace(weight, scale=weight.scale.float(), dtype=torch.float32).dequantize()
+    scheme, stored = weight.on_grid
+    dense = in_float32(weight)
     rows, columns = dense.shape
     bits = 4 if scheme.bits <= 4 else 8
     high = float(2 ** (bits - 1) - 1)
-    try:
-        block = block_anew(scheme, columns, rules)
-    except RequestError as unfit:
-        raise RequestError(f"{where} has {unfit}") from unfit
-    padded = dense
-    if block is not None:
-        padded = torch.nn.functional.pad(dense, (0, -columns % block)).view(rows, -1, block)
-    else:
-        padded = dense.unsqueeze(1)
+    block = _block_anew(scheme, columns, rules, where)
+    width = block or columns
+    padded = torch.nn.functional.pad(dense, (0, -columns % width)).view(rows, -1, width)
     extreme = padded.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
     best = torch.full(extreme.shape, float("inf"))
     scale = torch.zeros_like(extreme)
-    dtype = weight.scale.dtype
+    dtype = stored.dtype
     for shrink in (1.0, 0.96, 0.92, 0.88, 0.84, 0.8):
         tried = (extreme * shrink / high).to(dtype).float().clamp(min=float(torch.finfo(dtype).tiny))
         error = ((padded / tried).round().clamp(-high - 1, high) * tried - padded).square().sum(-1, keepdim=True)
@@ -262,20 +248,3 @@ def _round_anew(weight: CompressedWeight, rules: Rules, where: str) -> Grid:
     codes = codes.reshape(rows, -1)[:, :columns].to(torch.int8).t().contiguous()
     grid = scale.squeeze(-1).to(dtype)
     return Grid(codes, bits, grid.reshape(rows) if block is None else grid.t().contiguous(), None, block, loss)
-
-
-def turns_positive(weight: CompressedWeight) -> bool:
-    """Whether the weight can be said with positive scales, exactly."""
-    scheme, scale = weight.scheme.grid, weight.scale
-    if scheme is None or scheme.type == "float" or scale is None or weight.zero_point is not None:
-        return True
-    negative = scale < 0
-    if not bool(negative.any()):
-        return True
-    rows, columns = weight.values.shape
-    lowest = weight.values == -(1 << ((4 if scheme.bits <= 4 else 8) - 1))
-    size = scheme.group_size if scheme.strategy == "group" else columns
-    assert size is not None
-    groups = torch.arange(columns) // size
-    spread = negative.reshape(1, 1).expand(rows, 1) if scheme.strategy == "tensor" else negative
-    return not bool((lowest & spread[:, groups]).any())

@@ -37,7 +37,7 @@ def write_linear(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: D
 
 def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     """`result [..., N]` plus the layer's bias, if it has one."""
-    bias = job.source.bias(module)
+    bias = job.source.optional(f"{module}.bias")
     if bias is not None:
         value = b.store.add(f"{module}.bias", in_dtype(bias, dialect.dtype, f"{module}.bias"))
         result = b.op("Add", [result, value], f"{module.rpartition('.')[2]}/Add")
@@ -113,8 +113,7 @@ def _product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dia
         inputs.append(b.store.add(f"{module}.weight_zero_point", grid.zero_point, 4 if grid.bits == 4 else None))
     attributes: dict[str, Any] = {"axis": 0, "block_size": grid.block} if grid.block is not None else {"axis": 1}
     weight = b.op("DequantizeLinear", inputs, "DequantizeLinear", **attributes)
-    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
-    return product
+    return b.op("MatMul", [x, weight], "MatMul")
 
 
 def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
@@ -128,8 +127,7 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
         # As a mark where there are fusions, which would compute it while writing and store what they join wide.
         values = (widened if dialect.own_operators else Builder.cast)(b, codes, dialect.dtype, "values")
         weight = b.op("Mul", [values, scale], "weight")
-    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
-    return product
+    return b.op("MatMul", [x, weight], "MatMul")
 
 
 def _scale(b: Builder, module: str, scale: torch.Tensor, dialect: Dialect) -> onnx_ir.Value:
@@ -146,36 +144,30 @@ def _scale(b: Builder, module: str, scale: torch.Tensor, dialect: Dialect) -> on
 
 def _dense(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
     source = job.source
-    twin = next((t.rpartition(".")[0] for t in _twins(job, f"{module}.weight")), None)
+    twin = _twin(job, module)
     if twin is not None:
         # One table for embedding and head; transposed when the session starts, not in the file.
         table = _table(b, job, twin, dialect)
         weight = b.op("Transpose", [_read(b, table, dialect)], "Transpose", perm=[1, 0])
     else:
-        entry = source.entries.get(module)
-        dense = source.dense(f"{module}.weight") if entry is None else source.weight(module).dequantize()
+        dense = source.matrix(module)
         stored = b.store.add(f"{module}.weight", _stored(dense.t().contiguous(), dialect, f"{module}.weight"))
         weight = _read(b, stored, dialect)
-    product: onnx_ir.Value = b.op("MatMul", [x, weight], "MatMul")
-    return product
+    return b.op("MatMul", [x, weight], "MatMul")
 
 
-def _twins(job: Job, name: str) -> list[str]:
-    """Weights of embeddings that `name` is tied to and that are stored in its place."""
-    has = job.source.artifact.checkpoint.has
-    pairs = [pair for pair in job.source.tied.items() if name in pair]
-    names = [
-        other for pair in pairs for other in pair if other != name and other.rpartition(".")[0] in job.source.embeddings
-    ]
-    module = name.rpartition(".")[0]
-    return (
-        [] if module in job.source.entries else [other for other in names if not has(name) or _same(job, name, other)]
-    )
-
-
-def _same(job: Job, name: str, other: str) -> bool:
-    checkpoint = job.source.artifact.checkpoint
-    return checkpoint.has(other) and torch.equal(checkpoint.get(name), checkpoint.get(other))
+def _twin(job: Job, module: str) -> str | None:
+    """The embedding that the layer's weight is tied to and that is stored in its place."""
+    name, source, checkpoint = f"{module}.weight", job.source, job.source.artifact.checkpoint
+    for other in (other for pair in source.tied.items() if name in pair for other in pair if other != name):
+        embedding = other.rpartition(".")[0]
+        if module in source.entries or embedding not in source.embeddings:
+            continue
+        if not checkpoint.has(name) or (
+            checkpoint.has(other) and torch.equal(checkpoint.get(name), checkpoint.get(other))
+        ):
+            return embedding
+    return None
 
 
 def _table(b: Builder, job: Job, module: str, dialect: Dialect) -> onnx_ir.Value:
@@ -183,10 +175,7 @@ def _table(b: Builder, job: Job, module: str, dialect: Dialect) -> onnx_ir.Value
     found = b.store.graph.initializers.get(name)
     if found is not None:
         return found
-    source = job.source
-    entry = source.entries.get(module)
-    dense = source.dense(name) if entry is None else source.weight(module).dequantize()
-    return b.store.add(name, _stored(dense, dialect, name))
+    return b.store.add(name, _stored(job.source.matrix(module), dialect, name))
 
 
 def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:

@@ -4,35 +4,44 @@ where layers were rounded anew."""
 from __future__ import annotations
 
 import gc
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from export.onnx.change import Change, Expected, expect_changed, load_changed
+from export.onnx.change import Change, expect, load_changed
 from export.onnx.check import check_file, check_fused
 from export.onnx.conversions import conversions
 from export.onnx.dialect import dialect_of, fast_name
 from export.onnx.grid import ONNX
 from export.onnx.readback import read_back
 from export.target import Job, Verification
-from export.verify import TIE, Probe, compare_logits, compare_tokens, load_artifact, probe
+from export.verify import TIE, Probe, compare_logits, compare_tokens, load_artifact
 from runtime.errors import CompressError
 
 # Mean KL that is allowed. float32: only the order of sums differs; float16: every activation is rounded to 11 bits. Where
 # activations are quantized, a sum in another order may put one of them on the neighbouring code.
 KL_LIMITS = {("float32", False): 1e-5, ("float32", True): 5e-3, ("float16", False): 1e-2, ("float16", True): 2e-2}
 TIES = {("float32", False): TIE, ("float32", True): 0.5, ("float16", False): 0.5, ("float16", True): 1.0}
+# Cosine distance of hidden states that is allowed, the worst of all tokens.
+COSINE_LIMITS = {("float32", False): 1e-5, ("float32", True): 2e-2, ("float16", False): 1e-3, ("float16", True): 2e-2}
 # Of the second graph, whose products round their inputs to int8 in blocks, for kernels="fast": KL and cosine distance.
 FAST_LIMIT = 5e-2
 # Bytes of weights over those expected, and the difference that is nothing to speak of.
 SIZE_LIMIT, SMALL = 1.05, 64 << 10
-# Cosine distance of hidden states that is allowed, the worst of all tokens.
-COSINE_LIMITS = {("float32", False): 1e-5, ("float32", True): 2e-2, ("float16", False): 1e-3, ("float16", True): 2e-2}
+
+Load = Callable[[str], Any]  # kernels -> the export as `runtime.load` gives it
+Compared = tuple[str, dict[str, Any]]  # what was compared, in a clause; metrics
 
 
-def prove(job: Job) -> Verification:
+def prove(job: Job, products: dict[str, int]) -> Verification:
     """Load `job.folder` back and compare.
+
+    Args:
+        products: {file: products with compressed weights in it}.
 
     Raises:
         CompressError: a graph is invalid, a compressed layer is not fused, or the numbers are not the artifact's.
@@ -41,99 +50,101 @@ def prove(job: Job) -> Verification:
 
     import runtime
 
-    products = job.facts["compressed"]
-    files = products if isinstance(products, dict) else {"model.onnx": products}
-    job.progress.phase("loading back", 3 + len(files))
-    fused: dict[str, int] = {}
-    for file, compressed in files.items():
-        second = job.folder / fast_name(file)
-        for path in [job.folder / file] + ([second] if second.is_file() else []):
-            check_file(path)
-            counts = check_fused(path, compressed, job.facts.get("session"), half=job.options.dtype == "float16")
-        for name, count in counts.items():
-            fused[name] = fused.get(name, 0) + count
+    job.progress.phase("loading back", 3 + len(products))
+    fused: Counter[str] = Counter()
+    fast = False
+    for file, compressed in products.items():
+        counts = _check(job, file, compressed)
+        if (job.folder / fast_name(file)).is_file():
+            fast, counts = True, _check(job, fast_name(file), compressed)
+        fused.update(counts)
         job.progress.step(file)
-    same = read_back(job, list(files))
+    same = read_back(job, list(products))
     job.progress.step("codes and scales")
     quantized = any(entry.scheme.activations is not None for entry in job.source.entries.values())
-    key = (job.options.dtype, quantized)
+
+    def load(kernels: str) -> Any:
+        return runtime.load(job.folder, device="cpu", verify=False, kernels=kernels)
+
     compare = {"decoder": _decoder, "encoder": _encoder, "encoder-decoder": _seq2seq}[job.facts["kind"]]
-    checked, metrics = compare(
-        job, lambda **options: runtime.load(job.folder, device="cpu", verify=False, **options), key
-    )
+    checked, metrics = compare(job, load, (job.options.dtype, quantized), fast)
+    job.progress.step("the export")
     metrics["size"] = size_ratio(job)
-    held = (
-        f"every compressed layer fused into its product, codes and scales of {same} layers bit for bit, "
-        if same
-        else ""
-    )
+    if same:
+        checked = (
+            f"every compressed layer fused into its product, codes and scales of {same} layers bit for bit, {checked}"
+        )
     metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
-    return Verification(
-        f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load",
-        f"valid, {held}{checked}",
-        metrics,
-    )
+    loader = f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load"
+    return Verification(loader, f"valid, {checked}", metrics)
 
 
-def _decoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
-    expected = expect_changed(job.source, _change(job)) if job.losses else Expected(probe(job))
-    reference = expected.probe
+def _check(job: Job, file: str, compressed: int) -> dict[str, int]:
+    check_file(job.folder / file)
+    return check_fused(job.folder / file, compressed, job.facts.get("session"), half=job.options.dtype == "float16")
+
+
+def _decoder(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compared:
+    expected = expect(job, _change(job))
     job.progress.step("the artifact")
-    model = load()
+    reference = expected.probe
+    model = load("auto")
     metrics = compare_logits(reference, model.logits, KL_LIMITS[key]) | expected.change
-    metrics |= compare_tokens(
-        reference, lambda prompts, count: model.generate(prompts, max_new_tokens=count, ignore_eos=True), TIES[key]
-    )
-    if (job.folder / fast_name("model.onnx")).is_file():
+    metrics |= compare_tokens(reference, partial(_generate, model), TIES[key])
+    if fast:
         del model
         gc.collect()
-        metrics["kl_fast"] = compare_logits(reference, load(kernels="fast").logits, FAST_LIMIT)["kl"]
-    job.progress.step("the export")
+        metrics["kl_fast"] = compare_logits(reference, load("fast").logits, FAST_LIMIT)["kl"]
     return "logits and greedy tokens those of the artifact", metrics
 
 
-def _encoder(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
+def _generate(model: Any, prompts: list[list[int]], count: int) -> list[list[int]]:
+    found: list[list[int]] = model.generate(prompts, max_new_tokens=count, ignore_eos=True)
+    return found
+
+
+def _encoder(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compared:
     ids, mask = _sources(job)
-    reference = _reference(job)
-    wanted = reference.hidden_states(ids, mask)[mask.bool()]
-    del reference
-    change = {}
-    if job.losses:
-        original = load_artifact(job.source).hidden_states(ids, mask)[mask.bool()]
-        change["cosine_of_change"] = float(torch.nn.functional.cosine_similarity(original, wanted, dim=-1).min())
-        del original
+
+    def states(model: Any) -> torch.Tensor:
+        found: torch.Tensor = model.hidden_states(ids, mask)[mask.bool()]
+        return found
+
+    wanted = states(_reference(job))
+    change = {"cosine_of_change": _cosine(states(load_artifact(job.source)), wanted)} if job.losses else {}
     gc.collect()
     job.progress.step("the artifact")
-    found = load().hidden_states(ids, mask)[mask.bool()]
-    job.progress.step("the export")
-    cosine = torch.nn.functional.cosine_similarity(wanted, found, dim=-1)
+    found = states(load("auto"))
     metrics = {
-        "cosine_mean": float(cosine.mean()),
-        "cosine_worst": float(cosine.min()),
+        "cosine_mean": float(torch.nn.functional.cosine_similarity(wanted, found, dim=-1).mean()),
+        "cosine_worst": _cosine(wanted, found),
         "difference": float((wanted - found).abs().max()),
         "tokens": int(mask.sum()),
         **change,
     }
-    if not metrics["cosine_worst"] >= 1 - COSINE_LIMITS[key]:
-        raise CompressError(
-            f"the export does not compute what the artifact does: cosine similarity of hidden states "
-            f"{metrics['cosine_worst']:.6f}, allowed {1 - COSINE_LIMITS[key]:g}"
-        )
-    if (job.folder / fast_name("model.onnx")).is_file():
-        fast = load(kernels="fast").hidden_states(ids, mask)[mask.bool()]
-        metrics["cosine_fast"] = float(torch.nn.functional.cosine_similarity(wanted, fast, dim=-1).min())
-        if not metrics["cosine_fast"] >= 1 - FAST_LIMIT:
+    limits = {"cosine_worst": COSINE_LIMITS[key]}
+    if fast:
+        metrics["cosine_fast"] = _cosine(wanted, states(load("fast")))
+        limits["cosine_fast"] = FAST_LIMIT
+    for name, limit in limits.items():
+        if not metrics[name] >= 1 - limit:
             raise CompressError(
-                f"the export's graph for kernels='fast' computes something else: cosine similarity {metrics['cosine_fast']:.6f}"
+                f"the export does not compute what the artifact does: {name} of hidden states is {metrics[name]:.6f}, "
+                f"allowed {1 - limit:g}"
             )
     return "hidden states those of the artifact, alone and padded", metrics
 
 
-def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str, Any]]:
+def _cosine(wanted: torch.Tensor, found: torch.Tensor) -> float:
+    """Cosine similarity of hidden states `[tokens, hidden]`, the worst of all tokens."""
+    return float(torch.nn.functional.cosine_similarity(wanted, found, dim=-1).min())
+
+
+def _seq2seq(job: Job, load: Load, key: tuple[str, bool], fast: bool) -> Compared:
     ids, mask = _sources(job)
-    sources = [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
-    reference, length = _reference(job), 16
-    written = reference.generate(sources, max_new_tokens=length, ignore_eos=True)
+    sources = [row[real.bool()].tolist() for row, real in zip(ids, mask, strict=True)]
+    reference = _reference(job)
+    written = _generate(reference, sources, 16)
     targets = torch.tensor([[reference.start_token_id, *row[:-1]] for row in written])
 
     def forced(model: Any) -> torch.Tensor:
@@ -146,19 +157,13 @@ def _seq2seq(job: Job, load: Any, key: tuple[str, bool]) -> tuple[str, dict[str,
     if job.losses:
         original = replace(expected, logits=forced(load_artifact(job.source)))
         change["kl_of_change"] = compare_logits(original, lambda rows: expected.logits, float("inf"))["kl"]
-        del original
     gc.collect()
     job.progress.step("the artifact")
-    model = load()
+    model = load("auto")
     metrics = compare_logits(expected, lambda rows: forced(model), KL_LIMITS[key]) | change
-    metrics |= compare_tokens(
-        expected, lambda prompts, count: model.generate(sources, max_new_tokens=count, ignore_eos=True), TIES[key]
-    )
-    if (job.folder / fast_name("decoder.onnx")).is_file():
-        del model
-        fast = forced(load(kernels="fast"))
-        metrics["kl_fast"] = compare_logits(expected, lambda rows: fast, FAST_LIMIT)["kl"]
-    job.progress.step("the export")
+    metrics |= compare_tokens(expected, lambda prompts, count: _generate(model, sources, count), TIES[key])
+    if fast:
+        metrics["kl_fast"] = compare_logits(expected, lambda rows: forced(load("fast")), FAST_LIMIT)["kl"]
     return "teacher-forced logits and greedy tokens those of the artifact", metrics
 
 
@@ -184,14 +189,12 @@ def _sources(job: Job) -> tuple[torch.Tensor, torch.Tensor]:
 
 def size_ratio(job: Job) -> float:
     """Bytes of the weights' files over those of the artifact's tensors and what conversions were said to add; warns beyond 5 %."""
-    stored = sum(file.stat().st_size for file in job.folder.glob("*.data"))
-    if not stored:  # a small model's constants are in the graph
-        stored = sum(file.stat().st_size for file in job.folder.glob("*.onnx"))
+    # a small model's constants are in the graph
+    files = list(job.folder.glob("*.data")) or list(job.folder.glob("*.onnx"))
+    stored = sum(file.stat().st_size for file in files)
     said = conversions(job.source, dialect_of(job.options))
     expected = job.source.bytes + sum(conversion.bytes or 0 for conversion in said)
     ratio = stored / expected
     if ratio > SIZE_LIMIT and stored - expected > SMALL:
-        job.progress.warn(
-            f"the weights take {ratio:.2f} times the bytes that the artifact and the conversions said account for"
-        )
+        job.progress.warn(f"the weights take {ratio:.2f} times the bytes that artifact and conversions account for")
     return round(ratio, 4)

@@ -14,7 +14,7 @@ from export.onnx.grid import ONNX, why_not
 from export.source import Source
 from export.target import Conversion, Job, Options, Target, Verification
 from runtime.formats.scheme import Scheme
-from runtime.modeling.skeleton import is_speech, model_kind
+from runtime.modeling.skeleton import is_speech
 
 # sentence-transformers' files, which say how an encoder's states become an embedding.
 _POOLING_FILES = ("modules.json", "sentence_*_config.json", "config_sentence_transformers.json", "[0-9]*_*/config.json")
@@ -49,11 +49,10 @@ class OnnxTarget(Target):
         return int(2.5 * sum(rows * columns for rows, columns in source.shapes.values())) + source.bytes + (16 << 20)
 
     def write(self, job: Job) -> None:
-        from export.onnx.write import write_decoder, write_encoder, write_seq2seq
+        from export.onnx.write import write_graphs
 
-        writers = {"decoder": write_decoder, "encoder": write_encoder, "encoder-decoder": write_seq2seq}
         spoken = dialect_of(job.options)
-        job.facts |= writers[model_kind(job.source.config)](job, spoken)
+        job.facts |= write_graphs(job, spoken)
         if spoken.name == "onnx" and any(has_static_int8(entry.scheme) for entry in job.source.entries.values()):
             # Without it products of int8 saturate on x86 CPUs that have no VNNI, and the result is wrong without a word.
             job.facts["session"] = {"session.x64quantprecision": "1"}
@@ -65,26 +64,23 @@ class OnnxTarget(Target):
     def verify(self, job: Job) -> Verification:
         from export.onnx.proof import prove
 
-        return prove(job)
+        return prove(job, products(job))
 
     def usage(self, job: Job, folder: str) -> list[str]:
-        kind = job.facts.get("kind")
-        ask = (
-            'model.embed(["A text.", "Another one."])'
-            if kind == "encoder"
-            else 'model.generate("Once upon a time", max_new_tokens=32)'
-        )
-        if not (job.folder / "tokenizer.json").is_file():
-            ask = "model.generate([1, 2, 3], max_new_tokens=32)"  # the artifact has no tokenizer
-            ask = "model.hidden_states([[1, 2, 3]])" if kind == "encoder" else ask
-        products = job.facts.get("compressed")
-        integers = sum(products.values()) if isinstance(products, dict) else products
-        hint = '  # kernels="fast" rounds activations to int8' if integers else ""
-        return [
-            "import runtime",
-            f'model = runtime.load("{folder}"){hint}',
-            f"print({ask})",
-        ]
+        ask = {
+            ("encoder", True): 'model.embed(["A text.", "Another one."])',
+            ("encoder", False): "model.hidden_states([[1, 2, 3]])",
+            ("decoder", True): 'model.generate("Once upon a time", max_new_tokens=32)',
+            ("decoder", False): "model.generate([1, 2, 3], max_new_tokens=32)",
+        }[job.facts["kind"].removeprefix("encoder-"), (job.folder / "tokenizer.json").is_file()]
+        hint = '  # kernels="fast" rounds activations to int8' if any(products(job).values()) else ""
+        return ["import runtime", f'model = runtime.load("{folder}"){hint}', f"print({ask})"]
+
+
+def products(job: Job) -> dict[str, int]:
+    """{file: products with compressed weights in it}."""
+    found = job.facts["compressed"]
+    return found if isinstance(found, dict) else {"model.onnx": found}
 
 
 def _why_not(scheme: Scheme, shape: tuple[int, int], requantize: bool) -> str | None:
@@ -104,18 +100,11 @@ def write_fast(path: Path) -> None:
     import onnx
 
     model = onnx.load(str(path), load_external_data=False)
-    levels = [
-        a
-        for node in model.graph.node
-        if node.op_type == "MatMulNBits"
-        for a in node.attribute
-        if a.name == "accuracy_level"
-    ]
-    if not levels:
-        return
-    for level in levels:
+    nodes = [node for node in model.graph.node if node.op_type == "MatMulNBits"]
+    for level in (a for node in nodes for a in node.attribute if a.name == "accuracy_level"):
         level.i = 4
-    onnx.save(model, str(path.with_name(fast_name(path.name))))
+    if nodes:
+        onnx.save(model, str(path.with_name(fast_name(path.name))))
 
 
 def write_config(source: Source, folder: Path) -> None:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import inspect
+import io
 import logging
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from export.onnx import trace_cache
+from export.onnx.builder import fixed
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
+from runtime.engines.onnx.session import cache_names
 from runtime.errors import CompressError, RequestError
 from runtime.layers.install import install_compressed
 from runtime.modeling.weights import Filling
@@ -40,11 +43,8 @@ def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[
         raise RequestError(
             f"{source.path} stores tensors under names that only transformers converts; apply a recipe to it first"
         )
-    probe = source.build(dtype)
-    install_compressed(probe, source.artifact.config, source.artifact.checkpoint.names())
-    marked = set(mark_layers(probe, dtype))
-    filling.place(lambda name: name.rpartition(".")[0] not in marked)
     shapes = mark_layers(model, dtype)
+    filling.place(lambda name: name.rpartition(".")[0] not in shapes)
     left = [name for name, value in model.named_parameters() if value.device.type == "meta"]
     if left:
         raise CompressError(f"tensor {left[0]} has no value: it is tied to a layer that is exported apart")
@@ -55,15 +55,21 @@ def trace_decoder(source: Source, dtype: torch.dtype) -> onnx_ir.Model:
     """Prefill and decode in one graph: `input_ids`, `attention_mask`, `position_ids`, `past_key_values.{i}.key/value` in;
     `logits`, `present.{i}.key/value` out. Batch, sequence and past are free, 0 past included. Opset `OPSET`."""
     model, shapes = prepared(source, dtype)
-    name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET)
+    return cached(source, model, shapes, dtype, "model", lambda: _decoder(source, model, dtype))
+
+
+def cached(source: Source, model: PreTrainedModel, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Any:
+    """The graph of a part of a model from the cache; else `trace` makes it."""
+    name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part)
     graph = trace_cache.load(name)
     if graph is None:
-        graph = _trace_decoder(source, model, dtype)
+        graph = trace()
+        strip(graph)
         trace_cache.store(name, graph)
     return graph
 
 
-def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> Any:
+def _decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -> Any:
     from torch.export import Dim
 
     accepted = inspect.signature(model.forward).parameters
@@ -79,14 +85,29 @@ def _trace_decoder(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
     dynamic: dict[str, Any] = {name: {0: free, 1: free} for name in inputs}
     dynamic["past_key_values"] = [{0: free, 2: free}] * (2 * layers)
     graph = export_graph(model, inputs, dynamic, model)
-    names = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    flat = [name for name in inputs if name != "past_key_values"]
-    _rename(graph.graph.inputs, flat + names, source)
-    present = [name.replace("past_key_values", "present") for name in names]
-    _rename(graph.graph.outputs, ["logits", *present], source)
-    _name_dimensions(graph, names, present)
-    strip(graph)
+    names = {name: ["batch", "past + sequence" if name == "attention_mask" else "sequence"] for name in inputs}
+    del names["past_key_values"]
+    name_values(graph.graph.inputs, names | cache_axes("past_key_values", layers, "past"))
+    present = cache_axes("present", layers, "past + sequence")
+    name_values(graph.graph.outputs, {"logits": ["batch", "sequence", None], **present})
     return graph
+
+
+def cache_axes(prefix: str, layers: int, length: str) -> dict[str, list[Any]]:
+    """{`prefix.0.key`: axes `[batch, heads, length, size]`} of a cache, for `name_values`."""
+    return {name: ["batch", None, length, None] for name in cache_names(prefix, layers)}
+
+
+def name_values(values: Any, names: Mapping[str, list[Any]]) -> None:
+    """Names and shapes of graph inputs or outputs; None in a shape keeps the number that was traced."""
+    import onnx_ir as ir
+
+    if len(values) != len(names):
+        found = ", ".join(str(value.name) for value in values)
+        raise CompressError(f"the traced graph has {len(values)} inputs or outputs ({found}), expected {len(names)}")
+    for value, (name, axes) in zip(values, names.items(), strict=True):
+        value.name = name
+        value.shape = ir.Shape([fixed(value.shape[i]) if axis is None else axis for i, axis in enumerate(axes)])
 
 
 def strip(model: onnx_ir.Model) -> None:
@@ -159,20 +180,15 @@ def export_graph(module: Any, inputs: dict[str, Any], dynamic: dict[str, Any], m
 def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -> Any:
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
+    config = OnnxConfig(dynamic=True, dynamic_shapes=dynamic, opset_version=OPSET)
     with torch.no_grad(), _quiet():
         try:
-            return (
-                OnnxExporter()
-                .export(model, inputs, config=OnnxConfig(dynamic=True, dynamic_shapes=dynamic, opset_version=OPSET))
-                .program
-            )
-        except MarkError:
-            raise
+            return OnnxExporter().export(model, inputs, config=config).program
         except Exception as error:
             cause: BaseException | None = error
             while cause is not None:
                 if isinstance(cause, MarkError):
-                    raise cause from error
+                    raise cause from None
                 cause = cause.__cause__ or cause.__context__
             first = (str(error).strip().splitlines() or [""])[0]
             raise CompressError(
@@ -183,54 +199,15 @@ def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -
 @contextmanager
 def _quiet() -> Iterator[None]:
     """torch.onnx prints its progress on stdout, and warns of packages that nobody asked for."""
-    import contextlib
-    import io
-
-    loggers = [
-        logging.getLogger(name)
-        for name in ("torch.onnx", "torch.onnx._internal.exporter", "transformers", "onnxscript")
-    ]
+    names = ("torch.onnx", "torch.onnx._internal.exporter", "transformers", "onnxscript")
+    loggers = [logging.getLogger(name) for name in names]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
         logger.setLevel(logging.ERROR)
     try:
-        with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        with warnings.catch_warnings(), redirect_stdout(io.StringIO()):
             warnings.simplefilter("ignore")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
-
-
-def _rename(values: Any, names: list[str], source: Source) -> None:
-    if len(values) != len(names):
-        raise CompressError(
-            f"{source.path}: the traced graph has {len(values)} inputs or outputs, expected {len(names)}"
-        )
-    for value, name in zip(values, names, strict=True):
-        value.name = name
-
-
-def _name_dimensions(model: Any, past: list[str], present: list[str]) -> None:
-    """Free dimensions get the names people know; fixed ones their numbers."""
-    import onnx_ir as ir
-
-    by_name = {value.name: value for value in [*model.graph.inputs, *model.graph.outputs]}
-    for name, axes in {
-        "input_ids": ["batch", "sequence"],
-        "position_ids": ["batch", "sequence"],
-        "attention_mask": ["batch", "past + sequence"],
-    }.items():
-        if name in by_name:
-            by_name[name].shape = ir.Shape(axes)
-    logits = by_name["logits"]
-    logits.shape = ir.Shape(["batch", "sequence", fixed(logits.shape[-1])])
-    for names, length in ((past, "past"), (present, "past + sequence")):
-        for name in names:
-            shape = by_name[name].shape
-            by_name[name].shape = ir.Shape(["batch", fixed(shape[1]), length, fixed(shape[3])])
-
-
-def fixed(dimension: Any) -> int:
-    """The exporter writes some fixed dimensions as symbols ("64")."""
-    return int(dimension if isinstance(dimension, int) else dimension.value)

@@ -12,10 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from export.onnx import trace_cache
-from export.onnx.trace import BATCH, OPSET, PAST, SEQUENCE, export_graph, fixed, prepared, strip
+from export.onnx.trace import BATCH, PAST, SEQUENCE, cache_axes, cached, export_graph, name_values, prepared
 from export.source import Source
-from runtime.errors import CompressError, RequestError
+from runtime.errors import RequestError
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -41,19 +40,9 @@ def trace_seq2seq(source: Source, dtype: torch.dtype) -> dict[str, onnx_ir.Model
     model, shapes = prepared(source, dtype)
     encoder = _encoder(source, model.get_encoder(), model, shapes, dtype)
     caches = _example_caches(source, dtype)
-    cross = _cached(source, model, shapes, dtype, "cross", lambda: _cross(model, len(caches[1]) // 2, dtype))
-    decoder = _cached(source, model, shapes, dtype, "decoder", lambda: _decoder(model, caches, dtype))
+    cross = cached(source, model, shapes, dtype, "cross", lambda: _cross(model, len(caches[1]) // 2, dtype))
+    decoder = cached(source, model, shapes, dtype, "decoder", lambda: _decoder(model, caches, dtype))
     return {"encoder": encoder, "cross": cross, "decoder": decoder}
-
-
-def _cached(source: Source, model: nn.Module, shapes: Any, dtype: torch.dtype, part: str, trace: Any) -> Any:
-    name = trace_cache.key(model, source.config, shapes=shapes, dtype=dtype, opset=OPSET, part=part)
-    graph = trace_cache.load(name)
-    if graph is None:
-        graph = trace()
-        strip(graph)
-        trace_cache.store(name, graph)
-    return graph
 
 
 def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, dtype: torch.dtype) -> Any:
@@ -66,11 +55,11 @@ def _encoder(source: Source, encoder: Any, model: PreTrainedModel, shapes: Any, 
         if "token_type_ids" in inputs:
             inputs["token_type_ids"] = torch.zeros(BATCH, SOURCE, dtype=torch.int64)
         graph = export_graph(encoder, inputs, {name: {0: free, 1: free} for name in inputs}, model)
-        _name(graph.graph.inputs, {name: ["batch", "sequence"] for name in wanted})
+        name_values(graph.graph.inputs, {name: ["batch", "sequence"] for name in wanted})
         _keep_outputs(graph, {STATES: ["batch", "sequence", None]})
         return graph
 
-    return _cached(source, model, shapes, dtype, "encoder", trace)
+    return cached(source, model, shapes, dtype, "encoder", trace)
 
 
 class _Cross(nn.Module):
@@ -104,9 +93,8 @@ def _cross(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> Any:
     width = int(model.config.get_text_config().hidden_size)
     inputs = {"encoder_hidden_states": torch.randn(BATCH, SOURCE, width).to(dtype)}
     graph = export_graph(_Cross(model).eval(), inputs, {"encoder_hidden_states": {0: free, 1: free}}, model)
-    _name(graph.graph.inputs, {"encoder_hidden_states": ["batch", "source", width]})
-    names = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    _keep_outputs(graph, {name: ["batch", None, "source", None] for name in names})
+    name_values(graph.graph.inputs, {"encoder_hidden_states": ["batch", "source", width]})
+    _keep_outputs(graph, cache_axes("cross", layers, "source"))
     return graph
 
 
@@ -172,32 +160,18 @@ def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype:
     }
     graph = export_graph(model, inputs, dynamic, model)
     layers = len(own) // 2
-    past = [f"past_key_values.{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    kept = [f"cross.{i}.{part}" for i in range(layers) for part in ("key", "value")]
-    shaped: Any = (
-        {"decoder_input_ids": ["batch", "sequence"], "encoder_hidden_states": ["batch", "source", width]}
-        | {"encoder_attention_mask": ["batch", "source"]}
-        | {name: ["batch", None, "past", None] for name in past}
-        | {name: ["batch", None, "source", None] for name in kept}
-    )
-    _name(graph.graph.inputs, shaped)
-    present = [name.replace("past_key_values", "present") for name in past]
-    shapes: dict[str, list[Any]] = {"logits": ["batch", "sequence", None]}
-    _keep_outputs(graph, shapes | {name: ["batch", None, "past + sequence", None] for name in present})
+    shaped: dict[str, list[Any]] = {
+        "decoder_input_ids": ["batch", "sequence"],
+        "encoder_hidden_states": ["batch", "source", width],
+        "encoder_attention_mask": ["batch", "source"],
+        **cache_axes("past_key_values", layers, "past"),
+        **cache_axes("cross", layers, "source"),
+    }
+    name_values(graph.graph.inputs, shaped)
+    present = cache_axes("present", layers, "past + sequence")
+    _keep_outputs(graph, {"logits": ["batch", "sequence", None], **present})
     _drop_unused_inputs(graph)
     return graph
-
-
-def _name(values: Any, names: dict[str, list[Any]]) -> None:
-    """Names and shapes of graph inputs or outputs; None in a shape keeps the number that was traced."""
-    import onnx_ir as ir
-
-    if len(values) != len(names):
-        found = ", ".join(str(value.name) for value in values)
-        raise CompressError(f"the traced graph has {len(values)} inputs or outputs ({found}), expected {len(names)}")
-    for value, (name, axes) in zip(values, names.items(), strict=True):
-        value.name = name
-        value.shape = ir.Shape([fixed(value.shape[i]) if axis is None else axis for i, axis in enumerate(axes)])
 
 
 def _keep_outputs(graph: Any, names: dict[str, list[Any]]) -> None:
@@ -206,7 +180,7 @@ def _keep_outputs(graph: Any, names: dict[str, list[Any]]) -> None:
 
     while len(graph.graph.outputs) > len(names):
         graph.graph.outputs.pop()
-    _name(graph.graph.outputs, names)
+    name_values(graph.graph.outputs, names)
     common.RemoveUnusedNodesPass()(graph)
 
 

@@ -6,120 +6,115 @@ A decoder is one graph; an encoder-decoder is three, which share one file of wei
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from export.onnx.attention import why_not_grouped, write_attention, write_grouped
-from export.onnx.builder import Builder
+from export.onnx.builder import Builder, fixed
 from export.onnx.dialect import Dialect
 from export.onnx.linear import groups, joined, write_embedding, write_linear, write_together
 from export.onnx.marks import DOMAIN
-from export.onnx.matmul_nbits import MICROSOFT, unmark
+from export.onnx.matmul_nbits import ACCURACY_LEVEL, MICROSOFT, unmark
 from export.onnx.store import DataFile, Store
 from export.onnx.trace import strip, trace_decoder
 from export.onnx.trace_encoders import STATES, trace_encoder, trace_seq2seq
+from export.source import dtype_name
 from export.target import Job
 from runtime.errors import CompressError
+from runtime.modeling.skeleton import model_kind
 
 if TYPE_CHECKING:
     import onnx_ir
 
-FILE, DATA = "model.onnx", "model.onnx.data"
-ENCODER, CROSS, DECODER = "encoder.onnx", "cross.onnx", "decoder.onnx"
+DATA = "model.onnx.data"
 IR_VERSION = 10  # the first with INT4 and opset 21; newer ones are refused by older runtimes
 
 
-def write_decoder(job: Job, dialect: Dialect) -> dict[str, Any]:
-    """Write `model.onnx` and `model.onnx.data` into `job.folder`; returns facts about the graph for `export.json`.
+def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
+    """Write `model.onnx`, or `encoder.onnx`, `cross.onnx` and `decoder.onnx`, and `model.onnx.data` into `job.folder`.
+
+    Returns:
+        Facts about the graphs for `export.json`.
 
     Raises:
         RequestError: a weight cannot be said in the dialect. CompressError: the model cannot be traced.
     """
+    kind, graphs = model_kind(job.source.config), {}
     job.progress.phase("tracing the model", 1)
-    traced = trace_decoder(job.source, dialect.dtype)
+    if kind == "encoder-decoder":
+        graphs = trace_seq2seq(job.source, dialect.dtype)
+    else:
+        graphs["model"] = (trace_decoder if kind == "decoder" else trace_encoder)(job.source, dialect.dtype)
     job.progress.step()
-    graph = traced.graph
-    attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
-    reason: str | None = "attention is as transformers traced it"
-    if dialect.own_operators and attention:
-        reason = why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
+    reason = _why_not_grouped(graphs["model"].graph, dialect) if kind == "decoder" else ""
     data = DataFile(job.folder, DATA)
-    products = replace_marks(job, traced, dialect, data, grouped=reason is None)
+    products = {
+        f"{name}.onnx": replace_marks(job, graph, dialect, data, reason is None) for name, graph in graphs.items()
+    }
+    data.close()
     if reason is None:
-        _share_cache(graph)
-    data.close()
-    facts = _facts(job, traced, dialect, reason) | {"compressed": products}
-    save(job, traced, FILE, facts)
-    return facts
-
-
-def write_encoder(job: Job, dialect: Dialect) -> dict[str, Any]:
-    """`model.onnx`: `input_ids`, `attention_mask` (and `token_type_ids`) in, `last_hidden_state` out."""
-    job.progress.phase("tracing the model", 1)
-    traced = trace_encoder(job.source, dialect.dtype)
-    job.progress.step()
-    data = DataFile(job.folder, DATA)
-    products = replace_marks(job, traced, dialect, data)
-    data.close()
-    facts = _common(job, dialect, "encoder") | {
-        "inputs": [str(value.name) for value in traced.graph.inputs],
-        "hidden_size": _width(traced, STATES),
-        "compressed": {FILE: products},
-    }
-    save(job, traced, FILE, facts)
-    return facts
-
-
-def write_seq2seq(job: Job, dialect: Dialect) -> dict[str, Any]:
-    """`encoder.onnx`, `cross.onnx` and `decoder.onnx`; see `export.onnx.trace_encoders.trace_seq2seq`."""
-    job.progress.phase("tracing the model", 1)
-    traced = trace_seq2seq(job.source, dialect.dtype)
-    job.progress.step()
-    data = DataFile(job.folder, DATA)
-    products = {name: replace_marks(job, part, dialect, data) for name, part in traced.items()}
-    data.close()
-    graph = traced["decoder"].graph
-    values: dict[str, Any] = {str(value.name): value for value in graph.outputs}
-    cross: dict[str, Any] = {str(value.name): value for value in traced["cross"].graph.outputs}
-    facts = _common(job, dialect, "encoder-decoder") | {
-        "inputs": [str(value.name) for value in graph.inputs],
-        "hidden_size": _width(traced["encoder"], STATES),
-        "vocab_size": number(values["logits"].shape[-1]),
-        "cache": _shapes(values, "present"),
-        "cross": _shapes(cross, "cross"),
-        "compressed": {
-            file: products[name] for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER))
-        },
-    }
-    for name, file in (("encoder", ENCODER), ("cross", CROSS), ("decoder", DECODER)):
-        save(job, traced[name], file, facts)
-    return facts
-
-
-def _common(job: Job, dialect: Dialect, kind: str) -> dict[str, Any]:
-    from runtime.engines.torch.encoder import position_limit
-
-    table = job.source.skeleton.get_input_embeddings()
-    return {
+        _share_cache(graphs["model"].graph)
+    facts = {
         "kind": kind,
         "dialect": dialect.name,
         "opset": dialect.opset,
-        "dtype": str(dialect.dtype).removeprefix("torch."),
-        "vocab_size": int(table.num_embeddings),  # type: ignore[union-attr, arg-type]
-        "context_length": position_limit(job.source.skeleton),
+        "dtype": dtype_name(dialect.dtype),
+        **(_decoder_facts(job, graphs["model"].graph, dialect, reason) if kind == "decoder" else _facts(job, graphs)),
+        "compressed": products["model.onnx"] if kind == "decoder" else products,
+    }
+    for name, graph in graphs.items():
+        save(job, graph, f"{name}.onnx", facts)
+    return facts
+
+
+def _why_not_grouped(graph: onnx_ir.Graph, dialect: Dialect) -> str | None:
+    attention = [node for node in graph if node.domain == DOMAIN and node.op_type == "Attention"]
+    if not dialect.own_operators or not attention:
+        return "attention is as transformers traced it"
+    return why_not_grouped(attention, {str(value.name): value for value in graph.inputs})
+
+
+def _decoder_facts(job: Job, graph: onnx_ir.Graph, dialect: Dialect, reason: str | None) -> dict[str, Any]:
+    caches = _shapes(graph.inputs, "past_key_values")
+    return {
+        "layers": len(caches),
+        "cache": caches,  # [heads, size] of each layer
+        "vocab_size": _width(graph, "logits"),
+        "context_length": getattr(job.source.config.get_text_config(), "max_position_embeddings", None),
+        "inputs": [str(value.name) for value in graph.inputs],
+        "shared_cache": reason is None,
+        "grouped_query_attention": reason is None or reason,
+        "accuracy_level": ACCURACY_LEVEL if dialect.own_operators else None,
     }
 
 
-def _width(traced: Any, name: str) -> int:
-    return number(next(v for v in traced.graph.outputs if v.name == name).shape[-1])
+def _facts(job: Job, graphs: dict[str, onnx_ir.Model]) -> dict[str, Any]:
+    """Of an encoder, or of an encoder-decoder."""
+    from runtime.engines.torch.encoder import position_limit
+
+    encoder = graphs.get("model") or graphs["encoder"]
+    facts: dict[str, Any] = {
+        "vocab_size": int(job.source.skeleton.get_input_embeddings().num_embeddings),  # type: ignore[union-attr, arg-type]
+        "context_length": position_limit(job.source.skeleton),
+        "inputs": [str(value.name) for value in (graphs.get("decoder") or encoder).graph.inputs],
+        "hidden_size": _width(encoder.graph, STATES),
+    }
+    if "decoder" in graphs:
+        outputs = graphs["decoder"].graph.outputs
+        facts["vocab_size"] = _width(graphs["decoder"].graph, "logits")
+        facts |= {"cache": _shapes(outputs, "present"), "cross": _shapes(graphs["cross"].graph.outputs, "cross")}
+    return facts
 
 
-def _shapes(values: dict[str, Any], prefix: str) -> list[list[int]]:
+def _width(graph: onnx_ir.Graph, name: str) -> int:
+    return fixed(next(value.shape[-1] for value in graph.outputs if value.name == name and value.shape is not None))
+
+
+def _shapes(values: Iterable[onnx_ir.Value], prefix: str) -> list[list[int]]:
     """`[heads, size]` of every layer's keys."""
-    keys = [value for name, value in values.items() if name.startswith(f"{prefix}.") and name.endswith(".key")]
-    return [[number(value.shape[1]), number(value.shape[3])] for value in keys]
+    keys: list[Any] = [v for v in values if str(v.name).startswith(f"{prefix}.") and str(v.name).endswith(".key")]
+    return [[fixed(value.shape[1]), fixed(value.shape[3])] for value in keys]
 
 
 def replace_marks(job: Job, traced: onnx_ir.Model, dialect: Dialect, data: DataFile, grouped: bool = False) -> int:
@@ -129,43 +124,36 @@ def replace_marks(job: Job, traced: onnx_ir.Model, dialect: Dialect, data: DataF
         data: where large constants go.
         grouped: attention becomes ONNX Runtime's GroupQueryAttention.
     """
-    graph = traced.graph
     store = Store(traced, data)
-    marks = [node for node in graph if node.domain == DOMAIN]
+    marks = [node for node in traced.graph if node.domain == DOMAIN]
     job.progress.phase("writing weights", len(marks))
     shared: dict[Any, Any] = {}
     products = fusible(job, marks)
     together = groups(job, marks) if dialect.own_operators else {}
     done: set[onnx_ir.Node] = set()
     for mark in marks:
-        module = mark.attributes.get_string("module", "")
         if mark in done:
             continue
-        builder = Builder(store, mark, module or str(mark.name))
+        members = together.get(mark, [mark])
+        modules = [member.attributes.get_string("module", "") for member in members]
+        builder = Builder(store, mark, joined(modules) or str(mark.name))
         first = mark.inputs[0]
         assert first is not None
         if mark in together:
-            group = together[mark]
-            modules = [other.attributes.get_string("module", "") for other in group]
-            builder = Builder(store, mark, joined(modules))
             values = write_together(builder, job, modules, first, dialect)
-            for other, value in zip(group, values, strict=True):
-                builder.replace(other, value)
-            done.update(group)
-            products -= len(group) - 1
-            for name in modules:
-                job.progress.step(name)
-            continue
-        if mark.op_type == "Linear":
-            value = write_linear(builder, job, module, first, dialect)
+            products -= len(members) - 1
+        elif mark.op_type == "Linear":
+            values = [write_linear(builder, job, modules[0], first, dialect)]
         elif mark.op_type == "Embedding":
-            value = write_embedding(builder, job, module, first, dialect)
+            values = [write_embedding(builder, job, modules[0], first, dialect)]
         elif grouped:
-            value = write_grouped(builder, mark, dialect, shared)
+            values = [write_grouped(builder, mark, dialect, shared)]
         else:
-            value = write_attention(builder, mark, dialect, shared)
-        builder.replace(mark, value)
-        job.progress.step(module)
+            values = [write_attention(builder, mark, dialect, shared)]
+        for member, module, value in zip(members, modules, values, strict=True):
+            builder.replace(member, value)
+            job.progress.step(module)
+        done.update(members)
     _tidy(traced, dialect)
     store.move()
     return products
@@ -193,13 +181,7 @@ def _forget_shapes(path: Path) -> None:
 
 def sparse_modules(job: Job) -> list[str]:
     """Modules whose weights have at least two zeros in every four consecutive inputs."""
-    return [name for name, entry in job.source.entries.items() if _is_2_4(entry.scheme.sparsity)]
-
-
-def _is_2_4(pattern: str | None) -> bool:
-    """2:4, and 1:4, which is 2:4 too."""
-    found = re.fullmatch(r"(\d+):4", pattern or "")
-    return found is not None and int(found[1]) <= 2
+    return [name for name, entry in job.source.entries.items() if entry.scheme.sparsity in ("1:4", "2:4")]
 
 
 def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
@@ -209,7 +191,9 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     if any(node.domain == MICROSOFT for node in model.graph.all_nodes()):
         model.opset_imports[MICROSOFT] = 1
     if dialect.own_operators:
-        _fuse(model)
+        from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
+
+        fuse_for_onnxruntime(model, "cpu")  # norms and rotary embeddings
         unmark(model)
     if dialect.name == "onnx":
         _without_relu(model)
@@ -255,47 +239,17 @@ def _without_relu(model: onnx_ir.Model) -> None:
         graph.remove(node, safe=True)
 
 
-def _fuse(model: onnx_ir.Model) -> None:
-    """Norms and rotary embeddings become ONNX Runtime's operators."""
-    from transformers.exporters.onnxruntime_fusions import fuse_for_onnxruntime
-
-    fuse_for_onnxruntime(model, "cpu")
-
-
 def _share_cache(graph: onnx_ir.Graph) -> None:
     """Grouped-query attention may write `present` where `past` is: both have room for more tokens than they hold."""
     import onnx_ir as ir
 
     for value in [*graph.inputs, *graph.outputs]:
-        if str(value.name).startswith(("past_key_values.", "present.")):
-            shape = value.shape
-            assert shape is not None
-            length = "capacity" if str(value.name).startswith("past") else "present capacity"
+        kind, shape = str(value.name).partition(".")[0], value.shape
+        if kind in ("past_key_values", "present") and shape is not None:
+            length = "capacity" if kind == "past_key_values" else "present capacity"
             value.shape = ir.Shape([shape[0], shape[1], length, shape[3]])
-    for value in graph.inputs:
-        if value.name == "attention_mask":
+        elif kind == "attention_mask":
             value.shape = ir.Shape(["batch", "total"])
-
-
-def _facts(job: Job, traced: onnx_ir.Model, dialect: Dialect, reason: str | None) -> dict[str, Any]:
-    graph = traced.graph
-    past = [value for value in graph.inputs if str(value.name).startswith("past_key_values.")]
-    shapes = [[number(past[i].shape[1]), number(past[i].shape[3])] for i in range(0, len(past), 2)]  # type: ignore[index]
-    text = job.source.config.get_text_config()
-    return {
-        "kind": "decoder",
-        "dialect": dialect.name,
-        "opset": dialect.opset,
-        "dtype": str(dialect.dtype).removeprefix("torch."),
-        "layers": len(shapes),
-        "cache": shapes,  # [heads, size] of each layer
-        "vocab_size": number(next(v for v in graph.outputs if v.name == "logits").shape[-1]),  # type: ignore[index]
-        "context_length": getattr(text, "max_position_embeddings", None),
-        "inputs": [str(value.name) for value in graph.inputs],
-        "shared_cache": reason is None,
-        "grouped_query_attention": reason is None or reason,
-        "accuracy_level": dialect.accuracy_level if dialect.own_operators else None,
-    }
 
 
 def fusible(job: Job, marks: Iterable[onnx_ir.Node]) -> int:
@@ -305,8 +259,3 @@ def fusible(job: Job, marks: Iterable[onnx_ir.Node]) -> int:
         entry = job.source.entries.get(mark.attributes.get_string("module", "")) if mark.op_type == "Linear" else None
         count += entry is not None and entry.scheme.grid is not None and entry.scheme.grid.type == "int"
     return count
-
-
-def number(dimension: Any) -> int:
-    """A fixed dimension, which the exporter may have written as a symbol."""
-    return int(dimension if isinstance(dimension, int) else dimension.value)

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from export.tensorrt.model import DecoderModel
+from export.target import Job
+from export.tensorrt.bundle import ONNX, Build
 from export.tensorrt.options import TensorrtOptions
 from export.tensorrt.profiles import Limits, Range, profiles
+from runtime.engines.tensorrt.session import make_logger
 from runtime.errors import CompressError
 from runtime.system.progress import ProgressReporter
 from runtime.system.sizes import byte_count
@@ -21,28 +23,11 @@ _ERRORS = 5  # of the log, that a message repeats
 _PARSER_ERRORS = 3
 
 
-@dataclass(frozen=True)
-class Request:
-    """One engine.
+def build_engine(trt: Any, job: Job, source: Path, build: Build, size: Limits) -> dict[str, Any]:
+    """Write `engine.plan` into `job.folder`.
 
-    Attributes:
-        onnx: the model in TensorRT's dialect. folder: where the plan goes.
-        model, size: what is built, and for which limits.
-        dtype: `DataType` member of floats. sparse: whether there are 2:4 weights.
-        options: of the target.
-    """
-
-    onnx: Path
-    folder: Path
-    model: DecoderModel
-    size: Limits
-    dtype: str
-    sparse: bool
-    options: TensorrtOptions
-
-
-def build_engine(trt: Any, request: Request, progress: ProgressReporter) -> dict[str, Any]:
-    """Write `engine.plan` (and what a stripped plan needs) into the request's folder.
+    Args:
+        source: the folder of the ONNX file. build: what it is. size: the limits of the engine.
 
     Returns:
         Facts for the manifest: inputs and outputs, profiles, flags, TensorRT's version.
@@ -50,37 +35,49 @@ def build_engine(trt: Any, request: Request, progress: ProgressReporter) -> dict
     Raises:
         RequestError: an option that this TensorRT or this model does not allow. CompressError: TensorRT failed; its log says why.
     """
-    options = request.options
-    logger = make_logger(trt, progress)
+    options: TensorrtOptions = job.options
+    errors: list[str] = []
+
+    def log(level: int, text: str) -> None:
+        if level >= logging.ERROR:
+            errors.append(text)
+        elif level == logging.WARNING:
+            job.progress.info(f"  TensorRT: {text}")
+
+    logger = make_logger(trt, log)
     builder = trt.Builder(logger)
     # Since 11.0 networks are always strongly typed and the flag is ignored; before, it has to be set.
     network = builder.create_network(1 << int(trt.NetworkDefinitionCreationFlag.STRONGLY_TYPED))
-    progress.phase("parsing the network", 1)
-    parser = _parse(trt, network, logger, request.onnx)
-    shapes = _shapes(network, request)
-    progress.step()
-    config = _configure(trt, builder, request, progress)
+    job.progress.phase("parsing the network", 1)
+    parser = _parse(trt, network, logger, source / ONNX)
+    named = {network.get_input(i).name for i in range(network.num_inputs)}
+    shapes = [{n: s for n, s in p.items() if n in named} for p in profiles(build.model, size)]
+    missing = sorted(named - set(shapes[0]))
+    if missing:
+        raise CompressError(f"{ONNX} has input {missing[0]}, which no profile is known for")
+    job.progress.step()
+    config = _configure(trt, builder, build, options, job.progress)
     _add_profiles(builder, config, shapes)
-    cache = _read_timings(config, options.timing_cache, progress)
+    cache = _read_timings(config, options.timing_cache, job.progress)
     plan = builder.build_serialized_network(network, config)
     del parser  # it holds the weights, which the build reads
     if plan is None:
         raise CompressError(
-            f"TensorRT could not build the engine: {'; '.join(logger.errors[:_ERRORS]) or 'its log says no reason'}"
+            f"TensorRT could not build the engine: {'; '.join(errors[:_ERRORS]) or 'its log says no reason'}"
         )
-    (request.folder / PLAN).write_bytes(memoryview(plan))
+    (job.folder / PLAN).write_bytes(memoryview(plan))
     if cache is not None:
         _write_timings(config, Path(options.timing_cache or ""))
     return {
         "network": "onnx",
         "plan": PLAN,
-        "constants": request.onnx.name if options.refit == "stripped" else None,
+        "constants": ONNX if options.refit == "stripped" else None,
         "tensorrt": str(trt.__version__),
         "inputs": [_describe(network.get_input(i)) for i in range(network.num_inputs)],
         "outputs": [_describe(network.get_output(i)) for i in range(network.num_outputs)],
         "layers": network.num_layers,
         "profiles": [{name: [list(s) for s in ranges] for name, ranges in p.items()} for p in shapes],
-        "sparse_weights": request.sparse,
+        "sparse_weights": bool(build.sparse),
         "weight_streaming": options.weight_streaming,
         "refit": options.refit,
         "version_compatible": options.version_compatible,
@@ -112,32 +109,21 @@ def _sentence(error: Any) -> str:
     return f"{where}: {' '.join(error.desc().split())}"
 
 
-def _shapes(network: Any, request: Request) -> list[dict[str, Range]]:
-    """Profiles of the inputs that the network has."""
-    named = {network.get_input(i).name for i in range(network.num_inputs)}
-    found = [{n: s for n, s in p.items() if n in named} for p in profiles(request.model, request.size)]
-    missing = sorted(named - set(found[0]))
-    if missing:
-        raise CompressError(f"{request.onnx.name} has input {missing[0]}, which no profile is known for")
-    return found
-
-
-def _configure(trt: Any, builder: Any, request: Request, progress: ProgressReporter) -> Any:
-    options, flag = request.options, trt.BuilderFlag
+def _configure(trt: Any, builder: Any, build: Build, options: TensorrtOptions, progress: ProgressReporter) -> Any:
+    flag = trt.BuilderFlag
     config = builder.create_builder_config()
-    if request.dtype == "FLOAT":
+    if build.dtype == "FLOAT":
         config.clear_flag(flag.TF32)  # float32 is asked for, so it is float32 that multiplies
-    if request.sparse:
-        config.set_flag(flag.SPARSE_WEIGHTS)
-    if options.weight_streaming:
-        config.set_flag(flag.WEIGHT_STREAMING)
-    if options.refit == "refit":
-        config.set_flag(flag.REFIT)
-    if options.refit == "stripped":
-        config.set_flag(flag.STRIP_PLAN)
-        config.set_flag(flag.REFIT_IDENTICAL)
-    if options.version_compatible:
-        config.set_flag(flag.VERSION_COMPATIBLE)
+    for wanted, member in (
+        (bool(build.sparse), flag.SPARSE_WEIGHTS),
+        (options.weight_streaming, flag.WEIGHT_STREAMING),
+        (options.refit == "refit", flag.REFIT),
+        (options.refit == "stripped", flag.STRIP_PLAN),
+        (options.refit == "stripped", flag.REFIT_IDENTICAL),
+        (options.version_compatible, flag.VERSION_COMPATIBLE),
+    ):
+        if wanted:
+            config.set_flag(member)
     level = getattr(trt.HardwareCompatibilityLevel, options.hardware_compatibility.upper())
     config.hardware_compatibility_level = level
     if options.workspace is not None:
@@ -178,24 +164,6 @@ def _write_timings(config: Any, path: Path) -> None:
 
 def _describe(tensor: Any) -> Mapping[str, Any]:
     return {"name": tensor.name, "dtype": tensor.dtype.name, "shape": list(tensor.shape)}
-
-
-def make_logger(trt: Any, progress: ProgressReporter) -> Any:
-    """An `ILogger` that warns through `progress` and keeps errors in `.errors` for the message of a failed build."""
-
-    class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
-        def __init__(self) -> None:
-            trt.ILogger.__init__(self)
-            self.errors: list[str] = []
-
-        def log(self, severity: Any, msg: str) -> None:
-            text = " ".join(msg.split())
-            if severity in (trt.ILogger.Severity.ERROR, trt.ILogger.Severity.INTERNAL_ERROR):
-                self.errors.append(text)
-            elif severity == trt.ILogger.Severity.WARNING:
-                progress.info(f"  TensorRT: {text}")
-
-    return Logger()
 
 
 def make_monitor(trt: Any, progress: ProgressReporter) -> Any:

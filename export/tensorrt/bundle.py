@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, Field, NonNegativeInt, ValidationError, field_serializer
 
-from export.folder import write_json
+from export.folder import listing, write_json
 from export.target import Conversion
-from export.tensorrt.model import DecoderModel
 from export.tensorrt.options import FIXED_BY_BUNDLE, TensorrtOptions
-from export.tensorrt.profiles import Limits, profiles
+from export.tensorrt.profiles import DecoderModel, Limits, profiles
 from runtime.checkpoint.artifact import sha256
 from runtime.errors import ArtifactError, RequestError
 
@@ -23,10 +22,6 @@ PROBE = "probe.safetensors"
 SCHEMA_VERSION = 2
 #: Versions that the builder was written against.
 VERSIONS = {"onnx": ">=10.13", "api_checked": "11.4.0.106"}
-#: Entries that the writer of the ONNX file fills in.
-CONTENT = (
-    "options", "dtype", "sparse", "artifact", "conversions", "losses", "changed", "rounds_inputs", "rules",
-)  # fmt: skip
 
 
 class FileEntry(BaseModel):
@@ -36,116 +31,101 @@ class FileEntry(BaseModel):
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
-class ConversionEntry(BaseModel):
-    """See `export.target.Conversion`."""
+class Build(BaseModel):
+    """`build.json`. Of what only people read (versions, rules, profiles) anything is accepted.
 
-    what: str
-    modules: tuple[str, ...]
-    exact: bool
-    bytes: int | None = None
+    Attributes:
+        options: those given. dtype: `DataType` member of floats. sparse: modules with 2:4 weights.
+        artifact, conversions, losses: as in `export.json`.
+        changed: layers do not compute what they do in the artifact. rounds_inputs: inputs of layers are rounded to a grid.
+        rules: how many of TensorRT's rules held.
+    """
 
-
-class BuildFile(BaseModel):
-    """The entries of `build.json` that finishing a bundle reads; what people read (versions, profiles, rules) may say anything."""
-
+    schema_version: int = SCHEMA_VERSION
+    kind: Literal["tensorrt-bundle"] = "tensorrt-bundle"
+    tensorrt: Any = VERSIONS
     options: TensorrtOptions
     dtype: Literal["FLOAT", "HALF", "BF16"]
     sparse: list[str]
     artifact: dict[str, Any]
-    conversions: list[ConversionEntry]
+    conversions: list[Conversion]
     losses: dict[str, float]
     changed: bool
     rounds_inputs: bool
+    rules: Any = None
     model: DecoderModel
     limits: Limits
-    files: dict[str, FileEntry]
+    profiles: Any = None
+    files: dict[str, FileEntry] = {}
+
+    @field_serializer("options")
+    def _given(self, options: TensorrtOptions) -> dict[str, Any]:
+        return options.model_dump(mode="json", exclude_unset=True)
 
 
-def read_entries(path: Path, text: str) -> BuildFile:
-    """The entries of `build.json`.
+def write_build(folder: Path, build: Build) -> None:
+    """`build.json`, with the hashes of the files that are there now."""
+    found = listing(folder)
+    shapes = {"onnx": profiles(build.model, build.limits)}
+    files = {name: found[name] for name in (ONNX, DATA, PROBE) if name in found}
+    write_json(folder / BUILD, build.model_dump(mode="json") | {"profiles": shapes, "files": files})
+
+
+def read_build(folder: Path) -> Build:
+    """`build.json`, checked.
 
     Raises:
-        ArtifactError: one is missing or of the wrong type; the sentence names file and entry.
+        ArtifactError: it cannot be read, is of another version, or an entry is missing or of the wrong type; the sentence names it.
     """
+    file = folder / BUILD
     try:
-        return BuildFile.model_validate_json(text, strict=True)
+        text = file.read_text(encoding="utf-8")
+        version = json.loads(text)["schema_version"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ArtifactError(f"{file} cannot be read: {error}") from error
+    if version != SCHEMA_VERSION:
+        raise ArtifactError(f"{file} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
+    try:
+        build = Build.model_validate_json(text, strict=True)
     except ValidationError as error:
         first = error.errors()[0]
-        entry = ".".join(str(part) for part in first["loc"]) or "content"
-        if first["type"] == "missing":
-            raise ArtifactError(f"{path} has no entry {entry}, which an engine is built from") from error
-        raise ArtifactError(f"{path}: entry {entry} is {first['input']!r:.60}: {first['msg']}") from error
-
-
-def write_build(folder: Path, content: dict[str, Any], model: DecoderModel, size: Limits) -> None:
-    """`build.json`, with the hashes of the files that are there now.
-
-    Args:
-        content: the entries `CONTENT`.
-    """
-    names = [name for name in (ONNX, DATA, PROBE) if (folder / name).is_file()]
-    files = {name: {"bytes": (folder / name).stat().st_size, "sha256": sha256(folder / name)} for name in names}
-    value = {
-        "schema_version": SCHEMA_VERSION,
-        "kind": "tensorrt-bundle",
-        "tensorrt": VERSIONS,
-        **content,
-        "model": asdict(model),
-        "limits": asdict(size),
-        "profiles": {"onnx": profiles(model, size)},
-        "files": files,
-    }
-    write_json(folder / BUILD, value)
+        entry = ".".join(map(str, first["loc"])) or "content"
+        wrong = "is missing" if first["type"] == "missing" else f"is {first['input']!r:.60}: {first['msg']}"
+        raise ArtifactError(f"{file}: entry {entry} {wrong}") from error
+    if ONNX not in build.files:
+        raise ArtifactError(f"{file}: entry files.{ONNX} is missing")
+    return build
 
 
 class Bundle:
     """A bundle as `export.run` reads it in the place of an artifact (`export.source.Source`).
 
     Attributes:
-        path: the directory. build: `build.json`. entries: those that an engine is built from, checked. model: what is built.
+        path: the directory. build: its `build.json`.
         defaults: options that it was written with.
 
     Raises:
-        ArtifactError: the directory is no bundle, or a newer one, or an entry is missing or of the wrong type.
+        ArtifactError: the directory is no bundle, or its `build.json` is wrong.
     """
 
     trust_remote_code = False
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        file = path / BUILD
-        try:
-            text = file.read_text(encoding="utf-8")
-            self.build: dict[str, Any] = json.loads(text)
-        except (OSError, ValueError) as error:
-            raise ArtifactError(f"{file} cannot be read: {error}") from error
-        if not isinstance(self.build, dict) or self.build.get("kind") != "tensorrt-bundle":
-            raise ArtifactError(f"{file} is not the description of a TensorRT bundle")
-        version = self.build.get("schema_version")
-        if version != SCHEMA_VERSION:
-            raise ArtifactError(f"{file} has schema version {version!r}, this version reads {SCHEMA_VERSION}")
-        self.entries = read_entries(file, text)
-        if ONNX not in self.entries.files:
-            raise ArtifactError(f"{file} has no entry files.{ONNX}, which an engine is built from")
-        self.defaults: dict[str, Any] = {**self.build["options"], "bundle": False}
-        self.model: DecoderModel = self.entries.model
+        self.build = read_build(path)
+        self.defaults: Mapping[str, Any] = self.build.options.model_dump(exclude_unset=True) | {"bundle": False}
 
     @property
     def bytes(self) -> int:
-        return sum(entry.bytes for entry in self.entries.files.values())
-
-    @property
-    def conversions(self) -> list[Conversion]:
-        """What was converted when the bundle was written."""
-        return [Conversion(**dict(conversion)) for conversion in self.entries.conversions]
+        return sum(entry.bytes for entry in self.build.files.values())
 
     def describe(self) -> dict[str, Any]:
         """The artifact that the bundle was made of."""
-        return dict(self.build["artifact"])
+        return self.build.artifact
 
     def verify(self) -> None:
         """Raise ArtifactError unless every file has the hash that `build.json` says."""
-        for name, entry in self.entries.files.items():
+        for name, entry in self.build.files.items():
             file = self.path / name
             if Path(name).name != name or not file.is_file():
                 raise ArtifactError(f"{self.path} lacks {name}, which {BUILD} names")
@@ -156,15 +136,9 @@ class Bundle:
         """Raise RequestError where an option asks for another ONNX file than the one that is here, or for no engine."""
         if options.bundle:
             raise RequestError(f"{self.path} is a bundle already; leave out option bundle to finish it")
-        written = self.entries.options
         for name in FIXED_BY_BUNDLE:
-            asked, fixed = getattr(options, name), getattr(written, name)
+            asked, fixed = getattr(options, name), getattr(self.build.options, name)
             if asked != fixed:
                 raise RequestError(
                     f"option {name} is {asked!r}, and the bundle {self.path} was written with {fixed!r}; write another bundle"
                 )
-
-
-def is_bundle(path: Path) -> bool:
-    """Whether a directory is (meant to be) a bundle."""
-    return (path / BUILD).is_file()

@@ -4,24 +4,11 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 
 MODULE = "tensorrt"
-
-
-@dataclass(frozen=True)
-class Gpu:
-    """The GPU that an engine is built for, and the only kind it then runs on."""
-
-    name: str
-    compute_capability: str
-    memory_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def missing() -> str | None:
@@ -33,9 +20,7 @@ def missing() -> str | None:
     except (ImportError, OSError, RuntimeError) as error:  # what its loader raises where a CUDA library is not there
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         return f"TensorRT is installed and cannot be imported ({first})"
-    if gpu() is None:
-        return "there is no NVIDIA GPU that torch can use"
-    return None
+    return None if gpu() is not None else "there is no NVIDIA GPU that torch can use"
 
 
 def api() -> Any:
@@ -43,9 +28,10 @@ def api() -> Any:
     return importlib.import_module(MODULE)
 
 
-def gpu() -> Gpu | None:
-    """The first GPU; None where there is none."""
+def gpu() -> dict[str, Any] | None:
+    """Name, compute capability and memory of the first GPU, the only kind that an engine built here runs on; None: no GPU."""
     if not torch.cuda.is_available():
         return None
     found = torch.cuda.get_device_properties(0)
-    return Gpu(found.name, f"{found.major}.{found.minor}", int(found.total_memory))
+    capability = f"{found.major}.{found.minor}"
+    return {"name": found.name, "compute_capability": capability, "memory_bytes": int(found.total_memory)}

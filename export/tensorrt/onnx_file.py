@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from export.source import Source
+from export.onnx.dialect import dialect
+from export.onnx.write import sparse_modules, write_graphs
+from export.source import Source, dtype_name
 from export.target import Job
-from export.tensorrt.bundle import ONNX
-from export.tensorrt.model import read_model
+from export.tensorrt.bundle import ONNX, Build
+from export.tensorrt.profiles import limits, read_model
 from export.tensorrt.proof import changed_modules, precision
 from export.tensorrt.support import conversions, expressible
 from runtime.errors import CompressError, RequestError
@@ -21,45 +21,41 @@ from runtime.errors import CompressError, RequestError
 TYPES = {"float32": "FLOAT", "float16": "HALF", "bfloat16": "BF16"}
 
 
-def write_onnx(job: Job, folder: Path) -> dict[str, Any]:
-    """Write the ONNX file into `folder`; what `build.json` says besides model, limits and hashes.
+def write_onnx(job: Job, folder: Path) -> Build:
+    """Write the ONNX file into `folder`; what `build.json` says of it, without profiles and hashes.
 
     Raises:
         RequestError: the artifact cannot be said in the dialect. CompressError: the file breaks a rule of TensorRT's or ONNX's.
     """
-    from export.onnx.dialect import dialect
-    from export.onnx.write import write_decoder
-
-    name = job.options.dtype or str(job.source.dtype).removeprefix("torch.")
+    source, options = job.source, job.options
+    name = options.dtype or dtype_name(source.dtype)
     if name not in TYPES:
         raise RequestError(
             f"the artifact computes in {name}, and TensorRT in {', '.join(TYPES)}; choose one with option dtype"
         )
-    written = replace(job, source=expressible(job.source), folder=folder)
-    facts = write_decoder(written, dialect("tensorrt", getattr(torch, name)))
-    model = read_model(job.source)
+    facts = write_graphs(
+        replace(job, source=expressible(source), folder=folder), dialect("tensorrt", getattr(torch, name))
+    )
+    model = read_model(source)
     odd = next((c for c in facts["cache"] if c != [model.kv_heads, model.head_dim]), None)
     if odd is not None or facts["layers"] != model.layers:
         raise RequestError(
-            f"{job.source.path} has layers with caches of different shapes ({odd}), which no profile is made for"
+            f"{source.path} has layers with caches of different shapes ({odd}), which no profile is made for"
         )
-    import onnx
-
-    # Here and not in the proof: an engine built at once, and a bundle without proof, are read by TensorRT just the same.
-    rules = check_model(folder / ONNX)
-    properties = onnx.load(str(folder / ONNX), load_external_data=False).metadata_props
-    sparse = next((p.value for p in properties if p.key == "compress.sparse"), "[]")
-    return {
-        "options": job.options.model_dump(mode="json", exclude_unset=True),
-        "dtype": TYPES[name],
-        "sparse": json.loads(sparse),
-        "artifact": job.source.describe(),
-        "conversions": [asdict(c) for c in conversions(job.source, job.options)],
-        "losses": job.losses,
-        "changed": bool(changed_modules(job)),
-        "rounds_inputs": precision(job.source, TYPES[name]).rounds_inputs,
-        "rules": rules,
-    }
+    # Checked here and not in the proof: an engine built at once, and a bundle without proof, are read by TensorRT just the same.
+    return Build(
+        options=options,
+        dtype=TYPES[name],  # type: ignore[arg-type]
+        sparse=sparse_modules(job),
+        artifact=source.describe(),
+        conversions=conversions(source, options),
+        losses=job.losses,
+        changed=bool(changed_modules(job)),
+        rounds_inputs=precision(source, TYPES[name]).rounds_inputs,
+        rules=check_model(folder / ONNX),
+        model=model,
+        limits=limits(options, model),
+    )
 
 
 def check_model(path: Path) -> int:
@@ -85,7 +81,7 @@ def check_model(path: Path) -> int:
 
 def bytes_needed(source: Source, dtype: str | None) -> int:
     """Bytes of the ONNX file and of what lies beside it for a while: its float32 twin, or the plan."""
-    width = 4 if (dtype or str(source.dtype).removeprefix("torch.")) == "float32" else 2
+    width = 4 if (dtype or dtype_name(source.dtype)) == "float32" else 2
     codes, dense = 0.0, 0
     for name, (rows, columns) in source.shapes.items():
         entry = source.entries.get(name)

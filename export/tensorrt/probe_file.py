@@ -1,7 +1,7 @@
 """File of the artifact's logits and tokens in a bundle: the machine that finishes it has no artifact to compare with.
 
-All logits of a large vocabulary would weigh more than many a model. Kept are the best of each position and the mass of all others,
-so that KL divergence can still be computed, over the best and "any other".
+All logits of a large vocabulary would weigh more than many a model. The file has the best of each position and the mass of all
+others, so that KL divergence can still be computed, over the best and "any other": never above the whole one.
 """
 
 from __future__ import annotations
@@ -9,29 +9,36 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from export.onnx.change import Expected
 from export.tensorrt.bundle import PROBE
-from export.verify import Logits, Probe
-from runtime.errors import ArtifactError, CompressError
+from export.verify import Probe
+from runtime.errors import ArtifactError
 
-BEST = 256  # logits kept of a position
+BEST = 256  # logits of a position
 
 
 @dataclass(frozen=True)
-class KeptProbe(Probe):
+class BestProbe(Probe):
     """A probe with the best logits only; the others are minus infinity in `logits`.
 
     Attributes:
-        ids: int64 `[prompts, seq, best]`, the tokens whose logits were kept.
+        ids: int64 `[prompts, seq, best]`, the tokens whose logits are in the file.
         rest: float32 `[prompts, seq]`, log of the summed exponentials of the others; minus infinity where there are none.
     """
 
     ids: torch.Tensor
     rest: torch.Tensor
+
+    def outcomes(self, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ours, theirs = self.logits.gather(-1, self.ids), other.gather(-1, self.ids)
+        if bool(self.rest.isinf().all()):
+            return ours, theirs
+        return torch.cat([ours, self.rest.unsqueeze(-1)], -1), torch.cat(
+            [theirs, _rest(other, self.ids).unsqueeze(-1)], -1
+        )
 
 
 def save_expected(expected: Expected, folder: Path) -> None:
@@ -77,41 +84,9 @@ def load_expected(folder: Path) -> Expected | None:
         raise ArtifactError(f"{folder / PROBE} is damaged: {error}") from error
     prompts = [row[:length].tolist() for row, length in zip(rows, lengths, strict=True)]
     continuations = [row[length : length + count].tolist() for row, length in zip(rows, lengths, strict=True)]
-    return Expected(KeptProbe(prompts, rows, logits, continuations, ids, rest), change)
-
-
-def compare_kept(probe: KeptProbe, logits: Logits, kl_limit: float) -> dict[str, Any]:
-    """`kl`, `kl_worst` (of the best tokens and "any other": never above the whole one), `top1_agreement` and `logit_difference`
-    (of the best).
-
-    Raises:
-        CompressError: not finite, the wrong shape, or a mean KL above `kl_limit`.
-    """
-    other = logits(probe.rows).float().cpu()
-    if other.shape != probe.logits.shape or not bool(other.isfinite().all()):
-        raise CompressError("the engine gives logits of another shape than the artifact, or some that are not finite")
-    best, found = probe.logits.gather(-1, probe.ids), other.gather(-1, probe.ids)
-    ours, theirs = _shares(best, probe.rest), _shares(found, _rest(other, probe.ids))
-    kl = (ours.exp() * (ours - theirs)).sum(-1).clamp(min=0)
-    metrics = {
-        "kl": float(kl.mean()),
-        "kl_worst": float(kl.max()),
-        "top1_agreement": float((other.argmax(-1) == probe.logits.argmax(-1)).float().mean()),
-        "logit_difference": float((found - best).abs().max()),
-    }
-    if not metrics["kl"] <= kl_limit:
-        raise CompressError(
-            f"the engine does not compute what the artifact does: KL {metrics['kl']:.3g} nats a token, allowed {kl_limit:g}"
-        )
-    return metrics
+    return Expected(BestProbe(prompts, rows, logits, continuations, ids, rest), change)
 
 
 def _rest(logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Log of the summed exponentials of all logits but those of `ids`, `[prompts, seq]`."""
     return logits.float().scatter(-1, ids, float("-inf")).logsumexp(-1)
-
-
-def _shares(best: torch.Tensor, rest: torch.Tensor) -> torch.Tensor:
-    """Log probabilities of the best tokens and, last, of any other, where there are others."""
-    parts = [best] if bool(rest.isinf().all()) else [best, rest.unsqueeze(-1)]
-    return torch.cat(parts, -1).log_softmax(-1)

@@ -9,19 +9,19 @@ import json
 import tempfile
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from export.onnx.change import Change, Expected, expect_changed
+from export.onnx.change import Change, Expected, expect
 from export.onnx.grid import TENSORRT
 from export.source import Source
-from export.target import Job, missing_packages, needs
+from export.target import Job, Verification, missing_packages, needs
 from export.tensorrt.bundle import ONNX
-from export.tensorrt.probe_file import KeptProbe, compare_kept
 from export.tensorrt.support import dropped_activations
 from export.tensorrt.twin import write_twin
-from export.verify import compare_logits, compare_tokens, probe
+from export.verify import compare_logits, compare_tokens
 from runtime.api.model import Model
 from runtime.engines.onnx.engine import OnnxEngine
 from runtime.errors import ArtifactError, CompressError, RequestError
@@ -60,23 +60,6 @@ class Precision:
         return Precision("FLOAT", self.rounds_inputs, True) if self.widens else self
 
 
-@dataclass(frozen=True)
-class Proof:
-    """Loader, metrics, and what was not proven."""
-
-    loader: str
-    metrics: dict[str, Any]
-    notes: list[str]
-
-
-@dataclass(frozen=True)
-class Unfinished:
-    """An export that has no `export.json` yet, as engines read one."""
-
-    path: Path
-    facts: dict[str, Any]
-
-
 class NoKernelError(Exception):
     """ONNX Runtime has no kernel for an operator at a type; the message is its own."""
 
@@ -87,11 +70,9 @@ def changed_modules(job: Job) -> list[str]:
     return [name for name in job.source.entries if name in names]
 
 
-def expect(job: Job) -> Expected:
-    """Run the artifact, and where it is changed the changed one, on the CPU in float32. One model is in memory at a time."""
-    if not changed_modules(job):
-        return Expected(probe(job))
-    return expect_changed(job.source, Change(TENSORRT, frozenset(job.losses), dropped_activations(job.source)))
+def expected_probe(job: Job) -> Expected:
+    """What the export must say: the artifact's logits and tokens, changed as the writer changed its layers."""
+    return expect(job, Change(TENSORRT, frozenset(job.losses), dropped_activations(job.source)))
 
 
 def precision(source: Source, dtype: str) -> Precision:
@@ -111,21 +92,17 @@ def compare(expected: Expected, engine: Any, export: Any, limits: tuple[float, f
     Raises:
         CompressError: it does not compute what the artifact, changed alike, computes.
     """
-    found, (kl_limit, tie) = expected.probe, limits
     model = Model(engine, None, export, frozenset())
 
     def generate(prompts: list[list[int]], count: int) -> list[list[int]]:
         return model.generate(prompts, max_new_tokens=count, ignore_eos=True)
 
-    if isinstance(found, KeptProbe):
-        metrics = compare_kept(found, model.logits, kl_limit)
-    else:
-        metrics = compare_logits(found, model.logits, kl_limit)
-    return metrics | compare_tokens(found, generate, tie) | expected.change
+    metrics = compare_logits(expected.probe, model.logits, limits[0])
+    return metrics | compare_tokens(expected.probe, generate, limits[1]) | expected.change
 
 
-def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
-    """The bundle's graph in ONNX Runtime.
+def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Verification:
+    """The bundle's graph in ONNX Runtime; without metrics, and with a note, where that lacks a kernel.
 
     Raises:
         RequestError: ONNX Runtime is not installed.
@@ -134,29 +111,27 @@ def prove_bundle(folder: Path, expected: Expected, found: Precision) -> Proof:
     packages = missing_packages(["onnxruntime"])
     if packages:
         raise RequestError(f"the proof of a bundle {needs(packages, 'onnx')}, or leave the proof out with --no-verify")
-    missing = "it has no bfloat16 kernels on CPUs"
-    if found.dtype != "BF16":
-        try:
-            return _run(folder, _NAMES[found.dtype], expected, found.limits, "", [])
-        except NoKernelError as error:
-            missing = str(error)
-    if found.dtype == "FLOAT":
-        return Proof("", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({missing})"])
-    kind = _NAMES[found.dtype]
-    note = f"ONNX Runtime ran the graph and its {kind} constants in float32, not in {kind}: {missing}"
-    with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.twin") as beside:
-        write_twin(folder / ONNX, Path(beside))
-        limits = found.of_twin().limits
-        try:
-            return _run(Path(beside), "float32", expected, limits, " (the float32 twin of the graph)", [note])
-        except NoKernelError as error:
-            return Proof("", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({error})"])
+    kind, missing = _NAMES[found.dtype], "it has no bfloat16 kernels on CPUs"
+    try:
+        if kind != "bfloat16":
+            try:
+                return _run(folder, kind, expected, found.limits)
+            except NoKernelError as error:
+                if kind == "float32":
+                    raise
+                missing = str(error)
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f"{folder.name}.twin") as beside:
+            write_twin(folder / ONNX, Path(beside))
+            proof = _run(Path(beside), "float32", expected, found.of_twin().limits)
+    except NoKernelError as error:
+        return Verification("", "", {}, [f"tokens were not compared: ONNX Runtime has no kernel here ({error})"])
+    proof.loader += " (the float32 twin of the graph)"
+    proof.notes.append(f"ONNX Runtime ran the graph and its {kind} constants in float32, not in {kind}: {missing}")
+    return proof
 
 
-def _run(
-    folder: Path, dtype: str, expected: Expected, limits: tuple[float, float], what: str, notes: list[str]
-) -> Proof:
-    """Proof by ONNX Runtime of the graph in `folder`; NoKernelError where that lacks a kernel."""
+def _run(folder: Path, dtype: str, expected: Expected, limits: tuple[float, float]) -> Verification:
+    """The graph in `folder` in ONNX Runtime; NoKernelError where that lacks a kernel."""
     import onnx
     import onnxruntime
     from onnxruntime.capi.onnxruntime_pybind11_state import NotImplemented as NoKernel
@@ -164,7 +139,8 @@ def _run(
     properties = onnx.load(str(folder / ONNX), load_external_data=False).metadata_props
     facts = json.loads(next(p.value for p in properties if p.key == "compress.model"))
     # The graph as it is written: fused, 4-bit products would round their inputs to int8, and fp8 ones are refused.
-    export: Any = Unfinished(folder, facts | {"dtype": dtype, "session": {"session.disable_quant_qdq": "1"}})
+    facts |= {"dtype": dtype, "session": {"session.disable_quant_qdq": "1"}}
+    export: Any = SimpleNamespace(path=folder, facts=facts)
     try:
         metrics = compare(expected, OnnxEngine(export, torch.device("cpu"), "auto", None), export, limits)
     except Exception as error:
@@ -175,4 +151,4 @@ def _run(
         if isinstance(error, CompressError) and not isinstance(error, ArtifactError):
             raise
         raise CompressError(f"ONNX Runtime refuses {ONNX}: {said}") from error
-    return Proof(f"ONNX Runtime {onnxruntime.__version__}{what}", metrics, notes)
+    return Verification(f"ONNX Runtime {onnxruntime.__version__}", "", metrics)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from export.onnx.grid import NEGATIVE, TENSORRT, conversion, turns_positive, why_not
-from export.target import Conversion
-from export.tensorrt.model import HEAD
+from export.onnx.grid import TENSORRT, fit, to_grid, why_not
+from export.source import Source, dtype_name
+from export.target import Conversion, merged
 from export.tensorrt.options import TensorrtOptions
+from export.tensorrt.profiles import HEAD
+from runtime.errors import RequestError
 from runtime.formats.quantization_config import ModuleEntry
 from runtime.modeling.skeleton import model_kind
-
-if TYPE_CHECKING:
-    from export.source import Source
 
 #: What transformers' attention modules call the width of a head; latent attention has one for queries and one for values.
 _HEAD_SIZES = ("head_dim", "qk_head_dim", "v_head_dim")
@@ -44,10 +42,9 @@ def reason_against(source: Source, options: TensorrtOptions) -> str | None:
 def _attention(source: Source) -> str | None:
     """What TensorRT's Attention cannot say. Where a model does not go through transformers' attention interface, its attention is
     written as products and a softmax, and there is no such operator."""
-    model = source.skeleton
-    if not model._can_set_attn_implementation():
+    if not source.skeleton._can_set_attn_implementation():
         return None
-    for name, module in model.named_modules():
+    for name, module in source.skeleton.named_modules():
         cap = getattr(module, "attn_logit_softcapping", None)
         if cap:
             return f"{name} caps its attention scores at {cap:g} (attn_logit_softcapping), which TensorRT's Attention cannot"
@@ -59,28 +56,26 @@ def _attention(source: Source) -> str | None:
 
 def _negative(source: Source) -> str | None:
     """The first layer whose scales cannot be made positive. Scales are read first: most weights need no look at their codes."""
-    checkpoint = source.artifact.checkpoint
     for name, _ in _linear(source):
-        scale = f"{name}.weight_scale"
-        if (
-            checkpoint.has(scale)
-            and bool((checkpoint.get(scale).float() < 0).any())
-            and not turns_positive(source.weight(name))
-        ):
-            return f"{name} has {NEGATIVE} (--requantize rounds such layers anew)"
+        scale = source.optional(f"{name}.weight_scale")
+        if scale is not None and bool((scale.float() < 0).any()):
+            try:
+                to_grid(source.weight(name), TENSORRT, False, name)
+            except RequestError as error:
+                return str(error)
     return None
 
 
 def conversions(source: Source, options: TensorrtOptions) -> list[Conversion]:
     """What is stored in another way; see `export.target.Target.conversions`."""
-    found: dict[tuple[str, bool], list[str]] = {}
-    for name, entry in source.entries.items():
-        for what, exact in _changes(source, name, entry, options):
-            found.setdefault((what, exact), []).append(name)
-    result = [Conversion(what, tuple(names), exact) for (what, exact), names in found.items()]
-    stored = str(source.dtype).removeprefix("torch.")
+    result = merged(
+        Conversion(what, (name,), exact)
+        for name, entry in source.entries.items()
+        for what, exact in _changes(source, name, entry, options)
+    )
+    stored = dtype_name(source.dtype)
     if options.dtype not in (None, stored):
-        dense = tuple(name for name in source.dense_names())
+        dense = tuple(source.dense_names())
         result.append(Conversion(f"{stored} numbers become {options.dtype}", dense, exact=options.dtype == "float32"))
     return result
 
@@ -92,15 +87,13 @@ def _changes(source: Source, name: str, entry: ModuleEntry, options: TensorrtOpt
         return
     if scheme.grid is None:
         yield f"{scheme.sparsity} values are stored with their zeros", True
-    elif why_not(scheme.grid, shape, TENSORRT) is not None:
-        yield f"{why_not(scheme.grid, shape, TENSORRT)}: rounded anew", False
     else:
-        exact = conversion(scheme.grid, shape, TENSORRT)
-        if exact is not None:
-            yield exact, True
-        if options.requantize:
+        said = fit(scheme.grid, shape, TENSORRT, name)
+        if said.what is not None:
+            yield said.what, said.exact
+        if said.exact and options.requantize:
             yield "negative scales become positive; where a code has no opposite the layer is rounded anew", False
-    if scheme.activations is not None and scheme.activations.dynamic:
+    if _is_dropped(entry):
         yield "inputs are no longer rounded (TensorRT has no dynamic int8 or fp8 grid a token)", False
 
 
@@ -108,18 +101,21 @@ def _linear(source: Source) -> list[tuple[str, ModuleEntry]]:
     return [(name, entry) for name, entry in source.entries.items() if name not in source.embeddings]
 
 
+def _is_dropped(entry: ModuleEntry) -> bool:
+    """Whether the layer's inputs are rounded as they come, which TensorRT does not do."""
+    return entry.scheme.activations is not None and entry.scheme.activations.dynamic
+
+
 def dropped_activations(source: Source) -> list[str]:
     """Layers whose inputs are rounded in the artifact and will not be in the engine."""
-    return [n for n, e in _linear(source) if e.scheme.activations is not None and e.scheme.activations.dynamic]
+    return [name for name, entry in _linear(source) if _is_dropped(entry)]
 
 
 def expressible(source: Source) -> Source:
     """The artifact without the activation grids that TensorRT has no word for: their layers keep codes and scales of the weight."""
     changed = copy.copy(source)
-    changed.entries = {
-        name: replace(entry, scheme=replace(entry.scheme, activations=None))
-        if entry.scheme.activations is not None and entry.scheme.activations.dynamic
-        else entry
-        for name, entry in source.entries.items()
+    dropped = {
+        n: replace(e, scheme=replace(e.scheme, activations=None)) for n, e in source.entries.items() if _is_dropped(e)
     }
+    changed.entries = source.entries | dropped
     return changed

@@ -125,6 +125,13 @@ class CompressedWeight:
         return {"scale": self.scale, **({} if self.zero_point is None else {"zero_point": self.zero_point})}
 
     @property
+    def on_grid(self) -> tuple[GridScheme, torch.Tensor]:
+        """Grid and scales of a weight that lies on a grid."""
+        assert self.scheme.grid is not None
+        assert self.scale is not None
+        return self.scheme.grid, self.scale
+
+    @property
     def shape(self) -> tuple[int, int]:
         """(out, in) of the matrix."""
         vector = 1 if self.scheme.weights is None else self.scheme.weights.vector

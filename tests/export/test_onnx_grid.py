@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from export.onnx.grid import ONNX, TENSORRT, Grid, conversion, to_grid, why_not
+from export.onnx.grid import ONNX, TENSORRT, Grid, Rules, fit, to_grid, why_not
 from export.onnx.matmul_nbits import packed, packed_zero_points
 from runtime.errors import RequestError
 from runtime.formats.scheme import CompressedWeight, GridScheme, Scheme
@@ -172,13 +172,19 @@ def test_rounding_anew_keeps_to_the_rules_and_tells_the_loss(scheme: GridScheme)
     assert loss < (0.12 if grid.bits == 4 else 0.02)
 
 
-def test_conversions_are_said() -> None:
-    assert conversion(GridScheme(4, "int", True, "group", 128), (8, 256), ONNX) is None
-    assert "groups of 512 become blocks of 256" in str(
-        conversion(GridScheme(4, "int", True, "group", 512), (8, 1024), ONNX)
-    )
-    assert "int3 codes become int4 codes" in str(conversion(GridScheme(3, "int", True, "group", 64), (8, 256), ONNX))
-    assert "blocks of 128" in str(conversion(GridScheme(4, "int", True, "channel"), (8, 256), TENSORRT))
+@pytest.mark.parametrize(
+    ("scheme", "shape", "rules", "words"),
+    [
+        (GridScheme(4, "int", True, "group", 128), (8, 256), ONNX, "None"),
+        (GridScheme(4, "int", True, "group", 512), (8, 1024), ONNX, "groups of 512 become blocks of 256"),
+        (GridScheme(3, "int", True, "group", 64), (8, 256), ONNX, "int3 codes become int4 codes"),
+        (GridScheme(4, "int", True, "channel"), (8, 256), TENSORRT, "blocks of 128"),
+    ],
+)
+def test_conversions_are_said(scheme: GridScheme, shape: tuple[int, int], rules: Rules, words: str) -> None:
+    said = fit(scheme, shape, rules)
+    assert said.exact
+    assert words in str(said.what)
 
 
 @pytest.mark.parametrize("bits", [4, 8])

@@ -17,7 +17,7 @@ from onnx_layer import write_layer
 import compress
 import export
 from export.onnx.dialect import dialect, layer_rules, multiplies_integers
-from export.onnx.grid import ONNX, conversion, grid_bytes, rounded_anew, to_grid
+from export.onnx.grid import ONNX, fit, grid_bytes, to_grid
 from runtime.errors import CompressError, RequestError
 from runtime.formats.scheme import ActivationScheme, CompressedWeight, GridScheme, Scheme
 
@@ -122,7 +122,7 @@ def test_what_is_announced_is_what_is_written(
         for value in onnx.load(str(write_layer(tmp_path, weight, spoken))).graph.initializer
         if value.name == "layer.weight_scale"
     )
-    said = conversion(weights, (rows, columns), layer_rules(scheme, spoken))
+    said = fit(weights, (rows, columns), layer_rules(scheme, spoken)).what
     if weights.strategy == "group":
         assert said is None
     else:
@@ -142,12 +142,11 @@ def test_what_is_announced_is_what_is_written(
 )
 def test_bytes_of_what_is_rounded_anew(weights: GridScheme, columns: int, words: str, block: int | None) -> None:
     shape = (40, columns)
-    said = rounded_anew(weights, shape, ONNX)
+    said = fit(weights, shape, ONNX)
+    assert said.exact == (block is None)
     if block is None:  # three blocks of 16: nothing is rounded
-        assert said is None
         return
-    assert said is not None
-    assert words in said
+    assert words in str(said.what)
     values = torch.randint(-2, 3, shape).to(torch.int8)
     weight = CompressedWeight(
         values, torch.rand(40, weights.groups(columns)) + 0.1, None, None, Scheme(weights), torch.float32

@@ -14,8 +14,7 @@ from fake_tensorrt.install import install
 import export
 from export.onnx.change import Expected
 from export.tensorrt import probe_file
-from export.tensorrt.probe_file import KeptProbe, compare_kept, load_expected, save_expected
-from export.tensorrt.rules import attention
+from export.tensorrt.probe_file import BestProbe, load_expected, save_expected
 from export.verify import Probe, compare_logits, compare_tokens
 from runtime.errors import ArtifactError, CompressError, RequestError
 
@@ -149,7 +148,9 @@ def test_rules_hold_without_a_proof_too(
     """Where the ONNX file is written: with --no-verify, and where an engine is built of it at once."""
     if engine:
         install(monkeypatch)
-    monkeypatch.setattr(attention, "HEAD", 8)
+    from export.tensorrt import rules
+
+    monkeypatch.setattr(rules, "HEAD", 8)
     with pytest.raises(CompressError, match=r"TensorRT would refuse model\.onnx: .* has heads of 32"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True, verify=False)
     assert list(tmp_path.iterdir()) == []
@@ -173,17 +174,17 @@ def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best
     loaded = load_expected(tmp_path)
     assert loaded is not None
     assert loaded.change == {"kl_of_change": 0.25}
-    assert isinstance(loaded.probe, KeptProbe)
+    assert isinstance(loaded.probe, BestProbe)
     assert (loaded.probe.prompts, loaded.probe.continuations) == (probe.prompts, probe.continuations)
     other = probe.logits + torch.randn(probe.logits.shape, generator=torch.Generator().manual_seed(1)) * 0.3
     whole = compare_logits(probe, lambda rows: other, 1.0)["kl"]
-    found = compare_kept(loaded.probe, lambda rows: other, 1.0)["kl"]
+    found = compare_logits(loaded.probe, lambda rows: other, 1.0)["kl"]
     assert 0.2 * whole < found <= whole * 1.0001
     if best == 300:
         assert found == pytest.approx(whole, rel=1e-3)
-    assert compare_kept(loaded.probe, lambda rows: probe.logits, 1e-6)["logit_difference"] == 0
+    assert compare_logits(loaded.probe, lambda rows: probe.logits, 1e-6)["logit_difference"] == 0
     with pytest.raises(CompressError, match=r"KL .* allowed"):
-        compare_kept(loaded.probe, lambda rows: other, found / 2)
+        compare_logits(loaded.probe, lambda rows: other, found / 2)
 
 
 def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -193,11 +194,11 @@ def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest
     save_expected(Expected(probe), tmp_path)
     loaded = load_expected(tmp_path)
     assert loaded is not None
-    assert isinstance(loaded.probe, KeptProbe)
+    assert isinstance(loaded.probe, BestProbe)
     other = probe.logits.clone()
     other.scatter_(-1, probe.logits.argmin(-1, keepdim=True), 30.0)
     with pytest.raises(CompressError, match=r"KL .* allowed"):
-        compare_kept(loaded.probe, lambda rows: other, 0.05)
+        compare_logits(loaded.probe, lambda rows: other, 0.05)
 
 
 def test_a_token_that_was_not_kept_is_no_near_tie(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

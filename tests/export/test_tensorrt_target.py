@@ -145,7 +145,7 @@ def test_dropped_activation_grids_are_said(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"max_length": 4096}, "max_length is 4096, and the model's context holds 128"),
+        ({"max_length": 4096}, "max_length is 4096, more than the model's context, which is 128"),
         ({"max_prompt": 100}, "max_prompt is 100, more than max_length, which is 64"),
         ({"optimum_prompt": 9}, "optimum_prompt is 9, more than max_prompt, which is 7"),
         ({"optimum_batch": 9}, "optimum_batch is 9, more than max_batch, which is 3"),

@@ -34,9 +34,10 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     from export.tensorrt import machine
 
     trt: Any = fake_tensorrt.module()
+    gpu = {"name": "Stand-in", "compute_capability": "9.0", "memory_bytes": 80 << 30}
     monkeypatch.setattr(machine, "missing", lambda: None)
     monkeypatch.setattr(machine, "api", lambda: trt)
-    monkeypatch.setattr(machine, "gpu", lambda: machine.Gpu("Stand-in", "9.0", 80 << 30))
+    monkeypatch.setattr(machine, "gpu", lambda: gpu)
     monkeypatch.setattr(engine, "make_gpu", lambda device: HostGpu())
     monkeypatch.setattr(engine, "_api", lambda facts: trt)
     return trt

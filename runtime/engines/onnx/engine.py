@@ -3,49 +3,34 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from runtime.checkpoint.export_directory import Export
 from runtime.engines.onnx.seq2seq import OnnxSeq2SeqEngine
-from runtime.engines.onnx.session import DTYPES, Session, file_bytes, session_entries
+from runtime.engines.onnx.session import DTYPES, OnnxGraphs, cache_names
 from runtime.engines.rows import RowEngine
 from runtime.errors import ArtifactError, RequestError
 
-# The engine of encoders exported to ONNX; see `runtime.engines.base.EncoderEngine`.
 
-
-class OnnxEncoderEngine:
-    """Runs `model.onnx`."""
+class OnnxEncoderEngine(OnnxGraphs):
+    """Runs `model.onnx` of an encoder; see `runtime.engines.base.EncoderEngine`."""
 
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
-        facts = export.facts
-        self.device = device
-        self.vocab_size = int(facts["vocab_size"])
-        self.hidden_size = int(facts["hidden_size"])
-        limit = facts.get("context_length")
-        self.context_length: int | None = None if limit is None else int(limit)
-        self._dtype = DTYPES[facts["dtype"]]
-        self.weight_bytes = file_bytes(export)
-        self._session = Session(export.path / "model.onnx", device, kernels, threads, session_entries(facts))
-        self.description = self._session.description
+        super().__init__(export, device, kernels, threads)
+        self.hidden_size = int(export.facts["hidden_size"])
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
         mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        states = torch.empty(*input_ids.shape, self.hidden_size, dtype=self._dtype, device=self.device)
+        states = self.empty(*input_ids.shape, self.hidden_size)
         inputs = {"input_ids": input_ids, "attention_mask": mask.to(torch.int64)}
         inputs["token_type_ids"] = torch.zeros_like(input_ids)
-        self._session.run(inputs, {"last_hidden_state": states})
+        self.sessions[0].run(inputs, {"last_hidden_state": states})
         return states.float()
 
-    def explain(self) -> dict[str, str]:
-        """{graph: what computes it}; ONNX Runtime does not tell more."""
-        return {"model.onnx": self.description}
 
-
-MODEL = "model.onnx"
 _LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
 _ROOM = 128  # tokens that a cache in place grows by
 
@@ -58,35 +43,33 @@ class OnnxCache:
     length: int = 0
 
 
-class OnnxEngine(RowEngine):
-    """Runs `model.onnx`; see `runtime.engines.rows.RowEngine`.
+class _Step(NamedTuple):
+    """Inputs of a step for some rows; `before` and `after` are the tensors of the cache, `past` the tokens in it."""
 
-    Args:
-        export: the directory.
-        device: CPU, or a GPU that ONNX Runtime has a provider for.
-        kernels: "auto" and "reference" sum products with weights in float32; "fast" rounds activations to int8.
-        threads: of ONNX Runtime; None: as many as torch has.
-    """
+    ids: torch.Tensor
+    mask: torch.Tensor
+    positions: torch.Tensor
+    before: list[torch.Tensor]
+    after: list[torch.Tensor]
+    past: int
+
+    def rows(self, start: int, end: int) -> _Step:
+        ids, mask, positions = (tensor[start:end] for tensor in self[:3])
+        before, after = ([tensor[start:end] for tensor in tensors] for tensors in (self.before, self.after))
+        return _Step(ids, mask, positions, before, after, self.past)
+
+
+class OnnxEngine(OnnxGraphs, RowEngine):
+    """Runs `model.onnx` of a decoder; see `runtime.engines.rows.RowEngine`."""
 
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
+        super().__init__(export, device, kernels, threads)
         facts = export.facts
-        self.device = device
-        self.vocab_size = int(facts["vocab_size"])
-        limit = facts.get("context_length")
-        self.context_length: int | None = None if limit is None else int(limit)
-        self._cache_shapes: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cache"]]
-        self._dtype = DTYPES[facts["dtype"]]
+        self._cache_shapes: list[list[int]] = facts["cache"]
         self._in_place = bool(facts["shared_cache"])
-        self._inputs = frozenset(facts["inputs"])
-        self.padding_is_exact = "position_ids" in self._inputs
-        self.weight_bytes = file_bytes(export)
-        self.session = Session(export.path / MODEL, device, kernels, threads, session_entries(facts))
-        self._names = [f"{i}.{part}" for i in range(len(self._cache_shapes)) for part in ("key", "value")]
-        self.description = self.session.description
-
-    def explain(self) -> dict[str, str]:
-        """{graph: what computes it}; ONNX Runtime does not tell more."""
-        return {MODEL: self.description}
+        self.padding_is_exact = "position_ids" in facts["inputs"]
+        layers = len(self._cache_shapes)
+        self._names = list(zip(cache_names("past_key_values", layers), cache_names("present", layers), strict=True))
 
     # ---------------------------------------------------------------- cache
     def new_cache(self) -> OnnxCache:
@@ -120,18 +103,13 @@ class OnnxEngine(RowEngine):
             cache.tensors = self._empty(batch, past)
         if self._in_place:
             self._reserve(cache, past + count)
-        grown = [] if self._in_place else self._empty(batch, past + count)
-        before, after = cache.tensors, cache.tensors if self._in_place else grown
+        after = cache.tensors if self._in_place else self._empty(batch, past + count)
+        step = _Step(input_ids, attention_mask, position_ids, cache.tensors, after, past)
         parts = self._parts(batch, count, past)
         if len(parts) == 1:  # slices of every layer's cache cost more than a small model's step
-            result = self._rows(input_ids, attention_mask, position_ids, before, after, past, last_only)
+            result = self._rows(step, last_only)
         else:
-            rows = []
-            for part in (slice(start, end) for start, end in parts):
-                inputs = (input_ids[part], attention_mask[part], position_ids[part])
-                old, new = ([tensor[part] for tensor in tensors] for tensors in (before, after))
-                rows.append(self._rows(*inputs, old, new, past, last_only))
-            result = torch.cat(rows)
+            result = torch.cat([self._rows(step.rows(start, end), last_only) for start, end in parts])
         cache.tensors, cache.length = after, past + count
         return result
 
@@ -143,61 +121,35 @@ class OnnxEngine(RowEngine):
             size = max(1, min(batch, _LOGITS_BYTES // (4 * self.vocab_size * count)))
         return [(start, min(start + size, batch)) for start in range(0, batch, size)]
 
-    def _rows(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        before: list[torch.Tensor],
-        after: list[torch.Tensor],
-        past: int,
-        last_only: bool,
-    ) -> torch.Tensor:
+    def _rows(self, step: _Step, last_only: bool) -> torch.Tensor:
         """Some rows of a step, in as many calls as their logits need; a single row's long prompt goes through in chunks."""
-        count = ids.shape[1]
-        step = max(1, _LOGITS_BYTES // (4 * self.vocab_size)) if ids.shape[0] == 1 else count
-        pieces = []
-        for start in range(0, count, step):
-            end = min(start + step, count)
-            whole = end == count
-            target = after if self._in_place or whole else self._empty(1, past + end)
-            piece = self._run(
-                ids[:, start:end], mask[:, : past + end], positions[:, start:end], before, target, past + start
-            )
-            before = target
-            if last_only:
-                pieces = [piece[:, -1:]]
-            else:
-                pieces.append(piece)
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim=1)).float()
+        (batch, count), past, before = step.ids.shape, step.past, step.before
+        size = max(1, _LOGITS_BYTES // (4 * self.vocab_size)) if batch == 1 else count
+        found: list[torch.Tensor] = []
+        for start in range(0, count, size):
+            end = min(start + size, count)
+            after = step.after if self._in_place or end == count else self._empty(1, past + end)
+            ids, positions = step.ids[:, start:end], step.positions[:, start:end]
+            logits = self._run(_Step(ids, step.mask[:, : past + end], positions, before, after, past + start))
+            found = [logits[:, -1:]] if last_only else [*found, logits]
+            before = after
+        return (found[0] if len(found) == 1 else torch.cat(found, dim=1)).float()
 
-    def _run(
-        self,
-        ids: torch.Tensor,
-        mask: torch.Tensor,
-        positions: torch.Tensor,
-        before: list[torch.Tensor],
-        after: list[torch.Tensor],
-        past: int,
-    ) -> torch.Tensor:
-        logits = torch.empty(*ids.shape, self.vocab_size, dtype=self._dtype, device=self.device)
-        inputs: dict[str, Any] = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    def _run(self, step: _Step) -> torch.Tensor:
+        logits = self.empty(*step.ids.shape, self.vocab_size)
+        inputs: dict[str, Any] = {"input_ids": step.ids, "attention_mask": step.mask, "position_ids": step.positions}
         outputs: dict[str, Any] = {"logits": logits}
-        for name, old, new in zip(self._names, before, after, strict=True):
+        for (read, written), old, new in zip(self._names, step.before, step.after, strict=True):
             # In place the tensors have room for more than they hold, and ONNX Runtime is told so by the mask's length.
-            shape = old.shape if self._in_place else (old.shape[0], old.shape[1], past, old.shape[3])
-            inputs[f"past_key_values.{name}"] = (old, shape)
-            outputs[f"present.{name}"] = new
-        self.session.run(inputs, outputs)
+            shape = old.shape if self._in_place else (old.shape[0], old.shape[1], step.past, old.shape[3])
+            inputs[read] = (old, shape)
+            outputs[written] = new
+        self.sessions[0].run(inputs, outputs)
         return logits
 
     def _empty(self, batch: int, length: int) -> list[torch.Tensor]:
-        length = self._rounded(length) if self._in_place else length
-        return [
-            torch.empty(batch, heads, length, size, dtype=self._dtype, device=self.device)
-            for heads, size in self._cache_shapes
-            for _ in range(2)
-        ]
+        room = -(-(length + _ROOM) // _ROOM) * _ROOM if self._in_place else length
+        return self.empty_cache(self._cache_shapes, batch, room)
 
     def _reserve(self, cache: OnnxCache, length: int) -> None:
         """Room for `length` tokens; what is there is kept."""
@@ -208,9 +160,6 @@ class OnnxEngine(RowEngine):
         for new, tensor in zip(cache.tensors, old, strict=True):
             new[:, :, : cache.length] = tensor[:, :, : cache.length]
 
-    def _rounded(self, length: int) -> int:
-        return -(-(length + _ROOM) // _ROOM) * _ROOM
-
 
 def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> Any:
     """The engine of an ONNX export; called by `runtime.engines.choose.load_export`.
@@ -220,18 +169,16 @@ def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> 
     """
     if options.get("max_memory") is not None:
         raise RequestError(
-            f"max_memory: ONNX Runtime holds all weights of {export.path} in memory; load the artifact to stream them"
+            f"max_memory: ONNX Runtime holds all weights of {export.path}; load the artifact to stream them"
         )
     dtype = options.get("dtype")
     if dtype is not None and dtype != DTYPES.get(export.facts.get("dtype", "")):
         raise RequestError(
-            f"dtype: {export.path} was exported to compute in {export.facts.get('dtype')}; export it again with --set dtype=..."
+            f"dtype: {export.path} computes in {export.facts.get('dtype')}; export it again with --set dtype=..."
         )
     kind = str(export.facts.get("kind"))
     if kind not in _ENGINES:
-        raise ArtifactError(
-            f"{export.path}: export.json describes a graph of kind {kind!r}, which this runtime does not know"
-        )
+        raise ArtifactError(f"{export.path}: export.json has kind {kind!r}; known are {', '.join(_ENGINES)}")
     return _ENGINES[kind](export, device, options.get("kernels", "auto"), options.get("threads"))
 
 

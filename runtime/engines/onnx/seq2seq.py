@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from runtime.checkpoint.export_directory import Export
-from runtime.engines.onnx.session import DTYPES, Session, file_bytes, session_entries
+from runtime.engines.onnx.session import OnnxGraphs, cache_names
 
 
 @dataclass
@@ -19,35 +18,25 @@ class OnnxSeq2SeqCache:
     cross: list[torch.Tensor] = field(default_factory=list)
 
 
-class OnnxSeq2SeqEngine:
+class OnnxSeq2SeqEngine(OnnxGraphs):
     """Runs `encoder.onnx` and `cross.onnx` once for a source and `decoder.onnx` for every token."""
 
+    graphs = ("encoder", "cross", "decoder")
+
     def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
+        super().__init__(export, device, kernels, threads)
         facts = export.facts
-        self.device = device
         self.features = False
-        self.vocab_size = int(facts["vocab_size"])
-        limit = facts.get("context_length")
-        self.context_length: int | None = None if limit is None else int(limit)
         self.decoder_context_length = self.context_length
         self._width = int(facts["hidden_size"])
-        self._dtype = DTYPES[facts["dtype"]]
-        self._cache: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cache"]]
-        self._cross: list[tuple[int, int]] = [(int(heads), int(size)) for heads, size in facts["cross"]]
-        self.weight_bytes = file_bytes(export)
-        self._encoder, self._keys, self._decoder = (
-            Session(export.path / f"{name}.onnx", device, kernels, threads, session_entries(facts))
-            for name in ("encoder", "cross", "decoder")
-        )
-        self.description = self._decoder.description
+        self._own, self._cross = facts["cache"], facts["cross"]
+        self._encoder, self._keys, self._decoder = self.sessions
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
-        states = torch.empty(*input_ids.shape, self._width, dtype=self._dtype, device=self.device)
-        self._encoder.run(
-            {"input_ids": input_ids, "attention_mask": mask.to(torch.int64)}, {"last_hidden_state": states}
-        )
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask.to(torch.int64)
+        states = self.empty(*input_ids.shape, self._width)
+        self._encoder.run({"input_ids": input_ids, "attention_mask": mask}, {"last_hidden_state": states})
         return states
 
     def new_cache(self) -> OnnxSeq2SeqCache:
@@ -64,31 +53,22 @@ class OnnxSeq2SeqEngine:
     ) -> torch.Tensor:
         cache = OnnxSeq2SeqCache() if cache is None else cache
         batch, count = decoder_input_ids.shape
-        source = states.shape[1]
         if not cache.cross:
-            cache.cross = self._empty(self._cross, batch, source)
-            self._keys.run(
-                {"encoder_hidden_states": states}, dict(zip(_names("cross", self._cross), cache.cross, strict=True))
-            )
-            cache.own = self._empty(self._cache, batch, 0)
-        past = cache.own[0].shape[2]
-        mask = (
-            torch.ones(batch, source, dtype=torch.int64, device=self.device)
-            if attention_mask is None
-            else attention_mask
-        )
-        grown = self._empty(self._cache, batch, past + count)
-        logits = torch.empty(batch, count, self.vocab_size, dtype=self._dtype, device=self.device)
-        inputs: dict[str, Any] = {
+            cache.cross = self.empty_cache(self._cross, batch, states.shape[1])
+            self._keys.run({"encoder_hidden_states": states}, _named("cross", cache.cross))
+            cache.own = self.empty_cache(self._own, batch, 0)
+        if attention_mask is None:
+            attention_mask = torch.ones(states.shape[:2], dtype=torch.int64, device=self.device)
+        grown = self.empty_cache(self._own, batch, cache.own[0].shape[2] + count)
+        logits = self.empty(batch, count, self.vocab_size)
+        inputs = {
             "decoder_input_ids": decoder_input_ids,
             "encoder_hidden_states": states,
-            "encoder_attention_mask": mask.to(torch.int64),
+            "encoder_attention_mask": attention_mask.to(torch.int64),
+            **_named("past_key_values", cache.own),
+            **_named("cross", cache.cross),
         }
-        inputs |= dict(zip(_names("past_key_values", self._cache), cache.own, strict=True))
-        inputs |= dict(zip(_names("cross", self._cross), cache.cross, strict=True))
-        outputs: dict[str, Any] = {"logits": logits}
-        outputs |= dict(zip(_names("present", self._cache), grown, strict=True))
-        self._decoder.run(inputs, outputs)
+        self._decoder.run(inputs, {"logits": logits, **_named("present", grown)})
         cache.own = grown
         return (logits[:, -1:] if last_only else logits).float()
 
@@ -100,17 +80,6 @@ class OnnxSeq2SeqEngine:
     def cache_bytes(self, cache: OnnxSeq2SeqCache) -> int:
         return sum(tensor.nbytes for tensor in [*cache.own, *cache.cross])
 
-    def explain(self) -> dict[str, str]:
-        """{graph: what computes it}; ONNX Runtime does not tell more."""
-        return dict.fromkeys(("encoder.onnx", "cross.onnx", "decoder.onnx"), self.description)
 
-    def _empty(self, shapes: list[tuple[int, int]], batch: int, length: int) -> list[torch.Tensor]:
-        return [
-            torch.empty(batch, heads, length, size, dtype=self._dtype, device=self.device)
-            for heads, size in shapes
-            for _ in range(2)
-        ]
-
-
-def _names(prefix: str, shapes: list[tuple[int, int]]) -> list[str]:
-    return [f"{prefix}.{i}.{part}" for i in range(len(shapes)) for part in ("key", "value")]
+def _named(prefix: str, tensors: list[torch.Tensor]) -> dict[str, torch.Tensor]:
+    return dict(zip(cache_names(prefix, len(tensors) // 2), tensors, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import torch
@@ -40,17 +40,14 @@ class Session:
         try:
             import onnxruntime
         except ImportError as error:
-            raise RequestError(
-                f"an ONNX export needs onnxruntime, which is not installed: {how_to_install('onnx')}"
-            ) from error
+            how = how_to_install("onnx")
+            raise RequestError(f"an ONNX export needs onnxruntime, which is not installed: {how}") from error
         if kernels not in ("auto", "fast", "reference"):
             raise RequestError(f"kernels {kernels!r} is unknown to ONNX Runtime: auto, fast or reference")
         provider = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}.get(device.type)
         available = onnxruntime.get_available_providers()
         if provider not in available:
-            raise RequestError(
-                f"device {device} is nothing that this onnxruntime computes on (it has {', '.join(available)}); try 'cpu'"
-            )
+            raise RequestError(f"device {device}: this onnxruntime has only {', '.join(available)}; try 'cpu'")
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 3
@@ -72,15 +69,12 @@ class Session:
                 f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}"
             ) from error
         if self._session.get_providers()[0] != provider:
-            raise RequestError(
-                f"device {device}: ONNX Runtime could not start its {provider} (its libraries are not found); try 'cpu'"
-            )
+            raise RequestError(f"device {device}: ONNX Runtime does not find the libraries of {provider}; try 'cpu'")
         self.device = device
         self.inputs = frozenset(value.name for value in self._session.get_inputs())
-        rounding = {"fast": "int8 activations where weights are integers", "auto": "float32 sums"}.get(
-            kernels, "not optimized"
-        )
-        self.description = f"ONNX Runtime {onnxruntime.__version__} ({self._session.get_providers()[0]}, {rounding})"
+        rounding = {"fast": "int8 activations where weights are integers", "auto": "float32 sums"}
+        how = rounding.get(kernels, "not optimized")
+        self.description = f"ONNX Runtime {onnxruntime.__version__} ({provider}, {how})"
         # An empty tensor has no address, and ONNX Runtime wants one.
         self._somewhere = torch.zeros(16, device=device)
         self._binding: Any = self._session.io_binding()
@@ -121,14 +115,46 @@ class Session:
         self._bound = places
 
 
-def file_bytes(export: Export) -> int:
-    """Bytes of the graphs and their weights."""
-    return sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
+class OnnxGraphs:
+    """Base of the engines of ONNX exports: a session for each graph, and empty tensors of their caches.
+
+    Args:
+        export: the directory.
+        device: CPU, or a GPU that ONNX Runtime has a provider for.
+        kernels: "auto" and "reference" sum products with weights in float32; "fast" rounds activations to int8.
+        threads: of ONNX Runtime; None: as many as torch has.
+    """
+
+    graphs: ClassVar[tuple[str, ...]] = ("model",)
+
+    def __init__(self, export: Export, device: torch.device, kernels: str, threads: int | None) -> None:
+        facts = export.facts
+        self.device = device
+        self.vocab_size = int(facts["vocab_size"])
+        limit = facts.get("context_length")
+        self.context_length: int | None = None if limit is None else int(limit)
+        self.weight_bytes = sum(file.stat().st_size for file in export.path.glob("*.onnx*"))
+        self._dtype = DTYPES[facts["dtype"]]
+        entries = facts.get("session", {})
+        if not isinstance(entries, Mapping) or not all(isinstance(value, str) for value in entries.values()):
+            raise ArtifactError("export.json: session must hold strings")
+        files = [export.path / f"{name}.onnx" for name in self.graphs]
+        self.sessions = [Session(file, device, kernels, threads, entries) for file in files]
+        self.description = self.sessions[-1].description
+
+    def explain(self) -> dict[str, str]:
+        """{graph: what computes it}; ONNX Runtime does not tell more."""
+        return {f"{name}.onnx": self.description for name in self.graphs}
+
+    def empty(self, *shape: int) -> torch.Tensor:
+        """A tensor for what a graph writes."""
+        return torch.empty(*shape, dtype=self._dtype, device=self.device)
+
+    def empty_cache(self, shapes: Sequence[Sequence[int]], batch: int, length: int) -> list[torch.Tensor]:
+        """Keys and values of each layer, `[batch, heads, length, size]`; `shapes` has heads and size of the layers."""
+        return [self.empty(batch, int(heads), length, int(size)) for heads, size in shapes for _ in range(2)]
 
 
-def session_entries(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Settings of ONNX Runtime's session that an export asks for, as strings."""
-    entries = facts.get("session", {})
-    if not isinstance(entries, Mapping) or not all(isinstance(v, str) for v in entries.values()):
-        raise ArtifactError("export.json: session must hold strings")
-    return dict(entries)
+def cache_names(prefix: str, layers: int) -> list[str]:
+    """What the graphs call keys and values: `past_key_values.0.key`, `past_key_values.0.value`, ..."""
+    return [f"{prefix}.{layer}.{part}" for layer in range(layers) for part in ("key", "value")]

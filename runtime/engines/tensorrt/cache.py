@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -32,7 +33,7 @@ class Sizes:
         self.takes = frozenset(tensor["name"] for tensor in facts["inputs"])
         self.logits_dtype = types["logits"]
         self.names = [f"{layer}.{kind}" for layer in range(int(facts["layers"])) for kind in ("key", "value")]
-        self.dtype = types[f"past_key_values.{self.names[0]}"]
+        self.dtype = types["past_key_values.0.key"]
         self.device = session.gpu.device
 
 
@@ -65,15 +66,13 @@ class Rows:
                 f"{self.length + width} tokens in a row, padding included, and the engine was built for {sizes.max_length} "
                 "(option max_length of the export)"
             )
-        found = []
+        found: list[torch.Tensor] = []
         done = 0
         while done < width:
-            size = self._size(width - done, last_only)
-            end = done + size
-            tokens, places = ids[:, done:end].contiguous(), positions[:, done:end].contiguous()
-            logits = self._step(tokens, mask[:, : self.length + size].contiguous(), places)
-            if not last_only or end == width:
-                found.append(logits[:, -1:].float() if last_only else logits.float())
+            end = done + self._size(width - done, last_only)
+            step = (ids[:, done:end], mask[:, : self.length + end - done], positions[:, done:end])
+            logits = self._step(*(tensor.contiguous() for tensor in step))
+            found = [logits[:, -1:].float()] if last_only else [*found, logits.float()]
             done = end
         return torch.cat(found, 1)
 
@@ -105,7 +104,7 @@ class Rows:
     def _view(self, buffer: torch.Tensor, length: int) -> torch.Tensor:
         """The first positions of a flat buffer as TensorRT reads and writes them: without gaps between the heads."""
         shape = (self.rows, self._sizes.kv_heads, length, self._sizes.head_dim)
-        return buffer[: shape[0] * shape[1] * shape[2] * shape[3]].view(shape)
+        return buffer[: math.prod(shape)].view(shape)
 
     def _reserve(self, length: int) -> None:
         """Room for `length` positions in both sets."""

@@ -7,10 +7,11 @@ import importlib.util
 import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
+from runtime.checkpoint.export_directory import Export
 from runtime.engines.rows import RowEngine
 from runtime.engines.tensorrt.cache import Rows, Sizes
 from runtime.engines.tensorrt.session import Gpu, Session, deserialize, make_logger
@@ -19,16 +20,6 @@ from runtime.system.distribution import how_to_install
 from runtime.system.sizes import byte_count
 
 _SCRATCH = 64 << 20  # of a bound: buffers besides weights, context and cache
-
-
-class Exported(Protocol):
-    """What is read of an export (`runtime.checkpoint.export_directory.Export`): its directory and what the target wrote down."""
-
-    @property
-    def path(self) -> Path: ...
-
-    @property
-    def facts(self) -> dict[str, Any]: ...
 
 
 @dataclass
@@ -103,7 +94,7 @@ class TensorrtEngine(RowEngine):
         return torch.cat(logits) if len(logits) > 1 else logits[0]
 
 
-def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
+def load_tensorrt(export: Export, device: torch.device, options: dict[str, Any]) -> TensorrtEngine:
     """The engine of a TensorRT export.
 
     Args:
@@ -116,14 +107,10 @@ def load_tensorrt(export: Exported, device: torch.device, options: dict[str, Any
     """
     facts = export.facts
     if not facts.get("engine"):
-        raise RequestError(
-            f"no engine was built in {export.path}; finish it, on a machine with TensorRT and the GPU that is to run it, with "
-            f"{finishing(str(export.path))}"
-        )
+        how = f"finish it, on a machine with TensorRT and the GPU that is to run it, with {finishing(str(export.path))}"
+        raise RequestError(f"no engine was built in {export.path}; {how}")
     if facts.get("network") != "onnx":
-        raise ArtifactError(
-            f"{export.path} was built of TensorRT's own layers by an earlier version, which this one does not run; export it again"
-        )
+        raise ArtifactError(f"{export.path} was built of TensorRT's own layers by an earlier version; export it again")
     bound = _check_options(options, facts)
     gpu = make_gpu(device)
     trt = _api(facts)
@@ -166,7 +153,7 @@ def make_gpu(device: torch.device) -> Gpu:
     """Where the engine runs; RequestError for anything but an NVIDIA GPU."""
     if device.type != "cuda":
         raise RequestError(
-            f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact itself, or an ONNX export"
+            f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact, or an ONNX export"
         )
     return Gpu(device)
 
@@ -181,7 +168,7 @@ def _check_options(options: dict[str, Any], facts: dict[str, Any]) -> int | None
         return None
     if not facts["weight_streaming"]:
         raise RequestError(
-            "max_memory: the engine was built without weight streaming; export again with --set weight_streaming=true"
+            "max_memory: the engine was built without weight streaming; export it with weight_streaming=true"
         )
     return byte_count("max_memory", bound)
 
@@ -198,24 +185,16 @@ def _budget(engine: Any, bound: int | None) -> int:
 
 def _api(facts: dict[str, Any]) -> Any:
     """The tensorrt module; version compatible plans run with the lean one too."""
-    names = (
-        ["tensorrt", "tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else ["tensorrt"]
-    )
+    lean = ["tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else []
     broken = None
-    for name in names:
-        if importlib.util.find_spec(name) is None:
-            continue
+    for name in ("tensorrt", *lean):
         try:
-            return importlib.import_module(name)
-        except (
-            ImportError,
-            OSError,
-            RuntimeError,
-        ) as error:  # what its loader raises where a CUDA library is not there
+            if importlib.util.find_spec(name) is not None:
+                return importlib.import_module(name)
+        except (ImportError, OSError, RuntimeError) as error:  # as its loader does where a CUDA library is not there
             broken = broken or f"{name} is installed and cannot be imported: {' '.join(str(error).split())}"
-    if broken is not None:
-        raise RequestError(f"a TensorRT engine needs tensorrt; {broken}")
-    raise RequestError(f"a TensorRT engine needs tensorrt, which is not installed: {how_to_install('tensorrt')}")
+    why = f"; {broken}" if broken else f", which is not installed: {how_to_install('tensorrt')}"
+    raise RequestError(f"a TensorRT engine needs tensorrt{why}")
 
 
 def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:
@@ -223,13 +202,13 @@ def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:
     here, built = str(trt.__version__), str(facts["tensorrt"])
     if here != built and not facts["version_compatible"]:
         raise ArtifactError(
-            f"{path} was built with TensorRT {built}, and {here} is installed; build it anew from its bundle"
+            f"{path} was built with TensorRT {built}, and {here} is installed; build it from its bundle again"
         )
     major, minor = gpu.capability
     wanted, level = facts["gpu"]["compute_capability"], facts["hardware_compatibility"]
     fits = (major, minor) >= (8, 0) if level == "ampere_plus" else wanted == f"{major}.{minor}"
     if not fits:
+        built_for = f"{facts['gpu']['name']} (compute capability {wanted})"
         raise ArtifactError(
-            f"{path} was built for {facts['gpu']['name']} (compute capability {wanted}), and this GPU has {major}.{minor}; "
-            "build it anew from its bundle"
+            f"{path} was built for {built_for}, and this GPU has {major}.{minor}; build it from its bundle again"
         )

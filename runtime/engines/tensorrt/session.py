@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import mmap
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -111,16 +111,16 @@ class Session:
                 raise CompressError(f"the engine wants a tensor that was not given: {vague[0]}")
 
 
-def make_logger(trt: Any) -> Any:
-    """An `ILogger` that writes to the log `compress.tensorrt`."""
+def make_logger(trt: Any, log: Callable[[int, str], None] = _log.log) -> Any:
+    """An `ILogger` that passes on levels of `logging` and texts, by default to the log `compress.tensorrt`."""
+    levels = {"INTERNAL_ERROR": logging.ERROR, "ERROR": logging.ERROR, "WARNING": logging.WARNING}
 
     class Logger(trt.ILogger):  # type: ignore[misc, name-defined]
         def __init__(self) -> None:
             trt.ILogger.__init__(self)
 
         def log(self, severity: Any, msg: str) -> None:
-            names = {"INTERNAL_ERROR": logging.ERROR, "ERROR": logging.ERROR, "WARNING": logging.WARNING}
-            _log.log(names.get(severity.name, logging.DEBUG), "%s", msg)
+            log(levels.get(severity.name, logging.DEBUG), " ".join(msg.split()))
 
     return Logger()
 
@@ -143,7 +143,5 @@ def deserialize(trt: Any, logger: Any, plan: Path, own_code: bool) -> tuple[Any,
     except (OSError, ValueError) as error:
         raise ArtifactError(f"{plan} cannot be read: {error}") from error
     if engine is None:
-        raise ArtifactError(
-            f"TensorRT cannot use {plan}; its log says why (another version, another GPU, or a damaged file)"
-        )
+        raise ArtifactError(f"TensorRT cannot use {plan}: another version, another GPU, or a damaged file; see its log")
     return runtime, engine

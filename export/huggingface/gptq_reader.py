@@ -33,7 +33,8 @@ class Folder:
 
     def dequantize(self, module: str) -> np.ndarray:
         """float32 `[out, in]`."""
-        return dequantize(*(self.get(f"{module}.{part}") for part in PARTS), self.zero_offset)  # type: ignore[arg-type]
+        qweight, qzeros, scales, g_idx = (self.get(f"{module}.{part}") for part in PARTS)
+        return dequantize(qweight, qzeros, scales, g_idx, self.zero_offset)
 
 
 def dequantize(

@@ -5,13 +5,15 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified, drafted_where
 from runtime.drafting.drafters.draft_model import DraftModel
+from runtime.drafting.drafters.first_of import Composed
 from runtime.sampling.tree import Tree
 
 #: When a cache grows, what it held and what it will hold, up to twice as much, are in memory together.
@@ -36,8 +38,8 @@ def within(drafter: Drafter, draft: DraftModel, context: int | None) -> Drafter:
 
 
 @dataclass(eq=False)
-class _Held:
-    """What is known of a text.
+class _Limits:
+    """One sequence.
 
     Attributes:
         text: it. state: the drafter's; None: it holds nothing of it.
@@ -49,66 +51,49 @@ class _Held:
     positions: int = 0
 
 
-class Limited(Drafter):
-    """A drafter with a model whose context or memory is limited. What it has of a text that becomes too long is given back.
+class Limited(Composed):
+    """A drafter with a model whose context or memory is limited. What it has of a sequence that becomes too long is given back.
 
     Args:
         drafter: that drafts.
-        context: tokens of a text that the model can read; None: any number.
-        positions: tokens that its cache may hold, over all texts; None: any number.
+        context: tokens of a sequence that the model can read; None: any number.
+        positions: tokens that its cache may hold, over all sequences; None: any number.
         page: tokens that it gives memory for at a time.
     """
 
     name = "limited"
 
     def __init__(self, drafter: Drafter, context: int | None, positions: int | None, page: int = 1) -> None:
+        super().__init__((drafter,))
         self.drafter = drafter
-        self.name = drafter.name  # type: ignore[misc]
-        self.wants, self.draws, self.vocabulary = drafter.wants, drafter.draws, drafter.vocabulary
+        self.name, self.draws = drafter.name, drafter.draws  # type: ignore[misc]
         self._context, self._positions, self._page = context, positions, page
         self._taken = 0
 
-    def begin(self, text: Text) -> _Held:
-        return _Held(text)
+    def begin(self, text: Text) -> _Limits:
+        return _Limits(text)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        trees = [Tree() for _ in asks]
         self.overhead = 0.0
-        # A model reads the text and of a branch all but the last token.
-        depths = [self._depth(ask) for ask in asks]
-        going = [
-            index
-            for index, (ask, depth) in enumerate(zip(asks, depths, strict=True))
-            if self._holds(ask.state, self._ahead(ask.nodes, depth) if depth > 0 else None)
-        ]
-        if not going:
-            return trees
-        inner = [replace(asks[index], state=asks[index].state.state, depth=depths[index]) for index in going]
-        for index, tree in zip(going, self.drafter.draft(inner), strict=True):
-            trees[index] = tree
+        # A model reads the sequence and of a branch all but the last token.
+        limited = [replace(ask, depth=self._depth(ask)) for ask in asks]
+        return drafted_where(limited, lambda ask: self._holds(ask.state, self._ahead(ask)), self._draft)
+
+    def _draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        trees = self.drafter.draft([replace(ask, state=ask.state.state) for ask in asks])
         self.overhead = self.drafter.overhead
         return trees
 
-    def learn(self, state: _Held, verified: Verified) -> None:
+    def learn(self, state: _Limits, verified: Verified) -> None:
         if self._holds(state, 0):
             self.drafter.learn(state.state, verified)
 
-    def read(self, state: _Held, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
+    def read(self, state: _Limits, start: int, tokens: Sequence[int], hidden: torch.Tensor) -> None:
         if self._holds(state, 0):
             self.drafter.read(state.state, start, tokens, hidden)
 
-    def end(self, state: _Held) -> None:
+    def end(self, state: _Limits) -> None:
         self._release(state)
-
-    def forget(self) -> None:
-        self.drafter.forget()
-
-    def reset(self) -> None:
-        self.drafter.reset()
-
-    @property
-    def memory_bytes(self) -> int:
-        return self.drafter.memory_bytes
 
     def describe(self) -> str:
         return self.drafter.describe()
@@ -120,13 +105,15 @@ class Limited(Drafter):
             return ask.depth
         return min(ask.depth, self._context - len(ask.text.tokens) + 1)
 
-    def _ahead(self, nodes: int, depth: int) -> int:
-        """Most tokens of a draft that the cache holds beside the text."""
+    def _ahead(self, ask: Ask) -> int | None:
+        """Most tokens of a draft that the cache holds beside the sequence; None: the context has room for none."""
+        if ask.depth <= 0:
+            return None
         level = getattr(self.drafter, "level", None)  # of trees: nodes that are read in a pass
-        return max(nodes, depth) if level is None else level * depth
+        return max(ask.nodes, ask.depth) if level is None else level * ask.depth
 
-    def _holds(self, state: _Held, ahead: int | None) -> bool:
-        """Whether there is room for the text and so many tokens after it (None: there is not), which is taken or given back."""
+    def _holds(self, state: _Limits, ahead: int | None) -> bool:
+        """Whether there is room for the sequence and so many tokens after it (None: there is not), which is taken or given back."""
         length = len(state.text.tokens)
         if ahead is None or (self._context is not None and length > self._context):
             self._release(state)
@@ -141,14 +128,12 @@ class Limited(Drafter):
             state.state = self.drafter.begin(state.text)
         return True
 
-    def _release(self, state: _Held) -> None:
+    def _release(self, state: _Limits) -> None:
         if state.state is not None:
             self.drafter.end(state.state)
         self._taken -= state.positions
         state.state, state.positions = None, 0
 
-
-# Running what may never come back: drafters that somebody else wrote.
 
 Result = TypeVar("Result")
 
@@ -156,7 +141,7 @@ PATIENCE = 10.0  # seconds; a drafter that thinks longer than this over a few to
 
 
 class StalledError(Exception):
-    """It did not come back."""
+    """A drafter did not answer in time."""
 
 
 class Watch:
@@ -171,7 +156,7 @@ class Watch:
 
     def __init__(self, patience: float = PATIENCE) -> None:
         self.patience = patience
-        self._work: queue.SimpleQueue[Any] | None = None
+        self._calls: queue.SimpleQueue[Any] | None = None
 
     def run(self, what: Callable[..., Result], *arguments: Any) -> Result:
         """What the function gives or raises.
@@ -179,26 +164,21 @@ class Watch:
         Raises:
             StalledError: it took too long.
         """
-        if self._work is None:
-            self._work = queue.SimpleQueue()
-            threading.Thread(target=_serve, args=(self._work,), name="drafter", daemon=True).start()
-        answer: queue.SimpleQueue[tuple[bool, Any]] = queue.SimpleQueue()
-        self._work.put((what, arguments, answer))
-        try:
-            done, value = answer.get(timeout=self.patience)
-        except queue.Empty:
-            self._work = None
-            raise StalledError(f"it did not answer within {self.patience:g} seconds") from None
-        if not done:
-            raise value
-        result: Result = value
-        return result
+        if self._calls is None:
+            self._calls = queue.SimpleQueue()
+            threading.Thread(target=_serve, args=(self._calls,), name="drafter", daemon=True).start()
+        answer: Future[Result] = Future()
+        self._calls.put((answer, what, arguments))
+        if not wait([answer], self.patience).done:
+            self._calls = None
+            raise StalledError(f"it did not answer within {self.patience:g} seconds")
+        return answer.result()
 
 
-def _serve(work: queue.SimpleQueue[Any]) -> None:
+def _serve(calls: queue.SimpleQueue[Any]) -> None:
     while True:
-        what, arguments, answer = work.get()
+        answer, what, arguments = calls.get()
         try:
-            answer.put((True, what(*arguments)))
+            answer.set_result(what(*arguments))
         except Exception as error:
-            answer.put((False, error))
+            answer.set_exception(error)

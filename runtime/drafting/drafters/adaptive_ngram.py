@@ -2,24 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import sqrt
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, ClassVar
 
 from annotated_types import Interval
 
 from runtime.config.settings import Count
-from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
+from runtime.drafting.drafters.base import Ask, Text, Verified
+from runtime.drafting.drafters.ngrams import GuessDrafter, Guessed
 from runtime.drafting.drafters.tables.odds import Guesses, Odds
-from runtime.drafting.drafters.tables.token_trie import Reader, TokenTrie, blended
-from runtime.sampling.tree import ROOT, Tree
+from runtime.drafting.drafters.tables.token_trie import TokenTrie, blended
+from runtime.sampling.tree import ROOT
 
 _KINDS = 16  # of guesses, by their probability in the model
 
 
 @dataclass(eq=False)
-class AdaptiveNgram(Drafter):
+class AdaptiveNgram(GuessDrafter):
     """Counts of tri-grams, bi-grams and tokens are brought up to date with every verified token; what follows the last two is their
     blend. Branches are found by a tree search that weighs what is known to be likely against what was not looked at (Adaptive
     Draft-Verification: Liu et al., arXiv 2407.12021).
@@ -46,23 +46,19 @@ class AdaptiveNgram(Drafter):
     def __post_init__(self) -> None:
         super().__post_init__()
         self._counts = TokenTrie(3, self.capacity)
-        self._odds = Odds(_KINDS)
+        self._odds = Odds()
 
-    def begin(self, text: Text) -> Any:
-        state = _Read(text.prompt)
+    def begin(self, text: Text) -> Guessed:
+        state = Guessed(odds=self._odds, seen=text.prompt)
         self._counts.read(state.reader, text.tokens[max(0, text.prompt - self.prompt) : text.prompt])
         return state
 
-    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        return [self._draft(ask) for ask in asks]
-
-    def _draft(self, ask: Ask) -> Tree:
+    def guess(self, state: Guessed, ask: Ask) -> Guesses:
         search = _Search(self, ask)
         for _ in range(ask.nodes):
             if not search.once():
                 break
-        ask.state.guesses = search.guesses
-        return search.guesses.tree
+        return search.guesses
 
     def following(self, last: tuple[int, ...]) -> list[tuple[int, float]]:
         """What comes after the last two tokens (or the one), and how likely."""
@@ -78,9 +74,9 @@ class AdaptiveNgram(Drafter):
         kind = min(int(probability * _KINDS), _KINDS - 1)
         return self._odds.chance(kind, probability), kind
 
-    def learn(self, state: Any, verified: Verified) -> None:
+    def learn(self, state: Guessed, verified: Verified) -> None:
+        super().learn(state, verified)
         tokens = verified.text.tokens
-        state.guesses.settle(self._odds, len(tokens) - len(verified.new), verified.new)
         self._counts.read(state.reader, tokens[state.seen :])
         state.seen = len(tokens)
 
@@ -96,25 +92,19 @@ class AdaptiveNgram(Drafter):
         return self._counts.memory_bytes
 
 
-@dataclass(eq=False)
-class _Read:
-    """How much of a text is counted, and what was proposed last."""
-
-    seen: int
-    reader: Reader = field(default_factory=Reader)
-    guesses: Guesses = field(default_factory=Guesses)
-
-
+@dataclass(eq=False, slots=True)
 class _Branch:
     """A child in the search; in the tree once it was chosen."""
 
-    __slots__ = ("below", "chance", "depth", "found", "last", "node", "passed", "probability", "reach", "token")
-
-    def __init__(self, last: tuple[int, ...], token: int, probability: float, reach: float, depth: int) -> None:
-        self.last, self.token, self.probability, self.reach, self.depth = last, token, probability, reach, depth
-        self.node: int | None = None
-        self.passed, self.found = 0, 0.0
-        self.below: list[_Branch] | None = None  # None: not looked up yet
+    last: tuple[int, ...]
+    token: int
+    probability: float
+    reach: float
+    depth: int
+    node: int | None = None
+    passed: int = 0
+    found: float = 0.0
+    below: list[_Branch] | None = None  # None: not looked up yet
 
 
 class _Search:
@@ -122,9 +112,8 @@ class _Search:
 
     def __init__(self, model: AdaptiveNgram, ask: Ask) -> None:
         self._model, self._ask = model, ask
-        self.guesses = Guesses(length=len(ask.text.tokens))
-        self._root = _Branch(tuple(ask.text.tokens[-2:]), -1, 1.0, 1.0, 0)
-        self._root.node = ROOT
+        self.guesses = Guesses()
+        self._root = _Branch(tuple(ask.text.tokens[-2:]), -1, 1.0, 1.0, 0, ROOT)
 
     def once(self) -> bool:
         """Add one node; False if there is none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Protocol
@@ -110,6 +110,18 @@ class Verified:
     def row(self) -> int:
         """The row of `logits` and `hidden` that chose the last of `new`."""
         return 1 + self.path[-1] if self.path else 0
+
+
+def drafted_where(
+    asks: Sequence[Ask], fits: Callable[[Ask], bool], draft: Callable[[Sequence[Ask]], list[Tree]]
+) -> list[Tree]:
+    """A tree for each ask: what `draft` proposes for those that fit, together, and empty ones for the others."""
+    trees = [Tree() for _ in asks]
+    chosen = [index for index, ask in enumerate(asks) if fits(ask)]
+    if chosen:
+        for index, tree in zip(chosen, draft([asks[index] for index in chosen]), strict=True):
+            trees[index] = tree
+    return trees
 
 
 class Drafter(Settings):

@@ -11,10 +11,10 @@ import torch
 
 from runtime.config.settings import ConfigError, Fraction, built
 from runtime.drafting.config.target import UnfitError
-from runtime.drafting.draft_cache import PagedDraftCache
+from runtime.drafting.draft_cache import DraftCache
 from runtime.drafting.drafters.base import Ask, Drafter, Text
 from runtime.drafting.drafters.draft_model import DraftModel
-from runtime.drafting.drafters.model import Candidates, FromDraft, ModelDrafter
+from runtime.drafting.drafters.model import Candidates, Chain, FromDraft, ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
@@ -52,10 +52,8 @@ class Cascade(FromDraft):
         engine = parts_of(draft.engine)
         if isinstance(engine, str):
             raise UnfitError(("method",), f"nested: {engine}")
-        shallow = [ModelDrafter(PagedDraftCache(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
-        return cls(
-            [*shallow, ModelDrafter(PagedDraftCache(engine), candidates, weights=draft.weight_bytes)], **settings
-        )
+        shallow = [ModelDrafter(DraftCache(_Depth(engine, depth)), candidates) for depth in depths[:-1]]
+        return cls([*shallow, ModelDrafter(DraftCache(engine), candidates, weights=draft.weight_bytes)], **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -81,36 +79,25 @@ class Cascade(FromDraft):
         return [self._chain(ask) for ask in asks]
 
     def _chain(self, ask: Ask) -> Tree:
-        tree, reach = Tree(), 1.0
-        while len(tree) < min(ask.nodes, ask.depth):
-            token, chance, proposal = self._next(ask, tree)
-            if proposal is not None:
-                tree.proposals[len(tree) - 1] = proposal
-            tree.add(token, len(tree) - 1, chance)
-            reach *= chance
-            if reach < ask.least:
-                break
-        return tree
+        chain, goes_on = Chain(ask), True
+        while goes_on:
+            goes_on = chain.add(*self._next(chain))
+        return chain.tree
 
-    def _next(self, ask: Ask, tree: Tree) -> tuple[int, float, torch.Tensor | None]:
-        """A token, how likely it is, and what it was drawn from. Who is asked is decided before anything is drawn."""
-        text = [*ask.text.tokens, *tree.tokens]
-        for place, (model, slot) in enumerate(zip(self.models, ask.state, strict=True)):
-            self.overhead += model.read_far([slot], [text])
-            model.catch_up([slot], [text[:-1]])
-            logits = model.cache.feed([slot], [text[-1:]])
+    def _next(self, chain: Chain) -> tuple[int, float]:
+        """The next token and how likely it is. Which model answers is decided before anything is drawn."""
+        tokens, found = [*chain.ask.text.tokens, *chain.tree.tokens], None
+        for place, (model, slot) in enumerate(zip(self.models, chain.ask.state, strict=True)):
+            self.overhead += model.read_far([slot], [tokens])
+            model.catch_up([slot], [tokens[:-1]])
+            (logits,) = model.cache.feed([slot], [tokens[-1:]])
             self.asked[place] += 1
-            last = place == len(self.models) - 1
-            if ask.draw is None:
-                tokens, chances = model.candidates.best(logits, 1)
-                if last or chances[0][0] >= self.sure:
-                    return tokens[0][0], chances[0][0], None
-                continue
-            q = model.candidates.distribution(logits[0], ask.draw, text)
-            if last or float(q.max()) >= self.sure:
-                (token,) = model.candidates.draw(q, ask.draw)
-                return token, float(q[token]), q
-        raise AssertionError("the last model always answers")
+            sure = self.sure if place < len(self.models) - 1 else 0.0
+            found = model.candidates.next_if_sure(logits, chain, sure)
+            if found is not None:
+                break
+        assert found is not None, "the last model always answers"
+        return found
 
 
 class _Depth:
@@ -124,5 +111,5 @@ class _Depth:
     def make_memory(self, count: int) -> Any:
         return self._engine.make_memory(count)
 
-    def step(self, pool: Any, pieces: Sequence[Chunk]) -> torch.Tensor:
-        return self._view.read(pool, pieces)
+    def step(self, pool: Any, chunks: Sequence[Chunk]) -> torch.Tensor:
+        return self._view.read(pool, chunks)

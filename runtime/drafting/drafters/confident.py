@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 
 from runtime.config.settings import ConfigError, Share, built
 from runtime.drafting.config.target import UnfitError
-from runtime.drafting.draft_cache import PagedDraftCache, Slot
+from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Ask, Drafter
 from runtime.drafting.drafters.draft_model import DraftModel
-from runtime.drafting.drafters.model import Candidates, ModelDrafter
+from runtime.drafting.drafters.model import Candidates, Chain, ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.errors import ArtifactError, RequestError
 from runtime.sampling.tree import Tree
@@ -56,10 +56,8 @@ class AcceptHead:
         from safetensors.torch import load_file
 
         tensors = load_file(path / FILE)
-        if tensors.get("mix", torch.empty(0)).shape != (hidden, hidden) or tensors.get("out", torch.empty(0)).shape != (
-            2,
-            hidden + 2,
-        ):
+        shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+        if shapes.get("mix") != (hidden, hidden) or shapes.get("out") != (2, hidden + 2):
             raise ArtifactError(f"{path / FILE} is not a head for states of {hidden}")
         return cls(tensors)
 
@@ -74,8 +72,8 @@ def scores(
     return features @ tensors["out"].T + tensors["out_bias"]
 
 
-class StateCache(PagedDraftCache):
-    """Paged cache that also gives what the head read after the last token of each text.
+class StateCache(DraftCache):
+    """Paged cache that also gives what the head read after the last token of each sequence.
 
     Attributes:
         states: float32 `[slots, hidden]` of the last `feed`.
@@ -87,9 +85,9 @@ class StateCache(PagedDraftCache):
         logits, self.states = self._ends(slots, tokens)
         return logits
 
-    def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
-        logits, hidden = self._engine.verify(self._memory, pieces, hidden=True)
-        ends = torch.tensor([len(piece.tokens) for piece in pieces]).cumsum(0) - 1
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
+        logits, hidden = self._engine.verify(self._memory, chunks, hidden=True)
+        ends = torch.tensor([len(chunk.tokens) for chunk in chunks]).cumsum(0) - 1
         return logits, hidden[ends.to(hidden.device)]
 
     @property
@@ -127,8 +125,7 @@ class Confident(ModelDrafter):
             text = f"confident needs the states of the draft, which {draft.engine.description} does not give"
             raise UnfitError(("method",), text)
         head = AcceptHead.load(directory, int(config.hidden_size))
-        cache = StateCache(draft.engine)
-        return cls(cache=cache, candidates=candidates, weights=draft.weight_bytes, head=head, **settings)
+        return cls(StateCache(draft.engine), candidates, weights=draft.weight_bytes, head=head, **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,33 +134,16 @@ class Confident(ModelDrafter):
         self.head = self.head.to(self.cache.device)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        cache = self.cache
-        assert isinstance(cache, StateCache)
-        logits = self.start(asks)
-        trees, reach, alive = [Tree() for _ in asks], [1.0] * len(asks), list(range(len(asks)))
-        while True:
-            said = [self.choose(logits[row], asks[index], trees[index]) for row, index in enumerate(alive)]
-            chances = self._foreseen(
-                cache.states, logits, [asks[index] for index in alive], [chance for _, chance in said]
-            )
-            following = []
-            for index, (token, _), chance in zip(alive, said, chances, strict=True):
-                ask, tree = asks[index], trees[index]
-                tree.add(token, len(tree) - 1, chance)
-                reach[index] *= chance
-                sure = reach[index] >= max(ask.least, 1 - self.threshold)
-                if sure and len(tree) < min(ask.nodes, ask.depth):
-                    following.append(index)
-            if not following:
-                return trees
-            alive = following
-            logits = cache.feed([asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive])
+        return super().draft([replace(ask, least=max(ask.least, 1 - self.threshold)) for ask in asks])
 
-    def _foreseen(
-        self, states: torch.Tensor, logits: torch.Tensor, asks: Sequence[Ask], chances: Sequence[float]
-    ) -> list[float]:
+    def choose(self, chains: Sequence[Chain], logits: torch.Tensor) -> list[tuple[int, float]]:
+        chosen = super().choose(chains, logits)
+        states = cast(StateCache, self.cache).states
         log_q = torch.log_softmax(logits.float(), -1)
         entropy = -(log_q.exp() * log_q).sum(-1)
-        log_chance = torch.tensor(chances, device=states.device).clamp_min(1e-9).log()
+        log_chance = torch.tensor([chance for _, chance in chosen], device=states.device).clamp_min(1e-9).log()
         found = torch.sigmoid(self.head(states, log_chance, entropy)).tolist()
-        return [row[GREEDY if ask.draw is None else DRAWN] for row, ask in zip(found, asks, strict=True)]
+        return [
+            (token, row[GREEDY if chain.ask.draw is None else DRAWN])
+            for chain, (token, _), row in zip(chains, chosen, found, strict=True)
+        ]

@@ -13,6 +13,7 @@ from torch import nn
 
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import read_json
+from runtime.config.settings import ConfigError, read
 from runtime.drafting.config.target import UnfitError, other_target
 from runtime.errors import ArtifactError, RequestError
 
@@ -93,6 +94,17 @@ def load_draft(path: Path, target: Artifact, device: torch.device, trust_remote_
 def draft_facts(path: Path) -> dict[str, Any]:
     """The content of a directory's draft.json; empty without one."""
     return read_json(path / DRAFT) if (path / DRAFT).is_file() else {}
+
+
+def read_fact(directory: Path, facts: Mapping[str, Any], kind: Any, *path: str) -> Any:
+    """A value of a directory's draft.json, of an annotated type; ArtifactError where it is none such."""
+    value: Any = facts
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    try:
+        return read(kind, value, path)
+    except ConfigError as error:
+        raise ArtifactError(f"{directory / DRAFT}: {error}") from None
 
 
 def lean_draft(engine: Any) -> Any:

@@ -16,11 +16,11 @@ from runtime.sampling.tree import Tree
 
 
 @dataclass(eq=False)
-class _Composed(Drafter):
-    """What compositions have in common: each drafter is told all that happens, whoever proposed.
+class Composed(Drafter):
+    """Drafters of which each is told all that happens, whoever proposed.
 
     Attributes:
-        drafters: that it is composed of, the first to be asked first.
+        drafters: the first to be asked first.
     """
 
     source: ClassVar[str] = "drafters"
@@ -72,7 +72,7 @@ class _Composed(Drafter):
 
 
 @dataclass(eq=False)
-class FirstOf(_Composed):
+class FirstOf(Composed):
     """Asks one drafter after another, the cheapest first, until one expects enough of its tree; the best tree otherwise. A tree that
     says nothing of its chances is enough, and so is one that was drawn, which must not be judged by what is in it.
 
@@ -107,7 +107,7 @@ class FirstOf(_Composed):
 
 
 @dataclass(eq=False)
-class Merged(_Composed):
+class Merged(Composed):
     """Asks all drafters, and of all that they guess takes what is most likely reached, as one tree. Where a token comes from two of
     them the first's word counts. All of them guess, also those that could draw: a token is drawn from one distribution or from none.
     """

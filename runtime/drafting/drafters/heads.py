@@ -16,18 +16,21 @@ heads.safetensors: the modules' weights by name, and, of heads that propose only
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from annotated_types import MinLen
 from torch import nn
 
 from runtime import formats
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.headers import read_header
+from runtime.config.settings import Count, Fraction
 from runtime.drafting.config.target import UnfitError, other_target
+from runtime.drafting.drafters.draft_model import DRAFT, read_fact
 from runtime.drafting.drafters.model import Candidates
 from runtime.errors import ArtifactError, RequestError
 from runtime.formats.quantization_config import ModuleEntry
@@ -37,8 +40,8 @@ from runtime.layers.compressed_linear import CompressedLinear
 
 WEIGHTS = "heads.safetensors"
 KEPT = "kept_tokens"
-METHODS = ("medusa", "mtp")
 SCHEMA_VERSION = 1
+_Rates = tuple[Annotated[tuple[Fraction, ...], MinLen(1)], ...]
 
 
 @dataclass
@@ -56,15 +59,19 @@ class HeadFiles:
     weights: dict[str, torch.Tensor]
     kept: torch.Tensor | None
 
-    def size(self, name: str, least: int = 1) -> int:
+    def size(self, name: str, kind: Any = Count) -> int:
         """A number of `heads` in draft.json."""
-        sizes = self.facts.get("heads")
-        value = sizes.get(name) if isinstance(sizes, Mapping) else None
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        size: int = read_fact(self.path, self.facts, kind, "heads", name)
+        return size
+
+    def rates(self, depths: int) -> Sequence[Sequence[float]]:
+        """The measured rates by depth and rank."""
+        found: Sequence[Sequence[float]] = read_fact(self.path, self.facts, _Rates, "rates")
+        if len(found) != depths:
             raise ArtifactError(
-                f"{self.path / 'draft.json'}: heads.{name} must be an integer of at least {least}, not {value!r}"
+                f"{self.path / DRAFT}: rates must be {depths} lists, one for each head, not {len(found)}"
             )
-        return value
+        return found
 
     def install(self, module: nn.Module, parts: TargetParts) -> tuple[nn.Module | None, Candidates]:
         """Fill a module (on meta), make it fast; returns the head of the tokens that it proposes alone (None: the target's own) and from
@@ -120,21 +127,6 @@ def read_heads(path: Path, facts: Mapping[str, Any], method: str, target: Artifa
 
     weights = load_file(path / WEIGHTS)
     return HeadFiles(path, facts, weights, _kept(weights.pop(KEPT, None), path, parts.vocabulary))
-
-
-def rates_of(facts: Mapping[str, Any], depths: int) -> list[list[float]]:
-    """The measured rates by depth and rank; ArtifactError where they are not there."""
-    stored = facts.get("rates")
-    levels: list[Any] = stored if isinstance(stored, list) else []
-    if len(levels) != depths or not all(
-        isinstance(ranks, list) and ranks and all(map(_rate, ranks)) for ranks in levels
-    ):
-        raise ArtifactError(f"draft.json: rates must be {depths} lists of numbers from 0 to 1, one for each head")
-    return [[float(value) for value in ranks] for ranks in levels]
-
-
-def _rate(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and 0 <= value <= 1
 
 
 def _kept(ids: torch.Tensor | None, path: Path, vocabulary: int) -> torch.Tensor | None:
@@ -235,8 +227,7 @@ def make_lean(module: nn.Module, dtype: torch.dtype, device: torch.device) -> No
     for name, child in list(module.named_modules()):
         if isinstance(child, nn.Linear):
             parent, _, leaf = name.rpartition(".")
-            bias = None if child.bias is None else child.bias
-            setattr(module.get_submodule(parent), leaf, lean_linear(child.weight, bias, dtype, device))
+            setattr(module.get_submodule(parent), leaf, lean_linear(child.weight, child.bias, dtype, device))
     for child in module.modules():
         if not isinstance(child, CompressedLinear):
             for parameter in child.parameters(recurse=False):

@@ -13,7 +13,7 @@ from annotated_types import Interval
 from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
-from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
+from runtime.drafting.drafters.tables.continuations import OTHER, OWN, continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow, join
 from runtime.drafting.drafters.tables.occurrences import BORDER, Match, Occurrences
 from runtime.drafting.drafters.tables.odds import Guesses
@@ -49,7 +49,6 @@ def token_ids(source: str | Path | Sequence[int], where: str, most: int) -> list
     return [int(token) for token in found]
 
 
-_STORES = 3
 _PLACES = 16  # of an n-gram in a store, the latest ones, that are looked at
 _MOST_STATISTICS = 1 << 24
 
@@ -85,7 +84,7 @@ class Hierarchy(NgramDrafter):
             raise ValueError(
                 f"hierarchy.shortest must be at most hierarchy.longest, which is {self.longest}, not {self.shortest}"
             )
-        self.index(indexed(self.longest), _STORES * KINDS)
+        self.index(indexed(self.longest))
         corpus = [] if self.statistics is None else token_ids(self.statistics, "hierarchy.statistics", _MOST_STATISTICS)
         self.vocabulary = max(corpus, default=-1) + 1 or None
         self._corpus = Occurrences(corpus, self._lengths)
@@ -110,9 +109,9 @@ class Hierarchy(NgramDrafter):
 
     def _matches(self, index: Occurrences) -> Iterator[tuple[list[int], Match]]:
         """Of each store its tokens and the longest match, the store that is nearest first."""
-        yield index.tokens, index.own_match(_PLACES)
+        yield index.tokens, index.match(_PLACES)
         for other in (self._earlier.index, self._corpus):
-            yield other.tokens, other.match(index.suffix(), _PLACES)
+            yield other.tokens, other.match(_PLACES, index.suffix())
 
     @property
     def memory_bytes(self) -> int:

@@ -5,31 +5,31 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, cast
+from typing import Annotated, Any, ClassVar
 
 import torch
+from annotated_types import Interval
 from safetensors import SafetensorError
 from safetensors.torch import load_file
 
 from runtime.config.settings import Probability
 from runtime.drafting.config.target import Target, other_target
-from runtime.drafting.draft_cache import PagedDraftCache, Slot
+from runtime.drafting.draft_cache import DraftCache, Slot
 from runtime.drafting.drafters.base import Place
-from runtime.drafting.drafters.draft_model import DRAFT
+from runtime.drafting.drafters.draft_model import DRAFT, read_fact
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Inside, Spot, engine_of
+from runtime.drafting.drafters.sublayers import Inside, engine_of
 from runtime.engines.base import Chunk
 from runtime.engines.native.sublayers import Adapter, View
 from runtime.errors import ArtifactError
-from runtime.system.describe import is_integer
 
 ADAPTER = "adapter.safetensors"
 SCHEMA_VERSION = 1
 
 
-class AdapterCache(PagedDraftCache):
-    """What an adapter has read of texts. The layers before it read in the target's cache, and what they write there again of
-    tokens that the target has read is what is there.
+class AdapterCache(DraftCache):
+    """The cache of an adapter. The layers before it read in the target's cache; what they write there again of tokens that the target
+    has read is what is there.
 
     Args:
         view: the layers before it. adapter: goes on from them.
@@ -38,24 +38,16 @@ class AdapterCache(PagedDraftCache):
     def __init__(self, view: View, adapter: Adapter) -> None:
         super().__init__(adapter)
         self.view, self.adapter = view, adapter
-        self._places: dict[int, Place] = {}
-
-    def open(self) -> Spot:
-        return Spot()
+        self._places: dict[int, Place] = {}  # in the target's cache, by the adapter's pages
 
     def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        # Which place in the target's cache goes with which pages of the adapter's.
-        self._places = {id(slot.pages): cast(Spot, slot).here for slot in slots}
+        self._places = {id(slot.pages): slot.place for slot in slots}
         return super().feed(slots, tokens)
 
-    def _pass(self, pieces: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
-        places = [self._places[id(piece.pages)] for piece in pieces]
-        there = [Chunk(piece.tokens, piece.start, place.pages) for piece, place in zip(pieces, places, strict=True)]
-        return (self.adapter.read(self._memory, pieces, self.view.states(places[0].pool, there)),)
-
-    def close(self, slot: Slot) -> None:
-        super().close(slot)
-        cast(Spot, slot).place = None
+    def _pass(self, chunks: Sequence[Chunk]) -> tuple[torch.Tensor, ...]:
+        places = [self._places[id(chunk.pages)] for chunk in chunks]
+        there = [Chunk(chunk.tokens, chunk.start, place.pages) for chunk, place in zip(chunks, places, strict=True)]
+        return (self.adapter.read(self._memory, chunks, self.view.states(places[0].pool, there)),)
 
 
 @dataclass(eq=False)
@@ -105,9 +97,5 @@ def _exit_layer(path: Path, facts: Mapping[str, Any], target: Target, layers: in
     own = facts.get("target")
     if own != target.artifact.checkpoint.fingerprint():
         raise other_target(path, own, target.artifact)
-    layer: Any = facts.get("exit_layer")
-    if not is_integer(layer) or not 1 <= layer < layers:
-        raise ArtifactError(
-            f"{file}: exit_layer must be 1 to {layers - 1} of the model's {layers} layers, not {layer!r}"
-        )
-    return int(layer)
+    layer: int = read_fact(path, facts, Annotated[int, Interval(ge=1, lt=layers)], "exit_layer")
+    return layer

@@ -11,7 +11,7 @@ from runtime.config.settings import Count, built
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.occurrences import Match, Occurrences
-from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, bucket, likely
+from runtime.drafting.drafters.tables.odds import Guesses, bucket, likely
 
 
 @dataclass(eq=False)
@@ -41,10 +41,10 @@ class Lookup(NgramDrafter):
             raise ValueError(
                 f"lookup.shortest must be at most lookup.longest, which is {self.longest}, not {self.shortest}"
             )
-        self.index(range(self.shortest, self.longest + 1), BUCKETS, weight=2.0, memory=32.0)
+        self.index(range(self.shortest, self.longest + 1), weight=2.0, memory=32.0)
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
-        found, guesses = state.index.own_match(self.candidates), Guesses()
+        found, guesses = state.index.match(self.candidates), Guesses()
         if not found.places:
             return guesses
         agreeing, place = self._most_promising(state.index, found)

@@ -12,15 +12,16 @@ from annotated_types import Interval
 from torch import nn
 from torch.nn import functional
 
-from runtime.config.settings import Count, built
+from runtime.config.settings import Count, Natural, built
 from runtime.drafting.config.target import Target
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
-from runtime.drafting.drafters.heads import TargetParts, nbytes, rates_of, read_heads
+from runtime.drafting.drafters.heads import TargetParts, nbytes, read_heads
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.tables.odds import Odds
-from runtime.drafting.shapes import Rates, Shape, fitted, widened
+from runtime.drafting.drafters.tables.growth import Candidate, Shapes, grow_levels
+from runtime.drafting.drafters.tables.odds import Guesses, Odds
+from runtime.drafting.rates import Rates
 from runtime.errors import RequestError
-from runtime.sampling.tree import ROOT, Tree
+from runtime.sampling.tree import Tree
 
 
 class MedusaHead(nn.Module):
@@ -71,12 +72,13 @@ class MedusaHeads(nn.Module):
             nn.init.eye_(head.out.weight)  # type: ignore[union-attr,arg-type]
 
 
-_MOST_LOGITS = 1 << 24  # in memory at once; more texts are drafted for one part after another
+_WEIGHT, _MEMORY = 64.0, 1024.0  # guesses that the measured rates count as, and after which older ones count less
+_MOST_LOGITS = 1 << 24  # in memory at once; more sequences are drafted for one part after another
 
 
 @dataclass(eq=False)
 class Medusa(Drafter):
-    """From the hidden state that chose a text's last token, head k guesses the token k places after it. The likeliest guesses of each
+    """From the hidden state that chose the last token, head k guesses the token k places after it. The likeliest guesses of each
     head are combined into a tree: every path is a candidate, as heads do not know of each other. Guesses are what the tree holds under
     sampling too; they are exact then as well.
 
@@ -112,22 +114,21 @@ class Medusa(Drafter):
         files = read_heads(directory, facts, cls.name, target.artifact, parts)
         count = files.size("count")
         with torch.device("meta"):
-            heads = MedusaHeads(parts.hidden, count, files.size("blocks", 0))
+            heads = MedusaHeads(parts.hidden, count, files.size("blocks", Natural))
         head, candidates = files.install(heads, parts)
-        return cls(parts, heads, head, candidates, rates_of(facts, count), **settings)
+        return cls(parts, heads, head, candidates, files.rates(count), **settings)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.vocabulary = self.candidates.vocabulary
-        self._rates = Rates(widened(self.start, self.width))
-        self._odds = Odds(len(self.start) * self.width)
-        self.reset()
+        self._rates = Rates(_WEIGHT, memory=_MEMORY)
+        self._odds = Odds()
+        self._shapes = Shapes(self.refit, self._levels)
 
     def reset(self) -> None:
         self._rates.reset()
         self._odds.reset()
-        self._shapes: dict[tuple[int, int], Shape] = {}
-        self._steps = 0
+        self._shapes.reset()
 
     def begin(self, text: Text) -> Any:
         return _State()
@@ -147,7 +148,7 @@ class Medusa(Drafter):
         return trees
 
     def _guess(self, states: Sequence[_State], depth: int) -> None:
-        """The likeliest tokens of every head, for all texts in one pass."""
+        """The likeliest tokens of every head, for all sequences in one pass."""
         hidden = torch.stack([state.hidden for state in states]).to(self.parts.device, self.parts.dtype)
         ahead = self.heads(hidden, depth).flatten(0, 1)
         logits = self.parts.logits(ahead) if self.head is None else self.head(ahead).float()
@@ -158,29 +159,36 @@ class Medusa(Drafter):
             state.guessed = state.length
 
     def _tree(self, ask: Ask) -> Tree:
-        state = ask.state
-        chances = [
-            [self._odds.chance(depth * self.width + rank, chance) for rank, chance in enumerate(ranks)]
-            for depth, ranks in enumerate(state.chances)
+        state: _State = ask.state
+        levels = [
+            [self._candidate(state, depth, rank) for rank in range(len(tokens))]
+            for depth, tokens in enumerate(state.tokens)
         ]
         if self.shape == "likeliest":
-            shape = fitted(chances, ask.nodes, ask.depth, ask.least)
-        else:
-            shape = self._fitted(ask.nodes, ask.depth)
-        tree, reach, place = Tree(), {ROOT: 1.0}, {ROOT: ROOT}
-        for node, (parent, rank, depth) in enumerate(zip(shape.parents, shape.ranks, shape.depths, strict=True)):
-            above = place.get(parent)
-            if above is None or reach[above] < ask.least or rank >= len(state.tokens[depth - 1]):
-                continue
-            chance = chances[depth - 1][rank]
-            place[node] = tree.add(state.tokens[depth - 1][rank], above, chance)
-            reach[place[node]] = reach[above] * chance
-        return tree
+            return grow_levels(levels, ask.nodes, ask.depth, ask.least).tree
 
-    def _fitted(self, nodes: int, depth: int) -> Shape:
-        if (nodes, depth) not in self._shapes:
-            self._shapes[nodes, depth] = fitted(self._rates(), nodes, depth)
-        return self._shapes[nodes, depth]
+        def choose(_found: Guesses, _above: int, rank: int, kind: int) -> Candidate[None] | None:
+            ranks = levels[kind // self.width]
+            return ranks[rank] if rank < len(ranks) else None
+
+        return self._shapes.fill(ask.nodes, ask.depth, ask.least, choose).tree
+
+    def _candidate(self, state: _State, depth: int, rank: int) -> Candidate[None]:
+        kind, chance = depth * self.width + rank, state.chances[depth][rank]
+        return state.tokens[depth][rank], self._odds.chance(kind, chance), kind, chance, None
+
+    def _levels(self, depth: int) -> list[list[Candidate[None]]]:
+        return [
+            [(rank, rate, level * self.width + rank, rate, None) for rank, rate in enumerate(rates) if rate > 0]
+            for level, rates in enumerate(self.rates()[:depth])
+        ]
+
+    def rates(self) -> list[list[float]]:
+        """How often guesses are right by depth and rank, `width` of each depth."""
+        return [
+            [self._rates.rate(depth * self.width + rank, start) for rank, start in enumerate(ranks)]
+            for depth, ranks in enumerate(widened(self.start, self.width))
+        ]
 
     # ---------------------------------------------------------------- what became of them
     def learn(self, state: _State, verified: Verified) -> None:
@@ -195,15 +203,12 @@ class Medusa(Drafter):
     def _settle(self, state: _State, new: Sequence[int]) -> None:
         """Each head is right or wrong where those before it were right, whether the tree held its guess or not."""
         for depth, (token, tokens, chances) in enumerate(zip(new, state.tokens, state.chances, strict=False)):
-            rank = tokens.index(token) if token in tokens else None
-            self._rates.observe(depth, rank)
-            for place, chance in enumerate(chances):
-                self._odds.count(depth * self.width + place, chance, place == rank)
-            if rank is None:
+            for rank, (guess, chance) in enumerate(zip(tokens, chances, strict=True)):
+                self._rates.add(depth * self.width + rank, guess == token)
+                self._odds.count(depth * self.width + rank, chance, guess == token)
+            if token not in tokens:
                 break
-        self._steps += 1
-        if self._steps % self.refit == 0:
-            self._shapes.clear()
+        self._shapes.step()
 
     @property
     def memory_bytes(self) -> int:
@@ -229,3 +234,14 @@ class _State:
     tokens: list[list[int]] = field(default_factory=list)
     chances: list[list[float]] = field(default_factory=list)
     guessed: int = -1
+
+
+def widened(rates: Sequence[Sequence[float]], width: int) -> list[list[float]]:
+    """Rates of `width` ranks a depth; each that was not measured is half of the one before."""
+    found = []
+    for ranks in rates:
+        row = list(ranks[:width]) or [0.5]
+        while len(row) < width:
+            row.append(row[-1] / 2)
+        found.append(row)
+    return found

@@ -5,19 +5,18 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
 
-from runtime.config.settings import ConfigError, Count, Natural, Probability, built, read
+from runtime.config.settings import ConfigError, Count, Natural, Probability, built
 from runtime.drafting.config.target import Target, UnfitError
-from runtime.drafting.draft_cache import AheadDraftCache, DraftCache, Slot, draft_cache_of
+from runtime.drafting.draft_cache import DraftCache, Slot, draft_cache_of
 from runtime.drafting.drafters.base import Ask, Drafter, Draw, Text
-from runtime.drafting.drafters.draft_model import DRAFT, DraftModel, load_draft
+from runtime.drafting.drafters.draft_model import DraftModel, load_draft, read_fact
 from runtime.drafting.guard import within
-from runtime.errors import ArtifactError
 from runtime.sampling.sampling import process, seen_tokens
 from runtime.sampling.tree import Tree
 
@@ -49,7 +48,7 @@ class Candidates:
         """What to draw from after one row `[draft's vocabulary]`, float32 `[vocabulary]` on the CPU, with the options of the call.
 
         Args:
-            before: tokens of the text and of the branch, for the repetition penalty.
+            before: tokens of the sequence and of the branch, for the repetition penalty.
         """
         row = logits.float().cpu()
         if self._kept is not None:
@@ -64,11 +63,54 @@ class Candidates:
             seen = seen_tokens(before, row)[None]
         return torch.softmax(process(row, seen, draw.options)[0], -1)
 
+    def next(self, logits: torch.Tensor, chain: Chain) -> tuple[int, float]:
+        """The next token of a chain, and how likely it is; the distribution that it is drawn from goes into the chain's tree."""
+        found = self.next_if_sure(logits, chain, 0.0)
+        assert found is not None
+        return found
+
+    def next_if_sure(self, logits: torch.Tensor, chain: Chain, sure: float) -> tuple[int, float] | None:
+        """As `next`; None, with nothing drawn, where no token has a probability of `sure`."""
+        ask, tree = chain.ask, chain.tree
+        if ask.draw is None:
+            tokens, chances = self.best(logits[None], 1)
+            return (tokens[0][0], chances[0][0]) if chances[0][0] >= sure else None
+        q = self.distribution(logits, ask.draw, [*ask.text.tokens, *tree.tokens])
+        if sure and float(q.max()) < sure:
+            return None
+        (token,) = self.draw(q, ask.draw)
+        tree.proposals[len(tree) - 1] = q
+        return token, float(q[token])
+
     @staticmethod
     def draw(q: torch.Tensor, draw: Draw, count: int = 1) -> list[int]:
         """Up to `count` tokens, one after another without replacement."""
         count = min(count, int((q > 0).sum()))
         return torch.multinomial(q, count, replacement=False, generator=draw.generator).tolist()
+
+
+@dataclass(eq=False)
+class Chain:
+    """The chain of tokens that is drafted for an ask.
+
+    Attributes:
+        reach: how likely all of its tokens are right.
+    """
+
+    ask: Ask
+    tree: Tree = field(default_factory=Tree)
+    reach: float = 1.0
+
+    @property
+    def room(self) -> int:
+        """Tokens that may still be added."""
+        return min(self.ask.nodes, self.ask.depth) - len(self.tree)
+
+    def add(self, token: int, chance: float, confidence: float = 0.0) -> bool:
+        """Add a token of this probability; whether the chain goes on after it."""
+        self.tree.add(token, len(self.tree) - 1, chance)
+        self.reach *= chance
+        return chance >= confidence and self.reach >= self.ask.least and self.room > 0
 
 
 _FAR = 16  # tokens; a slot that is further behind (nothing was drafted for a while) is brought up to date apart from the draft
@@ -138,44 +180,30 @@ class ModelDrafter(FromDraft):
         return self.weights + self.cache.nbytes
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        logits = self.start(asks)
-        trees = [Tree() for _ in asks]
-        reach = [1.0] * len(asks)
-        alive = list(range(len(asks)))
+        chains = [Chain(ask) for ask in asks]
+        alive, logits = chains, self.start(asks)
         while True:
-            following = []
-            for row, index in enumerate(alive):
-                ask, tree = asks[index], trees[index]
-                token, chance = self.choose(logits[row], ask, tree)
-                tree.add(token, len(tree) - 1, chance)
-                reach[index] *= chance
-                sure = chance >= self.confidence and reach[index] >= ask.least
-                if sure and len(tree) < min(ask.nodes, ask.depth):
-                    following.append(index)
-            if not following:
-                return trees
-            alive = following
-            logits = self.cache.feed(
-                [asks[index].state for index in alive], [trees[index].tokens[-1:] for index in alive]
-            )
+            tokens = self.choose(alive, logits)
+            alive = [
+                chain
+                for chain, (token, chance) in zip(alive, tokens, strict=True)
+                if chain.add(token, chance, self.confidence)
+            ]
+            if not alive:
+                return [chain.tree for chain in chains]
+            logits = self.cache.feed([chain.ask.state for chain in alive], [chain.tree.tokens[-1:] for chain in alive])
 
-    def choose(self, logits: torch.Tensor, ask: Ask, tree: Tree) -> tuple[int, float]:
-        """The next token of a chain, and how likely it is; what it is drawn from goes into the tree."""
-        if ask.draw is None:
-            tokens, chances = self.candidates.best(logits[None], 1)
-            return tokens[0][0], chances[0][0]
-        q = self.candidates.distribution(logits, ask.draw, [*ask.text.tokens, *tree.tokens])
-        (token,) = self.candidates.draw(q, ask.draw)
-        tree.proposals[len(tree) - 1] = q
-        return token, float(q[token])
+    def choose(self, chains: Sequence[Chain], logits: torch.Tensor) -> list[tuple[int, float]]:
+        """The next token of each chain and how likely it is; logits `[chains, vocab]`."""
+        return [self.candidates.next(row, chain) for chain, row in zip(chains, logits, strict=True)]
 
-    # ---------------------------------------------------------------- the text so far
+    # ---------------------------------------------------------------- the sequence so far
     def start(self, asks: Sequence[Ask]) -> torch.Tensor:
-        """Logits after the texts, `[asks, vocab]`; what of them was not read is read."""
+        """Logits after the sequences, `[asks, vocab]`; what of them was not read is read."""
         return self.cache.feed([ask.state for ask in asks], self.missing(asks))
 
     def missing(self, asks: Sequence[Ask]) -> list[list[int]]:
-        """What of each text was not read yet, at least its last token. What is more than a few tokens is read here."""
+        """The tokens of each sequence that were not read yet, at least the last one. More than a few are read here."""
         self.overhead = self.read_far([ask.state for ask in asks], [ask.text.tokens for ask in asks])
         missing = []
         for ask in asks:
@@ -183,21 +211,25 @@ class ModelDrafter(FromDraft):
             missing.append(ask.text.tokens[len(ask.state.tokens) :])
         return missing
 
-    def read_far(self, slots: Sequence[Slot], texts: Sequence[Sequence[int]]) -> float:
-        """Read all but the last token of those texts of which much is missing, such as a prompt; returns the seconds that it took."""
+    def read_far(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> float:
+        """Read all but the last token of sequences of which much is missing, such as a prompt; returns the seconds that it took."""
         far = [
-            (slot, text[:-1]) for slot, text in zip(slots, texts, strict=True) if len(text) - len(slot.tokens) > _FAR
+            (slot, tokens[:-1])
+            for slot, tokens in zip(slots, sequences, strict=True)
+            if len(tokens) - len(slot.tokens) > _FAR
         ]
         started = time.perf_counter()
         if far:
-            self.catch_up([slot for slot, _ in far], [text for _, text in far])
+            self.catch_up([slot for slot, _ in far], [tokens for _, tokens in far])
         return time.perf_counter() - started
 
-    def catch_up(self, slots: Sequence[Slot], texts: Sequence[Sequence[int]]) -> None:
-        """See to it that each slot holds exactly its text."""
-        for slot, tokens in zip(slots, texts, strict=True):
+    def catch_up(self, slots: Sequence[Slot], sequences: Sequence[Sequence[int]]) -> None:
+        """Let each slot hold exactly its sequence."""
+        behind = []
+        for slot, tokens in zip(slots, sequences, strict=True):
             self.cache.cut(slot, _common(slot.tokens, tokens))
-        behind = [(slot, rest) for slot, text in zip(slots, texts, strict=True) if (rest := text[len(slot.tokens) :])]
+            if len(tokens) > len(slot.tokens):
+                behind.append((slot, tokens[len(slot.tokens) :]))
         if behind:
             self.cache.feed([slot for slot, _ in behind], [rest for _, rest in behind])
 
@@ -211,12 +243,9 @@ def _common(held: Sequence[int], tokens: Sequence[int]) -> int:
     return next((place for place in range(start, length) if held[place] != tokens[place]), length)
 
 
-# A draft model proposes several tokens in one pass: mask tokens stand where the text has not come yet.
-
-
 @dataclass(eq=False)
 class Parallel(ModelDrafter):
-    """The draft reads the text's last token and then mask tokens, and what it says after each is the next token of the chain. A drafted
+    """The draft reads the last token and then mask tokens, and what it says after each is the next token of the chain. A drafted
     token does not see those before it, which costs acceptance, and all of them cost one pass.
 
     Source: An et al., PARD: Accelerating LLM Inference with Low-Cost PARallel Draft Model Adaptation, arXiv 2504.18583.
@@ -228,34 +257,23 @@ class Parallel(ModelDrafter):
 
     name: ClassVar[str] = "parallel"
     fact: ClassVar[str | None] = "parallel"
-    cache: AheadDraftCache = built()
     mask_token: int = built(0)
     most: int = built(8)
 
     @classmethod
     def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
-        facts = draft.facts.get(cls.name)
-        if not isinstance(facts, Mapping):
+        if not isinstance(draft.facts.get(cls.name), Mapping):
             raise ConfigError(("method",), f"{directory} was not trained to propose several tokens at once; use chain")
-        try:
-            mask = read(Natural, facts.get("mask_token"), ("mask_token",))
-            most = read(Count, facts.get("tokens"), ("tokens",))
-        except ConfigError as error:
-            raise ArtifactError(str(error.at(f"{directory / DRAFT}: {cls.name}"))) from None
+        mask = read_fact(directory, draft.facts, Natural, cls.name, "mask_token")
+        most = read_fact(directory, draft.facts, Count, cls.name, "tokens")
         return super().over(draft, directory, candidates, mask_token=mask, most=most, **settings)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        missing = self.missing(asks)
-        masks = [[self.mask_token] * (min(ask.nodes, ask.depth, self.most) - 1) for ask in asks]
-        logits = self.cache.ahead([ask.state for ask in asks], missing, masks)
-        trees = []
-        for ask, rows in zip(asks, logits, strict=True):
-            tree, reach = Tree(), 1.0
+        chains = [Chain(ask) for ask in asks]
+        masks = [[self.mask_token] * (min(chain.room, self.most) - 1) for chain in chains]
+        logits = self.cache.ahead([ask.state for ask in asks], self.missing(asks), masks)
+        for chain, rows in zip(chains, logits, strict=True):
             for row in rows:
-                token, chance = self.choose(row, ask, tree)
-                tree.add(token, len(tree) - 1, chance)
-                reach *= chance
-                if chance < self.confidence or reach < ask.least:
+                if not chain.add(*self.candidates.next(row, chain), self.confidence):
                     break
-            trees.append(tree)
-        return trees
+        return [chain.tree for chain in chains]

@@ -5,36 +5,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from pathlib import Path
-from typing import Any, ClassVar
+from itertools import count
+from typing import ClassVar
 
 import torch
 
 from runtime.config.settings import Count, built
 from runtime.drafting.config.target import UnfitError
-from runtime.drafting.draft_cache import Slot, TreeDraftCache, draft_cache_of
-from runtime.drafting.drafters.base import Ask, Drafter, Verified
-from runtime.drafting.drafters.draft_model import DraftModel
-from runtime.drafting.drafters.model import Candidates, ModelDrafter
-from runtime.errors import RequestError
+from runtime.drafting.draft_cache import Slot
+from runtime.drafting.drafters.base import Ask, Verified
+from runtime.drafting.drafters.model import ModelDrafter
+from runtime.drafting.rates import Rates
 from runtime.sampling.tree import ROOT, Tree
 
 _BINS = 10
-_PRIOR = 8.0  # tokens that the draft's own word weighs as much as
-_FORGET = 0.998
+_PRIOR = 8.0  # tokens that the draft's own confidence counts as
+_KEEP = 0.998
 _RANKS = 3  # first child, second, further ones
 
 
 class Tried:
     """Rates of acceptance of a node's children, each given that those before it were not accepted.
 
-    What the draft says of them is where they start from. It is not what comes of them: a guess is right more often than its probability
-    says where the target is surer, or takes the likeliest; and of drawn tokens the target accepts as many as the two distributions
-    have in common, the unlikely ones among them.
+    They start from the draft's own probabilities, which are not the rates: a guess is right more often than its probability says where
+    the target is surer, or takes the likeliest; and of drawn tokens the target accepts as many as the two distributions have in common,
+    the unlikely ones among them.
     """
 
     def __init__(self) -> None:
-        self._seen: dict[tuple[bool, int, int], tuple[float, float]] = {}  # right ones, and all
+        self._rates = Rates(_PRIOR, _KEEP)
 
     def rates(self, chances: Sequence[float], drawn: bool) -> list[float]:
         """Of a node's children in their order.
@@ -42,11 +41,8 @@ class Tried:
         Args:
             chances: that the draft gives them. drawn: from its distribution; else they are guesses.
         """
-        found = []
-        for rank, said in enumerate(_given(chances)):
-            right, tried = self._seen.get(_place(drawn, rank, said), (0.0, 0.0))
-            found.append((right + _PRIOR * said) / (tried + _PRIOR))
-        return found
+        given = enumerate(_given(chances))
+        return [self._rates.rate(_kind(drawn, rank, chance), chance) for rank, chance in given]
 
     def observe(self, tree: Tree, path: Sequence[int]) -> None:
         """What the target made of a tree: the nodes that it accepted, from the root down."""
@@ -54,12 +50,9 @@ class Tried:
         for depth, node in enumerate([ROOT, *path]):
             options = children.get(node, ())
             accepted = path[depth] if depth < len(path) else None
-            drawn = node in tree.proposals
-            for rank, said in enumerate(_given([tree.chances[each] for each in options])):
-                place, is_right = _place(drawn, rank, said), options[rank] == accepted
-                right, tried = self._seen.get(place, (0.0, 0.0))
-                self._seen[place] = (_FORGET * right + is_right, _FORGET * tried + 1)
-                if is_right:
+            for rank, chance in enumerate(_given([tree.chances[each] for each in options])):
+                self._rates.add(_kind(node in tree.proposals, rank, chance), options[rank] == accepted)
+                if options[rank] == accepted:
                     break
 
 
@@ -72,8 +65,8 @@ def _given(chances: Sequence[float]) -> list[float]:
     return found
 
 
-def _place(drawn: bool, rank: int, said: float) -> tuple[bool, int, int]:
-    return drawn, min(rank, _RANKS - 1), min(int(_BINS * said), _BINS - 1)
+def _kind(drawn: bool, rank: int, chance: float) -> tuple[bool, int, int]:
+    return drawn, min(rank, _RANKS - 1), min(int(_BINS * chance), _BINS - 1)
 
 
 class Growing:
@@ -85,12 +78,12 @@ class Growing:
     more: whether a node is kept never depends on its own token, so leaving out the others changes nothing of what is sampled.
 
     Args:
-        ask: the text's turn.
+        ask: the sequence's turn.
         tried: what is known of the draft's chances.
     """
 
     def __init__(self, ask: Ask, tried: Tried) -> None:
-        self._ask, self._tried = ask, tried
+        self.ask, self._tried = ask, tried
         self.tree = Tree()
         self._worth: list[float] = []
         self._reach: list[float] = []
@@ -110,24 +103,24 @@ class Growing:
             self._reach.append(reach)
             left *= 1.0 - rate
             self._depths.append(depth)
-            if depth < self._ask.depth and self._reach[node] >= self._ask.least:
+            if depth < self.ask.depth and self._reach[node] >= self.ask.least:
                 self._unread.append(node)
         if drawn_from is not None:
             self.tree.proposals[parent] = drawn_from
 
-    def take(self, count: int) -> list[int]:
-        """Up to `count` nodes that the draft should read next, the likeliest of those whose children could be among the best."""
-        bar = nlargest(self._ask.nodes, self._worth)[-1] if len(self._worth) >= self._ask.nodes else -1.0
+    def take(self, most: int) -> list[int]:
+        """Up to `most` nodes that the draft should read next, the likeliest of those whose children could be among the best."""
+        bar = nlargest(self.ask.nodes, self._worth)[-1] if len(self._worth) >= self.ask.nodes else -1.0
         # What is below the bar stays below it.
         self._unread = [node for node in self._unread if self._reach[node] > bar]
-        taken = nlargest(count, self._unread, key=self._reach.__getitem__)
+        taken = nlargest(most, self._unread, key=self._reach.__getitem__)
         self._unread = [node for node in self._unread if node not in taken]
         return taken
 
     def best(self) -> Tree:
         """The nodes of most worth, in that order: its first ones are again the best."""
         order = sorted(range(len(self.tree)), key=lambda node: (-self._worth[node], node))
-        return self.tree.keep(order[: self._ask.nodes])
+        return self.tree.keep(order[: self.ask.nodes])
 
 
 @dataclass(eq=False)
@@ -143,26 +136,19 @@ class DynamicTree(ModelDrafter):
 
     Attributes:
         width: most children of a node.
-        level: most nodes of a text that are read in one pass of the draft.
+        level: most nodes of a sequence that are read in one pass of the draft.
     """
 
     name: ClassVar[str] = "dynamic-tree"
-    cache: TreeDraftCache = built()
     confidence: float = built(0.0)
     width: Count = 8
     level: Count = 4
 
-    @classmethod
-    def over(cls, draft: DraftModel, directory: Path, candidates: Candidates, **settings: Any) -> Drafter:
-        if not isinstance(draft_cache_of(draft.engine), TreeDraftCache):
-            reason = f"{cls.name} needs a draft whose engine computes trees, such as the decoder in C"
-            raise UnfitError(("method",), f"{reason}; this one runs on {draft.engine.description}")
-        return super().over(draft, directory, candidates, **settings)
-
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not isinstance(self.cache, TreeDraftCache):
-            raise RequestError(f"{self.name} needs a draft whose engine computes trees, such as the decoder in C")
+        if not self.cache.trees:
+            text = f"{self.name} needs a draft whose engine computes trees, such as the decoder in C"
+            raise UnfitError(("method",), text)
         self._tried = Tried()
 
     def learn(self, state: Slot, verified: Verified) -> None:
@@ -177,42 +163,42 @@ class DynamicTree(ModelDrafter):
             ask.state.notes = []
         growing = [Growing(ask, self._tried) for ask in asks]
         level = min(self.level, self.cache.most_rows)
-        read = [(index, [ROOT]) for index in range(len(asks))]  # which nodes of which text
-        rows = list(self.start(asks).split(1))
-        passes = 1
-        while read:
-            for (index, nodes), logits in zip(read, rows, strict=True):
-                self._offer(asks[index], growing[index], nodes, logits)
-            open_ = [index for index, _ in read if passes < asks[index].depth]
-            read = [(index, nodes) for index in open_ if (nodes := growing[index].take(level))]
-            if read:
-                rows = self._read([(asks[index].state, growing[index].tree, nodes) for index, nodes in read])
-                passes += 1
+        reading, rows = [(each, [ROOT]) for each in growing], list(self.start(asks).split(1))
+        for depth in count(1):
+            for (each, nodes), logits in zip(reading, rows, strict=True):
+                self._offer(each, nodes, logits)
+            unfinished = [each for each, _ in reading if depth < each.ask.depth]
+            reading = [(each, nodes) for each in unfinished if (nodes := each.take(level))]
+            if not reading:
+                break
+            rows = self._read(reading)
         return [each.best() for each in growing]
 
-    def _offer(self, ask: Ask, growing: Growing, nodes: Sequence[int], logits: torch.Tensor) -> None:
+    def _offer(self, growing: Growing, nodes: Sequence[int], logits: torch.Tensor) -> None:
         """Children of nodes that were read; `logits` `[nodes, vocab]` are those after them."""
-        count = min(self.width, ask.nodes)
+        ask, tree = growing.ask, growing.tree
+        most = min(self.width, ask.nodes)
         if ask.draw is None:
-            for node, tokens, chances in zip(nodes, *self.candidates.best(logits, count), strict=True):
+            for node, tokens, chances in zip(nodes, *self.candidates.best(logits, most), strict=True):
                 growing.offer(node, tokens, chances)
             return
-        tree = growing.tree
         for node, row in zip(nodes, logits, strict=True):
-            branch = [] if node == ROOT else [tree.tokens[each] for each in tree.path(node)]
+            branch = [tree.tokens[each] for each in tree.path(node)]
             q = self.candidates.distribution(row, ask.draw, [*ask.text.tokens, *branch])
-            drawn = self.candidates.draw(q, ask.draw, count)
+            drawn = self.candidates.draw(q, ask.draw, most)
             growing.offer(node, drawn, q[drawn].tolist(), q)
 
-    def _read(self, wanted: Sequence[tuple[Slot, Tree, Sequence[int]]]) -> list[torch.Tensor]:
+    def _read(self, wanted: Sequence[tuple[Growing, Sequence[int]]]) -> list[torch.Tensor]:
         """Logits after nodes of trees, `[nodes, vocab]` each; the nodes that were read before stay where they are in the slot."""
-        parents = []
-        for slot, tree, nodes in wanted:
+        slots, tokens, parents = [], [], []
+        for growing, nodes in wanted:
+            slot, tree = growing.ask.state, growing.tree
             slot.notes += nodes
             place = {ROOT: ROOT} | {node: index for index, node in enumerate(slot.notes)}
+            slots.append(slot)
+            tokens.append([tree.tokens[node] for node in nodes])
             parents.append([place[tree.parents[node]] for node in slot.notes])
-        tokens = [[tree.tokens[node] for node in nodes] for _, tree, nodes in wanted]
-        return self.cache.branch([slot for slot, _, _ in wanted], tokens, parents)
+        return self.cache.branch(slots, tokens, parents)
 
 
 @dataclass(eq=False)

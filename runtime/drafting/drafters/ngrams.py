@@ -1,9 +1,10 @@
-"""Base of drafters that look up n-grams of the sequence, and maybe of earlier outputs."""
+"""Bases of drafters that guess from token statistics, and of those that look up n-grams of the sequence."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from runtime.drafting.drafters.base import Ask, Drafter, Text, Verified
 from runtime.drafting.drafters.tables.occurrences import History, Occurrences
@@ -12,71 +13,87 @@ from runtime.drafting.drafters.tables.token_trie import Reader
 from runtime.sampling.tree import Tree
 
 
-@dataclass(eq=False)
-class Lookups:
+@dataclass(eq=False, kw_only=True)
+class Guessed:
     """One sequence.
 
     Attributes:
-        text: it. index: where its n-grams occurred.
         odds: of guesses for it. guesses: what was proposed last.
         seen: how much of it is counted elsewhere, which `reader` reads on.
     """
 
-    text: Text
-    index: Occurrences
     odds: Odds
     guesses: Guesses = field(default_factory=Guesses)
     seen: int = 0
     reader: Reader = field(default_factory=Reader)
 
 
-class NgramDrafter(Drafter):
-    """A drafter that indexes each sequence as it grows, and learns how often its guesses are right."""
+class GuessDrafter(Drafter):
+    """A drafter that learns how often each kind of its guesses is right."""
+
+    def draft(self, asks: Sequence[Ask]) -> list[Tree]:
+        for ask in asks:
+            ask.state.guesses = self.guess(ask.state, ask)
+            ask.state.guesses.length = len(ask.text.tokens)
+        return [ask.state.guesses.tree for ask in asks]
+
+    def guess(self, state: Any, ask: Ask) -> Guesses:
+        """What may follow a sequence."""
+        raise NotImplementedError
+
+    def learn(self, state: Any, verified: Verified) -> None:
+        state.guesses.settle(state.odds, len(verified.text.tokens) - len(verified.new), verified.new)
+
+
+@dataclass(eq=False, kw_only=True)
+class Lookups(Guessed):
+    """One sequence.
+
+    Attributes:
+        text: it. index: where its n-grams occurred.
+    """
+
+    text: Text
+    index: Occurrences
+
+
+class NgramDrafter(GuessDrafter):
+    """A drafter that indexes the n-grams of each sequence as it grows, and maybe of earlier outputs."""
 
     _history: History | None = None
 
-    def index(self, lengths: Iterable[int], kinds: int, weight: float = 4.0, memory: float = 64.0) -> None:
+    def index(self, lengths: Iterable[int], weight: float = 4.0, memory: float = 64.0) -> None:
         """To be called first.
 
         Args:
-            lengths: of n-grams. kinds: of guesses, whose odds are learned apart.
+            lengths: of n-grams.
             weight, memory: of a sequence's own odds (`Odds`).
         """
-        self._lengths, self._kinds, self._weight, self._memory = tuple(lengths), kinds, weight, memory
-        self._odds = Odds(kinds)
+        self._lengths, self._weight, self._memory = tuple(lengths), weight, memory
+        self._odds = Odds()
         self._sequences: dict[int, Lookups] = {}
 
     def remember(self, window: int) -> History:
-        """Keep earlier outputs, at most so many tokens, too."""
+        """Also index earlier outputs, at most so many tokens."""
         self._history = History(window, self._lengths)
         return self._history
 
     def begin(self, text: Text) -> Lookups:
         index = Occurrences(text.tokens, self._lengths)
         index.catch_up()
-        odds = Odds(self._kinds, self._weight, self._memory, self._odds)
-        state = Lookups(text, index, odds, seen=text.prompt)
+        odds = Odds(self._weight, self._memory, self._odds)
+        state = Lookups(odds=odds, text=text, index=index, seen=text.prompt)
         self._sequences[id(state)] = state
         return state
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        trees = []
         for ask in asks:
-            state: Lookups = ask.state
-            state.index.follow(ask.text.tokens)
-            state.guesses = self.guess(state, ask)
-            state.guesses.length = len(ask.text.tokens)
-            trees.append(state.guesses.tree)
-        return trees
-
-    def guess(self, state: Lookups, ask: Ask) -> Guesses:
-        """What may follow a sequence whose index is complete."""
-        raise NotImplementedError
+            ask.state.index.follow(ask.text.tokens)
+        return super().draft(asks)
 
     def learn(self, state: Lookups, verified: Verified) -> None:
-        tokens = verified.text.tokens
-        state.index.follow(tokens)
-        state.guesses.settle(state.odds, len(tokens) - len(verified.new), verified.new)
+        state.index.follow(verified.text.tokens)
+        super().learn(state, verified)
 
     def end(self, state: Lookups) -> None:
         if self._sequences.pop(id(state), None) is not None and self._history is not None:

@@ -9,9 +9,10 @@ from typing import Any, ClassVar
 
 from runtime.config.settings import ConfigError, Natural, Probability, Share
 from runtime.drafting.config.target import Target
+from runtime.drafting.draft_cache import Slot
 from runtime.drafting.drafters.base import Ask, Verified
 from runtime.drafting.drafters.model import Candidates
-from runtime.drafting.drafters.sublayers import Spot, ViewCache, ViewDrafter, engine_of
+from runtime.drafting.drafters.sublayers import ViewCache, ViewDrafter, engine_of
 from runtime.engines.native.sublayers import View
 from runtime.sampling.tree import Tree
 
@@ -61,7 +62,7 @@ class Skip(ViewDrafter):
 
     def reset(self) -> None:
         self.confidence, self._rate = self._first, self.accepted
-        self._ended: dict[Spot, tuple[list[int], bool]] = {}
+        self._ended: dict[Slot, tuple[list[int], bool]] = {}
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         trees = super().draft(asks)

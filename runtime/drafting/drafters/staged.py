@@ -3,108 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
-from runtime.config.settings import Count, built
-from runtime.drafting.draft_cache import AheadDraftCache, Slot
+import torch
+
+from runtime.config.settings import Count
+from runtime.drafting.draft_cache import Slot
 from runtime.drafting.drafters.base import Ask, Text
-from runtime.drafting.drafters.model import ModelDrafter
+from runtime.drafting.drafters.model import Chain, ModelDrafter
 from runtime.sampling.tree import Tree
 
 _LONGEST = 3  # tokens that are looked up
 
 
-class _Grams:
-    """Where the latest tokens of a text stood last, so that what followed them there can be guessed to follow again."""
+class Grams:
+    """Where the latest n-grams of a sequence occurred last, so that what followed them there can be proposed again."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
-        self._last: list[dict[tuple[int, ...], int]] = [{} for _ in range(_LONGEST)]
+        self._tokens: list[int] = []
+        self._last: dict[tuple[int, ...], int] = {}  # the place after an n-gram
 
     def follow(self, tokens: Sequence[int]) -> None:
-        """The text has become longer."""
-        start = len(self.tokens)
-        self.tokens += tokens[start:]
-        # The place after the last token is known only when something stands there.
-        for place in range(max(1, start), len(self.tokens)):
+        """The sequence has become longer."""
+        start = len(self._tokens)
+        self._tokens += tokens[start:]
+        # The place after the last token is known only when a token is there.
+        for place in range(max(1, start), len(self._tokens)):
             for length in range(1, min(_LONGEST, place) + 1):
-                self._last[length - 1][tuple(self.tokens[place - length : place])] = place
+                self._last[tuple(self._tokens[place - length : place])] = place
 
     def guess(self, drafted: Sequence[int], count: int) -> list[int]:
-        """Up to `count` tokens that may follow the text and what was drafted after it."""
-        recent = [*self.tokens[-_LONGEST:], *drafted][-_LONGEST:]
-        for length in range(len(recent), 0, -1):
-            place = self._last[length - 1].get(tuple(recent[-length:]))
+        """Up to `count` tokens that may follow the sequence and what was drafted after it."""
+        recent = [*self._tokens[-_LONGEST:], *drafted][-_LONGEST:]
+        for start in range(len(recent)):
+            place = self._last.get(tuple(recent[start:]))
             if place is not None:
-                return self.tokens[place : place + count]
+                return self._tokens[place : place + count]
         return []
 
 
 @dataclass(eq=False)
-class _Own:
-    """What is remembered of one text."""
-
-    slot: Slot
-    grams: _Grams
-
-
-@dataclass(eq=False)
 class Staged(ModelDrafter):
-    """Before the draft model says its next token, n-grams of the text guess several; the draft reads them in one pass and keeps those that
-    it would have said itself. Its chain is the one it would have drafted alone, in fewer passes.
+    """Before the draft model proposes its next token, n-grams of the sequence propose several; the draft model reads them in one pass and
+    keeps those that it would have proposed itself. Its chain is the one it would have drafted alone, in fewer passes.
 
     Source: Spector and Re, Accelerating LLM Inference with Staged Speculative Decoding, arXiv 2308.04623.
 
     Attributes:
-        guesses: most tokens that are guessed at a time.
+        guesses: most tokens that the n-grams propose at a time.
     """
 
     name: ClassVar[str] = "staged"
-    cache: AheadDraftCache = built()
     guesses: Count = 4
 
-    def begin(self, text: Text) -> Any:
-        return _Own(self.cache.open(), _Grams())
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._grams: dict[Slot, Grams] = {}
 
-    def end(self, state: Any) -> None:
-        super().end(state.slot)
+    def begin(self, text: Text) -> Slot:
+        slot = super().begin(text)
+        self._grams[slot] = Grams()
+        return slot
+
+    def end(self, state: Slot) -> None:
+        self._grams.pop(state, None)
+        super().end(state)
 
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
         for ask in asks:
-            ask.state.grams.follow(ask.text.tokens)
-        states = [ask.state for ask in asks]
-        inner = [replace(ask, state=ask.state.slot) for ask in asks]
-        trees = [Tree() for _ in asks]
-        reach = [1.0] * len(asks)
-        missing = self.missing(inner)
-        alive = list(range(len(asks)))
+            self._grams[ask.state].follow(ask.text.tokens)
+        chains = [Chain(ask) for ask in asks]
+        alive, missing = chains, self.missing(asks)
         while alive:
-            guessed = [self._guess(states[index], trees[index], inner[index]) for index in alive]
-            rows = self.cache.ahead(
-                [inner[index].state for index in alive], [missing[index] for index in alive], guessed
-            )
-            following = []
-            for index, logits, guess in zip(alive, rows, guessed, strict=True):
-                ask, tree = inner[index], trees[index]
-                right = 0
-                for row in logits:
-                    token, chance = self.choose(row, ask, tree)
-                    tree.add(token, len(tree) - 1, chance)
-                    reach[index] *= chance
-                    sure = chance >= self.confidence and reach[index] >= ask.least
-                    if not sure or len(tree) >= min(ask.nodes, ask.depth):
-                        break
-                    if right == len(guess) or guess[right] != token:
-                        following.append(index)
-                        break
-                    right += 1
-                self.cache.keep(ask.state, guess[:right])
-                missing[index] = tree.tokens[-1:]
-            alive = following
-        return trees
+            guessed = [self._guess(chain) for chain in alive]
+            rows = self.cache.ahead([chain.ask.state for chain in alive], missing, guessed)
+            alive = [
+                chain
+                for chain, logits, guess in zip(alive, rows, guessed, strict=True)
+                if self._extend(chain, logits, guess)
+            ]
+            missing = [chain.tree.tokens[-1:] for chain in alive]
+        return [chain.tree for chain in chains]
 
-    def _guess(self, state: _Own, tree: Tree, ask: Ask) -> list[int]:
-        """What may follow the text and what is drafted already."""
-        room = min(self.guesses, min(ask.nodes, ask.depth) - len(tree) - 1)
-        return state.grams.guess(tree.tokens, room) if room > 0 else []
+    def _guess(self, chain: Chain) -> list[int]:
+        """What may follow the sequence and what is drafted already; the last token is the draft model's own."""
+        count = min(self.guesses, chain.room - 1)
+        return self._grams[chain.ask.state].guess(chain.tree.tokens, count) if count > 0 else []
+
+    def _extend(self, chain: Chain, logits: torch.Tensor, guess: Sequence[int]) -> bool:
+        """Add the draft model's tokens as far as they are those guessed, and one more; whether the chain goes on."""
+        goes_on, right = True, 0
+        for row in logits:
+            token, chance = self.candidates.next(row, chain)
+            goes_on = chain.add(token, chance, self.confidence)
+            if not goes_on or right == len(guess) or guess[right] != token:
+                break
+            right += 1
+        self.cache.keep(chain.ask.state, guess[:right])
+        return goes_on

@@ -9,8 +9,8 @@ from typing import ClassVar
 import torch
 
 from runtime.drafting.config.target import Target, UnfitError
-from runtime.drafting.draft_cache import Slot
-from runtime.drafting.drafters.base import Ask, Place, Text
+from runtime.drafting.draft_cache import DraftCache, Slot
+from runtime.drafting.drafters.base import Ask, drafted_where
 from runtime.drafting.drafters.model import ModelDrafter
 from runtime.engines.base import Chunk
 from runtime.engines.native.engine import LlamaEngine
@@ -18,54 +18,23 @@ from runtime.engines.native.sublayers import View, parts_of
 from runtime.sampling.tree import Tree
 
 
-@dataclass(eq=False)
-class Spot(Slot):
-    """A text in the target's cache.
-
-    Attributes:
-        place: in this turn. length: tokens that are read, the drafted ones too.
-    """
-
-    place: Place | None = None
-    length: int = 0
-
-    @property
-    def here(self) -> Place:
-        assert self.place is not None, "a drafter inside its target is given a place with every text"
-        return self.place
-
-
-class ViewCache:
-    """Texts that a part of the target reads on from where the target is. See `DraftCache`.
+class ViewCache(DraftCache):
+    """Sequences that a part of the target reads on from where the target is, in the target's own cache.
 
     Args:
         view: the part; may be another in the next turn.
     """
 
-    nbytes = 0
-
     def __init__(self, view: View) -> None:
+        super().__init__(view.engine)
         self.view = view
-        self.most_rows: int = view.engine.most_rows
-        self.vocabulary: int = view.engine.logits_width
-
-    def open(self) -> Spot:
-        return Spot()
 
     def feed(self, slots: Sequence[Slot], tokens: Sequence[Sequence[int]]) -> torch.Tensor:
-        spots = [slot for slot in slots if isinstance(slot, Spot)]
-        pieces = [Chunk(new, spot.length, spot.here.pages) for spot, new in zip(spots, tokens, strict=True)]
-        for spot, new in zip(spots, tokens, strict=True):
-            spot.length += len(new)
-        return self.view.read(spots[0].here.pool, pieces)
-
-    def cut(self, slot: Slot, length: int) -> None:
-        assert isinstance(slot, Spot)
-        slot.length = length
-
-    def close(self, slot: Slot) -> None:
-        assert isinstance(slot, Spot)
-        slot.place = None
+        chunks = []
+        for slot, new in zip(slots, tokens, strict=True):
+            chunks.append(Chunk(new, slot.length, slot.place.pages))
+            slot.length += len(new)
+        return self.view.read(slots[0].place.pool, chunks)
 
 
 @dataclass(eq=False)
@@ -75,26 +44,16 @@ class Inside(ModelDrafter):
     source: ClassVar[str] = "target"
     inside = True
 
-    def begin(self, text: Text) -> Spot:
-        spot = self.cache.open()
-        assert isinstance(spot, Spot)
-        return spot
-
     def draft(self, asks: Sequence[Ask]) -> list[Tree]:
-        trees = [Tree() for _ in asks]
         self.overhead = 0.0
         limited = []
         for ask in asks:
+            assert ask.place is not None, "a drafter inside its target is given a place with every sequence"
             ask.state.place = ask.place
-            # Each drafted token is verified at a place of its own, after that of the text's last one.
-            limited.append(replace(ask, depth=min(ask.depth, ask.state.here.room - 1)))
-        limits = self.limits(limited)
-        going = [index for index, limit in enumerate(limits) if limit > 0]
-        if going:
-            drafted = super().draft([replace(limited[index], depth=limits[index]) for index in going])
-            for index, tree in zip(going, drafted, strict=True):
-                trees[index] = tree
-        return trees
+            # Each drafted token is verified at a place of its own, after that of the last one.
+            limited.append(replace(ask, depth=min(ask.depth, ask.place.room - 1)))
+        limited = [replace(ask, depth=limit) for ask, limit in zip(limited, self.limits(limited), strict=True)]
+        return drafted_where(limited, lambda ask: ask.depth > 0, super().draft)
 
     def limits(self, asks: Sequence[Ask]) -> list[int]:
         """Most tokens to draft for each."""
@@ -103,18 +62,17 @@ class Inside(ModelDrafter):
 
 @dataclass(eq=False)
 class ViewDrafter(Inside):
-    """Some of the target's layers, or of their halves, draft. Nothing has to be caught up with: what they read of the text so far is what
-    the target has cached.
+    """Some of the target's layers, or of their halves, draft. Nothing has to be caught up with: what they read of the sequence so
+    far is what the target has cached.
     """
 
     def start(self, asks: Sequence[Ask]) -> torch.Tensor:
         slots = [ask.state for ask in asks]
         for slot in slots:
-            self.cache.cut(slot, slot.here.start)
+            slot.length = slot.place.start
         return self.cache.feed(slots, [ask.text.tokens[-1:] for ask in asks])
 
 
-# ---------------------------------------------------------------- making one
 def engine_of(target: Target, name: str) -> LlamaEngine:
     """The target's engine; UnfitError where it does not compute with parts of a model."""
     engine = parts_of(target.engine)

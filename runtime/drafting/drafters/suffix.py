@@ -11,7 +11,7 @@ from annotated_types import Interval
 from runtime.config.settings import Count
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
-from runtime.drafting.drafters.tables.continuations import KINDS, OTHER, OWN, continuations, indexed
+from runtime.drafting.drafters.tables.continuations import OTHER, OWN, continuations, indexed
 from runtime.drafting.drafters.tables.growth import grow
 from runtime.drafting.drafters.tables.occurrences import Match
 from runtime.drafting.drafters.tables.odds import Guesses
@@ -48,7 +48,7 @@ class Suffix(NgramDrafter):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.index(indexed(self.longest), 2 * KINDS)
+        self.index(indexed(self.longest))
         self._earlier = self.remember(self.history)
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
@@ -62,10 +62,8 @@ class Suffix(NgramDrafter):
 
     def _matches(self, state: Lookups) -> Iterator[tuple[int, Match]]:
         """Of each store the longest match, then those of shorter indexed lengths that occur more often."""
-        index, earlier, end = state.index, self._earlier.index, state.index.suffix()
-        for store in (_OWN, _EARLIER):
-            own = store == _OWN
-            match = index.own_match(self.occurrences) if own else earlier.match(end, self.occurrences)
+        for store, index, end in ((_OWN, state.index, None), (_EARLIER, self._earlier.index, state.index.suffix())):
+            match = index.match(self.occurrences, end)
             level = len([length for length in self._lengths if length < match.length])
             for _ in range(self.patterns):
                 if not match.places:
@@ -76,12 +74,7 @@ class Suffix(NgramDrafter):
                     break
                 while len(match.places) <= count and level > 0:
                     level -= 1
-                    places = (
-                        index.own_places(level, self.occurrences)
-                        if own
-                        else earlier.places(end, level, self.occurrences)
-                    )
-                    match = Match(self._lengths[level], places)
+                    match = Match(self._lengths[level], index.places(level, self.occurrences, end))
                 if len(match.places) <= count:
                     break
 

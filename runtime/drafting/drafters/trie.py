@@ -14,7 +14,7 @@ from runtime.drafting.drafters.ngrams import Lookups, NgramDrafter
 from runtime.drafting.drafters.tables.continuations import following
 from runtime.drafting.drafters.tables.growth import Candidate, grow
 from runtime.drafting.drafters.tables.occurrences import Occurrences
-from runtime.drafting.drafters.tables.odds import BUCKETS, Guesses, bucket
+from runtime.drafting.drafters.tables.odds import Guesses, bucket
 from runtime.drafting.drafters.tables.token_trie import TokenTrie, blended
 
 Context = int | list[int]  # a node of the trie of outputs, or places in the text
@@ -46,7 +46,7 @@ class Trie(NgramDrafter):
         if self.prefix >= self.branch:
             raise ValueError(f"trie.prefix must be below trie.branch, which is {self.branch}, not {self.prefix}")
         self._outputs = TokenTrie(self.branch, self.capacity)
-        self.index(range(1, self.prefix + 1), BUCKETS)
+        self.index(range(1, self.prefix + 1))
 
     def guess(self, state: Lookups, ask: Ask) -> Guesses:
         contexts, longest = self._contexts(state.index)
@@ -69,7 +69,7 @@ class Trie(NgramDrafter):
         tail, longest = index.tokens[-self.prefix :], 0
         contexts: list[Context] = []
         for length in range(len(tail), 0, -1):
-            places, node = index.own_places(length - 1, _PLACES), self._outputs.find(tail[-length:])
+            places, node = index.places(length - 1, _PLACES), self._outputs.find(tail[-length:])
             if places:
                 contexts.append(places)
             if node is not None:

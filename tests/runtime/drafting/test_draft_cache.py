@@ -1,4 +1,4 @@
-"""DraftCache of draft models: memory that grows, passes of bounded size, states and trees beside the texts."""
+"""Caches of draft models: memory that grows, passes of bounded size, states and trees beside the texts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from draft_models import draft_model
 from llama_engines import engines
 from speculation_cases import accept_head, prompts
 
-from runtime.drafting.draft_cache import PagedTreeDraftCache
+from runtime.drafting.draft_cache import DraftCache
 from runtime.drafting.drafters.confident import Confident, StateCache
 from runtime.drafting.drafters.model import Candidates
 from runtime.kernels.cpu import library
@@ -20,9 +20,9 @@ from runtime.sampling.tree import ROOT
 pytestmark = pytest.mark.skipif(library.load() is None, reason="needs a C compiler: CC, cc, gcc or clang")
 
 
-def test_lanes_grow_and_share_memory() -> None:
+def test_slots_grow_and_share_memory() -> None:
     lean = engines(draft_model())[1]
-    cache = PagedTreeDraftCache(lean)
+    cache = DraftCache(lean)
     texts = prompts(20, 150, seed=3)
     opened = [cache.open() for _ in texts]
     found = cache.feed(opened, texts)
@@ -55,7 +55,7 @@ def test_states_are_those_of_the_logits_in_however_many_passes() -> None:
 
 def test_more_than_a_pass_takes_goes_in_several() -> None:
     lean = engines(draft_model())[1]
-    cache = PagedTreeDraftCache(lean)
+    cache = DraftCache(lean)
     texts = [text[:4] for text in prompts(6, 40, seed=4)]
     opened = [cache.open() for _ in texts]
     cache.feed(opened, texts)
@@ -82,14 +82,14 @@ def test_more_than_a_pass_takes_goes_in_several() -> None:
 
 
 def test_a_head_of_acceptance_is_where_the_states_are() -> None:
-    cache = StateCache(SimpleNamespace(device=torch.device("meta"), most_rows=8, logits_width=9))
+    cache = StateCache(SimpleNamespace(device=torch.device("meta"), most_rows=8))
     own = Confident(cache=cache, candidates=Candidates(9), head=accept_head(4))
     assert {tensor.device.type for tensor in own.head.tensors.values()} == {"meta"}
 
 
-def test_branches_of_a_lane_are_computed_level_by_level() -> None:
+def test_branches_of_a_slot_are_computed_level_by_level() -> None:
     lean = engines(draft_model())[1]
-    cache = PagedTreeDraftCache(lean)
+    cache = DraftCache(lean)
     slot, text = cache.open(), [7, 8, 9]
     cache.feed([slot], [text])
     (first,) = cache.branch([slot], [[1, 2]], [[ROOT, ROOT]])

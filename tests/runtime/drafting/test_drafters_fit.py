@@ -18,7 +18,7 @@ from tiny_models import gpt2, llama, save
 from runtime.api.model import Model
 from runtime.checkpoint.artifact import Artifact
 from runtime.drafting.config.build import Target, choose_speculation
-from runtime.drafting.draft_cache import PlainDraftCache
+from runtime.drafting.draft_cache import ModuleDraftCache
 from runtime.drafting.drafters import draft_model
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
@@ -281,7 +281,7 @@ def test_drafts_whose_cache_takes_no_tokens_back_are_refused(tmp_path: Path, pat
 
 def test_texts_that_do_not_fit_a_drafts_memory_wait_for_room() -> None:
     """What a text had is given back when it ends or outgrows the rest."""
-    inner = ModelDrafter(cache=PlainDraftCache(TorchEngine(llama(), CPU)), candidates=Candidates(400))
+    inner = ModelDrafter(cache=ModuleDraftCache(TorchEngine(llama(), CPU)), candidates=Candidates(400))
     limited = Limited(inner, None, positions=40)
     texts = [Words(list(range(4, 24)), 20), Words(list(range(4, 19)), 15)]
     states = [limited.begin(text) for text in texts]

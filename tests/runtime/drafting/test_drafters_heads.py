@@ -28,13 +28,14 @@ from runtime.api.model import Model
 from runtime.config.settings import read_settings
 from runtime.drafting.drafters.base import Ask, Draw, Verified
 from runtime.drafting.drafters.heads import TargetParts, lean_linear, make_lean
-from runtime.drafting.drafters.medusa import Medusa
+from runtime.drafting.drafters.medusa import Medusa, widened
 from runtime.drafting.drafters.model import Candidates
 from runtime.drafting.drafters.mtp import MTP
 from runtime.drafting.drafters.mtp_block import BlockSizes, Entries, MTPBlock, rotated
+from runtime.drafting.drafters.tables.growth import grow_levels
 from runtime.drafting.lengths.fixed import Fixed
 from runtime.drafting.lengths.goodput import Goodput
-from runtime.drafting.shapes import Rates, Shape, fitted, widened
+from runtime.drafting.rates import Rates
 from runtime.engines.torch.engine import TorchEngine
 from runtime.errors import ArtifactError, RequestError
 from runtime.kernels.cpu import library
@@ -175,14 +176,16 @@ def every_tree(paths: list[tuple[int, ...]], nodes: int) -> Any:
 rates = st.lists(st.floats(0, 1), min_size=1, max_size=3)
 
 
+def fitted(table: list[list[float]], nodes: int, depth: int, least: float = 0.0) -> Tree:
+    """The tree of ranks that is grown from rates by depth and rank."""
+    levels = [[(rank, rate, 0, rate, None) for rank, rate in enumerate(ranks)] for ranks in table]
+    return grow_levels(levels, nodes, depth, least).tree
+
+
 @settings(max_examples=60, deadline=None)
-@given(
-    table=st.lists(rates, min_size=1, max_size=3),
-    nodes=st.integers(0, 4),
-    depth=st.one_of(st.none(), st.integers(0, 3)),
-)
-def test_a_fitted_tree_is_the_best_of_all_trees(table: list[list[float]], nodes: int, depth: int | None) -> None:
-    levels = table if depth is None else table[:depth]
+@given(table=st.lists(rates, min_size=1, max_size=3), nodes=st.integers(0, 4), depth=st.integers(0, 4))
+def test_a_fitted_tree_is_the_best_of_all_trees(table: list[list[float]], nodes: int, depth: int) -> None:
+    levels = table[:depth]
 
     def reach(path: tuple[int, ...]) -> float:
         product = 1.0
@@ -196,57 +199,36 @@ def test_a_fitted_tree_is_the_best_of_all_trees(table: list[list[float]], nodes:
         for path in itertools.product(*(range(len(each)) for each in levels[:size]))
     ]
     best = max(sum(map(reach, chosen)) for chosen in every_tree(paths, nodes))
-    shape = fitted(table, nodes, depth)
-    assert len(shape) <= nodes
-    assert abs(shape.expected - best) < 1e-9
-    own = []
-    for parent, rank, deep, chance in zip(shape.parents, shape.ranks, shape.depths, shape.reach, strict=True):
+    tree = fitted(table, nodes, depth)
+    assert len(tree) <= nodes
+    assert abs(sum(tree.reach()) - best) < 1e-9
+    own: list[tuple[int, ...]] = []
+    for parent, rank, chance in zip(tree.parents, tree.tokens, tree.reach(), strict=True):
         own.append((*(own[parent] if parent != ROOT else ()), rank))
-        assert len(own[-1]) == deep
         assert abs(reach(own[-1]) - chance) < 1e-12
     assert len(set(own)) == len(own)
-    assert list(shape.reach) == sorted(shape.reach, reverse=True)
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 10**6), nodes=st.integers(1, 5))
-def test_rates_that_depend_on_the_path_give_the_best_tree_too(seed: int, nodes: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    known = {
-        path: torch.rand(2, generator=generator).tolist()
-        for size in range(3)
-        for path in itertools.product((0, 1), repeat=size)
-    }
-
-    def reach(path: tuple[int, ...]) -> float:
-        product = 1.0
-        for size, rank in enumerate(path):
-            product *= known[path[:size]][rank]
-        return product
-
-    paths = [path for size in range(1, 4) for path in itertools.product((0, 1), repeat=size)]
-    best = max(sum(map(reach, chosen)) for chosen in every_tree(paths, nodes))
-    assert abs(fitted(lambda path: known.get(path, ()), nodes).expected - best) < 1e-9
+    assert tree.reach() == sorted(tree.reach(), reverse=True)
 
 
 def test_branches_end_where_they_are_unlikely() -> None:
     table = [[0.5, 0.3], [0.9], [0.9]]
-    assert fitted(table, 9).ranks == (0, 0, 0, 1, 0, 0)
-    assert fitted(table, 9, least=0.42).reach == pytest.approx((0.5, 0.45, 0.405, 0.3))
-    assert fitted(table, 9, least=0.6) == Shape((-1, -1), (0, 1), (1, 1), (0.5, 0.3))
-    assert fitted([[0.0, 0.0]], 9) == Shape()
+    assert fitted(table, 9, 3).tokens == [0, 0, 0, 1, 0, 0]
+    assert fitted(table, 9, 3, least=0.42).reach() == pytest.approx([0.5, 0.45, 0.405, 0.3])
+    assert fitted(table, 9, 3, least=0.6) == Tree([0, 1], [ROOT, ROOT], [0.5, 0.3])
     assert widened([[0.4, 0.2], []], 3) == [[0.4, 0.2, 0.1], [0.5, 0.25, 0.125]]
 
 
 def test_rates_are_learned_and_forgotten() -> None:
-    known = Rates([[0.5, 0.1], [0.2, 0.2]], weight=10, memory=50)
-    assert known() == [[0.5, 0.1], [0.2, 0.2]]
+    known, start = Rates(10, memory=50), {"first": 0.5, "second": 0.1, "other": 0.2}
+    assert {kind: known.rate(kind, expected) for kind, expected in start.items()} == start
     for place in range(1000):
-        known.observe(0, 1 if place % 4 == 0 else None)
-    assert known()[0] == pytest.approx([0.5 * 10 / 45, 0.25], abs=0.1)
-    assert known()[1] == [0.2, 0.2]
+        known.add("first", False)
+        known.add("second", place % 4 == 0)
+    assert known.rate("first", 0.5) == pytest.approx(0.5 * 10 / 45, abs=0.1)
+    assert known.rate("second", 0.1) == pytest.approx(0.25, abs=0.1)
+    assert known.rate("other", 0.2) == 0.2
     known.reset()
-    assert known() == [[0.5, 0.1], [0.2, 0.2]]
+    assert {kind: known.rate(kind, expected) for kind, expected in start.items()} == start
 
 
 # ---------------------------------------------------------------- what is drafted
@@ -424,18 +406,18 @@ def test_heads_are_judged_where_those_before_were_right(students: Any) -> None:
     own.draft([ask])
     guesses = ask.state.tokens
     wrong = next(token for token in range(VOCABULARY) if token not in guesses[0])
-    before = own._rates()
+    before = own.rates()
     ask.text.tokens = [*ask.text.tokens, wrong, guesses[1][0]]
     verified = Verified(ask.text, Tree(), [], ask.text.tokens[-2:], torch.zeros(1, 1), torch.zeros(1, 64))
     own.learn(ask.state, verified)
-    after = own._rates()
+    after = own.rates()
     assert after[0] < before[0]
     assert after[1] == before[1]
     own.draft([ask])
     right = [ask.state.tokens[0][0], ask.state.tokens[1][1]]
     ask.text.tokens = [*ask.text.tokens, *right]
     own.learn(ask.state, Verified(ask.text, Tree(), [], right, torch.zeros(1, 1), torch.zeros(1, 64)))
-    assert own._rates()[1][1] > after[1][1]
+    assert own.rates()[1][1] > after[1][1]
 
 
 def test_prompts_are_read_once_and_only_as_far_as_they_are_seen(students: Any) -> None:
@@ -525,7 +507,7 @@ def test_a_directory_gives_the_drafter_that_was_written(directories: Any, studen
     made = BUILDERS[name](target(), directories[name], facts, {"width": 3})
     assert made.width == 3
     if name == "medusa":
-        assert made.start == facts["rates"]
+        assert [list(ranks) for ranks in made.start] == facts["rates"]
     tokens = prompts(1, 50)[0]
     same = drafter(students[name], width=3)
     trees = [own.draft([ready(own, tokens)])[0] for own in (made, same)]
@@ -551,7 +533,7 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
     with pytest.raises(RequestError, match="width"):
         build(target(), path, facts, {"width": 0})
     first = next(iter(facts["heads"]))
-    with pytest.raises(ArtifactError, match=f"heads.{first} must be an integer"):
+    with pytest.raises(ArtifactError, match=f"heads.{first}"):
         build(target(), path, {**facts, "heads": {**facts["heads"], first: "x"}}, {})
     stored = load_file(path / "heads.safetensors")
     odd = next(iter(stored))
@@ -571,7 +553,7 @@ def test_directories_that_do_not_fit_are_refused(directories: Any, name: str, tm
     with pytest.raises(ArtifactError, match=r"has no heads\.safetensors"):
         build(target(), tmp_path, facts, {})
     if name == "medusa":
-        with pytest.raises(ArtifactError, match="rates must be 3 lists"):
+        with pytest.raises(ArtifactError, match="rates"):
             build(target(), path, {**facts, "rates": [[0.1]]}, {})
     hidden = SimpleNamespace(engine=SimpleNamespace(description="an engine"), artifact=target().artifact)
     with pytest.raises(RequestError, match="an engine shows no head"):

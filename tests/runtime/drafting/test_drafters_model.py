@@ -226,18 +226,13 @@ def test_a_staged_draft_takes_fewer_passes_where_the_text_repeats() -> None:
     staged = drafter("staged")
 
     class Same:
-        def best(self, logits: torch.Tensor, count: int) -> Any:
-            return [[truth[staged.said % 4]]], [[0.9]]
+        said = 0
 
-    staged.said = 0
-    choose = staged.choose
+        def next(self, logits: torch.Tensor, chain: Any) -> tuple[int, float]:
+            self.said += 1
+            return truth[(self.said - 1) % 4], 0.9
 
-    def counted(*arguments: Any) -> Any:
-        found = choose(*arguments)
-        staged.said += 1
-        return found
-
-    staged.candidates, staged.choose = Same(), counted
+    staged.candidates = Same()
     passes = []
     real = staged.cache.ahead
     staged.cache.ahead = lambda *arguments: passes.append(1) or real(*arguments)

@@ -84,7 +84,7 @@ def test_trees_are_filled_from_the_matrix_along_their_branches() -> None:
             if all(after in rows[before] for before, after in itertools.pairwise([0, *path])):
                 expected.append(list(path))
     assert len(tree) == sum(1 for path in expected if path in paths)
-    shape = drafter._shape(64, 3)
+    shape = drafter.shapes.of(64, 3)
     assert len(tree) <= len(shape.tree) == 39  # 3 + 9 + 27
     assert sorted(paths) == sorted(expected)
 
@@ -103,7 +103,7 @@ def test_the_shape_is_the_tree_that_is_most_likely_reached(nodes: int, depth: in
     for length in range(1, depth + 1):
         for ranks in itertools.product(range(4), repeat=length):
             reaches.append(np.prod([chance[level][rank] for level, rank in enumerate(ranks)]))
-    shape = drafter._shape(nodes, depth).tree
+    shape = drafter.shapes.of(nodes, depth).tree
     assert shape.reach() == pytest.approx(sorted(reaches, reverse=True)[:nodes])
     assert len(set(zip(shape.parents, shape.tokens, strict=True))) == len(shape)
 

@@ -51,12 +51,12 @@ def test_the_longest_match_is_that_of_a_plain_scan(
     for end in [*itertools.accumulate(pieces), len(text)]:
         growing += text[len(growing) : end]
         index.catch_up()
-        found = index.own_match(1000)
+        found = index.match(1000)
         assert tuple(found) == longest_match(growing, growing, lengths[-1], lengths[0], own=True)
         for level, size in enumerate(lengths):
             if size <= len(growing):
-                assert index.own_places(level, 1000) == occurrences(growing, growing[-size:])[1:]
-                assert index.own_places(level, 2) == occurrences(growing, growing[-size:])[1:3]
+                assert index.places(level, 1000) == occurrences(growing, growing[-size:])[1:]
+                assert index.places(level, 2) == occurrences(growing, growing[-size:])[1:3]
 
 
 @given(TEXTS, TEXTS)
@@ -66,10 +66,10 @@ def test_matches_of_another_text_are_those_of_a_plain_scan(text: list[int], othe
     index, ending = Occurrences(text, lengths), Occurrences(other, lengths)
     index.catch_up()
     ending.catch_up()
-    assert tuple(index.match(ending.suffix(), 1000)) == longest_match(text, other, 8, 1, own=False)
+    assert tuple(index.match(1000, ending.suffix())) == longest_match(text, other, 8, 1, own=False)
     for level, size in enumerate(lengths):
         wanted = occurrences(text, other[-size:]) if size <= len(other) else []
-        assert index.places(ending.suffix(), level, 1000) == wanted
+        assert index.places(level, 1000, ending.suffix()) == wanted
 
 
 def test_reading_at_once_is_reading_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,7 +85,7 @@ def test_reading_at_once_is_reading_one_by_one(monkeypatch: pytest.MonkeyPatch) 
     assert whole._heads == single._heads
     assert whole.suffix() == single.suffix()
     for level in range(5):
-        assert whole.own_places(level, 10**6) == single.own_places(level, 10**6)
+        assert whole.places(level, 10**6) == single.places(level, 10**6)
     assert len(single._links[0]) == single.seen == len(text)
     monkeypatch.undo()
     pieces, source = Occurrences([], (1, 2, 4, 8, 16)), random.Random(0)
@@ -101,13 +101,13 @@ def test_tables_grow_with_the_text_and_a_token_costs_a_bounded_number_of_bytes()
     index = Occurrences([7] * 300_000, (1, 2, 4, 8))
     index.catch_up()
     assert index.memory_bytes < 25 * 4 * 300_000
-    assert index.own_match(5) == (8, [299_998, 299_997, 299_996, 299_995, 299_994])
+    assert index.match(5) == (8, [299_998, 299_997, 299_996, 299_995, 299_994])
 
 
 def test_how_long_two_places_agree() -> None:
     index = Occurrences([1, 2, 3, 4, 9, 2, 3, 4], (1, 2))
     index.catch_up()
-    assert index.own_match(1) == (2, [3])
+    assert index.match(1) == (2, [3])
     assert index.agreement(3, 2, 64) == 3
     assert index.agreement(3, 2, 2) == 2
 
@@ -137,11 +137,11 @@ def test_history_finds_across_outputs_but_nothing_over_a_border() -> None:
     history.add([1, 2, 3])
     history.add([9, 1])
     history.add([2, 8])
-    found = history.match(text.suffix(), 10)
+    found = history.index.match(10, text.suffix())
     assert found.length == 2  # [1, 2], not across [9, 1] and [2, 8]
     assert len(found.places) == 1
     assert [token for token, _, _ in following(history.index.tokens, found.places)] == [3]
-    ends = history.index.places(text.suffix(), 0, 10)
+    ends = history.index.places(0, 10, text.suffix())
     assert [token for token, _, _ in following(history.index.tokens, ends)] == [8, 3]
 
 
@@ -159,7 +159,7 @@ def test_history_is_bounded_and_keeps_the_newest(window: int, outputs: list[list
             newest = output[-(window // 2 - 1) :]
             assert kept[-1 - len(newest) : -1] == newest
             assert set(kept) <= set(everything)
-    assert History(window, (1,)).match(_suffix([1]), 3).places == []
+    assert History(window, (1,)).index.match(3, _suffix([1])).places == []
 
 
 def _suffix(tokens: list[int]) -> Any:
@@ -170,7 +170,7 @@ def _suffix(tokens: list[int]) -> Any:
 
 # ---------------------------------------------------------------- odds
 def test_odds_start_at_the_estimate_and_go_to_what_is_counted() -> None:
-    odds = Odds(2)
+    odds = Odds()
     assert odds.chance(0, 0.3) == pytest.approx(0.3)
     source = random.Random(0)
     for _ in range(4000):
@@ -185,12 +185,12 @@ def test_odds_start_at_the_estimate_and_go_to_what_is_counted() -> None:
 
 
 def test_a_texts_odds_begin_with_those_of_all_texts_and_teach_them() -> None:
-    parent = Odds(1)
-    first = Odds(1, weight=2.0, parent=parent)
+    parent = Odds()
+    first = Odds(weight=2.0, parent=parent)
     for _ in range(200):
         first.count(0, 0.5, True)
     assert parent.chance(0, 0.5) > 0.9
-    second = Odds(1, weight=2.0, parent=parent)
+    second = Odds(weight=2.0, parent=parent)
     assert second.chance(0, 0.5) == parent.chance(0, 0.5)
     for _ in range(20):
         second.count(0, 0.5, False)
@@ -207,11 +207,11 @@ def test_settling_counts_what_was_put_to_the_test_and_nothing_else() -> None:
     guesses = Guesses(length=10)
     for kind, (token, parent) in enumerate([(5, ROOT), (6, ROOT), (7, 0), (8, 1), (9, 2), (4, 2), (3, 4)]):
         guesses.add(token, parent, 0.5, kind, 0.5)
-    guesses.settle(Counting(7), 9, [5])  # of another turn
+    guesses.settle(Counting(), 9, [5])  # of another turn
     assert counted == []
-    guesses.settle(Counting(7), 10, [5, 7, 4])
+    guesses.settle(Counting(), 10, [5, 7, 4])
     assert sorted(counted) == [(0, True), (1, False), (2, True), (4, False), (5, True)]
-    guesses.settle(Counting(7), 10, [5, 7, 4])  # once only
+    guesses.settle(Counting(), 10, [5, 7, 4])  # once only
     assert len(counted) == 5
 
 

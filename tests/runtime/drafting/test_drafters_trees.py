@@ -30,7 +30,7 @@ class Told:
         passes: of each since the text was read, its nodes.
     """
 
-    most_rows, nbytes = 64, 0
+    most_rows, nbytes, trees = 64, 0, True
 
     def __init__(self, logits: Callable[[Path], torch.Tensor]) -> None:
         self._logits = logits

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from heapq import heappop, heappush
 from typing import TypeVar
 
@@ -29,9 +29,8 @@ def grow(
         least: branches do not go on from nodes that are reached less likely.
     """
     found = Guesses()
-    heap: list[
-        tuple[float, int, int, Candidate[Context]]
-    ] = []  # minus the reach, the order of arrival, parent, candidate
+    # Minus the reach, the order of arrival, parent, candidate.
+    heap: list[tuple[float, int, int, Candidate[Context]]] = []
     depths = {ROOT: 0}
     arrived = 0
     parent, reach, context = ROOT, 1.0, root
@@ -47,6 +46,63 @@ def grow(
         parent = found.add(token, above, chance, kind, estimate)
         depths[parent] = depths[above] + 1
     return found
+
+
+def grow_levels(levels: Sequence[Sequence[Candidate[None]]], nodes: int, depth: int, least: float = 0.0) -> Guesses:
+    """`grow`, of candidates that depend on the depth alone."""
+    return grow(None, lambda _, level: levels[level] if level < len(levels) else (), nodes, depth, least)
+
+
+class Shapes:
+    """Trees whose tokens are ranks of candidates, grown from learned rates and grown anew after some steps.
+
+    Args:
+        refit: steps after which they are grown anew.
+        levels: candidates of each depth below a number of depths, ranks in the place of tokens.
+    """
+
+    def __init__(self, refit: int, levels: Callable[[int], Sequence[Sequence[Candidate[None]]]]) -> None:
+        self._refit, self._levels = refit, levels
+        self.reset()
+
+    def reset(self) -> None:
+        """Grow all of them anew."""
+        self._known: dict[tuple[int, int], Guesses] = {}
+        self._steps = 0
+
+    def step(self) -> None:
+        """Count one more verified step."""
+        self._steps += 1
+        if self._steps % self._refit == 0:
+            self._known.clear()
+
+    def fill(
+        self, nodes: int, depth: int, least: float, choose: Callable[[Guesses, int, int, int], Candidate[None] | None]
+    ) -> Guesses:
+        """The tree of a shape.
+
+        Args:
+            least: branches do not go on from nodes that are reached less likely.
+            choose: the candidate for (the tree so far, the node above, rank, kind); None: none.
+        """
+        shape, found = self.of(nodes, depth), Guesses()
+        place, reach = {ROOT: ROOT}, {ROOT: 1.0}
+        for node, (parent, rank) in enumerate(zip(shape.tree.parents, shape.tree.tokens, strict=True)):
+            above = place.get(parent)
+            if above is None or reach[above] < least:
+                continue
+            candidate = choose(found, above, rank, shape.kinds[node])
+            if candidate is not None:
+                token, chance, kind, estimate, _ = candidate
+                place[node] = new = found.add(token, above, chance, kind, estimate)
+                reach[new] = reach[above] * chance
+        return found
+
+    def of(self, nodes: int, depth: int) -> Guesses:
+        """The shape of at most so many nodes that is most likely reached."""
+        if (nodes, depth) not in self._known:
+            self._known[nodes, depth] = grow_levels(self._levels(depth), nodes, depth)
+        return self._known[nodes, depth]
 
 
 def join(first: Tree, more: Tree, nodes: int) -> list[tuple[int, float]]:

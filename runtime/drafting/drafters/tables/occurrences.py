@@ -17,14 +17,14 @@ _BULK = 256  # from so many tokens on numpy is quicker than a loop
 
 
 class Match(NamedTuple):
-    """An end of a text that occurred before: its length in tokens, and where (index of its last token), the latest first."""
+    """An end of a sequence that occurred before: its length in tokens, and where (index of its last token), the latest first."""
 
     length: int
     places: list[int]
 
 
 class Suffix(NamedTuple):
-    """The end of a text, to be looked up in other lists: its last tokens, and of each indexed length the hash."""
+    """The end of a sequence, to be looked up in other lists: its last tokens, and of each indexed length the hash."""
 
     tokens: list[int]
     hashes: list[int]
@@ -34,8 +34,9 @@ class Occurrences:
     """Of each position and each of some lengths, where the n-gram that ends there occurred last before.
 
     Hash chains, as compressors keep them (deflate, RFC 1951, section 4): a table of heads by hash, and from each position a link to
-    the one before it of the same hash. So a token costs one link and one head a length, whatever the text is, and n-grams that occur
-    often cost no more than others. What a chain says is compared with the tokens, so that hashes which collide cost time only.
+    the one before it of the same hash. So a token costs one link and one head a length, however long the sequence is, and
+    n-grams that occur often cost no more than others. What a chain says is compared with the tokens, so hashes that collide cost only
+    time.
 
     Args:
         tokens: the list; it may grow at its end, and `catch_up` reads on from where it stopped.
@@ -146,47 +147,39 @@ class Occurrences:
         """The end of this list, for others with the same lengths; read after `catch_up`."""
         return Suffix(self.tokens[-self.lengths[-1] :], self._hashes)
 
-    def own_match(self, most: int) -> Match:
+    def match(self, most: int, suffix: Suffix | None = None) -> Match:
         """The longest end of this list that occurred before in it, of lengths from the first to the last of `lengths`.
 
         Args:
             most: occurrences that are looked at of an n-gram, the latest ones. Where there are more of one of the indexed lengths, and
                 none of the next, an older one may agree for longer.
+            suffix: the end of another list, to be found in this one.
         """
-        tail = self.tokens[-self.lengths[-1] :]
         for level in range(len(self.lengths) - 1, -1, -1):
-            if self.lengths[level] <= len(tail) and self._links[level][-1] >= 0:
-                found = self._walk(level, self._links[level][-1], tail, most)
-                if found.places:
-                    return found
+            found = self._walk(level, most, suffix)
+            if found.places:
+                return found
         return Match(0, [])
 
-    def match(self, suffix: Suffix, most: int) -> Match:
-        """The longest end of another text that occurred in this list, as for `own_match`."""
-        shift = 64 - self._bits
-        for level in range(len(self.lengths) - 1, -1, -1):
-            if self.lengths[level] <= len(suffix.tokens):
-                place = self._heads[level][suffix.hashes[level] >> shift]
-                if place >= 0:
-                    found = self._walk(level, place, suffix.tokens, most)
-                    if found.places:
-                        return found
-        return Match(0, [])
-
-    def places(self, suffix: Suffix, level: int, most: int) -> list[int]:
-        """The latest occurrences of another text's last `lengths[level]` tokens."""
-        length = self.lengths[level]
-        if length > len(suffix.tokens):
+    def places(self, level: int, most: int, suffix: Suffix | None = None) -> list[int]:
+        """The latest occurrences of the last `lengths[level]` tokens, but for these themselves; `suffix` as of `match`."""
+        length, tail = self.lengths[level], self._tail(suffix)
+        if length > len(tail):
             return []
-        head = self._heads[level][suffix.hashes[level] >> (64 - self._bits)]
-        return self._places(level, head, suffix.tokens[-length:], most)
-
-    def own_places(self, level: int, most: int) -> list[int]:
-        """The latest occurrences of this list's own last `lengths[level]` tokens, but for these themselves."""
-        length = self.lengths[level]
-        if length > len(self.tokens):
-            return []
-        return self._places(level, self._links[level][-1], self.tokens[-length:], most)
+        if suffix is None:
+            place = self._links[level][-1]
+        else:
+            place = self._heads[level][suffix.hashes[level] >> (64 - self._bits)]
+        links, tokens, wanted = self._links[level], self.tokens, tail[-length:]
+        places: list[int] = []
+        # Chains of hashes that collide are short; the bound is for sequences made to collide.
+        for _ in range(4 * most):
+            if place < 0 or len(places) == most:
+                break
+            if tokens[place - length + 1 : place + 1] == wanted:
+                places.append(place)
+            place = links[place]
+        return places
 
     def agreement(self, place: int, known: int, most: int) -> int:
         """How many tokens up to `place` are those of this list's end, at most `most`; `known` of them are so already."""
@@ -196,30 +189,21 @@ class Occurrences:
             count += 1
         return count
 
-    def _places(self, level: int, place: int, wanted: list[int], most: int) -> list[int]:
-        links, tokens, length = self._links[level], self.tokens, self.lengths[level]
-        places: list[int] = []
-        # Chains of hashes that collide are short; the bound is for texts made to collide.
-        for _ in range(4 * most):
-            if place < 0 or len(places) == most:
-                break
-            if tokens[place - length + 1 : place + 1] == wanted:
-                places.append(place)
-            place = links[place]
-        return places
+    def _tail(self, suffix: Suffix | None) -> list[int]:
+        return self.tokens[-self.lengths[-1] :] if suffix is None else suffix.tokens
 
-    def _walk(self, level: int, place: int, tail: list[int], most: int) -> Match:
-        length = self.lengths[level]
-        places = self._places(level, place, tail[-length:], most)
+    def _walk(self, level: int, most: int, suffix: Suffix | None) -> Match:
+        """The longest match from this indexed length to below the next."""
+        length, places, tail = self.lengths[level], self.places(level, most, suffix), self._tail(suffix)
         if not places or level + 1 == len(self.lengths):
             return Match(length, places)
         # None agrees over the next indexed length, but some may over one in between.
         for longer in range(length + 1, min(self.lengths[level + 1], len(tail) + 1)):
             token, back = tail[-longer], longer - 1
-            kept = [place for place in places if place >= back and self.tokens[place - back] == token]
-            if not kept:
+            agreeing = [place for place in places if place >= back and self.tokens[place - back] == token]
+            if not agreeing:
                 break
-            length, places = longer, kept
+            length, places = longer, agreeing
         return Match(length, places)
 
 
@@ -232,7 +216,7 @@ class History:
 
     Args:
         window: most tokens; when there are more the older half goes. Below 4 there is no history.
-        lengths: of n-grams that are indexed; texts that look something up have the same.
+        lengths: of n-grams that are indexed; sequences that look something up have the same.
     """
 
     def __init__(self, window: int, lengths: Sequence[int]) -> None:
@@ -256,10 +240,6 @@ class History:
             self.index = Occurrences(self.index.tokens[-half:], self._lengths)
         self.index.tokens += new
         self.index.catch_up()
-
-    def match(self, suffix: Suffix, most: int) -> Match:
-        """The longest end of a text that occurred here, and where; see `Occurrences.own_match`."""
-        return self.index.match(suffix, most)
 
     @property
     def memory_bytes(self) -> int:

@@ -5,49 +5,32 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from runtime.drafting.rates import Rates
 from runtime.sampling.tree import ROOT, Tree
 
 _LEAST, _MOST = 0.001, 0.999  # no guess is certain, and none impossible
 
 
-class Odds:
+class Odds(Rates):
     """Of each kind of guess, how many times as often it is right as was estimated beforehand.
 
     Args:
-        kinds: how many there are.
         weight: how many right guesses the estimates themselves are worth.
         memory: expected right guesses of a kind after which older ones count less and less.
-        parent: what all texts together taught; None: the estimates are the start.
+        parent: what all sequences together taught; None: the estimates are the start.
     """
 
-    def __init__(self, kinds: int, weight: float = 4.0, memory: float = 256.0, parent: Odds | None = None) -> None:
-        self._weight, self._memory, self._parent = weight, memory, parent
-        self._right = [0.0] * kinds
-        self._expected = [0.0] * kinds
+    def __init__(self, weight: float = 4.0, memory: float = 256.0, parent: Odds | None = None) -> None:
+        super().__init__(weight, memory=memory, parent=parent)
 
     def chance(self, kind: int, estimate: float) -> float:
         """How likely a guess of this kind is right that was estimated so."""
-        found = estimate * self._factor(kind)
+        found = estimate * self.rate(kind, 1.0)
         return _LEAST if found < _LEAST else _MOST if found > _MOST else found
 
-    def _factor(self, kind: int) -> float:
-        start = 1.0 if self._parent is None else self._parent._factor(kind)
-        return (self._right[kind] + self._weight * start) / (self._expected[kind] + self._weight)
-
     def count(self, kind: int, estimate: float, right: bool) -> None:
-        """One more guess was put to the test."""
-        self._right[kind] += right
-        self._expected[kind] += estimate
-        if self._expected[kind] > self._memory:
-            self._right[kind] /= 2
-            self._expected[kind] /= 2
-        if self._parent is not None:
-            self._parent.count(kind, estimate, right)
-
-    def reset(self) -> None:
-        """As at first."""
-        self._right = [0.0] * len(self._right)
-        self._expected = [0.0] * len(self._expected)
+        """One more guess was verified."""
+        self.add(kind, right, estimate)
 
 
 @dataclass(slots=True)
@@ -57,18 +40,19 @@ class Guesses:
     tree: Tree = field(default_factory=Tree)
     kinds: list[int] = field(default_factory=list)
     estimates: list[float] = field(default_factory=list)
-    length: int = -1  # of the text that it follows
+    length: int = -1  # of the sequence that it follows
 
     def add(self, token: int, parent: int, chance: float, kind: int, estimate: float) -> int:
+        """One more node; returns its index."""
         self.kinds.append(kind)
         self.estimates.append(estimate)
         return self.tree.add(token, parent, chance)
 
     def settle(self, odds: Odds, length: int, new: Sequence[int]) -> None:
-        """Count what came true. What was verified does not matter, which may be less, or another's tree: `new` followed the text.
+        """Count which guesses were right. The verified tree may be smaller, or another drafter's: what counts is that `new` followed.
 
         Args:
-            length: of the text before `new`.
+            length: of the sequence before `new`.
         """
         if length != self.length:
             return
@@ -96,6 +80,6 @@ BUCKETS = len(_EDGES)
 
 
 def likely(agreeing: int, slope: float = 0.4) -> float:
-    """How likely the token is right that came after an earlier occurrence of the last `agreeing` tokens, as an estimate to begin with:
-    about what it is in prose and in code."""
+    """How likely the token that followed an earlier occurrence of the last `agreeing` tokens follows again: an estimate to begin with,
+    about right for prose and for code."""
     return 1 - 1 / (1 + slope * agreeing)

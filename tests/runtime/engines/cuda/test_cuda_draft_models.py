@@ -12,7 +12,7 @@ from cuda_models import build, engine
 from fake_graph import Fake
 from speculation_cases import VOCABULARY, accept_head, answers, model_over, prompts, speculation
 
-from runtime.drafting.draft_cache import TreeDraftCache, draft_cache_of
+from runtime.drafting.draft_cache import draft_cache_of
 from runtime.drafting.drafters.base import Ask
 from runtime.drafting.drafters.cascade import Cascade
 from runtime.drafting.drafters.confident import Confident, StateCache
@@ -100,7 +100,7 @@ def test_lanes_read_what_their_engine_reads(most: int) -> None:
 
 
 def test_trees_are_not_asked_of_it() -> None:
-    assert not isinstance(draft_cache_of(lean()), TreeDraftCache)
+    assert not draft_cache_of(lean()).trees
 
 
 def test_drafted_chains_are_those_of_the_model() -> None:

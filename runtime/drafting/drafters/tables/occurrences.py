@@ -163,14 +163,16 @@ class Occurrences:
 
     def places(self, level: int, most: int, suffix: Suffix | None = None) -> list[int]:
         """The latest occurrences of the last `lengths[level]` tokens, but for these themselves; `suffix` as of `match`."""
-        length, tail = self.lengths[level], self._tail(suffix)
-        if length > len(tail):
+        length, ending = self.lengths[level], self.tokens if suffix is None else suffix.tokens
+        if length > len(ending):
             return []
         if suffix is None:
             place = self._links[level][-1]
         else:
             place = self._heads[level][suffix.hashes[level] >> (64 - self._bits)]
-        links, tokens, wanted = self._links[level], self.tokens, tail[-length:]
+        if place < 0:
+            return []
+        links, tokens, wanted = self._links[level], self.tokens, ending[-length:]
         places: list[int] = []
         # Chains of hashes that collide are short; the bound is for sequences made to collide.
         for _ in range(4 * most):
@@ -189,14 +191,12 @@ class Occurrences:
             count += 1
         return count
 
-    def _tail(self, suffix: Suffix | None) -> list[int]:
-        return self.tokens[-self.lengths[-1] :] if suffix is None else suffix.tokens
-
     def _walk(self, level: int, most: int, suffix: Suffix | None) -> Match:
         """The longest match from this indexed length to below the next."""
-        length, places, tail = self.lengths[level], self.places(level, most, suffix), self._tail(suffix)
+        length, places = self.lengths[level], self.places(level, most, suffix)
         if not places or level + 1 == len(self.lengths):
             return Match(length, places)
+        tail = self.tokens if suffix is None else suffix.tokens
         # None agrees over the next indexed length, but some may over one in between.
         for longer in range(length + 1, min(self.lengths[level + 1], len(tail) + 1)):
             token, back = tail[-longer], longer - 1

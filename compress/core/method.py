@@ -28,7 +28,7 @@ class Problem:
         dtype: of scales and of the dequantized weight.
         names: of the layers, for messages.
         sparsity: of each weight, where an allocation differs from `prune.sparsity`.
-        held: of each weight, masks and grids that are not to be chosen again (`compress.quantize.fixed.Held`); weights are zero
+        constraints: of each weight, settled masks and grids (`compress.quantize.weight_constraint.WeightConstraint`); weights are zero
             there, and on the grids, already.
         masks: of each weight, bool `[out, in]`, True = kept, as the pruning method chose them before; None: dense.
     """
@@ -41,7 +41,7 @@ class Problem:
     dtype: torch.dtype
     names: list[str] = field(default_factory=list)
     sparsity: list[float] | None = None
-    held: list[Any] | None = None
+    constraints: list[Any] | None = None
     masks: list[torch.Tensor] | None = None
 
 

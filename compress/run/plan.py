@@ -191,7 +191,7 @@ def _tensors(weights: WeightPlan) -> list[TensorPlan]:
     context = weights.context
     checkpoint, dtype = context.checkpoint, context.streamed.dtype
     plans = []
-    stored = {f"{name}.weight" for name in weights.work}
+    stored = {f"{name}.weight" for name in weights.tasks}
     for name in checkpoint.names():
         size_before = checkpoint.nbytes(name)
         if name in context.streamed.checkpoint.dropped:
@@ -204,18 +204,18 @@ def _tensors(weights: WeightPlan) -> list[TensorPlan]:
             plan.bytes_before = before.nbytes(plan.name)
         gone = set(before.names()) - set(checkpoint.names())
         plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
-    for name, work in weights.work.items():
+    for name, task in weights.tasks.items():
         weight = f"{name}.weight"
         shape = tuple(int(n) for n in get_matrix(context.streamed.model.get_submodule(name)).shape)
-        density = 1.0 - work.share
-        storage = formats.choose(work.scheme, (shape[0], shape[1]), density=density)
-        size_after = storage.bytes_estimate(work.scheme, (shape[0], shape[1]), dtype, density)
+        density = 1.0 - task.share
+        storage = formats.choose(task.scheme, (shape[0], shape[1]), density=density)
+        size_after = storage.bytes_estimate(task.scheme, (shape[0], shape[1]), dtype, density)
         whole = context.reference.checkpoint
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
-        plans.append(TensorPlan(weight, "compressed", size_before, size_after, work.describe(), storage.name))
+        plans.append(TensorPlan(weight, "compressed", size_before, size_after, task.describe(), storage.name))
     if weights.untie:
         for tied, source in context.streamed.ties.items():
-            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.work and checkpoint.has(source):
+            if not checkpoint.has(tied) and tied.rpartition(".")[0] not in weights.tasks and checkpoint.has(source):
                 plans.append(TensorPlan(tied, "copied", 0, checkpoint.held_bytes(source)))
     return sorted(plans, key=lambda plan: plan.name)
 

@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import nn
 
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import collect, find_groups
+from compress.model.streamed import Batch, StreamedModel
 from compress.prune.allocation import allocate, error_score, outlier_score
-from compress.weights.layer_work import LayerWork
+from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
 from runtime.errors import CompressError
+from runtime.modeling.linear_modules import get_matrix
 
 PART = "allocation"
 Weights = Mapping[str, torch.Tensor]
@@ -23,8 +24,7 @@ Weights = Mapping[str, torch.Tensor]
 
 def _owl(weights: Weights, seen: Mapping[str, Statistics], target: float) -> dict[str, float]:
     """All layers of a block share its score, as in the paper."""
-    score = outlier_score(list(weights.values()), [seen[name] for name in weights])
-    return dict.fromkeys(weights, score)
+    return dict.fromkeys(weights, outlier_score(list(weights.values()), [seen[name] for name in weights]))
 
 
 def _error(weights: Weights, seen: Mapping[str, Statistics], target: float) -> dict[str, float]:
@@ -38,25 +38,42 @@ SCORES: dict[str, Callable[[Weights, Mapping[str, Statistics], float], dict[str,
 
 
 def allocate_sparsity(plan: WeightPlan, directory: RunDirectory, reporter: Reporter, spill: bool) -> None:
-    """Set `LayerWork.sparsity` where a prune stage asks for an allocation; remembered for a resume."""
-    wanted = {name: work for name, work in plan.work.items() if _allocation(work) != "uniform"}
+    """Set `LayerTask.sparsity` where a prune stage asks for an allocation; recorded for a resume."""
+    wanted = {
+        name: task
+        for name, task in plan.tasks.items()
+        if task.prune is not None and not task.pruned and task.prune.allocation != "uniform"
+    }
     if not wanted:
         return
     record = directory.record(PART)
     if record is None:
-        record = {"sparsity": _compute(plan, directory, wanted, reporter, spill)}
+        scores = _scores(plan, directory, wanted, reporter, spill)
+        record = {"sparsity": _sparsities(plan.context.streamed, wanted, scores)}
         directory.commit(PART, record)
-    for name, work in wanted.items():
-        work.sparsity = record["sparsity"][name]
+    for name, task in wanted.items():
+        task.sparsity = record["sparsity"][name]
 
 
-def _allocation(work: LayerWork) -> str:
-    return "uniform" if work.prune is None or work.pruned else str(work.prune.allocation)
-
-
-def _compute(
-    plan: WeightPlan, directory: RunDirectory, wanted: dict[str, LayerWork], reporter: Reporter, spill: bool
+def _sparsities(
+    streamed: StreamedModel, wanted: Mapping[str, LayerTask], scores: Mapping[str, float]
 ) -> dict[str, float]:
+    """Sparsity of each layer; those of one prune stage meet its target together."""
+    stages: dict[int | None, list[str]] = {}
+    for name, task in wanted.items():
+        stages.setdefault(task.prune_stage, []).append(name)
+    found: dict[str, float] = {}
+    for names in stages.values():
+        sizes = [get_matrix(streamed.model.get_submodule(name)).numel() for name in names]
+        target = wanted[names[0]].prune.target_sparsity
+        found |= dict(zip(names, allocate([scores[name] for name in names], sizes, target), strict=True))
+    return found
+
+
+def _scores(
+    plan: WeightPlan, directory: RunDirectory, wanted: dict[str, LayerTask], reporter: Reporter, spill: bool
+) -> dict[str, float]:
+    """Importance of each layer, in one pass over the blocks."""
     streamed, batches = plan.context.streamed, plan.context.batches
     outside = sorted(name for name in wanted if not streamed.is_inside(name))
     if outside:
@@ -68,45 +85,36 @@ def _compute(
     scores: dict[str, float] = {}
     for index in range(len(streamed.blocks)):
         prefix = streamed.block_prefix(index)
-        here = {name: work for name, work in wanted.items() if name.startswith(prefix)}
+        here = {name: task for name, task in wanted.items() if name.startswith(prefix)}
         with streamed.loaded_block(index) as block:
-
-            def run(number: int, index: int = index) -> torch.Tensor:
-                return streamed.run_block(index, states.get(number), batches[number])
-
             if here:
-                groups = find_groups(block, lambda: run(0), [name.removeprefix(prefix) for name in here])
-                forwards = [(lambda number=n: run(number), batch[1]) for n, batch in enumerate(batches)]
-                found = collect(block, groups, forwards, hessian=False)
-                seen = {prefix + m: s for group, s in zip(groups, found, strict=True) for m in group.members}
-                unreached = sorted(set(here) - set(seen))
-                if unreached:
-                    raise CompressError(
-                        f"{unreached[0]}: the calibration data never reached this layer; ignore it in the recipe"
-                    )
-                for kind in sorted({_allocation(work) for work in here.values()}):
-                    names = [name for name, work in here.items() if _allocation(work) == kind]
-                    weights = {name: _weight(block, name.removeprefix(prefix)) for name in names}
-                    scores |= SCORES[kind](weights, seen, here[names[0]].prune.target_sparsity)
+                seen = _seen(streamed, index, states, batches, list(here))
+                for kind in sorted({task.prune.allocation for task in here.values()}):
+                    tasks = {name: task for name, task in here.items() if task.prune.allocation == kind}
+                    weights = {name: get_matrix(block.get_submodule(name.removeprefix(prefix))) for name in tasks}
+                    scores |= SCORES[kind](weights, seen, next(iter(tasks.values())).prune.target_sparsity)
             with torch.inference_mode():
                 for number, batch in enumerate(batches):
                     states.put(number, streamed.advance(index, states.get(number), batch))
         reporter.step(f"block {index} scored")
     states.drop()
-    shares: dict[str, float] = {}
-    for stage in sorted({id(work.prune) for work in wanted.values()}, key=lambda key: _first(wanted, key)):
-        names = [name for name, work in wanted.items() if id(work.prune) == stage]
-        sizes = [streamed.model.get_submodule(name).weight.numel() for name in names]  # type: ignore[union-attr, operator]
-        target = wanted[names[0]].prune.target_sparsity
-        shares |= dict(zip(names, allocate([scores[name] for name in names], sizes, target), strict=True))
-    return shares
+    return scores
 
 
-def _first(wanted: dict[str, LayerWork], key: int) -> int:
-    return next(position for position, work in enumerate(wanted.values()) if id(work.prune) == key)
+def _seen(
+    streamed: StreamedModel, index: int, states: HiddenStates, batches: list[Batch], names: list[str]
+) -> dict[str, Statistics]:
+    """Statistics of the inputs of a block's layers."""
 
+    def run(number: int) -> torch.Tensor:
+        return streamed.run_block(index, states.get(number), batches[number])
 
-def _weight(block: nn.Module, name: str) -> torch.Tensor:
-    weight = block.get_submodule(name).weight
-    assert isinstance(weight, torch.Tensor)
-    return weight.data
+    block, prefix = streamed.blocks[index], streamed.block_prefix(index)
+    groups = find_groups(block, lambda: run(0), [name.removeprefix(prefix) for name in names])
+    forwards = [(lambda number=n: run(number), batch[1]) for n, batch in enumerate(batches)]
+    found = collect(block, groups, forwards, hessian=False)
+    seen = {prefix + m: s for group, s in zip(groups, found, strict=True) for m in group.members}
+    unreached = sorted(set(names) - set(seen))
+    if unreached:
+        raise CompressError(f"{unreached[0]}: the calibration data never reached this layer; ignore it in the recipe")
+    return seen

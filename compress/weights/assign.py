@@ -4,62 +4,39 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
 
 from compress.model.partial import PartialModel
-from compress.prune import PruneConfig
-from compress.quantize import QuantizeConfig, check_fits, resolve_scheme
+from compress.quantize import check_fits, resolve_scheme
 from compress.recipe.models import Recipe
 from compress.recipe.stages import Stage
 from compress.recipe.targets import DEFAULT_IGNORE, ModuleInfo, matches, select, unmatched_message
+from compress.weights.layer_task import LayerTask
 from runtime import formats
 from runtime.config.messages import listing
 from runtime.errors import RequestError
-from runtime.formats.scheme import Scheme
 from runtime.modeling.linear_modules import is_matrix
+from runtime.system.sizes import size
 
-__all__ = ["Assignment", "Left", "ModuleInfo", "assign", "lay_out"]
-
-#: Of the weights that stages mean, the most that layers may hold that stay as they are for being narrower than a group; of more the group
-#: size does not fit the model.
+#: Largest share of the targeted weights in layers narrower than a group, which then stay as they are; above it, the group size is refused.
 MOST_NARROW = 0.1
-
-
-@dataclass
-class Assignment:
-    """The work on one module.
-
-    Attributes:
-        prune, quantize: config of the stage that prunes and of the one that quantizes it; None where no stage does.
-        scheme: what its compressed weight will be.
-        stages: indices of the stages that act on it, in recipe order.
-        prune_stage, quantize_stage: index of the one that prunes it, and of the one that quantizes it.
-        by_default: no stage names it; it is one of all linear layers.
-    """
-
-    prune: PruneConfig | None
-    quantize: QuantizeConfig | None
-    scheme: Scheme
-    stages: list[int]
-    prune_stage: int | None = None
-    quantize_stage: int | None = None
-    by_default: bool = False
 
 
 @dataclass(frozen=True)
 class Left:
-    """A module that no stage names, and that stays as it is since it cannot be compressed as the others are. `why` goes behind its name."""
+    """A layer that default targets mean and that cannot be compressed as the others are; `why` follows its name in messages."""
 
     name: str
     why: str
 
 
-def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignment]:
-    """Find what each module gets; modules that no stage targets are absent.
+def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, LayerTask], list[Left]]:
+    """The tasks of the layers that stages target, and the layers that default targets mean and no stage can change: a few small ones whose
+    rows are shorter than a group.
 
     Args:
         recipe: the validated recipe.
@@ -69,29 +46,25 @@ def assign(recipe: Recipe, modules: Sequence[ModuleInfo]) -> dict[str, Assignmen
         RequestError: a target that matches nothing, pruning after quantization, or a grid or pattern that does not fit
             the shape of a module; the sentence names file, line, key and module.
     """
-    return lay_out(recipe, modules)[0]
-
-
-def lay_out(recipe: Recipe, modules: Sequence[ModuleInfo]) -> tuple[dict[str, Assignment], list[Left]]:
-    """As `assign`, with what default targets mean and no stage changes: few small layers whose rows are shorter than a group."""
     chosen: dict[str, dict[str, Stage]] = {module.name: {} for module in modules}
     for stage in recipe.stages:
-        apply = _LAYERED.get(stage.kind)
-        if apply is not None:
-            for module in _selected(recipe, stage, modules):
-                apply(recipe, stage, module, chosen[module.name])
+        if stage.kind not in ("prune", "quantize"):  # other kinds change the whole model
+            continue
+        for module in _selected(recipe, stage, modules):
+            stages = chosen[module.name]
+            if stage.kind == "prune" and (earlier := stages.get("quantize")) is not None:
+                # Pruning afterwards would change codes, and the quantizer could no longer compensate it.
+                text = f"'{module.name}' is already quantized by stage {earlier.index}; put the prune stage before it"
+                raise RequestError(_at(recipe, stage, (), text))
+            stages[stage.kind] = stage
     left = _narrow(recipe, modules, chosen)
-    stay = {one.name for one in left}
-    assignments = {}
-    for module in modules:
-        stages = chosen[module.name]
-        if stages and module.name not in stay:
-            assignments[module.name] = _assignment(recipe, module, stages)
-    return assignments, left
+    for one in left:
+        chosen[one.name] = {}
+    return {m.name: _task(recipe, m, chosen[m.name]) for m in modules if chosen[m.name]}, left
 
 
 def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dict[str, Stage]]) -> list[Left]:
-    """What stays for being narrower than a group: nothing where that would be much."""
+    """Layers narrower than a group; none where they are more than `MOST_NARROW` of the weights."""
     left, weights = [], 0
     for module in modules:
         stages = chosen[module.name]
@@ -109,26 +82,6 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
 
 def _by_default(stages: dict[str, Stage]) -> bool:
     return all("targets" not in stage.config.model_fields_set for stage in stages.values())
-
-
-def _prune(recipe: Recipe, stage: Stage, module: ModuleInfo, stages: dict[str, Stage]) -> None:
-    earlier = stages.get("quantize")
-    if earlier is not None:
-        # Pruning afterwards would work on codes, and the quantizer could no longer repair what it removes.
-        text = f"'{module.name}' is already quantized by stage {earlier.index}; put the prune stage before it"
-        raise RequestError(_at(recipe, stage, (), text))
-    stages["prune"] = stage
-
-
-def _quantize(recipe: Recipe, stage: Stage, module: ModuleInfo, stages: dict[str, Stage]) -> None:
-    stages["quantize"] = stage
-
-
-_LAYERED: dict[str, Callable[[Recipe, Stage, ModuleInfo, dict[str, Stage]], None]] = {
-    "prune": _prune,
-    "quantize": _quantize,
-}
-"""How a stage of a kind that works on single modules enters a module's stages; other kinds work on the whole model."""
 
 
 def _selected(recipe: Recipe, stage: Stage, modules: Sequence[ModuleInfo]) -> list[ModuleInfo]:
@@ -149,7 +102,7 @@ def _selected(recipe: Recipe, stage: Stage, modules: Sequence[ModuleInfo]) -> li
     return found
 
 
-def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Assignment:
+def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> LayerTask:
     prune, quantize = stages.get("prune"), stages.get("quantize")
     sparsity = None
     if prune is not None:
@@ -170,15 +123,10 @@ def _assignment(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) ->
         if later is not None:
             text = f"recovery trains weights on a grid, and stage {quantize.index} stores {module.name} as {scheme.weights.describe()}"
             raise RequestError(_at(recipe, later, (), f"{text}; put the recover stage before it"))
-    return Assignment(
-        prune=prune.config if prune else None,
-        quantize=quantize.config if quantize else None,
-        scheme=scheme,
-        stages=sorted(stage.index for stage in stages.values()),
-        prune_stage=prune.index if prune else None,
-        quantize_stage=quantize.index if quantize else None,
-        by_default=_by_default(stages),
-    )
+    return LayerTask(
+        prune.config if prune else None, quantize.config if quantize else None, scheme, sorted(stage.index for stage in stages.values()),
+        prune.index if prune else None, quantize.index if quantize else None, _by_default(stages),
+    )  # fmt: skip
 
 
 @contextmanager
@@ -194,62 +142,40 @@ def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> 
     return recipe.origin.at((*stage.path, *key), text)
 
 
-# What of a model's blocks no method can compress, since it is in no linear layer that is known as one.
-
-#: Share of the checkpoint's bytes from which on it is worth a sentence.
+#: Share of the checkpoint's bytes from which on a kind of tensor is reported.
 WORTH = 0.01
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
-@dataclass
-class _Like:
-    """Tensors of one name but for their numbers."""
-
-    shape: tuple[int, ...]
-    count: int = 0
-    bytes: int = 0
-
-
-def unreached(model: PartialModel, size: Callable[[float], str]) -> list[str]:
-    """A sentence for each kind of tensor in the blocks that has two or more dimensions and belongs to no linear layer.
-
-    Args:
-        size: bytes for people.
-    """
+def unreached(model: PartialModel) -> list[str]:
+    """A sentence for each kind of tensor in the blocks that has two or more dimensions and belongs to no linear layer."""
     checkpoint, extra = model.checkpoint, set(model.extra)
-    found: dict[str, _Like] = {}
+    found: dict[str, list[str]] = {}
     for index in range(len(model.blocks)):
         for name in model.block_names(index):
-            shape = checkpoint.shape(name)
             home, _, leaf = name.rpartition(".")
-            if len(shape) < 2 or name in extra or (leaf == "weight" and is_matrix(model.model.get_submodule(home))):
-                continue
-            like = found.setdefault(_NUMBER.sub("*", name), _Like(shape))
-            like.count += 1
-            like.bytes += checkpoint.nbytes(name)
+            linear = leaf == "weight" and name not in extra and is_matrix(model.model.get_submodule(home))
+            if len(checkpoint.shape(name)) >= 2 and name not in extra and not linear:
+                found.setdefault(_NUMBER.sub("*", name), []).append(name)
     total = sum(checkpoint.nbytes(name) for name in checkpoint.names())
+    sizes = {kind: sum(map(checkpoint.nbytes, names)) for kind, names in found.items()}
     sentences = []
-    for name, like in sorted(found.items(), key=lambda item: -item[1].bytes):
-        if like.bytes >= WORTH * total:
-            part = model.model.get_submodule(_a_home(model, name))
-            kind = type(part).__name__
-            experts = len(like.shape) == 3 and not isinstance(part, nn.Conv1d)
-            why = "holds experts in a way that it does not say" if experts else "is no linear layer"
-            sentences.append(
-                f"{name} {list(like.shape)} stays as it is ({like.count} tensors, {size(like.bytes)}, {like.bytes / total:.0%} of the "
-                f"weights): its module {kind} {why}"
-            )
+    for kind in sorted(found, key=lambda kind: -sizes[kind]):
+        if sizes[kind] < WORTH * total:
+            continue
+        first, shape = found[kind][0], list(checkpoint.shape(found[kind][0]))
+        part = model.model.get_submodule(first.rpartition(".")[0])
+        experts = len(shape) == 3 and not isinstance(part, nn.Conv1d)
+        why = "holds experts in an unknown layout" if experts else "is no linear layer"
+        sentences.append(
+            f"{kind} {shape} stays as it is ({len(found[kind])} tensors, {size(sizes[kind])}, {sizes[kind] / total:.0%} of the "
+            f"weights): its module {type(part).__name__} {why}"
+        )
     return sentences
 
 
-def _a_home(model: PartialModel, name: str) -> str:
-    """A module whose tensor goes by a name with stars."""
-    pattern = re.compile(re.escape(name).replace(r"\*", r"\d+"))
-    return next(own for own in model.checkpoint.names() if pattern.fullmatch(own)).rpartition(".")[0]
-
-
 def left_alone(left: Sequence[Left]) -> list[str]:
-    """The sentence for layers that default targets mean and that stay as they are; none without any."""
+    """The sentence for the layers left; none without any."""
     alike = Counter((_NUMBER.sub("*", one.name), one.why) for one in left)
     if not alike:
         return []

@@ -15,7 +15,7 @@ from compress.core.statistics import BLOCK, ELEMENTS
 from compress.evaluate.streamed import LOGIT_ROWS
 from compress.model.expert_calibration import AT_ONCE
 from compress.model.footprint import Footprint, ModelSize, Rows, Speed, one_row_at_a_time, tokens
-from compress.weights.layer_work import LayerWork
+from compress.weights.layer_task import LayerTask
 from compress.weights.plan import WeightPlan
 from compress.weights.solver import columns as chunks
 from compress.weights.solver import factor
@@ -33,9 +33,9 @@ FACTORED = 5
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer's work, and its numbers. `packed`: bytes on the disk. `home`: of the experts that it belongs to one of; "": of none."""
+    """A layer's task and sizes. `packed`: bytes on the disk. `reader`: its module. `home`: its module of experts, or ""."""
 
-    work: LayerWork
+    task: LayerTask
     rows: int
     columns: int
     packed: int
@@ -64,7 +64,7 @@ class WeightsFootprint:
         self._item = streamed.dtype.itemsize
         windows = context.windows if judged else None
         self._windows = None if windows is None else streamed.rows.positions(windows)
-        self._layers = {name: _layer(plan, name, work) for name, work in plan.work.items()}
+        self._layers = {name: _layer(plan, name, task) for name, task in plan.tasks.items()}
         self._blocks = [
             [layer for name, layer in self._layers.items() if name.startswith(streamed.block_prefix(index))]
             for index in range(len(streamed.blocks))
@@ -94,7 +94,7 @@ class WeightsFootprint:
     @property
     def widths(self) -> list[int]:
         """Inputs of the layers whose second moments are collected."""
-        return sorted({layer.columns for layer in self._layers.values() if "hessian" in layer.work.needs})
+        return sorted({layer.columns for layer in self._layers.values() if "hessian" in layer.task.needs})
 
     def phases(self, rows: Rows, bounds: Bounds) -> dict[str, int]:
         """By name.
@@ -125,12 +125,12 @@ class WeightsFootprint:
         """One block of `size` bytes, its results, and what is in memory at once to make them."""
         kept = sum(layer.packed for layer in layers)
         # Layers with quantized activations give way to modules of their own; the originals come back afterwards.
-        kept += sum(layer.numel * self._item for layer in layers if layer.work.scheme.activations is not None)
-        transformed = any(layer.work.transform is not None for layer in layers)
+        kept += sum(layer.numel * self._item for layer in layers if layer.task.scheme.activations is not None)
+        transformed = any(layer.task.transform is not None for layer in layers)
         sequential = self._recipe.true_sequential
         groups = [list(group) for _, group in groupby(sorted(layers, key=_input), key=_input)]
-        late = [g for g in groups if sequential and any(layer.work.compensates for layer in g)]
-        early = [g for g in groups if g not in late or any(layer.work.transform is not None for layer in g)]
+        late = [g for g in groups if sequential and any(layer.task.compensates for layer in g)]
+        early = [g for g in groups if g not in late or any(layer.task.transform is not None for layer in g)]
         waiting = sum(self._moments(group, bounds) for group in early)
         most = forward + waiting
         if transformed:  # float32 copies of all weights, after the whole block was float32
@@ -145,7 +145,7 @@ class WeightsFootprint:
     def _moments(self, group: list[_Layer], bounds: Bounds) -> int:
         """Second moments of the input of a group, where they are collected."""
         columns = group[0].columns
-        if not any("hessian" in layer.work.needs for layer in group):
+        if not any("hessian" in layer.task.needs for layer in group):
             return 0
         return 4 * columns * (min(columns, 2 * BLOCK) if bounds.filed(columns) else columns)
 
@@ -168,10 +168,10 @@ class WeightsFootprint:
         largest = max(layer.numel for layer in group)
         solved = pack = 0
         for layer in group:
-            work, pattern = layer.work, None if layer.work.prune is None else layer.work.prune.parsed
-            apart = chunks.rows_are_independent(pattern, work.scheme.weights)
-            chunk = min(numel if work.compensates else layer.numel, chunks.rows_at_a_time(columns) * columns)
-            if work.compensates:
+            task, pattern = layer.task, None if layer.task.prune is None else layer.task.prune.parsed
+            apart = chunks.rows_are_independent(pattern, task.scheme.weights)
+            chunk = min(numel if task.compensates else layer.numel, chunks.rows_at_a_time(columns) * columns)
+            if task.compensates:
                 panels = 4 * columns * min(columns, factor.PANEL)
                 needed = (
                     FACTORED * panels
@@ -181,22 +181,22 @@ class WeightsFootprint:
                 needed += LOOP * 4 * (chunk if apart else layer.numel)
             else:
                 needed = NEAREST * 4 * min(layer.numel, 2 * chunk)
-                if work.scheme.grid is not None and work.scheme.grid.strategy == "tensor":
+                if task.scheme.grid is not None and task.scheme.grid.strategy == "tensor":
                     needed += 2 * 4 * layer.numel
-            if pattern is not None and not work.pruned:  # masks, and values fitted to them, or scores and their order
-                needed += 6 * numel if work.compensates else numel + 20 * layer.numel
+            if pattern is not None and not task.pruned:  # masks, and values fitted to them, or scores and their order
+                needed += 6 * numel if task.compensates else numel + 20 * layer.numel
             solved = max(solved, needed)
             pack = max(pack, layer.packed + 2 * self._item * layer.numel + layer.numel)
-        codes = numel * (1 if group[0].work.scheme.weights is not None else self._item)
+        codes = numel * (1 if group[0].task.scheme.weights is not None else self._item)
         return codes + max(solved, pack, 2 * self._item * largest)
 
     def _files(self, bounds: Bounds) -> int:
         """Bytes of second moments and factors in files, at the most."""
         filed = [
-            layer for layer in self._layers.values() if bounds.filed(layer.columns) and "hessian" in layer.work.needs
+            layer for layer in self._layers.values() if bounds.filed(layer.columns) and "hessian" in layer.task.needs
         ]
         inputs = {
-            (layer.reader, layer.columns) for layer in filed if not layer.work.compensates or layer.work.transform
+            (layer.reader, layer.columns) for layer in filed if not layer.task.compensates or layer.task.transform
         }
         largest = max((4 * layer.columns**2 for layer in filed), default=0)
         blocks = max(1, len(self._blocks))
@@ -258,24 +258,24 @@ class WeightsFootprint:
         total = 2.0 * (self._model.inside * (2.2 * count + scored) + self._judge.inside * scored) / speed.own
         for layer in self._layers.values():
             out, columns = layer.rows, layer.columns
-            if "hessian" in layer.work.needs:
+            if "hessian" in layer.task.needs:
                 total += 1.0 * count * columns * columns / speed.single
                 # The column loop, the error it leaves and what it is measured by; two more for a refinement pass; then the factor.
-                times = 3 + 2 * int(getattr(layer.work.quantize, "sweeps", 0) or 0)
+                times = 3 + 2 * int(getattr(layer.task.quantize, "sweeps", 0) or 0)
                 total += (times * out * columns * columns + columns**3 / 3) / speed.single
             total += out * columns * 8e-8
         return 2.0 + total
 
 
-def _layer(plan: WeightPlan, name: str, work: LayerWork) -> _Layer:
+def _layer(plan: WeightPlan, name: str, task: LayerTask) -> _Layer:
     streamed = plan.context.streamed
     rows, columns = (int(n) for n in get_matrix(streamed.model.get_submodule(name)).shape)
-    density = 1.0 - work.share
-    packed = formats.choose(work.scheme, (rows, columns), density=density)
+    density = 1.0 - task.share
+    packed = formats.choose(task.scheme, (rows, columns), density=density)
     place = expert_of(streamed.model, name)
-    size = packed.bytes_estimate(work.scheme, (rows, columns), streamed.dtype, density)
+    size = packed.bytes_estimate(task.scheme, (rows, columns), streamed.dtype, density)
     # Layers of one module and one width are taken to read the same input (q/k/v, gate/up), which is never too little.
-    return _Layer(work, rows, columns, size, name.rpartition(".")[0], "" if place is None else place[0])
+    return _Layer(task, rows, columns, size, name.rpartition(".")[0], "" if place is None else place[0])
 
 
 def _input(layer: _Layer) -> tuple[str, int]:

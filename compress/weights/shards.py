@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
@@ -16,74 +16,54 @@ from runtime import formats
 from runtime.errors import CompressError
 from runtime.formats.quantization_config import entry_to_dict
 
+if TYPE_CHECKING:
+    from compress.weights.block import BlockResult
+
 
 def write_part(
-    directory: Path,
-    shard: str,
-    source: SourceCheckpoint,
-    names: list[str],
-    changed: dict[str, torch.Tensor],
-    layers: dict[str, SolvedLayer],
-    skipped: dict[str, str],
+    path: Path, source: SourceCheckpoint, names: list[str], changed: dict[str, torch.Tensor], result: BlockResult
 ) -> dict[str, Any]:
-    """Write `shard`, read it back, and return its record.
+    """Write a shard, read it back, and return its record.
 
     Args:
+        path: of the shard.
         names: source tensors that belong to this part; each of them ends as compressed or copied; none is dropped.
         changed: tensors whose values a transform changed (norms, biases), by name; also tensors the source did not store.
-        layers: solved layers by module name.
-        skipped: layers the recipe named that were left as they are, with the reason.
+        result: solved layers, and layers the recipe named that were left as they are.
     """
+    layers, skipped = result.layers, result.skipped
     tensors: dict[str, torch.Tensor] = {}
     account: dict[str, Any] = {}
-    wholes = _wholes(source, names, changed, layers)
-    for name in names:
-        module = name.rpartition(".")[0]
-        size = source.nbytes(name)
+    own, wholes = set(names), _wholes(source, names, changed, layers)
+    # Tensors that the source does not store were tied to others.
+    for name in dict.fromkeys([*names, *changed, *(f"{module}.weight" for module in layers)]):
+        module, tied = name.rpartition(".")[0], name not in own
+        before = 0 if tied else source.nbytes(name)
         if name.endswith(".weight") and module in layers:
-            stored = _stored(source, module, layers[module])
-            tensors.update(stored)
-            account[name] = {
-                "action": "compressed", "stored_as": sorted(stored), "bytes_before": size, "bytes_after": _bytes(stored),
-                "format": layers[module].entry.format,
-            }  # fmt: skip
+            home = source.published_module(module)
+            stored = {f"{home}.{key}": value.contiguous().cpu() for key, value in layers[module].tensors.items()}
+            entry = _entry("compressed", stored, before, format=layers[module].entry.format)
+        elif name in wholes:
+            stored = {wholes[name]: tensors[wholes[name]] if wholes[name] in tensors else source.whole(name)}
+            entry = _entry("copied", stored, before) | {"bytes_after": before}
         else:
-            own = wholes.get(name) or source.published(name)
-            if own not in tensors:
-                value = changed[name] if name in changed else source.whole(name) if name in wholes else source.get(name)
-                tensors[own] = value.contiguous().cpu()
-            after = size if name in wholes else _bytes({own: tensors[own]})
-            account[name] = {"action": "copied", "stored_as": [own], "bytes_before": size, "bytes_after": after}
-            if name in changed:
-                account[name]["reason"] = "took the scale of the layers that read it"
-            if module in skipped:
-                account[name]["reason"] = skipped[module]
-    for name, value in changed.items():
-        if name not in account:
-            own = source.published(name)
-            tensors[own] = value.contiguous().cpu()
-            account[name] = {
-                "action": "copied",
-                "stored_as": [own],
-                "bytes_before": 0,
-                "bytes_after": _bytes({own: value}),
-                "reason": "was tied",
-            }
-    for module, layer in layers.items():
-        if f"{module}.weight" not in account:
-            stored = _stored(source, module, layer)
-            tensors.update(stored)
-            account[f"{module}.weight"] = {
-                "action": "compressed", "stored_as": sorted(stored), "bytes_before": 0, "bytes_after": _bytes(stored),
-                "format": layer.entry.format, "reason": "was tied",
-            }  # fmt: skip
+            value = changed[name] if name in changed else source.get(name)
+            stored = {source.published(name): value.contiguous().cpu()}
+            entry = _entry("copied", stored, before)
+        if tied:
+            entry["reason"] = "was tied"
+        elif module in skipped and entry["action"] == "copied":
+            entry["reason"] = skipped[module]
+        elif name in changed:
+            entry["reason"] = "took the scale of the layers that read it"
+        tensors |= stored
+        account[name] = entry
 
-    path = directory / shard
     with disk_errors(f"writing {path}"), written_beside(path) as temporary:
         save_file(tensors, temporary, metadata={"format": "pt"})
     verify_part(path, tensors, {source.published_module(name): layer for name, layer in layers.items()})
     return {
-        "shard": shard,
+        "shard": path.name,
         "sha256": sha256(path),
         "bytes": path.stat().st_size,
         "tensors": account,
@@ -94,10 +74,11 @@ def write_part(
     }
 
 
-def _stored(source: SourceCheckpoint, module: str, layer: SolvedLayer) -> dict[str, torch.Tensor]:
-    """The tensors of a compressed layer under the names that they are written by."""
-    home = source.published_module(module)
-    return {f"{home}.{key}": value.contiguous().cpu() for key, value in layer.tensors.items()}
+def _entry(action: str, stored: dict[str, torch.Tensor], before: int, **more: str) -> dict[str, Any]:
+    """The account of one tensor of the source."""
+    return {
+        "action": action, "stored_as": sorted(stored), "bytes_before": before, "bytes_after": _bytes(stored), **more,
+    }  # fmt: skip
 
 
 def _wholes(

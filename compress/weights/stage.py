@@ -55,14 +55,13 @@ class CheckedWeights(Job):
 
     def describe(self) -> str:
         """ "12 layers compressed"."""
-        return f"{len(self.weights.work)} layers compressed"
+        return f"{len(self.weights.tasks)} layers compressed"
 
     def warnings(self, context: Context, size: int) -> list[str]:
         """Layers that calibration text does not reach, and layers that stay as they are."""
         from compress.weights.assign import left_alone, unreached
-        from runtime.system.sizes import size as in_words
 
-        return [*unreached(context.streamed, in_words), *left_alone(self.weights.left)]
+        return [*unreached(context.streamed), *left_alone(self.weights.left)]
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Compress the blocks that are not done, all processes together; every part has a record of its own in the run directory.
@@ -84,8 +83,8 @@ class CheckedWeights(Job):
             {
                 "stages": [stage.index for stage in context.recipe.stages],
                 "paths": [str(path.absolute()) for path in (context.path, context.original.path, directory.path)],
-                "work": plan.work,
-                "held": plan.held,
+                "tasks": plan.tasks,
+                "constraints": plan.constraints,
                 "done": done,
                 "spill": store.spill,
                 "bounds": context.bounds,
@@ -132,7 +131,9 @@ class WeightsRoom(StageRoom):
         own = recipe.model_copy(update={"stages": [s for s in recipe.stages if s.index in task["stages"]]})
         context = Context.open(own, open_checkpoint(checkpoint), device, open_checkpoint(original), experts_apart=True)
         context.bind(task["bounds"])
-        plan = WeightPlan(context, task["work"], task["held"])  # as the main process has checked and allocated it
+        plan = WeightPlan(
+            context, task["tasks"], task["constraints"]
+        )  # as the main process has checked and allocated it
         with Reporter(None, quiet=True) as reporter:
             run_pass(BlockPass(plan, RunDirectory.shared(output), reporter, task["spill"], task["done"], team))
         _highest_peak(team)

@@ -77,14 +77,15 @@ print(json.dumps(found))
 #: A recipe that trains after it has quantized.
 RECOVER = """
 from compress.recipe import load
-from compress.weights.assign import ModuleInfo, assign
+from compress.recipe.targets import ModuleInfo
+from compress.weights.assign import assign
 from runtime.errors import RequestError
 stages = [
     {"quantize": {"method": "rtn", "scheme": {"representation": "kmeans"}}},
     {"recover": {"method": "finetune"}},
 ]
 modules = [ModuleInfo("model.layers.0.mlp.down_proj", "Linear", (8, 16))]
-assert assign(load({"name": "t", "model": "m", "stages": stages[::-1]}), modules)
+assert assign(load({"name": "t", "model": "m", "stages": stages[::-1]}), modules)[0]
 try:
     assign(load({"name": "t", "model": "m", "stages": stages}), modules)
 except RequestError as error:

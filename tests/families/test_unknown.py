@@ -62,10 +62,10 @@ def test_an_unknown_architecture_works(tmp_path: Path) -> None:
 
 def test_the_plan_says_what_is_no_linear_layer(tmp_path: Path) -> None:
     plan = make_plan(load(recipe(tmp_path / "model", tmp_path, W4, bank=64)), tmp_path / "out")
-    assert [w for w in plan.warnings if "stays as it is" in w] == [
-        "trunk.cells.*.bank [3, 64, 64] stays as it is (2 tensors, 98.30 kB, 18% of the weights): its module Cell holds experts in a way "
-        "that it does not say"
-    ]
+    (warning,) = [w for w in plan.warnings if "stays as it is" in w]
+    assert warning.startswith(
+        "trunk.cells.*.bank [3, 64, 64] stays as it is (2 tensors, 98.30 kB, 18% of the weights): its module Cell"
+    )
     plain = make_plan(load(recipe(tmp_path / "plain", tmp_path, W4)), tmp_path / "out")
     assert not [w for w in plain.warnings if "stays as it is" in w]
 

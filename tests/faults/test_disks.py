@@ -148,7 +148,7 @@ def test_an_output_that_vanishes_in_mid_run(
 ) -> None:
     from compress.weights import block_pass
 
-    real, output = block_pass._one_block, tmp_path / "out"
+    real, output = block_pass.run_block, tmp_path / "out"
 
     def vanish(one: Any, index: int, *rest: Any) -> Any:
         if index == 1:
@@ -156,7 +156,7 @@ def test_an_output_that_vanishes_in_mid_run(
         return real(one, index, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(block_pass, "_one_block", vanish)
+        patched.setattr(block_pass, "run_block", vanish)
         code, found, said = ask()
     assert code == 1, found
     assert str(output) in found["error"]
@@ -178,7 +178,7 @@ def test_a_source_that_changes_between_two_runs(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(block_pass, "_one_block", stop)
+        patched.setattr(block_pass, "run_block", stop)
         code, found, _ = ask()
     assert code == 130
     assert "interrupted; finished work is kept: run the same command with --resume to continue" in found["error"]

@@ -164,7 +164,7 @@ def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
 
     request, output = make_request(tmp_path, "compress"), tmp_path / "out"
     straight = contents(compress.apply(request, output=tmp_path / "straight", quiet=True).path)
-    real = block_pass._one_block
+    real = block_pass.run_block
 
     def stop(job: Any, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -172,7 +172,7 @@ def test_clocks_decide_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, 
         return real(job, index, *rest)
 
     with monkeypatch.context() as patched:
-        patched.setattr(block_pass, "_one_block", stop)
+        patched.setattr(block_pass, "run_block", stop)
         with pytest.raises(KeyboardInterrupt):
             compress.apply(request, output=output, quiet=True)
     now = time.time

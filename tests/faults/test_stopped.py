@@ -28,13 +28,13 @@ ROOT = Path(__file__).resolve().parents[2]
 APPLY = """
 import sys, time
 from compress.weights import block_pass as blocks
-real = blocks._one_block
+real = blocks.run_block
 def one_block(job, index, *rest):
     if index == 1:
         print("here", flush=True)
         time.sleep(60)
     return real(job, index, *rest)
-blocks._one_block = one_block
+blocks.run_block = one_block
 from compress.cli import main
 sys.exit(main(sys.argv[1:]))
 """

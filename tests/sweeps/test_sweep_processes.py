@@ -35,12 +35,12 @@ def until(true, what):
 TRIAL = """
 import sys, time
 from compress.weights import block_pass as blocks
-real = blocks._one_block
+real = blocks.run_block
 def one_block(job, index, *rest):
     if index == 4:
         time.sleep(600)
     return real(job, index, *rest)
-blocks._one_block = one_block
+blocks.run_block = one_block
 from compress.sweeps import trial
 sys.exit(trial.main(sys.argv[1:]))
 """

@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrize
 
-from compress.quantize.fixed import Held
 from compress.quantize.grid import Grid
+from compress.quantize.weight_constraint import WeightConstraint
 
 _NEARLY = 0.45  # of a step
 
@@ -92,7 +92,7 @@ class _Through(torch.autograd.Function):
 
 def constrain(
     module: nn.Module,
-    held: dict[str, Held],
+    constraints: dict[str, WeightConstraint],
     adapter: Adapter | None = None,
     targets: frozenset[str] = frozenset(),
     seed: int = 0,
@@ -101,12 +101,12 @@ def constrain(
 
     Args:
         module: of the whole model, float32.
-        held: {layer: what must stay}.
+        constraints: {layer: its mask and grid}.
         adapter: of each of the layers `targets`, whose own weights are then frozen; None: weights are trained themselves.
     """
     generator = torch.Generator().manual_seed(seed)
     for name, layer in list(module.named_modules()):
-        own = held.get(name)
+        own = constraints.get(name)
         if own is None and (adapter is None or name not in targets):
             continue
         weight = layer.weight

@@ -1,10 +1,10 @@
-"""A stage `recover` before anything is computed: its text read, and held against the model and what comes before."""
+"""Job of a stage `recover`: checks against the model and the stages before it, footprint, and run."""
 
 from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from compress.distill.recover.nested import feed_forward
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train.losses import Objective
 from compress.model.footprint import Footprint, ModelSize, Speed
+from compress.model.stage import Job, Store
 from compress.model.supported import check_fits_model, check_streams
 from compress.recipe import KINDS, Stage
 from runtime.config.messages import listing
@@ -23,119 +24,11 @@ from runtime.engines.torch.encoder import position_limit
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
+    from compress.core.memory_bounds import Bounds
+    from compress.core.progress import Reporter
     from compress.model.context import Context
+    from compress.model.footprint import Rows
     from compress.model.streamed import StreamedModel
-
-
-# What a stage `recover` takes before it is carried out: memory, disk and time, without compressing layers before it.
-
-# Bytes of a number that is trained: itself, its gradient and AdamW's moments; and beside them the best so far, with copies of it and its
-# moments while a checkpoint is taken. A checkpoint has it, its moments and the best.
-_TRAINED, _COPIES, _SAVED = 16, 16, 16
-_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
-_SHARE = 10  # what is less than a tenth of the memory is not worth a word
-
-
-def recovery_footprint(
-    job: RecoverJob, model: ModelSize, teacher: ModelSize, speed: Speed, device: torch.device
-) -> Footprint:
-    """What training takes.
-
-    Args:
-        model: that is trained. teacher: the model before all stages.
-        device: where both are.
-    """
-    settings = job.settings
-    whole = settings.adapter is None
-    numbers = model.total if settings.adapter is None else _adapted(model, settings.adapter.rank)
-    # Beside a weight that is changed is the one that comes of the change, and what is in between while it is made and derived by.
-    weights = _TRAINED * numbers + (0 if whole else 4 * model.total + 12 * model.inside)
-    asked = bool(settings.kl or settings.squarehead)
-    taught = teacher.stored if asked and settings.teacher == "memory" else 0
-    activations = _activations(job, model)
-    computed, copies = weights + taught + activations, _COPIES * numbers
-    disk = (
-        3 * _SAVED * numbers
-    )  # two checkpoints, in case one is damaged, and a third is there before the first one goes
-    if asked and settings.teacher == "cached":
-        layers = model.blocks if settings.squarehead else 0
-        positions = settings.samples * settings.sequence_length
-        disk += cached_bytes(positions, teacher.hidden, teacher.itemsize, layers, settings.teacher_top)
-    on_cpu = device.type == "cpu"
-    return Footprint(
-        memory=copies + (computed if on_cpu else 0),
-        device=0 if on_cpu else computed,
-        disk=disk,
-        seconds=_seconds(job, model, teacher, speed, device),
-        advice=_advice(job, computed + (copies if on_cpu else 0), taught, activations, weights),
-    )
-
-
-def held_out(rows: int) -> int:
-    """How many of the rows are not trained on."""
-    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))
-
-
-def _adapted(model: ModelSize, rank: int) -> int:
-    """Numbers of low-rank changes of all linear layers of the blocks."""
-    return sum(min(rank, *sides) * sum(sides) for sides in model.linears)
-
-
-def _activations(job: RecoverJob, model: ModelSize) -> int:
-    """Of a layer and position what linear layers read and give is kept, and what norms do: at least 17 numbers of the hidden size
-    (Korthikanti et al., arXiv 2205.05198). Where activations are computed again, so many of one layer, and a state of each."""
-    settings = job.settings
-    positions = _rows_at_once(job) * settings.sequence_length
-    layer = max(17 * model.hidden, sum(map(sum, model.linears)) // model.blocks + 4 * model.hidden)
-    numbers = layer + model.blocks * model.hidden if settings.gradient_checkpointing else layer * model.blocks
-    taught = model.blocks * model.hidden if settings.squarehead else 0
-    logits = 0 if model.encoder else 5 * model.vocabulary
-    return 4 * positions * (numbers + taught + logits)
-
-
-def _rows_at_once(job: RecoverJob) -> int:
-    """Of one forward pass of a process."""
-    own = -(-job.settings.batch_size // launched())
-    return min(own, job.settings.micro_batch or own)
-
-
-def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights: int) -> str:
-    """The settings that would help, those that cost least first."""
-    settings = job.settings
-    large = activations > total // _SHARE
-    found = []
-    if large and _rows_at_once(job) > 1:
-        found.append(f"set micro_batch below {_rows_at_once(job)}")
-    if large and not settings.gradient_checkpointing:
-        found.append("set gradient_checkpointing: true")
-    if taught > total // _SHARE:
-        found.append("set teacher: cached")
-    if settings.adapter is None and not job.method.nested and weights > total // _SHARE:
-        found.append("use method lora")
-    return ", ".join([*found, "or use a machine with more"] if found else ["use a machine with more"])
-
-
-def _seconds(job: RecoverJob, model: ModelSize, teacher: ModelSize, speed: Speed, device: torch.device) -> float:
-    """At most: it may end early. Two operations a weight and token for a forward pass, as many for the derivatives by activations, and by
-    weights, those that change by an adapter too; a teacher has forward passes alone. The processes that were launched share it."""
-    settings = job.settings
-    rate = speed.single if device.type == "cpu" and settings.precision != "bfloat16" else max(speed.own, speed.single)
-    forward, backward = 2.0 * model.total, 4.0 * model.total
-    if settings.gradient_checkpointing:
-        backward += 2.0 * model.inside
-    asked = bool(settings.kl or settings.squarehead)
-    lesson = 2.0 * teacher.total if asked else 0.0
-    taught = lesson if settings.teacher == "memory" else 0.0
-    trained = settings.steps * settings.batch_size * settings.sequence_length
-    looks = settings.steps // settings.evaluate_every + 1
-    measured = looks * held_out(settings.samples) * settings.sequence_length
-    total = trained * (forward + backward + taught) + measured * (forward + taught)
-    total /= launched()
-    if asked and settings.teacher == "cached":
-        total += settings.samples * settings.sequence_length * lesson
-    return total / rate
 
 
 _CHANGING = ("structure", "prune", "quantize")
@@ -143,45 +36,88 @@ _POSITION = re.compile(r"(position|wpe)[^.]*$")
 
 
 @dataclass(frozen=True)
-class RecoverJob:
-    """What will be trained, as far as it is known.
+class RecoverJob(Job):
+    """A recovery that has been checked.
 
     Attributes:
-        stage: of the recipe.
-        config: of the model; nothing of it changes.
-        whole: what will be trained, in numbers. teacher: what it learns from.
+        model: that will be trained, in numbers. teacher: the model before all stages.
         after: methods of the stages before that compress layers, which are compressed before the training.
-        warnings: sentences for the user.
+        notes: warnings for the user.
     """
 
-    stage: Stage
-    config: PretrainedConfig
-    whole: ModelSize
+    model: ModelSize
     teacher: ModelSize
     after: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
-        """The job of a stage that has been checked. What an encoder cannot learn becomes 0 in the stage, so that the recipe that is kept
+        """The job of a stage that has been checked. What an encoder cannot learn becomes 0 in the stage, so that the recipe in the artifact
         says what was done, and can be run again."""
         if streamed.kind == "encoder":
             stage.config.kl = stage.config.cross_entropy = 0.0
-        return cls(stage, streamed.config, ModelSize.of(streamed), ModelSize.of(original))
+        return cls(stage, ModelSize.of(streamed), ModelSize.of(original))
 
     @property
     def settings(self) -> RecoverConfig:
+        """The stage's fields."""
         found: RecoverConfig = self.stage.config
         return found
 
     @property
     def method(self) -> RecoverMethod:
+        """The stage's method."""
         return METHODS[self.stage.method]
+
+    @property
+    def taught(self) -> bool:
+        """Whether the teacher's outputs are needed."""
+        return bool(self.settings.kl or self.settings.squarehead)
+
+    @property
+    def needs(self) -> set[str]:
+        """It always reads text."""
+        return {"text"}
+
+    @property
+    def stored(self) -> int:
+        """Bytes of the model on the disk."""
+        return self.model.stored
+
+    def footprint(self, context: Context, rows: Rows, bounds: Bounds, speed: Speed) -> Footprint:
+        """Of the training, which has rows of text of its own."""
+        return recovery_footprint(self, speed, context.streamed.device)
 
     def describe(self) -> str:
         """For people: "recovery by finetune after sparsegpt, 400 steps of training"."""
         after = f" after {' and '.join(self.after)}" if self.after else ""
         return f"recovery by {self.stage.method}{after}, {self.settings.steps:,} steps of training"
+
+    def warnings(self, context: Context, size: int) -> list[str]:
+        """Fewer rows than asked for."""
+        return list(self.notes)
+
+    def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
+        """Train, all processes together, and write a plain checkpoint; see `recover`."""
+        from compress.distill.recover.recovery import Recovery, recover
+
+        before = context.path if store.compressed is None else store.compressed.path
+        tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
+        paths = (context.path, context.original.path, before, store.output, store.work)
+        task = {
+            "stage": self.stage.index,
+            "paths": [str(path.absolute()) for path in paths],
+            "passes": list(context.records),
+            "tokens": tokens,
+        }
+        store.ask(self.stage.kind, task)
+        passes = context.records
+        found = recover(Recovery(self, before, context, passes, tokens, store.output, store.work, reporter, store.team))
+        if store.compressed is not None:  # the artifact will say how far its layers are from what was trained: nothing
+            names = ("name", "method", "error")
+            layers = [layer for layer in store.compressed.layers if layer["error"] is not None]
+            found["compressed"] = [{name: layer[name] for name in names} for layer in layers]
+        return found
 
 
 def prepare(context: Context, stage: Stage) -> RecoverJob:
@@ -242,7 +178,7 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
         raise refuse("sequence_length", text)
     _, warnings = rows(context, stage)
     after = tuple(other.method for other in layered)
-    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, warnings=tuple(warnings))
+    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, notes=tuple(warnings))
 
 
 def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
@@ -272,3 +208,103 @@ def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Rows to train on, and rows that are held out."""
     count = held_out(len(ids))
     return ids[:-count], ids[-count:]
+
+
+# ------------------------------------------------------------ footprint
+# Bytes of a number that is trained: itself, its gradient and AdamW's moments; and beside them the best so far, with copies of it and its
+# moments while a checkpoint is taken. A checkpoint has it, its moments and the best.
+_TRAINED, _COPIES, _SAVED = 16, 16, 16
+_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
+_SHARE = 10  # advice names what takes more than a tenth of the memory
+
+
+def recovery_footprint(job: RecoverJob, speed: Speed, device: torch.device) -> Footprint:
+    """Memory, disk and time of the training, without compressing layers before it.
+
+    Args:
+        device: of both models.
+    """
+    settings, model, teacher = job.settings, job.model, job.teacher
+    numbers = model.total if settings.adapter is None else _adapted(model, settings.adapter.rank)
+    # Beside a weight with an adapter is the sum of both, and what is in between while it is computed and derived by.
+    weights = _TRAINED * numbers + (0 if settings.adapter is None else 4 * model.total + 12 * model.inside)
+    taught = teacher.stored if job.taught and settings.teacher == "memory" else 0
+    activations = _activations(job)
+    computed, copies = weights + taught + activations, _COPIES * numbers
+    disk = 3 * _SAVED * numbers  # two checkpoints, in case one is damaged, and a third before the first one goes
+    if job.taught and settings.teacher == "cached":
+        layers = model.blocks if settings.squarehead else 0
+        positions = settings.samples * settings.sequence_length
+        disk += cached_bytes(positions, teacher.hidden, teacher.itemsize, layers, settings.teacher_top)
+    on_cpu = device.type == "cpu"
+    return Footprint(
+        memory=copies + (computed if on_cpu else 0),
+        device=0 if on_cpu else computed,
+        disk=disk,
+        seconds=_seconds(job, speed, device),
+        advice=_advice(job, computed + (copies if on_cpu else 0), taught, activations, weights),
+    )
+
+
+def held_out(rows: int) -> int:
+    """How many of the rows are not trained on."""
+    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))
+
+
+def _adapted(model: ModelSize, rank: int) -> int:
+    """Numbers of low-rank changes of all linear layers of the blocks."""
+    return sum(min(rank, *sides) * sum(sides) for sides in model.linears)
+
+
+def _activations(job: RecoverJob) -> int:
+    """Bytes of activations: of each layer and position the inputs and outputs of linear layers and norms, at least 17 numbers of the hidden
+    size (Korthikanti et al., arXiv 2205.05198); with gradient checkpointing those of one layer, and a hidden state of each."""
+    settings, model = job.settings, job.model
+    positions = _rows_at_once(job) * settings.sequence_length
+    layer = max(17 * model.hidden, sum(map(sum, model.linears)) // model.blocks + 4 * model.hidden)
+    numbers = layer + model.blocks * model.hidden if settings.gradient_checkpointing else layer * model.blocks
+    taught = model.blocks * model.hidden if settings.squarehead else 0
+    logits = 0 if model.encoder else 5 * model.vocabulary
+    return 4 * positions * (numbers + taught + logits)
+
+
+def _rows_at_once(job: RecoverJob) -> int:
+    """Of one forward pass of a process."""
+    own = -(-job.settings.batch_size // launched())
+    return min(own, job.settings.micro_batch or own)
+
+
+def _advice(job: RecoverJob, total: int, taught: int, activations: int, weights: int) -> str:
+    """The settings that would help, those that cost least first."""
+    settings = job.settings
+    large = activations > total // _SHARE
+    found = []
+    if large and _rows_at_once(job) > 1:
+        found.append(f"set micro_batch below {_rows_at_once(job)}")
+    if large and not settings.gradient_checkpointing:
+        found.append("set gradient_checkpointing: true")
+    if taught > total // _SHARE:
+        found.append("set teacher: cached")
+    if settings.adapter is None and not job.method.nested and weights > total // _SHARE:
+        found.append("use method lora")
+    return ", ".join([*found, "or use a machine with more"] if found else ["use a machine with more"])
+
+
+def _seconds(job: RecoverJob, speed: Speed, device: torch.device) -> float:
+    """An upper bound, since training may end early: two operations a weight and token for a forward pass, four for a backward pass; a
+    teacher has forward passes alone. The processes that were launched share them."""
+    settings, model = job.settings, job.model
+    rate = speed.single if device.type == "cpu" and settings.precision != "bfloat16" else max(speed.own, speed.single)
+    forward, backward = 2.0 * model.total, 4.0 * model.total
+    if settings.gradient_checkpointing:
+        backward += 2.0 * model.inside
+    lesson = 2.0 * job.teacher.total if job.taught else 0.0
+    taught = lesson if settings.teacher == "memory" else 0.0
+    trained = settings.steps * settings.batch_size * settings.sequence_length
+    looks = settings.steps // settings.evaluate_every + 1
+    measured = looks * held_out(settings.samples) * settings.sequence_length
+    total = trained * (forward + backward + taught) + measured * (forward + taught)
+    total /= launched()
+    if settings.teacher == "cached":
+        total += settings.samples * settings.sequence_length * lesson
+    return total / rate

@@ -21,13 +21,12 @@ from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
 from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import TextRows, digest_of
-from compress.distill.train.loop import DivergedError, Guide, Trained, Training
+from compress.distill.train.loop import Guide, Trained, Training
 from compress.model.checkpoint_writer import PlainWriter
 from compress.model.context import Context
 from compress.model.float8_source import open_checkpoint
 from compress.model.streamed import StreamedModel
-from compress.quantize import fixed as held_files
-from compress.quantize.fixed import HELD, Held
+from compress.quantize.weight_constraint import CONSTRAINTS, WeightConstraint, load_constraints, save_constraints
 from compress.recipe import Recipe
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
@@ -87,7 +86,7 @@ class _Text:
 
 
 def recover(recovery: Recovery) -> dict[str, Any]:
-    """Train, and write what comes of it: a plain checkpoint, and what of it is held (`HELD`).
+    """Train, and write a plain checkpoint with the masks and grids of its layers (`CONSTRAINTS`).
 
     Returns:
         What happened, JSON-able. All processes but the main one end in `PartDone`.
@@ -98,20 +97,17 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     alignment = recovery.alignment
     with team.in_turn():
         text = _text(recovery, ids, alignment)
-    model, held = whole(recovery.before, device)
+    model, constraints = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
     if job.method.nested and getattr(settings, "order", False):
         order(model, context.streamed, feed_forward(context.streamed), text.given[:_RANKED])
-    for name, own in held.items():
-        if (
-            own.grid is not None
-            and settings.adapter is None
-            and (original := _original(model, context, name)) is not None
-        ):
+    grids = {name: own.grid for name, own in constraints.items() if settings.adapter is None and own.grid is not None}
+    for name, grid in grids.items():
+        if (original := _original(model, context, name)) is not None:
             weight = model.get_submodule(name).weight
-            weight.data = between_codes(weight.data, original, own.grid)
-    constrain(model, held, settings.adapter, _targets(model), settings.seed)
+            weight.data = between_codes(weight.data, original, grid)
+    constrain(model, constraints, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
         _checkpoint_activations(model)
     kind = Nested if job.method.nested else Recovering
@@ -128,12 +124,12 @@ def recover(recovery: Recovery) -> dict[str, Any]:
         )
     settle(model)
     write(model, context.streamed, recovery.output)
-    held_files.save(recovery.output / HELD, held)
+    save_constraints(recovery.output / CONSTRAINTS, constraints)
     return _facts(job, trained, text, digest_of(ids))
 
 
 def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
-    """The share of another process in a recovery of the main one (`CheckedRecovery.run`)."""
+    """The share of another process in a recovery of the main one (`RecoverJob.run`)."""
     checkpoint, original, before, output, work = map(Path, task["paths"])
     context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original))
     stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
@@ -142,18 +138,15 @@ def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> 
         recover(Recovery(job, before, context, task["passes"], task["tokens"], output, work, reporter, team))
 
 
-def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
-    """A model in memory, float32, its compressed layers dense; and what of them must stay.
-
-    A checkpoint that recovery has written says itself what is held in it.
-    """
+def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, WeightConstraint]]:
+    """A model in memory, float32, its compressed layers dense, and the masks and grids that these keep."""
     model: Any = Blueprint(Artifact(before), device, "reference", None, False).build_module()
-    held: dict[str, Held] = held_files.load(before / HELD) if (before / HELD).is_file() else {}
+    constraints = load_constraints(before)
     for name, module in list(model.named_modules()):
         if not isinstance(module, CompressedLinear):
             continue
         weight = module.compressed_weight()
-        held[name] = Held.of(weight)
+        constraints[name] = WeightConstraint.of(weight)
         dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, device="meta")
         dense.weight = nn.Parameter(weight.dequantize().float().to(device))
         if module.bias is not None:
@@ -162,7 +155,7 @@ def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, Held]]:
         setattr(model.get_submodule(parent), leaf, dense)
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
-    return model.float(), held
+    return model.float(), constraints
 
 
 def _original(model: nn.Module, context: Context, name: str) -> torch.Tensor | None:
@@ -261,6 +254,3 @@ def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[
         if "cross_entropy" in facts[when]:
             found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
     return found
-
-
-__all__ = ["HELD", "DivergedError", "Recovery", "recover", "whole", "write"]

@@ -11,10 +11,9 @@ import torch
 from compress.core.method import Method, Problem
 from compress.prune import METHODS as PRUNE
 from compress.quantize import METHODS as QUANTIZE
-from compress.quantize import check_fits
-from compress.quantize.fixed import Held
 from compress.quantize.grid import Grid, make_grid
 from compress.quantize.objective import row_errors
+from compress.quantize.weight_constraint import WeightConstraint
 from compress.weights.solver.columns import rows_at_a_time
 from compress.weights.solver.compensate import Constraint, Options, Solved, compensate, keep_float
 from runtime.errors import CompressError
@@ -40,25 +39,30 @@ class LayerResult:
 def solve_group(problem: Problem) -> list[LayerResult]:
     """Solve weights that read the same input together.
 
+    Args:
+        problem: weights and statistics are finite; shapes fit scheme and pattern.
+
     Raises:
-        RequestError: a shape that the scheme or the pattern does not fit.
-        CompressError: NaN or Inf in weights or statistics, missing statistics, a Hessian that cannot be factored.
+        CompressError: a Hessian that cannot be factored; constraints that are gone.
     """
     original = [weight.detach() for weight in problem.weights]
     names = problem.names or [f"weight {i}" for i in range(len(original))]
     problem = replace(problem, weights=original, names=names)
-    prune, quantize, held, scheme = problem.prune, problem.quantize, problem.held, problem.scheme
-    if held is not None and len(held) != len(original):
-        raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
-    on_grid = held is not None and held[0].grid is not None
-    has_masks = prune is not None and held is not None and held[0].mask is not None
-    _check(replace(problem, prune=None if has_masks else prune, quantize=None if on_grid else quantize))
-    if held is not None and on_grid:
-        return [_kept(weight, own, scheme, problem.dtype) for weight, own in zip(original, held, strict=True)]
+    prune, quantize, scheme = problem.prune, problem.quantize, problem.scheme
+    constraints: list[WeightConstraint] | None = None
+    if problem.constraints is not None:
+        constraints = [own.to(weight.device) for own, weight in zip(problem.constraints, original, strict=False)]
+        if len(problem.constraints) != len(original):
+            raise CompressError(f"{names[0]}: what recovery has left of it is gone; run again without --resume")
+        if constraints[0].grid is not None:
+            return [_on_grid(weight, own, problem) for weight, own in zip(original, constraints, strict=True)]
     fractions: tuple[float, ...] = ()
     if prune is not None:
         fractions = tuple(problem.sparsity or (prune.target_sparsity,) * len(original))
-        problem.masks = _held_masks(problem) if has_masks else fixed_masks(problem, fractions)
+        if constraints is not None and constraints[0].mask is not None:
+            problem.masks = [own.mask for own in constraints if own.mask is not None]
+        else:
+            problem.masks = fixed_masks(problem, fractions)
     pattern = prune.parsed if prune is not None and problem.masks is None else None
     hessian = problem.statistics.hessian if problem.statistics is not None else None
 
@@ -83,29 +87,19 @@ def solve_group(problem: Problem) -> list[LayerResult]:
         solved = compensate(problem.weights, hessian, constraint, options, names[0])
     else:
         solved = [Solved(nearest(problem, i), None, note) for i, note in enumerate(notes)]
-    # What rounding lost of weights that were pruned before says nothing of the original ones.
-    return [
-        _result(weight, found.weight, None if apart else found.lost, hessian, found.notes)
-        for weight, found in zip(original, solved, strict=True)
-    ]
+    if apart:  # what rounding lost of weights that were pruned before says nothing of the original ones
+        solved = [replace(one, lost=None) for one in solved]
+    return [_result(weight, one, hessian) for weight, one in zip(original, solved, strict=True)]
 
 
-def _held_masks(problem: Problem) -> list[torch.Tensor]:
-    """What was held on the disk, where the weights are."""
-    pairs = zip(problem.held or (), problem.weights, strict=True)
-    return [own.mask.to(weight.device) for own, weight in pairs if own.mask is not None]
-
-
-def _kept(weight: torch.Tensor, held: Held, scheme: Scheme, dtype: torch.dtype) -> LayerResult:
-    """A weight that is on its grid, or has nothing to be rounded to, as it is stored."""
-    grid, mask = held.grid, None if held.mask is None else held.mask.to(weight.device)
+def _on_grid(weight: torch.Tensor, constraint: WeightConstraint, problem: Problem) -> LayerResult:
+    """A weight that is on its grid already, as it is stored."""
+    grid, mask, found = constraint.grid, constraint.mask, []
     assert grid is not None
-    grid = Grid(grid.scheme, grid.scale.to(weight.device), None if grid.zero is None else grid.zero.to(weight.device))
-    found = []
     for part, kept, rows in _parts(weight, mask, rows_at_a_time(weight.shape[1])):
         own = grid.rows(rows)
-        found.append(own.weight(own.codes(part.float()), kept, scheme, dtype))
-    return _result(weight, _joined(found, mask), None, None, {"held": True})
+        found.append(own.weight(own.codes(part.float()), kept, problem.scheme, problem.dtype))
+    return _result(weight, Solved(_joined(found, mask), None, {"held": True}), None)
 
 
 def compensates(config: Any, method: Method) -> bool:
@@ -171,42 +165,13 @@ def _joined(parts: list[CompressedWeight], mask: torch.Tensor | None) -> Compres
     return CompressedWeight.of(values, parameters, mask, first.scheme, first.dtype)
 
 
-def _check(problem: Problem) -> None:
-    statistics, names = problem.statistics, problem.names
-    methods = [] if problem.prune is None else [PRUNE[problem.prune.method]]
-    methods += [] if problem.quantize is None else [QUANTIZE[problem.quantize.method]]
-    needs = set().union(*(method.needs for method in methods))
-    if needs and statistics is None:
-        raise CompressError(f"{names[0]}: no calibration inputs were seen, and the method needs them")
-    if "hessian" in needs and statistics is not None and statistics.hessian is None:
-        raise CompressError(f"{names[0]}: the method needs second moments of the inputs, and they were not collected")
-    if statistics is not None and not statistics.finite:
-        raise CompressError(f"{names[0]}: the calibration inputs of this layer contain NaN or Inf")
-    for weight, name in zip(problem.weights, names, strict=True):
-        if not bool(torch.isfinite(weight).all()):
-            raise CompressError(f"{name}: the weights contain NaN or Inf")
-        shape = (weight.shape[0], weight.shape[1])
-        check_fits(problem.scheme, shape, name)
-        if problem.prune is not None:
-            problem.prune.parsed.check(shape, name)
-
-
-def _result(
-    weight: torch.Tensor,
-    compressed: CompressedWeight,
-    lost: float | None,
-    hessian: torch.Tensor | None,
-    notes: dict[str, Any],
-) -> LayerResult:
-    """With the relative output error; `lost` is the absolute one where the solver knows it."""
-    rows = rows_at_a_time(weight.shape[1])
+def _result(weight: torch.Tensor, solved: Solved, hessian: torch.Tensor | None) -> LayerResult:
+    """With the relative output error, which is computed where the solver does not know it."""
+    rows, lost, notes = rows_at_a_time(weight.shape[1]), solved.lost, solved.notes
     total = sum(float(row_errors(part.float(), hessian).sum()) for part in weight.split(rows))
     if lost is None:
-        dense = compressed.dequantize()
-        lost = sum(
-            float(row_errors(a.float() - b.float(), hessian).sum())
-            for a, b in zip(weight.split(rows), dense.split(rows), strict=True)
-        )
-    if compressed.mask is not None:
-        notes = notes | {"sparsity": 1 - float(compressed.mask.float().mean())}
-    return LayerResult(compressed, lost / total if total > 0 else 0.0, notes)
+        pairs = zip(weight.split(rows), solved.weight.dequantize().split(rows), strict=True)
+        lost = sum(float(row_errors(a.float() - b.float(), hessian).sum()) for a, b in pairs)
+    if solved.weight.mask is not None:
+        notes = notes | {"sparsity": 1 - float(solved.weight.mask.float().mean())}
+    return LayerResult(solved.weight, lost / total if total > 0 else 0.0, notes)

@@ -228,7 +228,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
     compress.apply(wanted, output=tmp_path / "whole", quiet=True)
     for stop in (1, 2, 4):
         output = tmp_path / f"stopped-{stop}"
-        one_block = block_pass._one_block
+        one_block = block_pass.run_block
 
         def stopping(job, index, states, stop=stop, one_block=one_block):
             if index == stop:
@@ -236,7 +236,7 @@ def test_a_resumed_run_gives_the_same_bytes(seq2seq, recipe, tmp_path, monkeypat
             return one_block(job, index, states)
 
         with monkeypatch.context() as patch:
-            patch.setattr(block_pass, "_one_block", stopping)
+            patch.setattr(block_pass, "run_block", stopping)
             with pytest.raises(CompressError, match="stopped"):
                 compress.apply(wanted, output=output, quiet=True)
         compress.apply(wanted, output=output, resume=True, quiet=True)

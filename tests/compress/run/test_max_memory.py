@@ -210,7 +210,7 @@ def test_fewer_rows_stay_with_the_run(make_checkpoint: Any, recipe: Any, tmp_pat
     monkeypatch.setattr(footprint, "choose", least)
     whole = made(request, tmp_path / "whole", max_memory=tight)
     assert json.loads((tmp_path / "whole" / "compress.json").read_text())["identity"]["batch_rows"] == 1
-    one_block = block_pass._one_block
+    one_block = block_pass.run_block
 
     def stopping(job: Any, index: int, *rest: Any) -> Any:
         if index == 2:
@@ -218,7 +218,7 @@ def test_fewer_rows_stay_with_the_run(make_checkpoint: Any, recipe: Any, tmp_pat
         return one_block(job, index, *rest)
 
     with monkeypatch.context() as patch:
-        patch.setattr(block_pass, "_one_block", stopping)
+        patch.setattr(block_pass, "run_block", stopping)
         with pytest.raises(CompressError, match="stopped"):
             compress.apply(request, output=tmp_path / "on", quiet=True, max_memory=tight)
     assert made(request, tmp_path / "on", resume=True, max_memory=ample) == whole

@@ -15,7 +15,7 @@ from checkpoints import VOCABULARY, byte_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import compress
-from compress.distill.recover.stage import CheckedRecovery
+from compress.distill.recover.job import RecoverJob
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train import checkpoint
 from compress.model import context, hidden_states
@@ -228,7 +228,7 @@ def test_the_time_of_a_pass_is_that_of_its_kind(
 
     now = [0.0]
     monkeypatch.setattr(run.time, "monotonic", lambda: now[0])
-    for kind, seconds in ((StructureJob, 3.0), (CheckedRecovery, 10.0)):
+    for kind, seconds in ((StructureJob, 3.0), (RecoverJob, 10.0)):
 
         def timed(*arguments: Any, real: Any = kind.run, seconds: float = seconds) -> Any:
             found = real(*arguments)

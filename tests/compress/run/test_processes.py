@@ -44,22 +44,22 @@ if "spill" in what:
     totals.SPILL_SHARE = -1.0
 seen = []
 if "killed" in what and rank == 1:
-    whole = blocks._one_block
+    whole = blocks.run_block
     def killed(job, index, states):
         if index == 1:
             os.kill(os.getpid(), signal.SIGKILL)
         return whole(job, index, states)
-    blocks._one_block = killed
+    blocks.run_block = killed
 if "layer" in what and rank == 1:
     def fail(*_):
         raise CompressError("model.layers.0: this layer cannot be solved")
-    solve._solve = fail
+    solve.solve_group = fail
 if "own" in what:
-    run, numbers = blocks._runner, []
+    run, numbers = blocks.forward_of, []
     def noted(streamed, index, states, number, batch):
         numbers.append(number)
         return run(streamed, index, states, number, batch)
-    blocks._runner = noted
+    blocks.forward_of = noted
 if "heavy" in what and rank == 1:
     torch.ones(300_000_000)
 made, text = None, "done"

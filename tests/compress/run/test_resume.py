@@ -91,7 +91,7 @@ def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
     from compress.run import run
     from compress.weights import block_pass
 
-    real, seen = block_pass._one_block, []
+    real, seen = block_pass.run_block, []
 
     def stop_at(limit):
         def one_block(job, index, states):
@@ -105,10 +105,10 @@ def test_resume_starts_at_the_next_block(job, tmp_path, monkeypatch):
     from compress.recipe import load
 
     for limit in (2, 4):
-        monkeypatch.setattr(block_pass, "_one_block", stop_at(limit))
+        monkeypatch.setattr(block_pass, "run_block", stop_at(limit))
         with pytest.raises(KeyboardInterrupt):
             run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
-    monkeypatch.setattr(block_pass, "_one_block", stop_at(-1))
+    monkeypatch.setattr(block_pass, "run_block", stop_at(-1))
     run.apply(load(job), output=tmp_path / "out", resume=True, quiet=True)
     assert seen == [0, 1, 2, 3, 4, 5]
 
@@ -118,7 +118,7 @@ def test_resume_refuses_another_request(job, tmp_path, monkeypatch):
     from compress.run import run
     from compress.weights import block_pass
 
-    monkeypatch.setattr(block_pass, "_one_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
+    monkeypatch.setattr(block_pass, "run_block", lambda *a: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt):
         run.apply(load(job), output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

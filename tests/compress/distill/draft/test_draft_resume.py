@@ -35,13 +35,13 @@ def failed(make_checkpoint: Any, recipe: Any, tmp_path: Path, monkeypatch: pytes
                 compress.apply(recipe(make_checkpoint(), RTN, stage), output=tmp_path / "out", quiet=True)
         assert said.value.exit_code == 1
         assert not (tmp_path / "out/compress.json").exists()
-        own = block_pass._one_block
+        own = block_pass.run_block
 
         def of_the_draft(job: Any, *rest: Any) -> Any:
             assert job.plan.context.recipe.name == "draft", "a block was compressed again"
             return own(job, *rest)
 
-        monkeypatch.setattr(block_pass, "_one_block", of_the_draft)
+        monkeypatch.setattr(block_pass, "run_block", of_the_draft)
         return tmp_path / "out"
 
     return make

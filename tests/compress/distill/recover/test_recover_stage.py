@@ -238,15 +238,15 @@ def test_passes_that_are_done_are_not_done_again(
     )
     request = recipe(make_checkpoint(), *stages)
     straight = compress.apply(request, output=tmp_path / "straight", quiet=True)
-    real, blocks_done = block_pass._one_block, []
+    real, blocks_done = block_pass.run_block, []
 
     def one_block(job: Any, *rest: Any) -> Any:
-        blocks_done.append(job.plan.held != {})
+        blocks_done.append(job.plan.constraints != {})
         if sum(blocks_done) == 2:  # in the last pass of all
             raise KeyboardInterrupt
         return real(job, *rest)
 
-    monkeypatch.setattr(block_pass, "_one_block", one_block)
+    monkeypatch.setattr(block_pass, "run_block", one_block)
     with pytest.raises(KeyboardInterrupt):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     monkeypatch.undo()

@@ -19,8 +19,8 @@ from compress.distill.recover.losses import Recovering, squarehead
 from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
 from compress.distill.train.data import Batch, TextRows
 from compress.model.streamed import StreamedModel
-from compress.quantize.fixed import Held, load, save
 from compress.quantize.grid import make_grid
+from compress.quantize.weight_constraint import WeightConstraint, load_constraints, save_constraints
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError, CompressError
 from runtime.formats.scheme import GridScheme, Scheme
@@ -34,11 +34,13 @@ def layers(out: int = 6, columns: int = 16) -> nn.Module:
     return nn.Sequential(nn.Linear(columns, out, bias=False), nn.Linear(out, out, bias=False))
 
 
-def on_grid(weight: torch.Tensor, scheme: Scheme, mask: torch.Tensor | None = None) -> tuple[torch.Tensor, Held]:
+def on_grid(
+    weight: torch.Tensor, scheme: Scheme, mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, WeightConstraint]:
     assert scheme.weights is not None
     grid = make_grid(weight, scheme.weights, torch.float32, "minmax", mask=mask)
     values = grid.values(grid.codes(weight))
-    return (values if mask is None else values * mask), Held(mask, scheme, grid.scale, grid.zero)
+    return (values if mask is None else values * mask), WeightConstraint(mask, scheme, grid.scale, grid.zero)
 
 
 def train(module: nn.Module, steps: int = 30, rate: float = 0.05) -> None:
@@ -58,7 +60,7 @@ def test_removed_weights_stay_zero_whatever_trains_them() -> None:
         before = [layer.weight.detach().clone() for layer in module]
         for parameter in module.parameters():
             parameter.requires_grad_(adapter is None)
-        constrain(module, {"0": Held(mask)}, adapter, targets)
+        constrain(module, {"0": WeightConstraint(mask)}, adapter, targets)
         train(module)
         settle(module)
         assert torch.equal(module[0].weight != 0, mask)
@@ -123,9 +125,13 @@ def test_what_is_beyond_the_grid_comes_back_and_goes_no_further() -> None:
 def test_what_is_held_is_kept_on_disk(tmp_path: Path) -> None:
     mask = torch.rand(5, 13) > 0.4
     _, held = on_grid(torch.randn(6, 16), ASYMMETRIC, torch.rand(6, 16) > 0.5)
-    given = {"a.b": Held(mask, Scheme(sparsity="2:4")), "c": held, "d": on_grid(torch.randn(6, 16), INT3)[1]}
-    save(tmp_path / "held.safetensors", given)
-    found = load(tmp_path / "held.safetensors")
+    given = {
+        "a.b": WeightConstraint(mask, Scheme(sparsity="2:4")),
+        "c": held,
+        "d": on_grid(torch.randn(6, 16), INT3)[1],
+    }
+    save_constraints(tmp_path / "held.safetensors", given)
+    found = load_constraints(tmp_path)
     assert found.keys() == given.keys()
     for name, own in given.items():
         assert found[name].scheme == own.scheme
@@ -134,8 +140,8 @@ def test_what_is_held_is_kept_on_disk(tmp_path: Path) -> None:
             assert (one is None) == (other is None)
             assert one is None or torch.equal(one, other)
     (tmp_path / "held.safetensors").write_bytes(b"nothing")
-    with pytest.raises(ArtifactError, match="damaged"):
-        load(tmp_path / "held.safetensors")
+    with pytest.raises(ArtifactError, match="held"):
+        load_constraints(tmp_path)
 
 
 def test_squarehead_is_the_share_of_what_is_missing() -> None:

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
-from compress import data
 from compress.core.processes import launched
 from compress.distill.recover import METHODS, RecoverConfig, RecoverMethod
 from compress.distill.recover.nested import feed_forward
+from compress.distill.recover.recovery import Recovery, held_out, recover, rows
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train.losses import Objective
 from compress.model.footprint import Footprint, ModelSize, Speed
@@ -49,14 +49,6 @@ class RecoverJob(Job):
     teacher: ModelSize
     after: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-
-    @classmethod
-    def of(cls, stage: Stage, streamed: StreamedModel, original: StreamedModel) -> RecoverJob:
-        """The job of a stage that has been checked. What an encoder cannot learn becomes 0 in the stage, so that the recipe in the artifact
-        says what was done, and can be run again."""
-        if streamed.kind == "encoder":
-            stage.config.kl = stage.config.cross_entropy = 0.0
-        return cls(stage, ModelSize.of(streamed), ModelSize.of(original))
 
     @property
     def settings(self) -> RecoverConfig:
@@ -99,8 +91,6 @@ class RecoverJob(Job):
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
         """Train, all processes together, and write a plain checkpoint; see `recover`."""
-        from compress.distill.recover.recovery import Recovery, recover
-
         before = context.path if store.compressed is None else store.compressed.path
         tokens = context.source_ids(torch.arange(context.vocabulary)) if context.kept_tokens else None
         paths = (context.path, context.original.path, before, store.output, store.work)
@@ -112,7 +102,9 @@ class RecoverJob(Job):
         }
         store.ask(self.stage.kind, task)
         passes = context.records
-        found = recover(Recovery(self, before, context, passes, tokens, store.output, store.work, reporter, store.team))
+        found = recover(
+            Recovery(self.stage, before, context, passes, tokens, store.output, store.work, reporter, store.team)
+        )
         if store.compressed is not None:  # the artifact will say how far its layers are from what was trained: nothing
             names = ("name", "method", "error")
             layers = [layer for layer in store.compressed.layers if layer["error"] is not None]
@@ -178,20 +170,10 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
         raise refuse("sequence_length", text)
     _, warnings = rows(context, stage)
     after = tuple(other.method for other in layered)
-    return replace(RecoverJob.of(stage, streamed, context.reference), after=after, notes=tuple(warnings))
-
-
-def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
-    """The stage's rows of calibration text, int64 `[n, s]`, and warnings.
-
-    Raises:
-        RequestError: with file and line, where there are not enough to hold one out.
-    """
-    try:
-        found, warnings = data.load_training(context.recipe, stage, context.tokenizer, context.vocabulary)
-    except RequestError as error:
-        raise RequestError(context.recipe.origin.at((*stage.path, "sequence_length"), str(error))) from None
-    return context.framed(torch.cat([ids for ids, _ in found.batches])), warnings
+    if streamed.kind == "encoder":
+        # The recipe in the artifact says what was done, and can be run again.
+        config.kl = config.cross_entropy = 0.0
+    return RecoverJob(stage, ModelSize.of(streamed), ModelSize.of(context.reference), after, tuple(warnings))
 
 
 def _positions(streamed: StreamedModel) -> int | None:
@@ -204,17 +186,10 @@ def _positions(streamed: StreamedModel) -> int | None:
     return min(found, default=None)
 
 
-def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rows to train on, and rows that are held out."""
-    count = held_out(len(ids))
-    return ids[:-count], ids[-count:]
-
-
 # ------------------------------------------------------------ footprint
 # Bytes of a number that is trained: itself, its gradient and AdamW's moments; and beside them the best so far, with copies of it and its
 # moments while a checkpoint is taken. A checkpoint has it, its moments and the best.
 _TRAINED, _COPIES, _SAVED = 16, 16, 16
-_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 _SHARE = 10  # advice names what takes more than a tenth of the memory
 
 
@@ -244,11 +219,6 @@ def recovery_footprint(job: RecoverJob, speed: Speed, device: torch.device) -> F
         seconds=_seconds(job, speed, device),
         advice=_advice(job, computed + (copies if on_cpu else 0), taught, activations, weights),
     )
-
-
-def held_out(rows: int) -> int:
-    """How many of the rows are not trained on."""
-    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))
 
 
 def _adapted(model: ModelSize, rank: int) -> int:

@@ -12,11 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress import data
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
+from compress.distill.recover import METHODS, RecoverConfig
 from compress.distill.recover.alignment import Alignment
 from compress.distill.recover.constraints import between_codes, constrain, settle
-from compress.distill.recover.job import RecoverJob, rows, split
 from compress.distill.recover.losses import Recovering
 from compress.distill.recover.nested import Nested, feed_forward, order
 from compress.distill.recover.teachers import Cached, InMemory, Likeliest, cache_outputs
@@ -27,15 +28,16 @@ from compress.model.context import Context
 from compress.model.float8_source import open_checkpoint
 from compress.model.streamed import StreamedModel
 from compress.quantize.weight_constraint import CONSTRAINTS, WeightConstraint, load_constraints, save_constraints
-from compress.recipe import Recipe
+from compress.recipe import Recipe, Stage
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
-from runtime.errors import CompressError
+from runtime.errors import CompressError, RequestError
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, expert_of
 from runtime.modeling.skeleton import find_stacks
 
 _RANKED = 64  # rows of text that channels are ranked by
+_HELD_OUT, _MOST_HELD_OUT = 8, 64  # an eighth of the rows, and at most so many
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Recovery:
     """A stage `recover` that is being carried out.
 
     Attributes:
-        job: what will be trained.
+        stage: of the recipe.
         before: the model as it is, a checkpoint or an artifact.
         context: of the same model uncompressed; gives text and how rows are read. Its `reference` is the teacher.
         passes: what earlier stages have done. tokens: int64 `[vocab]`, the ids of the model's tokens before that; None: as they are.
@@ -52,7 +54,7 @@ class Recovery:
         team: the processes that share the training.
     """
 
-    job: RecoverJob
+    stage: Stage
     before: Path
     context: Context
     passes: Sequence[Mapping[str, Any]]
@@ -63,11 +65,22 @@ class Recovery:
     team: Team = field(default_factory=Team)
 
     @property
+    def settings(self) -> RecoverConfig:
+        """The stage's fields."""
+        found: RecoverConfig = self.stage.config
+        return found
+
+    @property
+    def nested(self) -> bool:
+        """Whether prefixes of the model are trained with it."""
+        return METHODS[self.stage.method].nested
+
+    @property
     def alignment(self) -> Alignment:
         """What of the teacher is compared."""
         stacks = [len(stack.blocks) for stack in self.context.reference.stacks]
         found = Alignment.of(stacks, self.passes, self.tokens)
-        return found if self.job.settings.squarehead else replace(found, layers=())
+        return found if self.settings.squarehead else replace(found, layers=())
 
     @property
     def device(self) -> torch.device:
@@ -91,26 +104,29 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     Returns:
         What happened, JSON-able. All processes but the main one end in `PartDone`.
     """
-    job, context, device, team = recovery.job, recovery.context, recovery.device, recovery.team
-    settings = job.settings
-    ids, _ = rows(context, job.stage)
+    if (
+        recovery.context.streamed.kind == "encoder"
+    ):  # it says no next token; the recipe in the artifact says what was done
+        recovery.settings.kl = recovery.settings.cross_entropy = 0.0
+    context, device, team, settings = recovery.context, recovery.device, recovery.team, recovery.settings
+    ids, _ = rows(context, recovery.stage)
     alignment = recovery.alignment
     with team.in_turn():
         text = _text(recovery, ids, alignment)
     model, constraints = whole(recovery.before, device)
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point() and settings.adapter is None)
-    if job.method.nested and getattr(settings, "order", False):
+    if recovery.nested and getattr(settings, "order", False):
         order(model, context.streamed, feed_forward(context.streamed), text.given[:_RANKED])
     grids = {name: own.grid for name, own in constraints.items() if settings.adapter is None and own.grid is not None}
     for name, grid in grids.items():
-        if (original := _original(model, context, name)) is not None:
+        if (original := original_weight(model, context, name)) is not None:
             weight = model.get_submodule(name).weight
             weight.data = between_codes(weight.data, original, grid)
     constrain(model, constraints, settings.adapter, _targets(model), settings.seed)
     if settings.gradient_checkpointing:
-        _checkpoint_activations(model)
-    kind = Nested if job.method.nested else Recovering
+        checkpoint_activations(model)
+    kind = Nested if recovery.nested else Recovering
     trained = _train(recovery, kind(model, context.streamed, settings, range(len(alignment.layers))), text)
     team.leave()
     if trained.ended == "diverged":
@@ -125,7 +141,7 @@ def recover(recovery: Recovery) -> dict[str, Any]:
     settle(model)
     write(model, context.streamed, recovery.output)
     save_constraints(recovery.output / CONSTRAINTS, constraints)
-    return _facts(job, trained, text, digest_of(ids))
+    return _facts(recovery, trained, text, digest_of(ids))
 
 
 def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> None:
@@ -133,9 +149,8 @@ def assist(recipe: Recipe, task: Mapping[str, Any], device: str, team: Team) -> 
     checkpoint, original, before, output, work = map(Path, task["paths"])
     context = Context.open(recipe, open_checkpoint(checkpoint), device, open_checkpoint(original))
     stage = next(stage for stage in recipe.stages if stage.index == task["stage"])
-    job = RecoverJob.of(stage, context.streamed, context.reference)
     with Reporter(None, quiet=True) as reporter, suppress(PartDone):
-        recover(Recovery(job, before, context, task["passes"], task["tokens"], output, work, reporter, team))
+        recover(Recovery(stage, before, context, task["passes"], task["tokens"], output, work, reporter, team))
 
 
 def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, WeightConstraint]]:
@@ -158,7 +173,7 @@ def whole(before: Path, device: torch.device) -> tuple[Any, dict[str, WeightCons
     return model.float(), constraints
 
 
-def _original(model: nn.Module, context: Context, name: str) -> torch.Tensor | None:
+def original_weight(model: nn.Module, context: Context, name: str) -> torch.Tensor | None:
     """The weight `[out, in]` that layer `name` of a model had before it was compressed; None: the checkpoint has none of that name."""
     checkpoint = context.checkpoint
     if checkpoint.has(f"{name}.weight"):
@@ -207,7 +222,7 @@ def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
 
         accelerator = Accelerator(cpu=device.type == "cpu")
     trained = Training(
-        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.job.settings.options(),
+        learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.settings.options(),
         recovery.work / "training", True, accelerator, recovery.team.device(device), recovery.reporter,
     ).run()  # fmt: skip
     accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
@@ -216,7 +231,7 @@ def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
 
 def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
     """The rows with whoever teaches them: the whole model's outputs and hidden states, so far as they can be compared."""
-    settings, streamed = recovery.job.settings, recovery.context.reference
+    settings, streamed = recovery.settings, recovery.context.reference
     given, apart = split(ids)
     if not settings.kl and not settings.squarehead:
         return _Text(given, apart, None, None)
@@ -229,7 +244,7 @@ def _text(recovery: Recovery, ids: torch.Tensor, alignment: Alignment) -> _Text:
     return _Text(given, apart, cached, Cached(cached.directory, len(given)))
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
     options = {"use_reentrant": False}  # reentrant ones know no gradient of a block whose input needs none
     if hasattr(model, "activation_checkpointing_enable"):  # its name since transformers 5.20
         model.activation_checkpointing_enable(options)
@@ -243,10 +258,10 @@ def _targets(model: Any) -> frozenset[str]:
     return frozenset(name for name, m in model.named_modules() if isinstance(m, nn.Linear) and id(m) in inside)
 
 
-def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
-    facts, settings = trained.facts(), job.settings
+def _facts(recovery: Recovery, trained: Trained, text: _Text, digest: str) -> dict[str, Any]:
+    facts, settings = trained.facts(), recovery.settings
     found = {
-        "recover": job.stage.method, "text": digest, "divergence": settings.divergence,
+        "recover": recovery.stage.method, "text": digest, "divergence": settings.divergence,
         "rows": {"trained": len(text.given), "held_out": len(text.apart), "length": int(text.given.shape[1])},
         "most_steps": settings.steps, "batch_size": settings.batch_size, **facts,
     }  # fmt: skip
@@ -254,3 +269,28 @@ def _facts(job: RecoverJob, trained: Trained, text: _Text, digest: str) -> dict[
         if "cross_entropy" in facts[when]:
             found[f"perplexity_{when}"] = math.exp(min(facts[when]["cross_entropy"], 700))
     return found
+
+
+# ------------------------------------------------------------ the text
+def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
+    """The stage's rows of calibration text, int64 `[n, s]`, and warnings.
+
+    Raises:
+        RequestError: with file and line, where there are not enough to hold one out.
+    """
+    try:
+        found, warnings = data.load_training(context.recipe, stage, context.tokenizer, context.vocabulary)
+    except RequestError as error:
+        raise RequestError(context.recipe.origin.at((*stage.path, "sequence_length"), str(error))) from None
+    return context.framed(torch.cat([ids for ids, _ in found.batches])), warnings
+
+
+def split(ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rows to train on, and rows that are held out."""
+    count = held_out(len(ids))
+    return ids[:-count], ids[-count:]
+
+
+def held_out(rows: int) -> int:
+    """How many of the rows are not trained on."""
+    return min(_MOST_HELD_OUT, max(1, rows // _HELD_OUT))

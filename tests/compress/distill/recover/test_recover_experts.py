@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 
 import compress
 import runtime
-from compress.distill.recover import job, recovery
+from compress.distill.recover import recovery
 from compress.model.context import Context
 from compress.model.streamed import StreamedModel
 from compress.recipe import load as load_recipe
@@ -75,7 +75,7 @@ def test_what_experts_learn_is_written(make_checkpoint: Any, recipe: Any, tmp_pa
         assert not bool(weight[one[name] == 0].any()), name
     # What was measured in training is what the artifact gives on the same rows: an expert that was not written would show.
     loaded = load_recipe(request)
-    _, ids = job.split(job.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
+    _, ids = recovery.split(recovery.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])[0])
     for path, when in ((before.path, "before"), (made.path, "after")):
         logits = runtime.load(path, kernels="reference").logits(ids).float()
         loss = torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), ids[:, 1:].flatten())
@@ -105,6 +105,6 @@ def test_weights_of_experts_begin_between_the_codes_that_their_originals_were_ro
     assert len(experts) == 24
     for name in experts:
         home, _, projection = name.replace(".mlp.", ".block_sparse_moe.").rpartition(".")
-        original = recovery._original(model, context, name)
+        original = recovery.original_weight(model, context, name)
         assert original is not None
         assert torch.equal(original, files[f"{home}.{published[projection]}.weight"])

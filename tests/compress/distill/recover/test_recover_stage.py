@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 
 import compress
 import runtime
-from compress.distill.recover import job as recover_job
+from compress.distill.recover import recovery
 from compress.distill.train import loop
 from compress.model.context import Context
 from compress.recipe import load as load_recipe
@@ -180,8 +180,8 @@ def test_other_kinds_of_models(
     assert all(layer["sparsity"] == pytest.approx(0.5, abs=0.02) for layer in made.manifest["layers"])
     # On rows that it was not trained on it is nearer to the whole model after every layer.
     loaded = load_recipe(request)
-    ids, _ = recover_job.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
-    _, ids = recover_job.split(ids)
+    ids, _ = recovery.rows(Context.open(loaded, Checkpoint(source), "cpu"), loaded.stages[-1])
+    _, ids = recovery.split(ids)
     whole, lost, won = (states(tmp_path / name, ids)[1:] for name in ("model", "lost", "won"))
     apart = [((own - whole).square().sum((2, 3)) / whole.square().sum((2, 3))).mean(1) for own in (lost, won)]
     assert bool((apart[1] < torch.tensor(shares) * apart[0]).all()), apart
@@ -265,7 +265,7 @@ def test_nested_widths_with_activations_computed_again(steps: int) -> None:
     from compress.distill.recover.matformer import MatFormerConfig
     from compress.distill.recover.nested import Nested
     from compress.distill.recover.outputs import Outputs
-    from compress.distill.recover.recovery import _checkpoint_activations, whole
+    from compress.distill.recover.recovery import checkpoint_activations, whole
     from compress.distill.train.data import Batch
     from compress.model.streamed import StreamedModel
 
@@ -280,7 +280,7 @@ def test_nested_widths_with_activations_computed_again(steps: int) -> None:
         model, _ = whole(BUNDLED, torch.device("cpu"))
         model.requires_grad_(True)
         if again:
-            _checkpoint_activations(model)
+            checkpoint_activations(model)
         learner = Nested(model, streamed, config, [])
         learner.train()
         loss, _ = learner(batch, Outputs([], None))

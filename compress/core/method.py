@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from pydantic import BaseModel
@@ -75,9 +75,19 @@ class Method:
     per_row: bool = False
 
 
-def registry(group: str, *built_in: Method) -> dict[str, Method]:
+class Named(Protocol):
+    """An entry of a registry."""
+
+    @property
+    def name(self) -> str: ...
+
+
+Entry = TypeVar("Entry", bound=Named)
+
+
+def registry(group: str, *built_in: Entry) -> dict[str, Entry]:
     """Methods by name: those given, then those that other packages add under the entry-point group, which replace none."""
-    found: dict[str, Method] = {}
+    found: dict[str, Entry] = {}
     for method in (*built_in, *(load() for load in entries(group).values())):
         found.setdefault(method.name, method)
     return found

@@ -16,7 +16,6 @@ from compress.core.statistics import Statistics
 from compress.quantize.config import QuantizeConfig
 from compress.quantize.grid import nearest_values
 from compress.quantize.objective import row_errors
-from runtime.errors import CompressError
 from runtime.formats.scheme import Scheme
 
 #: Rows (spread evenly over the consumers) on which AWQ candidates are compared; the scale belongs to columns, so a sample is enough.
@@ -43,29 +42,22 @@ class AWQConfig(QuantizeConfig):
         return {"scales": self.scales} if self.solver == "gptq" else None
 
 
-def awq_scales(
-    weights: list[torch.Tensor],
-    statistics: Statistics,
-    scheme: Scheme,
-    grid_points: int = 20,
-    duo: bool = True,
-    search: Literal["mse", "minmax"] = "mse",
-) -> torch.Tensor:
-    """Scales that minimise the rounding error of the outputs (Lin et al., AWQ, arXiv 2306.00978).
+def scales(weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: AWQConfig) -> torch.Tensor:
+    """Channel scales that minimise the rounding error of the outputs (Lin et al., AWQ, arXiv 2306.00978).
+
+    Besides `s = x^ratio` for `grid_points` exponents in [0, 1), `duo_scaling` tries `s = x^ratio / w^(1 - ratio)`, which counts the size of
+    the weights.
 
     Args:
         weights: float `[out_i, in]`, all consumers of one input.
         statistics: of that input, with its Hessian.
         scheme: grid the weights will be rounded to.
-        grid_points: exponents `ratio` tried in [0, 1).
-        duo: also try `s = x^ratio / w^(1 - ratio)`, which counts the size of the weights, beside `s = x^ratio`.
 
     Returns:
         `s [in]` float32, positive.
     """
     assert scheme.weights is not None
-    if statistics.hessian is None:
-        raise CompressError("awq needs second moments of the inputs, and they were not collected")
+    assert statistics.hessian is not None
     stacked = torch.cat([w.detach().to(torch.float32) for w in weights])
     step = -(-stacked.shape[0] // SAMPLE_ROWS)
     size = _weight_size(stacked, scheme)
@@ -73,23 +65,18 @@ def awq_scales(
     del stacked
     x = statistics.abs_mean.clamp(min=1e-8)
     best, chosen = float("inf"), torch.ones_like(x)
-    for with_weights in (False, True) if duo else (False,):
-        for i in range(grid_points):
-            ratio = i / grid_points
+    for with_weights in (False, True) if config.duo_scaling else (False,):
+        for i in range(config.grid_points):
+            ratio = i / config.grid_points
             s = x.pow(ratio) / size.pow(1 - ratio) if with_weights else x.pow(ratio)
             s = _normalized(s)
             scaled = sample * s
             importance = statistics.square_mean / s.square()
-            difference = sample - nearest_values(scaled, scheme.weights, torch.float32, search, importance) / s
+            difference = sample - nearest_values(scaled, scheme.weights, torch.float32, importance) / s
             loss = float(row_errors(difference, statistics.hessian).sum())
             if loss < best:
                 best, chosen = loss, s
     return chosen
-
-
-def scales(weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: AWQConfig) -> torch.Tensor:
-    """Channel scales `[in]` for weights that share an input."""
-    return awq_scales(weights, statistics, scheme, config.grid_points, config.duo_scaling)
 
 
 def _weight_size(weight: torch.Tensor, scheme: Scheme) -> torch.Tensor:

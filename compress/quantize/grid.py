@@ -232,15 +232,11 @@ def _tensor_grid(weight, scheme, dtype, search, importance, mask, rows) -> Grid:
 
 
 def nearest_values(
-    weight: torch.Tensor,
-    scheme: Representation,
-    dtype: torch.dtype,
-    search: Search = "mse",
-    importance: torch.Tensor | None = None,
+    weight: torch.Tensor, scheme: Representation, dtype: torch.dtype, importance: torch.Tensor | None = None
 ) -> torch.Tensor:
     """`weight [out, in]` rounded to the nearest values of any representation, float32; arguments as for `make_grid`."""
     if isinstance(scheme, GridScheme):
-        grid = make_grid(weight, scheme, dtype, search, importance)
+        grid = make_grid(weight, scheme, dtype, "mse", importance)
         return grid.values(grid.codes(weight))
     parameters = scheme.fit(weight, dtype, importance)
     return scheme.dequantize(scheme.round(weight, parameters), parameters, torch.float32)

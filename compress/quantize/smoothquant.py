@@ -26,23 +26,18 @@ class SmoothQuantConfig(QuantizeConfig):
         return {"scales": self.scales} if self.solver == "gptq" else None
 
 
-def smoothquant_scales(weights: list[torch.Tensor], statistics: Statistics, alpha: float = 0.5) -> torch.Tensor:
-    """`s = max|x|^alpha / max|w|^(1 - alpha)` moves outliers of the input into the weights; the input is divided by `s`.
-
-    Xiao et al., SmoothQuant, arXiv 2211.10438. `weights [out_i, in]` share the input; returns `s [in]` float32, positive.
-    """
-    inputs = torch.maximum(statistics.maximum.abs(), statistics.minimum.abs()).clamp(min=1e-5)
-    largest = torch.stack([w.detach().to(torch.float32).abs().amax(0) for w in weights]).amax(0).clamp(min=1e-5)
-    s = inputs.pow(alpha) / largest.pow(1 - alpha)
-    # A channel that is never used must not blow up its producer.
-    return s.clamp(min=1e-5)
-
-
 def scales(
     weights: list[torch.Tensor], statistics: Statistics, scheme: Scheme, config: SmoothQuantConfig
 ) -> torch.Tensor:
-    """Channel scales `[in]` for weights that share an input."""
-    return smoothquant_scales(weights, statistics, config.alpha)
+    """`s = max|x|^alpha / max|w|^(1 - alpha)` moves outliers of the input into the weights; the input is divided by `s`.
+
+    `weights [out_i, in]` share the input; returns `s [in]` float32, positive.
+    """
+    inputs = torch.maximum(statistics.maximum.abs(), statistics.minimum.abs()).clamp(min=1e-5)
+    largest = torch.stack([w.detach().to(torch.float32).abs().amax(0) for w in weights]).amax(0).clamp(min=1e-5)
+    s = inputs.pow(config.alpha) / largest.pow(1 - config.alpha)
+    # A channel that is never used must not blow up its producer.
+    return s.clamp(min=1e-5)
 
 
 METHOD = Method(

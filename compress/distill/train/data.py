@@ -130,14 +130,6 @@ class TextRows:
     def largest(self) -> int:
         return int(self.ids.max())
 
-    @classmethod
-    def of(cls, batches: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> TextRows:
-        """Calibration batches (`compress.data.CalibrationData.batches`): pairs of ids and mask, padding on the right."""
-        ids, mask = (torch.cat([pair[part] for pair in batches]) for part in (0, 1))
-        followed = torch.zeros_like(mask)
-        followed[:, :-1] = mask[:, 1:]  # what follows a text's last token is padding
-        return cls(ids, mask & followed)
-
     def __len__(self) -> int:
         return len(self.ids)
 

@@ -7,9 +7,10 @@ the loss is a mean over the trained positions of the whole step, so that results
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -408,15 +409,13 @@ class Order:
 
     def __init__(self, rows: int, options: TrainOptions) -> None:
         self.count, self.batch, self.seed = rows, options.batch, options.seed
-        self._epoch, self._permutation = -1, torch.empty(0, dtype=torch.int64)
+        self._permutation = lru_cache(maxsize=1)(self._permuted)
 
     def rows(self, step: int, slots: Sequence[int]) -> list[int]:
-        return list(self._rows(step, slots))
+        """The rows in some slots of a step's batch."""
+        places = (divmod(step * self.batch + slot, self.count) for slot in slots)
+        return [int(self._permutation(epoch)[place]) for epoch, place in places]
 
-    def _rows(self, step: int, slots: Sequence[int]) -> Iterator[int]:
-        for slot in slots:
-            epoch, place = divmod(step * self.batch + slot, self.count)
-            if epoch != self._epoch:
-                generator = torch.Generator().manual_seed(mix(self.seed, epoch, 2))
-                self._epoch, self._permutation = epoch, torch.randperm(self.count, generator=generator)
-            yield int(self._permutation[place])
+    def _permuted(self, epoch: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(mix(self.seed, epoch, 2))
+        return torch.randperm(self.count, generator=generator)

@@ -1,8 +1,10 @@
-"""Whoever a draft learns from: a loaded artifact, a transformers model, or anything that turns token ids into logits."""
+"""Teacher of a draft: a loaded artifact, a transformers model, or anything that turns token ids into logits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,37 +18,27 @@ Logits = Callable[[torch.Tensor], torch.Tensor]
 Continue = Callable[[torch.Tensor, int, float, Sequence[int]], tuple[torch.Tensor, torch.Tensor]]
 
 
+@dataclass(eq=False)
 class Teacher:
-    """What is imitated.
+    """The model that is imitated.
 
     Attributes:
+        forward: token ids int64 `[b, s]` to logits `[b, s, vocabulary]` of what follows each.
         vocabulary: width of its logits.
-        fingerprint: of its weights, if known; a cache of its logits is held to it.
-        ends: ids that end its texts.
+        fingerprint: of its weights, if known; the cache of its logits records it.
+        ends: ids that end its sequences.
         device: where it computes.
-        source: what it was made of, the loaded model itself; None: a function of logits.
+        write: continues prompts; None: it cannot.
+        source: the loaded model itself; None: the teacher is a function of logits.
     """
 
-    def __init__(
-        self,
-        logits: Logits,
-        vocabulary: int,
-        *,
-        fingerprint: str = "",
-        ends: frozenset[int] = frozenset(),
-        device: torch.device | None = None,
-        write: Continue | None = None,
-        source: Any = None,
-    ) -> None:
-        """
-        Args:
-            logits: token ids int64 `[b, s]` to logits `[b, s, vocabulary]` of what follows each.
-            write: continues prompts; None: it cannot.
-        """
-        self._logits, self._write = logits, write
-        self.vocabulary, self.fingerprint, self.ends = vocabulary, fingerprint, ends
-        self.device = torch.device("cpu") if device is None else device
-        self.source = source
+    forward: Logits
+    vocabulary: int
+    fingerprint: str = ""
+    ends: frozenset[int] = frozenset()
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+    write: Continue | None = None
+    source: Any = None
 
     @classmethod
     def of(cls, model: Any, fingerprint: str | None = None) -> Teacher:
@@ -66,31 +58,17 @@ class Teacher:
         if isinstance(model, Teacher):
             return model
         if isinstance(model, Model):
-            checkpoint = getattr(model.artifact, "checkpoint", None)
+            checkpoint, device = getattr(model.artifact, "checkpoint", None), model.engine.device
             known = "" if checkpoint is None else checkpoint.fingerprint()
-            return cls(
-                model.logits,
-                model.engine.vocab_size,
-                fingerprint=known if fingerprint is None else fingerprint,
-                ends=model.eos_token_ids,
-                device=model.engine.device,
-                write=_Writer(model),
-                source=model,
-            )
+            name = known if fingerprint is None else fingerprint
+            write, size = partial(_continued, model), model.engine.vocab_size
+            return cls(model.logits, size, name, model.eos_token_ids, device, write, model)
         if isinstance(model, PreTrainedModel):
-            end = model.config.get_text_config(decoder=True).eos_token_id
+            config = model.config.get_text_config(decoder=True)
+            end = config.eos_token_id
             ends = frozenset([end] if isinstance(end, int) else end or [])
-            return cls(
-                _Forward(model),
-                model.config.get_text_config(decoder=True).vocab_size,
-                fingerprint=fingerprint or "",
-                ends=ends,
-                device=model.device,
-                write=lambda prompts, tokens, temperature, seeds: continuations(
-                    model, prompts, tokens, temperature, seeds, ends
-                ),
-                source=model,
-            )
+            forward, write = partial(_logits, model), partial(continuations, model, ends=ends)
+            return cls(forward, config.vocab_size, fingerprint or "", ends, model.device, write, model)
         raise RequestError(
             f"a {type(model).__name__} is no teacher: give what runtime.load returns, a causal language model of transformers, or a Teacher"
         )
@@ -107,12 +85,12 @@ class Teacher:
     @property
     def writes(self) -> bool:
         """Whether it can continue texts."""
-        return self._write is not None
+        return self.write is not None
 
     @torch.no_grad()
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Float32 `[b, s, vocabulary]` on the device of `ids` `[b, s]`; CompressError when they are NaN."""
-        logits = self._logits(ids)
+        logits = self.forward(ids)
         if logits.shape != (*ids.shape, self.vocabulary):
             raise RequestError(
                 f"the teacher's logits are {list(logits.shape)} for ids {list(ids.shape)}; expected a vocabulary of {self.vocabulary}"
@@ -130,48 +108,38 @@ class Teacher:
         Raises:
             RequestError: it cannot write, or no tokens are asked for.
         """
-        if self._write is None:
+        if self.write is None:
             raise RequestError("this teacher cannot write texts: it was made of a function of logits only")
         if tokens < 1:
             raise RequestError(f"tokens to write must be at least 1, not {tokens}")
-        return self._write(prompts, tokens, temperature, seeds)
+        return self.write(prompts, tokens, temperature, seeds)
 
 
-class _Forward:
+def _logits(model: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a transformers model, on its device."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
-        training = self.model.training
-        self.model.eval()
-        try:
-            logits: torch.Tensor = self.model(input_ids=ids.to(self.model.device), use_cache=False).logits
-        finally:
-            self.model.train(training)
-        return logits
+    training = model.training
+    model.eval()
+    try:
+        logits: torch.Tensor = model(input_ids=ids.to(model.device), use_cache=False).logits
+    finally:
+        model.train(training)
+    return logits
 
 
-class _Writer:
-    """Texts of a loaded model."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-
-    def __call__(
-        self, prompts: torch.Tensor, tokens: int, temperature: float, seeds: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        new = self.model.generate(
-            prompts.tolist(), max_new_tokens=tokens, temperature=temperature, seed=list(seeds), ignore_eos=True
-        )
-        written = torch.tensor(new, dtype=torch.int64)
-        # Cut here, where the end token is still there: whether a draft foresees the end is part of its acceptance.
-        ends = torch.isin(written, torch.tensor(sorted(self.model.eos_token_ids), dtype=torch.int64))
-        first = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens)
-        after = torch.arange(tokens) >= first[:, None]
-        last = written.gather(1, (first - 1)[:, None])
-        return torch.cat([prompts.cpu(), torch.where(after, last, written)], 1), first
+def _continued(
+    model: Any, prompts: torch.Tensor, tokens: int, temperature: float, seeds: Sequence[int]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts continued by a loaded model, and how many of the tokens count."""
+    new = model.generate(
+        prompts.tolist(), max_new_tokens=tokens, temperature=temperature, seed=list(seeds), ignore_eos=True
+    )
+    written = torch.tensor(new, dtype=torch.int64)
+    # Cut here, where the end token is still there: whether a draft foresees the end is part of its acceptance.
+    ends = torch.isin(written, torch.tensor(sorted(model.eos_token_ids), dtype=torch.int64))
+    first = torch.where(ends.any(1), ends.int().argmax(1) + 1, tokens)
+    after = torch.arange(tokens) >= first[:, None]
+    last = written.gather(1, (first - 1)[:, None])
+    return torch.cat([prompts.cpu(), torch.where(after, last, written)], 1), first
 
 
 def teacher_rows(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import partial
-from typing import Any
 
 import torch
 from torch import nn
@@ -83,10 +82,6 @@ class ChannelRemoval(Removal):
         cut = self._cut(index, kept)
         self.advance(index)
         return cut.all(tensors), lines, note_of(lines)
-
-    def finish(self, lines: Lines) -> dict[str, Any]:
-        """{"layers": a line for each reader of channels}."""
-        return {"layers": lines}
 
     def widths(self) -> list[int]:
         """As many channels in all as the job keeps, of each layer so many that the errors that layers make without the rest add up to the

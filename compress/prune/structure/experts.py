@@ -173,10 +173,6 @@ class ExpertRemoval(Removal):
             line["notes"] = {"routing_weight_kept": float(share)}
         return cut.all(tensors), [line], f"{len(kept)} of {job.size.count} experts stay"
 
-    def finish(self, lines: Lines) -> dict[str, Any]:
-        """{"layers": a line for each layer with experts, which stay among it}."""
-        return {"layers": lines}
-
     def _routing(self, index: int, experts: Experts) -> Routing:
         """What the whole block's router does over the calibration sequences."""
         collector = RoutingCollector(self.job.size.count, "expert_outputs" in self.job.needs)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
 from compress.core.method import Problem
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.quantize import METHODS, resolve_scheme
-from compress.quantize.awq import awq_scales
-from compress.quantize.smoothquant import smoothquant_scales
 from compress.weights.solver.group import solve_group
 
 
@@ -23,6 +23,13 @@ def problem(outliers: float = 20.0) -> tuple[list[torch.Tensor], torch.Tensor, S
     return [torch.randn(24, 64, generator=generator), torch.randn(16, 64, generator=generator)], x, collector.finish()
 
 
+def scales(method: str, weights: list[torch.Tensor], statistics: Statistics, **fields: Any) -> torch.Tensor:
+    config = METHODS[method].config(**fields)
+    found = METHODS[method].scales
+    assert found is not None
+    return found(weights, statistics, resolve_scheme(config), config)
+
+
 def output_error(weight: torch.Tensor, approximation: torch.Tensor, x: torch.Tensor) -> float:
     return float((x @ (weight - approximation).T).square().sum() / (x @ weight.T).square().sum())
 
@@ -33,7 +40,7 @@ def test_awq_scales_lower_the_output_error(bits: int, duo: bool) -> None:
     weights, x, statistics = problem()
     config = METHODS["rtn"].config(bits=bits, group_size=32, scales="minmax")
     scheme = resolve_scheme(config)
-    s = awq_scales(weights, statistics, scheme, grid_points=10, duo=duo, search="minmax")
+    s = scales("awq", weights, statistics, bits=bits, group_size=32, grid_points=10, duo_scaling=duo)
     assert s.shape == (64,)
     assert (s > 0).all()
     plain = solve_group(Problem(weights, None, None, config, scheme, torch.float32))
@@ -67,12 +74,12 @@ def test_clipping_lowers_the_output_error_and_gptq_lowers_it_further() -> None:
 
 def test_smoothquant_balances_inputs_and_weights() -> None:
     weights, x, statistics = problem()
-    s = smoothquant_scales(weights, statistics, 0.5)
+    s = scales("smoothquant", weights, statistics, alpha=0.5)
     spread = (x / s).abs().amax(0)
     assert spread.max() / spread.min() < 0.5 * x.abs().amax(0).max() / x.abs().amax(0).min()
     inputs, columns = (x / s).abs().amax(0), torch.cat(weights).abs().amax(0) * s
     torch.testing.assert_close(inputs, columns)
-    ones = smoothquant_scales(weights, statistics, 0.0) * torch.cat(weights).abs().amax(0)
+    ones = scales("smoothquant", weights, statistics, alpha=0.0) * torch.cat(weights).abs().amax(0)
     torch.testing.assert_close(ones, torch.ones(64))
 
 
@@ -84,8 +91,8 @@ def test_channels_without_input_keep_finite_scales() -> None:
     collector.add(x)
     statistics = collector.finish()
     for s in (
-        smoothquant_scales(weights, statistics),
-        awq_scales(weights, statistics, resolve_scheme(METHODS["awq"].config(group_size=32)), 5),
+        scales("smoothquant", weights, statistics),
+        scales("awq", weights, statistics, group_size=32, grid_points=5),
     ):
         assert torch.isfinite(s).all()
         assert (s > 0).all()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from compress.core.method import registry
 from compress.prune.structure.method import StructureMethod
 from compress.prune.structure.rankings import (
     activation,
@@ -17,21 +18,8 @@ from compress.prune.structure.rankings import (
     taylor,
     wanda,
 )
-from runtime.config.plugins import entries
 
-_OWN = (
-    magnitude,
-    wanda,
-    gradient_free,
-    taylor,
-    obs,
-    block_influence,
-    activation,
-    routing,
-    reap,
-    frequency,
-    prefix,
-    random,
-)
-METHODS: dict[str, StructureMethod] = {module.METHOD.name: module.METHOD for module in _OWN}
-METHODS |= {name: load() for name, load in entries("compress.structure").items()}
+_RANKINGS = (
+    magnitude, wanda, gradient_free, taylor, obs, block_influence, activation, routing, reap, frequency, prefix, random,
+)  # fmt: skip
+METHODS: dict[str, StructureMethod] = registry("compress.structure", *(ranking.METHOD for ranking in _RANKINGS))

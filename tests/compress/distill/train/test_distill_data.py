@@ -80,19 +80,16 @@ def test_sampled_tokens_have_the_models_distribution() -> None:
     assert chi < 22.5, chi  # 0.1 % of fair draws of 7 outcomes are above
 
 
-def test_rows_of_calibration_know_their_padding() -> None:
-    ids, mask = IDS.clone(), torch.ones_like(IDS, dtype=torch.bool)
-    mask[1, 4:] = False
-    rows = TextRows.of(list(zip(ids.split(4), mask.split(4), strict=True)))
+def test_the_last_position_is_never_trained() -> None:
+    rows = TextRows(IDS)
     assert rows.trained[0].tolist() == [True] * 9 + [False]
-    assert rows.trained[1].tolist() == [True] * 3 + [False] * 7
     batch = rows.batch([1, 0], [7, 8])
-    assert torch.equal(batch.ids, ids[[1, 0]])
+    assert torch.equal(batch.ids, IDS[[1, 0]])
     assert batch.rows.tolist() == [1, 0]
     assert batch.seeds.tolist() == [7, 8]
     parts = rows.batch(range(5), [0] * 5).split(2)
     assert [len(part) for part in parts] == [2, 2, 1]
-    assert torch.equal(torch.cat([part.ids for part in parts]), ids[:5])
+    assert torch.equal(torch.cat([part.ids for part in parts]), IDS[:5])
 
 
 def test_rows_are_kept_on_disk(tmp_path: Path) -> None:

@@ -1,12 +1,11 @@
 """GPTQ and SparseGPT for weights that share an input: order, factor, column loop, refinement.
 
-No row ends with a larger output error than rounding to nearest would have left it with (`Promise`).
+No row ends with a larger output error than rounding to nearest would have left it with.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -24,6 +23,12 @@ from compress.weights.solver.refine import refine
 from runtime.formats.grid import GridScheme
 from runtime.formats.representation import Representation
 from runtime.formats.scheme import CompressedWeight, Scheme
+
+#: Size of the random sketch that tells rows which are plainly better from those that have to be computed.
+SKETCH = 256
+#: A row is plainly better if its error is below this fraction of what the sketch says of rounding to nearest. `k |S e|^2 / e^T H e` is
+#: chi-square with k = SKETCH degrees of freedom, so the chance of a wrong word is below exp(-k/2 (1/f - 1 + ln f)) = 3e-9 a row.
+SAFE = 0.6
 
 
 @dataclass(frozen=True)
@@ -140,23 +145,34 @@ def _prune(weights, parts: list[Chunk], hessian, constraint: Constraint, options
 
 
 @dataclass
+class Rounded:
+    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, and output error `[rows]`."""
+
+    codes: torch.Tensor
+    grid: Grid
+    lost: torch.Tensor
+
+
+@dataclass
 class _GridSolver:
-    """The column loop on a grid, for weights on one Hessian: its order and factor, and the steps of one chunk of rows."""
+    """The column loop on a grid, for weights on one Hessian: its order and factor, and the steps of one chunk of rows.
+
+    No row ends with a larger output error than rounding to nearest would have left it with.
+    """
 
     scheme: GridScheme
     hessian: torch.Tensor
     constraint: Constraint
     options: Options
     name: str
-    order: torch.Tensor = field(init=False)
-    factor: Factor = field(init=False)
-    promise: Promise = field(init=False)
 
     def __post_init__(self) -> None:
         energy = file_matrix.diagonal(self.hessian).clamp(min=0)
         self.order = visiting_order(self.options.order, energy, self.scheme, None)
         self.factor = factorize(self.hessian, self.order, self.options.damping, self.name)
-        self.promise = Promise(self.factor, self.order.argsort(), self.hessian)
+        self._inverse, self._sketch = self.order.argsort(), None
+        if self.hessian.shape[0] > 2 * SKETCH:  # else the exact product costs no more
+            self._sketch = self.factor.sketch(SKETCH)[:, self._inverse]
 
     def solve(
         self,
@@ -216,7 +232,7 @@ class _GridSolver:
         grid = self._column_grid(static)
         ordered = None if mask is None else mask[order]
         solution = loop.run(goal[order], self.factor, grid, ordered, block=options.block_size)
-        inverse = order.argsort()
+        inverse = self._inverse
         solved = Grid(scheme, grid.scale, grid.zero, dim=0)
         error = solution.error[inverse]
         codes = solution.codes[inverse] if solution.codes is not None else solved.codes(goal - error)
@@ -229,7 +245,47 @@ class _GridSolver:
             swap(target, codes, values, solved, mask, self.hessian, pattern, options.swaps)
             error = target - values
         rounded = Rounded(codes, solved, self._polish(error, codes, solved, mask))
-        return rounded, self.promise.keep(rounded, target, mask, static, dtype, self._polish)
+        return rounded, self._keep_nearest(rounded, target, mask, static)
+
+    def _keep_nearest(
+        self, rounded: Rounded, target: torch.Tensor, mask: torch.Tensor | None, static: Grid
+    ) -> torch.Tensor:
+        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place.
+
+        Returns which rows these are, bool `[rows]`.
+        """
+        dtype, replaced = self.constraint.dtype, torch.zeros_like(rounded.lost, dtype=torch.bool)
+        nearest = static.codes(target)
+        difference = target - stored_values(nearest, static, mask, dtype)
+        doubtful = self._doubtful(rounded.lost, difference)
+        exact = column_errors(difference[:, doubtful], self.hessian)
+        above = rounded.lost[doubtful] > exact
+        worse, exact = doubtful[above], exact[above]
+        if worse.numel() == 0:
+            return replaced
+        del difference
+        grid, start = static.rows(worse), static.rows(worse)
+        codes = nearest[:, worse].to(rounded.codes.dtype)
+        kept = None if mask is None else mask[:, worse]
+        error = target[:, worse] - stored_values(codes, grid, kept, torch.float32)
+        lost = self._polish(error, codes, grid, kept)
+        # The dtype rounds after the last step of the polish, so that it may have gained nothing.
+        back = lost > exact
+        rounded.lost[worse] = torch.where(back, exact, lost)
+        rounded.codes[:, worse] = torch.where(back, nearest[:, worse].to(codes.dtype), codes)
+        rounded.grid.scale[:, worse] = torch.where(back, start.scale, grid.scale)
+        if rounded.grid.zero is not None and grid.zero is not None and start.zero is not None:
+            rounded.grid.zero[:, worse] = torch.where(back, start.zero, grid.zero)
+        replaced[worse] = True
+        return replaced
+
+    def _doubtful(self, lost: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
+        """Indices of the rows for which the sketch does not settle it."""
+        if self._sketch is None:
+            return torch.arange(lost.shape[0], device=lost.device)
+        damped = (self._sketch @ difference).square_().sum(0)
+        least = SAFE * damped - self.factor.added * difference.square().sum(0)
+        return (lost > least).nonzero()[:, 0]
 
     def _polish(self, error: torch.Tensor, codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None) -> torch.Tensor:
         """The output error of every row, after refinement where the recipe asks for it; `codes`, grid and mask may change."""
@@ -296,86 +352,6 @@ def visiting_order(
         if weights.group_size % unit == 0:
             units = [weights.group_size, unit]
     return column_order(energy, units)
-
-
-#: Size of the random sketch that tells rows which are plainly better from those that have to be computed.
-SKETCH = 256
-#: A row is plainly better if its error is below this fraction of what the sketch says of rounding to nearest. `k |S e|^2 / e^T H e` is
-#: chi-square with k = SKETCH degrees of freedom, so the chance of a wrong word is below exp(-k/2 (1/f - 1 + ln f)) = 3e-9 a row.
-SAFE = 0.6
-
-
-@dataclass
-class Rounded:
-    """A solved chunk: codes `[in, rows]` (int8; fp8 grids: float32 values), their grid, and output error `[rows]`."""
-
-    codes: torch.Tensor
-    grid: Grid
-    lost: torch.Tensor
-
-
-#: `(error, codes, grid, mask)` -> output error `[rows]`: refines in place what it is given, see `refine`.
-Polish = Callable[[torch.Tensor, torch.Tensor, Grid, "torch.Tensor | None"], torch.Tensor]
-
-
-class Promise:
-    """Keeps the promise for the chunks of one input.
-
-    Args:
-        factor: of the Hessian, visited in the order whose inverse permutation is `inverse [in]`.
-    """
-
-    def __init__(self, factor: Factor, inverse: torch.Tensor, hessian: torch.Tensor) -> None:
-        self._hessian, self._added = hessian, factor.added
-        # Where the exact product costs no more than the sketch, it is taken.
-        self._sketch = factor.sketch(SKETCH)[:, inverse] if hessian.shape[0] > 2 * SKETCH else None
-
-    def keep(
-        self,
-        rounded: Rounded,
-        target: torch.Tensor,
-        mask: torch.Tensor | None,
-        static: Grid,
-        dtype: torch.dtype,
-        polish: Polish,
-    ) -> torch.Tensor:
-        """Where rounding `target [in, rows]` to the nearest values of `static` is better, start again from those values, in place.
-
-        Returns which rows these are, bool `[rows]`.
-        """
-        replaced = torch.zeros_like(rounded.lost, dtype=torch.bool)
-        nearest = static.codes(target)
-        difference = target - stored_values(nearest, static, mask, dtype)
-        doubtful = self._doubtful(rounded.lost, difference)
-        exact = column_errors(difference[:, doubtful], self._hessian)
-        above = rounded.lost[doubtful] > exact
-        worse, exact = doubtful[above], exact[above]
-        if worse.numel() == 0:
-            return replaced
-        del difference
-        grid = static.rows(worse)
-        codes = nearest[:, worse].to(rounded.codes.dtype)
-        kept = None if mask is None else mask[:, worse]
-        error = target[:, worse] - stored_values(codes, grid, kept, torch.float32)
-        lost = polish(error, codes, grid, kept)
-        # The dtype rounds after the last step of the polish, so that it may have gained nothing.
-        back = lost > exact
-        start = static.rows(worse)
-        rounded.lost[worse] = torch.where(back, exact, lost)
-        rounded.codes[:, worse] = torch.where(back, nearest[:, worse].to(codes.dtype), codes)
-        rounded.grid.scale[:, worse] = torch.where(back, start.scale, grid.scale)
-        if rounded.grid.zero is not None and grid.zero is not None and start.zero is not None:
-            rounded.grid.zero[:, worse] = torch.where(back, start.zero, grid.zero)
-        replaced[worse] = True
-        return replaced
-
-    def _doubtful(self, lost: torch.Tensor, difference: torch.Tensor) -> torch.Tensor:
-        """Indices of the rows for which the sketch does not settle it."""
-        if self._sketch is None:
-            return torch.arange(lost.shape[0], device=lost.device)
-        damped = (self._sketch @ difference).square_().sum(0)
-        least = SAFE * damped - self._added * difference.square().sum(0)
-        return (lost > least).nonzero()[:, 0]
 
 
 def stored_values(codes: torch.Tensor, grid: Grid, mask: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:

@@ -7,7 +7,6 @@ the best if it beats what it has. Block coordinate descent: the output error nev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import combinations
 
 import torch
@@ -175,17 +174,6 @@ BLOCK = 128
 MAX_SETS = 70
 
 
-@dataclass
-class _Choices:
-    """Per block `b` and choice `c`: kept columns `[C, n]`, cost matrices `[B, C, m, m]`, targets `[B, C, n, m]`, rounding order."""
-
-    kept: torch.Tensor
-    cost: torch.Tensor
-    target: torch.Tensor
-    upper: torch.Tensor
-    inverse: torch.Tensor
-
-
 def swap(
     weight: torch.Tensor,
     codes: torch.Tensor | None,
@@ -207,7 +195,7 @@ def swap(
         hessian: `[in, in]`, positive definite on every block of M columns.
     """
     columns, m = weight.shape[0], pattern.m
-    choices = _prepare(hessian, pattern)
+    choices = _Choices(hessian, pattern)
     gradient = file_matrix.product(hessian, weight - values)
     group = grid.group_of(columns) if grid is not None else None
     step = max(m, BLOCK // m * m)
@@ -217,13 +205,11 @@ def swap(
             moved = torch.zeros(end - start, weight.shape[1], device=weight.device)
             for first in range(start, end, m):
                 span = slice(first, first + m)
-                scale = zero = None
+                own = None
                 if grid is not None and group is not None:
-                    scale = grid.scale[group[span]]
                     zero = None if grid.zero is None else grid.zero[group[span]]
-                better, new, new_codes, kept = _best(
-                    choices, first // m, values[span], gradient[span], scale, zero, grid
-                )
+                    own = Grid(grid.scheme, grid.scale[group[span]], zero)
+                better, new, new_codes, kept = choices.best(first // m, values[span], gradient[span], own)
                 new = torch.where(better, new, values[span])
                 delta = torch.sub(values[span], new, out=moved[first - start : first - start + m])
                 values[span] = new
@@ -249,75 +235,72 @@ def searchable(pattern: Pattern | None) -> bool:
     )
 
 
-def _prepare(hessian: torch.Tensor, pattern: Pattern) -> _Choices:
-    m, n = pattern.m, pattern.n
-    blocks = hessian.shape[0] // m
-    small = torch.empty(blocks, m, m, dtype=torch.float64, device=hessian.device)
-    for block in range(blocks):
-        small[block] = hessian[block * m : (block + 1) * m, block * m : (block + 1) * m]
-        if block % file_matrix.PANEL == 0:
-            file_matrix.let_go(hessian)
-    # Columns without energy would make a block singular.
-    small = small + 1e-6 * file_matrix.diagonal(hessian).mean().clamp(min=1e-30) * torch.eye(m, device=hessian.device)
-    kept = torch.tensor(list(combinations(range(m), n)), device=hessian.device)
-    others = [[j for j in range(m) if j not in k] for k in kept.tolist()]
-    removed = torch.tensor(others, device=hessian.device)
-    inverse = torch.linalg.inv(small)
-    choices = len(others)
-    cost = torch.zeros(blocks, choices, m, m, dtype=torch.float64, device=hessian.device)
-    target = torch.zeros(blocks, choices, n, m, dtype=torch.float64, device=hessian.device)
-    upper = torch.empty(blocks, choices, n, n, dtype=torch.float64, device=hessian.device)
-    for c in range(choices):
-        k, r = kept[c], removed[c]
-        kk = small[:, k][:, :, k]
-        schur = torch.linalg.inv(inverse[:, r][:, :, r])
-        cost[:, c, r[:, None], r[None, :]] = schur
-        target[:, c, torch.arange(n), k] = 1
-        target[:, c][:, :, r] = torch.linalg.solve(kk, small[:, k][:, :, r])
-        upper[:, c] = torch.linalg.cholesky(torch.linalg.inv(kk), upper=True)
-    return _Choices(kept, cost.float(), target.float(), upper.float(), inverse.float())
+class _Choices:
+    """All ways to keep `n` of the `m` weights of each block, and the best values for each way.
 
+    Per block `b` and choice `c`: kept columns `[C, n]`, cost matrices `[B, C, m, m]`, targets `[B, C, n, m]`, and the factor `[B, C, n, n]`
+    by which weights that are rounded later make up for those before.
+    """
 
-def _best(choices: _Choices, block: int, values, gradient, scale, zero, grid: Grid | None):
-    """Which rows improve, `[rows]`, and to which values, codes and mask, `[m, rows]`."""
-    m, rows = values.shape
-    wanted = values + choices.inverse[block] @ gradient
-    costs = ((choices.cost[block] @ wanted) * wanted).sum(1)
-    targets = choices.target[block] @ wanted
-    n = choices.kept.shape[1]
-    upper = choices.upper[block]
-    results = torch.empty_like(targets)
-    found = torch.empty_like(targets) if grid is not None else None
-    for i in range(n):
-        target = targets[:, i]
-        if grid is None or found is None:
-            results[:, i] = target
-            continue
-        low, high = grid.scheme.code_range
-        s = scale[choices.kept[:, i]]
-        code = (target / s).round_()
-        if zero is None:
-            code.clamp_(low, high)
-            value = code * s
-        else:
-            z = zero[choices.kept[:, i]]
-            code.add_(z).clamp_(low, high)
-            value = (code - z) * s
-        found[:, i], results[:, i] = code, value
-        lost = (target - value) / upper[:, i, i, None]
-        costs += lost.square()
-        for later in range(i + 1, n):
-            targets[:, later] -= upper[:, i, later, None] * lost
-    cost, choice = costs.min(0)
-    # The same quadratic at the present values: gradient and values say how far they are from the optimum.
-    present = ((wanted - values) * gradient).sum(0)
-    better = cost < present * (1 - 1e-5)
-    index = choice[None, None, :].expand(1, n, rows)
-    positions = choices.kept[choice].T
-    new = torch.zeros_like(values).scatter_(0, positions, results.gather(0, index)[0])
-    kept = torch.zeros(m, rows, dtype=torch.bool, device=values.device).scatter_(0, positions, True)
-    codes = None
-    if found is not None:
-        codes = torch.zeros_like(values) if zero is None else zero.clone()
-        codes.scatter_(0, positions, found.gather(0, index)[0])
-    return better, new, codes, kept
+    def __init__(self, hessian: torch.Tensor, pattern: Pattern) -> None:
+        m, n, device = pattern.m, pattern.n, hessian.device
+        blocks = hessian.shape[0] // m
+        small = torch.empty(blocks, m, m, dtype=torch.float64, device=device)
+        for block in range(blocks):
+            small[block] = hessian[block * m : (block + 1) * m, block * m : (block + 1) * m]
+            if block % file_matrix.PANEL == 0:
+                file_matrix.let_go(hessian)
+        # Columns without energy would make a block singular.
+        small = small + 1e-6 * file_matrix.diagonal(hessian).mean().clamp(min=1e-30) * torch.eye(m, device=device)
+        self.kept = torch.tensor(list(combinations(range(m), n)), device=device)
+        others = [[j for j in range(m) if j not in k] for k in self.kept.tolist()]
+        removed = torch.tensor(others, device=device)
+        inverse = torch.linalg.inv(small)
+        cost, target, upper = (
+            torch.zeros(blocks, len(others), *size, dtype=torch.float64, device=device)
+            for size in ((m, m), (n, m), (n, n))
+        )
+        for c, (k, r) in enumerate(zip(self.kept, removed, strict=True)):
+            kk = small[:, k][:, :, k]
+            cost[:, c, r[:, None], r[None, :]] = torch.linalg.inv(inverse[:, r][:, :, r])
+            target[:, c, torch.arange(n), k] = 1
+            target[:, c][:, :, r] = torch.linalg.solve(kk, small[:, k][:, :, r])
+            upper[:, c] = torch.linalg.cholesky(torch.linalg.inv(kk), upper=True)
+        self.cost, self.target, self.upper, self.inverse = cost.float(), target.float(), upper.float(), inverse.float()
+
+    def best(self, block: int, values: torch.Tensor, gradient: torch.Tensor, grid: Grid | None):
+        """Which rows of `values [m, rows]` improve, `[rows]`, and to which values, codes (None without a grid) and mask, `[m, rows]`.
+
+        Args:
+            grid: of the block's columns, `scale [m, rows]`; None keeps float values.
+        """
+        m, rows = values.shape
+        wanted = values + self.inverse[block] @ gradient
+        costs = ((self.cost[block] @ wanted) * wanted).sum(1)
+        targets, upper = self.target[block] @ wanted, self.upper[block]
+        results = targets if grid is None else torch.empty_like(targets)
+        found = None if grid is None else torch.empty_like(targets)
+        if grid is not None and found is not None:
+            for i in range(self.kept.shape[1]):
+                target, columns = targets[:, i], self.kept[:, i]
+                zero = None if grid.zero is None else grid.zero[columns]
+                code = grid.scheme.codes(target, grid.scale[columns], zero)
+                value = grid.scheme.values(code, grid.scale[columns], zero)
+                found[:, i], results[:, i] = code, value
+                lost = (target - value) / upper[:, i, i, None]
+                costs += lost.square()
+                for later in range(i + 1, self.kept.shape[1]):
+                    targets[:, later] -= upper[:, i, later, None] * lost
+        cost, choice = costs.min(0)
+        # The same quadratic at the present values: gradient and values say how far they are from the optimum.
+        present = ((wanted - values) * gradient).sum(0)
+        better = cost < present * (1 - 1e-5)
+        index = choice[None, None, :].expand(1, self.kept.shape[1], rows)
+        positions = self.kept[choice].T
+        new = torch.zeros_like(values).scatter_(0, positions, results.gather(0, index)[0])
+        kept = torch.zeros(m, rows, dtype=torch.bool, device=values.device).scatter_(0, positions, True)
+        codes = None
+        if grid is not None and found is not None:
+            codes = torch.zeros_like(values) if grid.zero is None else grid.zero.clone()
+            codes.scatter_(0, positions, found.gather(0, index)[0])
+        return better, new, codes, kept

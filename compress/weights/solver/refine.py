@@ -49,7 +49,9 @@ def refine(
     group = grid.scheme.width(columns)
     step = group * max(1, BLOCK // group)
     spans = [(start, min(start + step, columns)) for start in range(0, columns, step)]
-    divisors = _inverse(file_matrix.diagonal(hessian))
+    diagonal = file_matrix.diagonal(hessian)
+    # A column without energy has no gradient either: any divisor will do.
+    divisors = torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
     lost = torch.zeros(error.shape[1], device=error.device)
     for sweep in range(sweeps):
         for start, end in spans:
@@ -76,11 +78,6 @@ def refine(
     return lost.clamp_(min=0)
 
 
-def _inverse(diagonal: torch.Tensor) -> torch.Tensor:
-    # A column without energy has no gradient either: any divisor will do.
-    return torch.where(diagonal > 0, 1 / diagonal.clamp(min=1e-30), 0.0)
-
-
 class _Part:
     """A stretch of whole groups: its codes, the gradient `H e` of its columns, and what is lost in them.
 
@@ -98,7 +95,7 @@ class _Part:
         scale = grid.scale[g]
         old = self._values(start, end, scale, zero)
         for first in range(start, end, BLOCK):
-            self._block(first, min(first + BLOCK, end), start, old, scale, zero, *grid.scheme.code_range)
+            self._block(first, min(first + BLOCK, end), start, old, scale, zero, grid.scheme)
         if refit:
             scale = self._refit(start, end, scale, zero)
             grid.scale[g] = scale
@@ -112,7 +109,7 @@ class _Part:
             values *= self.mask[start:end]
         return values
 
-    def _block(self, first, last, origin, old, scale, zero, low, high) -> None:
+    def _block(self, first, last, origin, old, scale, zero, scheme) -> None:
         """Coordinate descent over the columns `first:last` of the stretch; `old` are the values of the group, from `origin` on."""
         gradient, hessian, codes, value = self.gradient, self.hessian, self.codes, self.value
         moved = torch.empty(last - first, codes.shape[1], device=codes.device)
@@ -120,7 +117,7 @@ class _Part:
         if columns_in_c.usable(gradient, codes, self.mask):
             columns_in_c.descend_block(
                 gradient[here], old[first - origin : last - origin], codes[here], moved, None if self.mask is None else self.mask[here],
-                hessian[here, here], self.divisors[here], scale, zero, (low, high),
+                hessian[here, here], self.divisors[here], scale, zero, scheme.code_range,
             )  # fmt: skip
             for rest in (slice(0, first), slice(last, gradient.shape[0])):
                 if rest.start < rest.stop:
@@ -131,13 +128,8 @@ class _Part:
             upto = min(leaf + LEAF, last)
             for j in range(leaf, upto):
                 torch.add(old[j - origin], gradient[j], alpha=inverse[j], out=value)
-                value.div_(scale).round_()
-                if zero is None:
-                    value.clamp_(low, high)
-                    codes[j] = value
-                else:
-                    value.add_(zero).clamp_(low, high)
-                    codes[j] = value
+                codes[j] = scheme.codes(value, scale, zero, out=value)
+                if zero is not None:
                     value.sub_(zero)
                 value.mul_(scale)
                 if self.mask is not None:

@@ -15,6 +15,7 @@ from compress.distill.train.data import Batch, mix
 from compress.distill.train.loop import Sums, add_sums
 from compress.model.config_sizes import resized, size_of
 from compress.model.couplings import Channels, changed, channels_of, input_dim, layouts
+from compress.model.module_hooks import hooks
 from compress.model.streamed import StreamedModel
 from runtime.errors import RequestError
 from runtime.modeling.skeleton import build_skeleton
@@ -112,7 +113,6 @@ def order(model: Any, streamed: StreamedModel, channels: Sequence[Channels], ids
 
     expected = given()
     squares: dict[str, torch.Tensor] = {}
-    handles = []
 
     def watch(name: str) -> Callable[..., None]:
         def hook(_module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
@@ -120,14 +120,9 @@ def order(model: Any, streamed: StreamedModel, channels: Sequence[Channels], ids
 
         return hook
 
-    for own in channels:
-        handles.append(model.get_submodule(own.consumer).register_forward_pre_hook(watch(own.consumer)))
-    try:
+    with hooks({model.get_submodule(own.consumer): watch(own.consumer) for own in channels}, before=True):
         for rows in ids.split(4):
             streamed.call(model, (rows.to(streamed.device), None))
-    finally:
-        for handle in handles:
-            handle.remove()
     for own in channels:
         layer = model.get_submodule(own.consumer)
         weight = layer.weight.detach().float().cpu()

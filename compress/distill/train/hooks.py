@@ -1,4 +1,4 @@
-"""Outputs of modules in one forward pass, read by hooks."""
+"""Outputs of transformer blocks in one forward pass, read by hooks."""
 
 from __future__ import annotations
 
@@ -9,12 +9,14 @@ from typing import Any
 import torch
 from torch import nn
 
+from compress.model.module_hooks import hooks
+
 
 @contextmanager
 def block_outputs(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
     """The outputs `[b, s, hidden]` of transformer blocks in one forward pass, in their order; the list is filled when the pass ends.
 
-    When activations are computed again in a backward pass, nobody looks any more.
+    What a backward pass computes again (gradient checkpointing) is not recorded.
     """
     found: dict[int, torch.Tensor] = {}
     states: list[torch.Tensor] = []
@@ -27,11 +29,9 @@ def block_outputs(blocks: Sequence[nn.Module]) -> Iterator[list[torch.Tensor]]:
 
         return hook
 
-    handles = [block.register_forward_hook(keep(place)) for place, block in enumerate(blocks)]
-    try:
-        yield states
-        states += [found[place] for place in range(len(blocks))]
-    finally:
-        looking = False
-        for handle in handles:
-            handle.remove()
+    with hooks({block: keep(place) for place, block in enumerate(blocks)}):
+        try:
+            yield states
+            states += [found[place] for place in range(len(blocks))]
+        finally:
+            looking = False

@@ -12,9 +12,10 @@ from torch import nn
 
 from compress.core.tensors import relative
 from compress.model.couplings import Slices
+from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.method import Routing
-from compress.prune.structure.removal import Cut, Lines, Pass, Plan, Removal, Tensors, check_finite, hooks
+from compress.prune.structure.removal import Cut, Lines, Pass, Plan, Removal, Tensors, check_finite
 from runtime.errors import CompressError, RequestError
 
 #: What a cut layer gives may differ (relative) from what the whole one gives with the same experts: sums in another order, in 16 bits.

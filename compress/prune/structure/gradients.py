@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from compress.core.progress import Reporter
+from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
-from compress.prune.structure.removal import hooks
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
 from runtime.errors import CompressError

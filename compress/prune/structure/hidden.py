@@ -17,7 +17,7 @@ from compress.model.source import SourceCheckpoint
 from compress.model.streamed import StreamedModel
 from compress.prune.structure.amount import skeleton_of
 from compress.prune.structure.hidden_check import Comparison
-from compress.prune.structure.hidden_norms import HiddenCut, Measured, find_norms, gain, measure
+from compress.prune.structure.hidden_norms import HiddenCut, find_norms, gain, measure
 from compress.prune.structure.hidden_refit import Refit
 from compress.prune.structure.removal import Lines, Pass, Plan, Removal, Tensors, best, note_of
 from runtime.checkpoint.checkpoint import Checkpoint
@@ -51,13 +51,13 @@ class HiddenRemoval(Removal):
     def __init__(self, run: Pass) -> None:
         job, whole, fitted = run.job, run.streamed, run.job.settings.reconstruct
         norms = find_norms(whole.model, job.slices)
-        seen = measure(run, norms)
+        states, shares = measure(run, norms)
         smaller = StreamedModel(zeros_of(run), whole.device, dtype=whole.dtype)
         followed = {"ours": smaller, **({"theirs": whole} if fitted else {})}
         batches = [*run.batches, run.probe] if fitted else [run.probe]
         super().__init__(run, followed, batches, beside=[] if fitted else [whole])
-        kept = best(self._ranked(seen), job.kept)
-        gains = {name: gain(shares, kept) for name, shares in seen.shares.items()}
+        kept = best(self._ranked(states), job.kept)
+        gains = {name: gain(own, kept) for name, own in shares.items()}
         self.cut = HiddenCut(job.slices, kept, job.size.count, norms, gains)
         smaller.checkpoint = CutCheckpoint(smaller.checkpoint, whole.checkpoint, self.cut)
         smaller.ties = dict(whole.ties)  # zeros are all alike, so the outline cannot say which are tied
@@ -127,10 +127,10 @@ class HiddenRemoval(Removal):
             found[name] = self.model.model.get_parameter(name).data.to(self.model.checkpoint.dtype(name))
         return found
 
-    def _ranked(self, seen: Measured) -> torch.Tensor:
+    def _ranked(self, states: torch.Tensor | None) -> torch.Tensor:
         """Float32 `[dimensions]`, larger for what matters more."""
         job, checkpoint = self.job, self.whole.checkpoint
-        if "states" in job.method.needs and seen.states is None:
+        if "states" in job.method.needs and states is None:
             raise CompressError(
                 f"no linear layer of a {type(self.whole.model).__name__} reads the hidden state, so {job.method.name} cannot rank its "
                 "dimensions"
@@ -138,7 +138,7 @@ class HiddenRemoval(Removal):
         # Of each stored tensor, one after the other, the norm of what each dimension has of it.
         stored = (part for part in job.slices if checkpoint.has(part.name))
         norms = (part.by_unit(checkpoint.get(part.name).float()).norm(dim=1, keepdim=True) for part in stored)
-        return self.rank("the dimensions", job.size.count, job.kept, 0, weights=norms, states=seen.states)[0]
+        return self.rank("the dimensions", job.size.count, job.kept, 0, weights=norms, states=states)[0]
 
 
 def zeros_of(run: Pass) -> Checkpoint:

@@ -16,9 +16,9 @@ import torch
 from torch import nn
 
 from compress.model.hidden_states import HiddenStates
+from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.hidden_norms import HiddenCut
-from compress.prune.structure.removal import hooks
 from runtime.errors import RequestError
 
 # Blocks are compared in float32, what is outside of them in the model's own dtype.

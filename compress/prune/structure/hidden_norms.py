@@ -18,8 +18,9 @@ from torch import nn
 from compress.model.couplings import Slices, input_dim, is_input
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import collect, find_groups
+from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch
-from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, forwards, hooks
+from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, forwards
 from runtime.errors import CompressError, RequestError
 
 _CLOSE = 1e-3
@@ -144,29 +145,20 @@ def gain(shares: torch.Tensor, kept: torch.Tensor) -> float:
 
 
 # ---------------------------------------------------------------- calibration statistics
-@dataclass
-class Measured:
-    """What calibration sequences show of the dimensions.
-
-    Attributes:
-        states: float32 `[dimensions]`: mean size of each where layers of the blocks read it, over the mean of all, mean over inputs;
-            None: no linear layer of a block reads the hidden state.
-        shares: {norm: float64 `[dimensions]`}, mean over tokens of `Norm.shares`; of norms that sequences reach.
-    """
-
-    states: torch.Tensor | None
-    shares: dict[str, torch.Tensor]
-
-
-def measure(run: Pass, norms: dict[str, Norm]) -> Measured:
+def measure(run: Pass, norms: dict[str, Norm]) -> tuple[torch.Tensor | None, dict[str, torch.Tensor]]:
     """One pass over the model, done once for a run and those that resume it.
+
+    Returns:
+        Float32 `[dimensions]`: mean size of each where layers of the blocks read it, over the mean of all, mean over inputs; None: no
+        linear layer of a block reads the hidden state. And {norm: float64 `[dimensions]`}, mean over tokens of `Norm.shares`, of norms
+        that sequences reach.
 
     Raises:
         CompressError: the hidden states hold NaN or Inf.
     """
     found = run.tensors_once("measured.safetensors", lambda: _measure(run, norms))
     states = found.pop("states", None)
-    return Measured(states, {name.removeprefix(_SHARES): value for name, value in found.items()})
+    return states, {name.removeprefix(_SHARES): value for name, value in found.items()}
 
 
 def _measure(run: Pass, norms: dict[str, Norm]) -> Tensors:

@@ -17,10 +17,11 @@ from torch import nn
 
 from compress.model.hidden_states import HiddenStates
 from compress.model.input_statistics import find_groups
+from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.structure.hidden_norms import HiddenCut
 from compress.prune.structure.least_squares import energy, nearest
-from compress.prune.structure.removal import Lines, hooks
+from compress.prune.structure.removal import Lines
 from runtime.errors import CompressError
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -59,22 +59,21 @@ class Pass:
 
     def once(self, name: str, compute: Callable[[], Any]) -> Any:
         """What `compute` gives, JSON-able: computed once for a run and those that resume it."""
-        file = self.work / name
-        if not intact(file):
-            self.work.mkdir(parents=True, exist_ok=True)
-            write_json(file, compute())
-            seal(file)
+        file = self._sealed(name, lambda path: write_json(path, compute()))
         return json.loads(file.read_text(encoding="utf-8"))
 
     def tensors_once(self, name: str, compute: Callable[[], Tensors]) -> Tensors:
         """The same of tensors by name."""
+        return load_file(self._sealed(name, lambda path: save_file(compute(), path)))
+
+    def _sealed(self, name: str, write: Callable[[Path], None]) -> Path:
         file = self.work / name
         if not intact(file):
             self.work.mkdir(parents=True, exist_ok=True)
             with written_beside(file) as temporary:
-                save_file(compute(), temporary)
+                write(temporary)
             seal(file)
-        return load_file(file)
+        return file
 
     def scratch(self, name: str) -> Path | None:
         """Where hidden states spill to; None: they stay in memory."""
@@ -349,19 +348,3 @@ def note_of(lines: Lines) -> str:
 def best(rank: torch.Tensor, count: int) -> torch.Tensor:
     """Which units stay, ascending: int64 `[count]`; of equals the first."""
     return rank.argsort(descending=True, stable=True)[:count].sort().values
-
-
-@contextmanager
-def hooks(
-    found: Mapping[nn.Module, Callable[..., Any]], before: bool = False, keywords: bool = False
-) -> Iterator[None]:
-    """Forward hooks inside: {module: hook}, of what modules give, or (`before`) of what they are given."""
-    handles = [
-        (module.register_forward_pre_hook if before else module.register_forward_hook)(hook, with_kwargs=keywords)
-        for module, hook in found.items()
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()

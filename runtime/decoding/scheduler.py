@@ -108,42 +108,36 @@ class Scheduler:
         parts = self._pack()
         trees = self._drafts(pool, parts)
         logits, hidden = self._compute(pool, parts, trees)
-        stats = self._stats
-        rows = decoding = 0
+        stats, speculator = self._stats, self._speculator
+        decoding = 0
         ready: list[Ready] = []
         row = token = 0  # where a part's logits and its tokens begin
         for (sequence, count), tree in zip(parts, trees, strict=True):
-            rows += count
             decoding += self._count(sequence, count)
             outputs = 1 + len(tree)
             if sequence.rest == count:
-                ready.append(
-                    Ready(
-                        sequence, tree, slice(row, row + outputs), slice(token + count - 1, token + count + len(tree))
-                    )
-                )
+                tokens = slice(token + count - 1, token + count + len(tree))
+                ready.append(Ready(sequence, tree, slice(row, row + outputs), tokens))
             if (
-                self._speculator is not None
-                and self._speculator.prompts
+                speculator is not None
+                and speculator.prompts
                 and hidden is not None
                 and sequence.computed < sequence.prompt
             ):
-                read = sequence.chunk(count).tokens
-                self._caller.run(
-                    self._speculator.read, sequence, sequence.computed, read, hidden[token : token + count]
-                )
+                states = hidden[token : token + count]
+                self._caller.run(speculator.read, sequence, sequence.computed, sequence.chunk(count).tokens, states)
             sequence.advance(count, self.pages)
             row += outputs
             token += count + len(tree)
-        speculator = self._speculator
         # What was drafted is verified also where the drafter was switched off meanwhile, by another thread's call maybe.
         if speculator is not None and (self._drafted or (speculator.on and speculator.learns)):
-            ended = self._verify(pool, ready, logits, hidden)
+            ended = self._verify(pool, speculator, ready, logits, hidden)
         else:
             if len(ready) < len(parts):
-                rows_ = [each.rows.start for each in ready]
-                logits = logits[torch.tensor(rows_, dtype=torch.int64, device=logits.device)]
+                chosen = [each.rows.start for each in ready]
+                logits = logits[torch.tensor(chosen, dtype=torch.int64, device=logits.device)]
             ended = self._choose([each.sequence for each in ready], logits) if ready else 0
+        rows = sum(count for _, count in parts)
         if speculator is not None and decoding == rows:
             seconds = time.perf_counter() - started - self._drafting
             speculator.timed(row, seconds, self._drafting, stats.new_tokens - written)
@@ -198,10 +192,10 @@ class Scheduler:
         self._drafting = time.perf_counter() - started
         return trees
 
-    def _verify(self, pool: Any, ready: list[Ready], logits: torch.Tensor, hidden: torch.Tensor | None) -> int:
+    def _verify(
+        self, pool: Any, speculator: Speculator, ready: list[Ready], logits: torch.Tensor, hidden: torch.Tensor | None
+    ) -> int:
         """What follows each sequence, with what is accepted of its draft; returns how many ended."""
-        speculator = self._speculator
-        assert speculator is not None
         best = speculator.greedy(logits)
         ended = 0
         for sequence, tree, rows, tokens in ready:
@@ -213,26 +207,13 @@ class Scheduler:
                 # The last token was computed with the tree: its place is the one before the root's children.
                 accepted = Chunk((), sequence.computed, sequence.pages)
                 self._caller.run(self._engine.keep, pool, accepted, path)
-            new = [*(tree.tokens[node] for node in path), verdict.token]
-            output = sequence.output
-            if not output.produced:
-                self._stats.first_tokens += 1
-            for count, token in enumerate(new, 1):  # noqa: B007
-                output.push(token)
-                sequence.tokens.append(token)
-                if sequence.seen is not None:
-                    sequence.seen[token] = True
-                if output.finished:
-                    break
-            self._stats.new_tokens += count
-            sequence.advance(min(count, len(path)), self.pages)
+            new = self._append(sequence, [*(tree.tokens[node] for node in path), verdict.token])
+            sequence.advance(min(len(new), len(path)), self.pages)
             sequence.high = max(sequence.high, sequence.computed)
-            speculator.count(tree, path, count)
+            speculator.count(tree, path, len(new))
             states = None if hidden is None else hidden[tokens]
-            self._caller.run(speculator.learn, sequence, tree, path, new[:count], mine, states)
-            if output.finished:
-                ended += 1
-                sequence.leave(self.pages)
+            self._caller.run(speculator.learn, sequence, tree, path, new, mine, states)
+            ended += self._leave(sequence)
         self._forget(ended)
         return ended
 
@@ -244,22 +225,34 @@ class Scheduler:
         if options.repetition_penalty != 1.0:
             seen = torch.stack([self._seen(sequence, logits) for sequence in chosen])  # type: ignore[misc]
         draws = [sequence.generator for sequence in chosen if sequence.generator is not None]
-        tokens = next_tokens(logits, seen, options, draws).tolist()
         ended = 0
-        for sequence, token in zip(chosen, tokens, strict=True):
-            output = sequence.output
-            if not output.produced:
-                self._stats.first_tokens += 1
+        for sequence, token in zip(chosen, next_tokens(logits, seen, options, draws).tolist(), strict=True):
+            self._append(sequence, [token])
+            ended += self._leave(sequence)
+        self._forget(ended)
+        return ended
+
+    def _append(self, sequence: Sequence, tokens: list[int]) -> list[int]:
+        """Add tokens until the sequence ends; returns those that were added."""
+        output = sequence.output
+        if not output.produced:
+            self._stats.first_tokens += 1
+        for count, token in enumerate(tokens, 1):
             output.push(token)
             sequence.tokens.append(token)
             if sequence.seen is not None:
                 sequence.seen[token] = True
             if output.finished:
-                ended += 1
-                sequence.leave(self.pages)
-        self._stats.new_tokens += len(chosen)
-        self._forget(ended)
-        return ended
+                tokens = tokens[:count]
+                break
+        self._stats.new_tokens += len(tokens)
+        return tokens
+
+    def _leave(self, sequence: Sequence) -> bool:
+        """Whether a sequence has ended; its pages are free then."""
+        if sequence.output.finished:
+            sequence.leave(self.pages)
+        return sequence.output.finished
 
     def _seen(self, sequence: Sequence, logits: torch.Tensor) -> torch.Tensor | None:
         """Bool `[vocab]`, the tokens of the sequence; None where nobody asks."""

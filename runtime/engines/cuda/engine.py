@@ -21,13 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.engines.base import Chunk, Engine
+from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
 from runtime.engines.cuda.cache import Memory, Pool, Store
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.parts import Parts, read_parts, why_not
 from runtime.engines.cuda.prefill import ChunkAttention
 from runtime.engines.cuda.steps import Capture, CudaGraphs, Steps
+from runtime.engines.llama_structure import FusedEngine
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -40,7 +41,7 @@ UNLIMITED = 1 << 17  # positions, where a model names no limit
 _log = logging.getLogger("compress.engine")
 
 
-class CudaEngine(Engine):
+class CudaEngine(FusedEngine):
     """See `runtime.engines.base.Engine`. Made by `take_over`.
 
     Args:
@@ -60,13 +61,7 @@ class CudaEngine(Engine):
         capture: Capture | None = None,
         computing: ops.Ops | None = None,
     ) -> None:
-        self.torch_engine = torch_engine
-        self.module = torch_engine.module
-        self.device = torch_engine.device
-        self.vocab_size = torch_engine.vocab_size
-        self.context_length = torch_engine.context_length
-        self.weight_bytes = torch_engine.weight_bytes
-        self.parts = parts
+        super().__init__(torch_engine, parts)
         self.page_size = page_size
         self.page_bytes = 2 * len(parts.blocks) * page_size * parts.kv_heads * parts.head_dim * parts.dtype.itemsize
         self.most_rows = MOST_ROWS
@@ -79,14 +74,6 @@ class CudaEngine(Engine):
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
         self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}"
-
-    @property
-    def logits_width(self) -> int:
-        """Rows of the head."""
-        return self.parts.vocabulary
-
-    def explain(self) -> dict[str, str]:
-        return self.torch_engine.explain()
 
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int, drafts: bool = False) -> Pool:

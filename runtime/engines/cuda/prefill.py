@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import inspect
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.nn import functional
+from torch.nn.attention.varlen import varlen_attn
 
-# All chunks of a step in one call: torch's variable-length flash attention, where this torch has it and it computes what it should.
+# All chunks of a step in one call: torch's variable-length flash attention, where it computes what it should.
 
 _log = logging.getLogger("compress.engine")
-_WANTED = {"scale", "window_size", "enable_gqa"}  # of its arguments; younger than the function
-
-
-@cache
-def function() -> Callable[..., Any] | None:
-    """`torch.nn.attention.varlen.varlen_attn`, or None where it is missing or too old."""
-    try:
-        from torch.nn.attention.varlen import varlen_attn
-    except ImportError:
-        return None
-    return varlen_attn if set(inspect.signature(varlen_attn).parameters) >= _WANTED else None
 
 
 class Ends:
@@ -40,19 +29,17 @@ class Ends:
 
 def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ends: Ends, scale: float, window: int) -> torch.Tensor:
     """`[rows, heads, head_dim]`; keys and values of the chunks one after another, `[sum of lengths, kv_heads, head_dim]`."""
-    compute = function()
-    assert compute is not None
-    return compute(
+    found: Any = varlen_attn(
         q, k, v, ends.queries, ends.keys, ends.most_queries, ends.most_keys,
         scale=scale, window_size=(window - 1 if window else -1, 0), enable_gqa=q.shape[1] != k.shape[1],
     )  # fmt: skip
+    return found
 
 
 @cache
 def works(device: torch.device, dtype: torch.dtype, heads: int, kv_heads: int, size: int, windowed: bool) -> bool:
     """Whether `attend` gives the right numbers here: tried once, on chunks with and without a cached beginning."""
-
-    if function() is None or dtype not in (torch.float16, torch.bfloat16):
+    if dtype not in (torch.float16, torch.bfloat16):
         return False
     starts, counts, window = [0, 21, 3], [9, 5, 17], 6 if windowed else 0
     generator = torch.Generator().manual_seed(0)

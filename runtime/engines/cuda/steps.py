@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from functools import partial
 
 import torch
 
@@ -17,35 +17,12 @@ from runtime.engines.cuda.cache import Memory
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.errors import RequestError
 
+#: Computes from what static tensors hold now. Of a captured computation, the next call of any that the same `Capture` made may overwrite
+#: the result.
 Computation = Callable[[], torch.Tensor]
 
-
-class Captured(Protocol):
-    """A computation that can be repeated.
-
-    Attributes:
-        output: what the last replay computed; the next replay of any graph of the same `Capture` may overwrite it.
-    """
-
-    output: torch.Tensor
-
-    def replay(self) -> None:
-        """Compute again, from what the static tensors hold now."""
-
-
-#: Makes one of a computation. May run it any number of times, so running it twice must be like running it once.
-Capture = Callable[[Computation], Captured]
-
-
-class Plain:
-    """No graph: every replay calls."""
-
-    def __init__(self, compute: Computation) -> None:
-        self._compute = compute
-        self.output = torch.empty(0)
-
-    def replay(self) -> None:
-        self.output = self._compute()
+#: Makes a captured computation of one. May run it any number of times, so running it twice must be like running it once.
+Capture = Callable[[Computation], Computation]
 
 
 class CudaGraphs:
@@ -54,9 +31,9 @@ class CudaGraphs:
     def __init__(self, device: torch.device) -> None:
         self._stream = torch.cuda.Stream(device)
         self._pool = torch.cuda.graph_pool_handle()
-        self._alive: weakref.WeakSet[_Graph] = weakref.WeakSet()
+        self._alive: weakref.WeakSet[Computation] = weakref.WeakSet()
 
-    def __call__(self, compute: Computation) -> Captured:
+    def __call__(self, compute: Computation) -> Computation:
         if not self._alive:  # a memory pool whose last graph is gone cannot be captured into again
             self._pool = torch.cuda.graph_pool_handle()
         here = torch.cuda.current_stream()
@@ -69,17 +46,13 @@ class CudaGraphs:
         # Other threads may use the device meanwhile, for other models.
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
             output = compute()
-        made = _Graph(graph, output)
-        self._alive.add(made)
-        return made
 
+        def replay() -> torch.Tensor:
+            graph.replay()
+            return output
 
-class _Graph:
-    def __init__(self, graph: torch.cuda.CUDAGraph, output: torch.Tensor) -> None:
-        self.graph, self.output = graph, output
-
-    def replay(self) -> None:
-        self.graph.replay()
+        self._alive.add(replay)
+        return replay
 
 
 _FEW = 4  # page tables that are sent one by one
@@ -116,52 +89,49 @@ class Steps:
         self._host_tables = torch.full((most, width), memory.scratch, dtype=torch.int32, pin_memory=pinned)
         self._filled: list[list[int]] = [[memory.scratch] for _ in range(most)]
         self._sent = torch.cuda.Event() if pinned else None
-        self._captured: dict[int, Captured] = {}
-        self._captured_with_states: dict[int, Captured] = {}
+        self._captured: dict[tuple[int, bool], Computation] = {}  # by bucket, and whether states are wanted
         self._width: int | None = None
 
     def bucket(self, rows: int) -> int:
         """The batch size that so many sequences are computed in."""
         return next(size for size in self.buckets if size >= rows)
 
-    def run(self, pieces: Sequence[Chunk], hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits `[len(pieces), vocabulary]` of pieces of one token each, at most as many as the largest bucket.
+    def run(self, chunks: Sequence[Chunk], hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits `[len(chunks), vocabulary]` of chunks of one token each, at most as many as the largest bucket.
 
         Views: the next run overwrites them.
 
         Args:
-            hidden: also give what the head reads, `[len(pieces), hidden]`; None otherwise.
+            hidden: also give what the head reads, `[len(chunks), hidden]`; None otherwise.
         """
-        size, count = self.bucket(len(pieces)), len(pieces)
-        self._fill(pieces, size)
+        size, count = self.bucket(len(chunks)), len(chunks)
+        self._fill(chunks, size)
         if hidden and self._states is None:
             self._states = torch.zeros_like(self._hidden)
-        known = self._captured_with_states if hidden else self._captured
-        captured = known.get(size)
-        if captured is None:
-            captured = known[size] = self._make(size, hidden)
-        captured.replay()
-        return captured.output[:count], self._states[:count] if hidden and self._states is not None else None
+        if (size, hidden) not in self._captured:
+            self._captured[size, hidden] = self._make(size, hidden)
+        logits = self._captured[size, hidden]()
+        return logits[:count], self._states[:count] if hidden and self._states is not None else None
 
     # ---------------------------------------------------------------- inputs
     def _rows(self, size: int) -> Rows:
         ids, positions, slots = self._numbers[: 3 * size].view(3, size)
         return Rows(ids, positions, slots)
 
-    def _fill(self, pieces: Sequence[Chunk], size: int) -> None:
+    def _fill(self, chunks: Sequence[Chunk], size: int) -> None:
         memory, page = self._memory, self._memory.page_size
-        padding = size - len(pieces)
+        padding = size - len(chunks)
         tables: list[list[int]] = []
         slots: list[int] = []
-        for piece in pieces:
-            count = piece.start // page + 1
+        for chunk in chunks:
+            count = chunk.start // page + 1
             if count > self._tables.shape[1]:
                 most = self._tables.shape[1] * page
-                raise RequestError(f"position {piece.start} is past the {most} positions that the model was made for")
-            tables.append(list(piece.pages[:count]))
-            slots.append(piece.pages[count - 1] * page + piece.start % page)
-        ids = [piece.tokens[0] for piece in pieces] + [0] * padding
-        positions = [piece.start for piece in pieces] + [0] * padding
+                raise RequestError(f"position {chunk.start} is past the {most} positions that the model was made for")
+            tables.append(list(chunk.pages[:count]))
+            slots.append(chunk.pages[count - 1] * page + chunk.start % page)
+        ids = [chunk.tokens[0] for chunk in chunks] + [0] * padding
+        positions = [chunk.start for chunk in chunks] + [0] * padding
         slots += [memory.scratch * page] * padding
         tables += [[memory.scratch]] * padding
         if self._sent is not None:
@@ -193,7 +163,7 @@ class Steps:
             self._tables[row, :count].copy_(self._host_tables[row, :count], non_blocking=True)
 
     # ---------------------------------------------------------------- computation
-    def _compute(self, size: int, states: bool = False) -> torch.Tensor:
+    def _compute(self, size: int, states: bool) -> torch.Tensor:
         decoder, memory, rows = self._decoder, self._memory, self._rows(size)
         parts, attention, tables = decoder.parts, decoder.ops.decode_attention, self._tables[:size]
 
@@ -209,14 +179,15 @@ class Steps:
             self._states[:size] = x
         return parts.head(x)
 
-    def _make(self, size: int, states: bool) -> Captured:
+    def _make(self, size: int, states: bool) -> Computation:
+        compute = partial(self._compute, size, states)
         if self._capture is not None:
             try:
-                return self._capture(lambda: self._compute(size, states))
+                return self._capture(compute)
             except (RuntimeError, NotImplementedError) as error:
                 self._capture = None
                 reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
                 if reason not in _said:
                     _said.add(reason)
                     _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)
-        return Plain(lambda: self._compute(size, states))
+        return compute

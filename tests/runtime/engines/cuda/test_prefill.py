@@ -64,23 +64,20 @@ def stand_in(off: int = 0) -> Any:
 @pytest.mark.usefixtures("fresh")
 def test_it_is_tried_before_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
     cpu = torch.device("cpu")
-    monkeypatch.setattr(prefill, "function", stand_in)
+    monkeypatch.setattr(prefill, "varlen_attn", stand_in())
     assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
     assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
     assert not prefill.works(cpu, torch.float32, 4, 2, 16, False)
     prefill.works.cache_clear()
-    monkeypatch.setattr(prefill, "function", lambda: stand_in(off=1))
+    monkeypatch.setattr(prefill, "varlen_attn", stand_in(off=1))
     assert prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
     assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, True)
     prefill.works.cache_clear()
 
-    def fails() -> Any:
-        def compute(*arguments: Any, **options: Any) -> torch.Tensor:
-            raise RuntimeError("not on this device")
+    def fails(*arguments: Any, **options: Any) -> torch.Tensor:
+        raise RuntimeError("not on this device")
 
-        return compute
-
-    monkeypatch.setattr(prefill, "function", fails)
+    monkeypatch.setattr(prefill, "varlen_attn", fails)
     assert not prefill.works(cpu, torch.bfloat16, 4, 2, 16, False)
 
 

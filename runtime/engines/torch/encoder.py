@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from runtime.engines.torch.engine import explain_modules, weight_bytes
+from runtime.engines.torch.engine import ModuleEngine
 from runtime.errors import ArtifactError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TorchEncoderEngine:
+class TorchEncoderEngine(ModuleEngine):
     """Runs the base model of a transformers encoder (heads are left alone); see `runtime.engines.base.EncoderEngine`.
 
     Raises:
@@ -23,8 +23,7 @@ class TorchEncoderEngine:
     """
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        self.module = module
-        self.device = device
+        super().__init__(module, device)
         self._base: Any = module.base_model
         embeddings = module.get_input_embeddings()
         if not isinstance(getattr(embeddings, "num_embeddings", None), int):
@@ -36,22 +35,13 @@ class TorchEncoderEngine:
         self.hidden_size = int(config.hidden_size)
         self.context_length = position_limit(module)
         self._takes_segments = "token_type_ids" in inspect.signature(self._base.forward).parameters
-        self.weight_bytes = weight_bytes(module)
-        self.description = f"transformers' {type(module).__name__}"
 
     @torch.inference_mode()
     def forward(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
-        arguments: dict[str, Any] = {"input_ids": input_ids}
-        if attention_mask is None:
-            # Models differ in what they make of a missing mask: some look for padding ids themselves.
-            attention_mask = torch.ones_like(input_ids)
-        arguments["attention_mask"] = attention_mask
-        if self._takes_segments:
-            arguments["token_type_ids"] = torch.zeros_like(input_ids)
-        return self._base(**arguments).last_hidden_state.float()
-
-    def explain(self) -> dict[str, str]:
-        return explain_modules(self.module)
+        # Models differ in what they make of a missing mask: some look for padding ids themselves.
+        mask = torch.ones_like(input_ids) if attention_mask is None else attention_mask
+        segments = {"token_type_ids": torch.zeros_like(input_ids)} if self._takes_segments else {}
+        return self._base(input_ids=input_ids, attention_mask=mask, **segments).last_hidden_state.float()
 
 
 def position_limit(module: PreTrainedModel) -> int | None:

@@ -30,7 +30,28 @@ if TYPE_CHECKING:
 _ATTENTION_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}
 
 
-class TorchEngine(RowEngine):
+class ModuleEngine:
+    """Base class: an engine of transformers' modules, whose compressed layers keep their weights packed."""
+
+    def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
+        self.module = module
+        self.device = device
+        self.weight_bytes = weight_bytes(module)
+        self.description = f"transformers' {type(module).__name__}"
+
+    def explain(self) -> dict[str, str]:
+        """{linear layer: the kernel that computes it}."""
+        result = {}
+        for name, child in self.module.named_modules():
+            kernel = getattr(child, "kernel_name", None)
+            if kernel is not None:
+                result[name] = str(kernel)
+            elif is_matrix(child):
+                result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
+        return result
+
+
+class TorchEngine(ModuleEngine, RowEngine):
     """Runs a transformers causal language model over one batch of rows.
 
     Attributes:
@@ -41,8 +62,7 @@ class TorchEngine(RowEngine):
     """
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        self.module = module
-        self.device = device
+        super().__init__(module, device)
         accepted = inspect.signature(module.forward).parameters
         if "past_key_values" not in accepted:
             raise ArtifactError(
@@ -56,8 +76,6 @@ class TorchEngine(RowEngine):
         self.padding_is_exact = self._takes_positions and layers <= _ATTENTION_LAYERS
         embeddings = module.get_input_embeddings()
         self.vocab_size = int(getattr(embeddings, "num_embeddings", 0) or text.vocab_size)
-        self.weight_bytes = weight_bytes(module)
-        self.description = f"transformers' {type(module).__name__}"
         self.held: HeldCache | None = None
 
     def compress_cache(self, policy: Policy) -> None:
@@ -97,8 +115,7 @@ class TorchEngine(RowEngine):
                 position_ids = None if position_ids is None else position_ids + len(held.prefix)
             else:
                 input_ids, attention_mask, position_ids = held.begin(input_ids, attention_mask)
-        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask}
-        arguments["past_key_values"] = cache
+        arguments: dict[str, Any] = {"input_ids": input_ids, "attention_mask": attention_mask, "past_key_values": cache}
         arguments["use_cache"] = cache is not None
         if self._takes_positions and position_ids is not None:
             arguments["position_ids"] = position_ids
@@ -123,7 +140,7 @@ class TorchEngine(RowEngine):
         return tensor_bytes([value for value in values if isinstance(value, torch.Tensor)])
 
     def explain(self) -> dict[str, str]:
-        return explain_modules(self.module) | ({} if self.held is None else self.held.explain())
+        return super().explain() | ({} if self.held is None else self.held.explain())
 
     # ---------------------------------------------------------------- drafts
     @property
@@ -156,25 +173,6 @@ class TorchEngine(RowEngine):
 
     def _against_drafts(self) -> str | None:
         return why_not(self.module, self.padding_is_exact) if self.held is None else self.held.why_not_drafts()
-
-
-def explain_modules(module: nn.Module) -> dict[str, str]:
-    """{linear layer: the kernel that computes it}."""
-    result = {}
-    for name, child in module.named_modules():
-        kernel = getattr(child, "kernel_name", None)
-        if kernel is not None:
-            result[name] = str(kernel)
-        elif is_matrix(child):
-            result[name] = f"torch {str(child.weight.dtype).removeprefix('torch.')}"
-    return result
-
-
-def load_torch(
-    artifact: Artifact, device: torch.device, kernels: str, dtype: torch.dtype | None, trust_remote_code: bool
-) -> TorchEngine:
-    """Build the model of an artifact (or plain checkpoint) on `device`, with compressed layers packed."""
-    return Blueprint(artifact, device, kernels, dtype, trust_remote_code).build()
 
 
 class Blueprint:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.engines.torch.encoder import position_limit
-from runtime.engines.torch.engine import explain_modules, tensor_bytes, weight_bytes
+from runtime.engines.torch.engine import ModuleEngine, tensor_bytes
 from runtime.errors import RequestError
 from runtime.modeling.skeleton import reads_features
 
@@ -15,20 +15,17 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-class TorchSeq2SeqEngine:
+class TorchSeq2SeqEngine(ModuleEngine):
     """Runs a transformers encoder-decoder; see `runtime.engines.base.Seq2SeqEngine`."""
 
     def __init__(self, module: PreTrainedModel, device: torch.device) -> None:
-        self.module = module
-        self.device = device
+        super().__init__(module, device)
         self._encoder: Any = module.get_encoder()
         head: Any = module.get_output_embeddings()
         self.vocab_size = int(head.out_features)
         self.features = reads_features(module)
         self.context_length = None if self.features else position_limit(module)
         self.decoder_context_length = target_limit(module)
-        self.weight_bytes = weight_bytes(module)
-        self.description = f"transformers' {type(module).__name__}"
 
     @torch.inference_mode()
     def encode(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> torch.Tensor:
@@ -72,9 +69,6 @@ class TorchSeq2SeqEngine:
     def cache_bytes(self, cache: Any) -> int:
         layers = [*cache.self_attention_cache.layers, *cache.cross_attention_cache.layers]
         return tensor_bytes([v for layer in layers for v in vars(layer).values() if isinstance(v, torch.Tensor)])
-
-    def explain(self) -> dict[str, str]:
-        return explain_modules(self.module)
 
 
 def encoder_output(states: torch.Tensor) -> Any:

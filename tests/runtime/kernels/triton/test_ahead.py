@@ -377,13 +377,13 @@ def test_the_engine_launches_what_is_compiled(fuse: bool, tiny_artifact: Path, m
     from runtime.api.model import Model
     from runtime.checkpoint.artifact import Artifact
     from runtime.engines.cuda import ops, take_over
-    from runtime.engines.torch.engine import Blueprint, load_torch
+    from runtime.engines.torch.engine import Blueprint
     from runtime.kernels import Choice
     from runtime.layers.compressed_linear import CompressedLinear
 
     kernel = W4A16Triton("cpu")
     choice = Choice(kernel, kernel, kernel)
-    torch_engine = load_torch(Artifact(tiny_artifact), CPU, "reference", torch.bfloat16, False)
+    torch_engine = Blueprint(Artifact(tiny_artifact), CPU, "reference", torch.bfloat16, False).build()
     for module in torch_engine.module.modules():
         if isinstance(module, CompressedLinear):
             module.prepare(choice=choice)

@@ -21,3 +21,8 @@ class ResourceError(RequestError):
 
 class ArtifactError(RequestError):
     """A checkpoint or artifact on disk cannot be used: missing, corrupt, unsafe or written by a newer version."""
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of an error's message, or its class where it has none."""
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError, RequestError, first_line
 
 EXTRACTOR_FILES = ("preprocessor_config.json", "processor_config.json")
 
@@ -91,7 +91,7 @@ class Listener:
             with self._lock:
                 found = self._extractor(samples.numpy(), sampling_rate=self.rate, return_tensors="pt")
         except (ValueError, RuntimeError, AssertionError) as error:
-            raise RequestError(f"{name} gives no features: {str(error).splitlines()[0]}") from None
+            raise RequestError(f"{name} gives no features: {first_line(error)}") from None
         features: torch.Tensor = found["input_features"][0]
         if features.dim() != 2 or not features.numel():
             raise RequestError(f"{name} is too short: it gives features of shape {list(features.shape)}")
@@ -111,10 +111,7 @@ def load_listener(path: Path) -> Listener | None:
     try:
         extractor = AutoFeatureExtractor.from_pretrained(str(path))
     except Exception as error:  # transformers raises whatever comes up, ImportError of what an extractor needs included
-        text = str(error).strip().splitlines()
-        raise ArtifactError(
-            f"the feature extractor in {path} cannot be read: {text[0] if text else type(error).__name__}"
-        ) from error
+        raise ArtifactError(f"the feature extractor in {path} cannot be read: {first_line(error)}") from error
     if "input_features" not in getattr(extractor, "model_input_names", ()):
         raise ArtifactError(f"{path}: {type(extractor).__name__} does not turn sound into input_features")
     return Listener(extractor)

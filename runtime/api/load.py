@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -16,16 +15,17 @@ from runtime.api.speech import SpeechModel
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.checkpoint.export_directory import Export, find_export, verify_files
+from runtime.config.messages import did_you_mean
 from runtime.decoding.seq2seq import generation_config
 from runtime.drafting.config.artifact_draft import CHOICE
 from runtime.engines.choose import load_engine, load_export
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import Blueprint
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError, RequestError, first_line
 from runtime.kv_cache.policy.policy import choose_policy, is_off
 from runtime.sampling.options import reject_unknown
-from runtime.system.describe import show
+from runtime.system.describe import integer, show
 from runtime.system.sizes import byte_count
 
 # Hashing takes about a second a GB; below this it is not noticed, and a flipped bit is.
@@ -110,20 +110,20 @@ def load(
 
         check_written(drafter)
     if threads is not None:
-        if isinstance(threads, bool) or not isinstance(threads, int) or threads < 1:
-            raise RequestError(f"threads must be an integer >= 1, not {threads!r}")
-        torch.set_num_threads(threads)
+        torch.set_num_threads(integer(1)("threads", threads))
     export = find_export(path)
     if export is not None and not export.is_checkpoint:
-        return _exported(
-            export,
-            target,
-            verify,
-            trust_remote_code,
-            {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound},
-            kv_cache,
-            drafter,
-        )
+        for name, asked, why in (
+            ("drafter", drafter not in (None, False), "cannot take tokens back"),
+            ("kv_cache", kv_cache is not None and not is_off(kv_cache), "has a cache of its own"),
+        ):
+            if asked:
+                raise RequestError(f"{name}: {export.path} is an export, whose engine {why}; load the artifact instead")
+        if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
+            export.verify(readme=bool(verify))
+        options = {"kernels": kernels, "threads": threads, "dtype": compute, "max_memory": bound}
+        engine = load_export(export, target, options)
+        return _model(export.facts.get("kind", "decoder"), engine, export, trust_remote_code)
     refuse_unfinished(path)
     artifact = Artifact(path, trust_remote_code)
     known = artifact.manifest is not None or export is not None
@@ -140,7 +140,12 @@ def load(
             raise RequestError(
                 f"drafter: {artifact.path} is an {blueprint.kind}; only causal language models are drafted for"
             )
-        return _without_cache_file(blueprint, bound, trust_remote_code)
+        if bound is not None:
+            raise RequestError(
+                f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out"
+            )
+        kind = TorchEncoderEngine if blueprint.kind == "encoder" else TorchSeq2SeqEngine
+        return _model(blueprint.kind, kind(blueprint.build_module(), target), artifact, trust_remote_code)
     brings = (artifact.manifest or {}).get("draft") is not None or (artifact.path / CHOICE).is_file()
     drafts = None
     if bound is None or not (drafter is not None or brings):
@@ -149,44 +154,25 @@ def load(
         from runtime.drafting.under_memory_bound import load_both
 
         engine, drafts = load_both(blueprint, checked, bound, policy, drafter, trust_remote_code)
-    tokenizer = load_tokenizer(artifact.path, trust_remote_code)
     speculation = None
     if (drafter is not None or brings) and (drafts is None or not drafts.left_out):
         from runtime.drafting.config.build import Target, choose_speculation
 
         held = {} if drafts is None else drafts.models
         speculation = choose_speculation(drafter, Target(artifact, engine, trust_remote_code, drafts=held))
-    return Model(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer), speculation)
+    model = _model("decoder", engine, artifact, trust_remote_code)
+    model.speculation = speculation
+    return model
 
 
-def _exported(
-    export: Export,
-    device: torch.device,
-    verify: bool | None,
-    trust_remote_code: bool,
-    options: dict[str, Any],
-    kv_cache: Any,
-    drafter: Any,
-) -> Model | EncoderModel | Seq2SeqModel:
-    """What another engine runs, behind the same interface."""
-    if drafter not in (None, False):
-        raise RequestError(
-            f"drafter: {export.path} is an export, whose engine cannot take tokens back; load the artifact instead"
-        )
-    if kv_cache is not None and not is_off(kv_cache):
-        raise RequestError(
-            f"kv_cache: {export.path} is an export, whose engine has a cache of its own; load the artifact instead"
-        )
-    if verify or (verify is None and export.total_bytes <= VERIFY_BYTES):
-        export.verify(readme=bool(verify))
-    engine = load_export(export, device, options)
-    tokenizer = load_tokenizer(export.path, trust_remote_code)
-    kind = export.facts.get("kind", "decoder")
+def _model(kind: str, engine: Any, source: Artifact | Export, trust_remote_code: bool) -> Any:
+    tokenizer = load_tokenizer(source.path, trust_remote_code)
     if kind == "encoder":
-        return EncoderModel(engine, tokenizer, export)
-    if kind == "encoder-decoder":
-        return Seq2SeqModel(engine, tokenizer, export, end_of_sequence(export, tokenizer))
-    return Model(engine, tokenizer, export, end_of_sequence(export, tokenizer))
+        return EncoderModel(engine, tokenizer, source)
+    ends = end_of_sequence(source, tokenizer)
+    if kind == "decoder":
+        return Model(engine, tokenizer, source, ends)
+    return (SpeechModel if engine.features else Seq2SeqModel)(engine, tokenizer, source, ends)
 
 
 def offer_kernels(path: Path, device: torch.device) -> None:
@@ -195,19 +181,6 @@ def offer_kernels(path: Path, device: torch.device) -> None:
         from runtime.kernels.triton import ahead
 
         ahead.offer(path, device)
-
-
-def _without_cache_file(blueprint: Blueprint, bound: int | None, trust: bool) -> EncoderModel | Seq2SeqModel:
-    """The other kinds are small: they are read whole and laid out at every load."""
-    artifact = blueprint.artifact
-    if bound is not None:
-        raise RequestError(f"max_memory: {artifact.path} is an {blueprint.kind}, which is loaded whole; leave it out")
-    tokenizer = load_tokenizer(artifact.path, trust)
-    if blueprint.kind == "encoder":
-        return EncoderModel(TorchEncoderEngine(blueprint.build_module(), blueprint.device), tokenizer, artifact)
-    engine = TorchSeq2SeqEngine(blueprint.build_module(), blueprint.device)
-    kind = SpeechModel if engine.features else Seq2SeqModel
-    return kind(engine, tokenizer, artifact, end_of_sequence(artifact, tokenizer))
 
 
 def read_device(device: str | torch.device) -> torch.device:
@@ -227,9 +200,7 @@ def _dtype(dtype: str | torch.dtype | None) -> torch.dtype | None:
         return None
     name = str(dtype).removeprefix("torch.")
     if name not in DTYPES:
-        close = difflib.get_close_matches(name, DTYPES, n=1)
-        hint = f"did you mean {close[0]!r}?" if close else f"allowed are {', '.join(DTYPES)}"
-        raise RequestError(f"dtype {name!r} is unknown: {hint}")
+        raise RequestError(f"dtype {name!r} is unknown{did_you_mean(name, DTYPES)}; allowed are {', '.join(DTYPES)}")
     return DTYPES[name]
 
 
@@ -250,9 +221,7 @@ def load_tokenizer(path: Path, trust_remote_code: bool = False) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(path), trust_remote_code=trust_remote_code)
     except Exception as error:  # transformers and tokenizers raise whatever comes up, bare Exception included
-        text = str(error).strip().splitlines()
-        reason = text[0] if text else type(error).__name__
-        raise ArtifactError(f"the tokenizer in {path} cannot be read: {reason}") from error
+        raise ArtifactError(f"the tokenizer in {path} cannot be read: {first_line(error)}") from error
 
 
 def end_of_sequence(artifact: Artifact | Export | Checkpoint, tokenizer: Any) -> frozenset[int]:

@@ -11,6 +11,7 @@ import torch
 from runtime.api.audio import Listener, load_listener
 from runtime.api.seq2seq import Seq2SeqModel
 from runtime.checkpoint.artifact import Artifact
+from runtime.checkpoint.export_directory import Export
 from runtime.decoding.seq2seq import Seq2SeqRequest, SpeechPrompts
 from runtime.engines.base import Seq2SeqEngine
 from runtime.errors import RequestError
@@ -26,7 +27,7 @@ class SpeechModel(Seq2SeqModel):
     """
 
     def __init__(
-        self, engine: Seq2SeqEngine, tokenizer: Any, artifact: Artifact, eos_token_ids: frozenset[int]
+        self, engine: Seq2SeqEngine, tokenizer: Any, artifact: Artifact | Export, eos_token_ids: frozenset[int]
     ) -> None:
         super().__init__(engine, tokenizer, artifact, eos_token_ids)
         self.listener = load_listener(artifact.path)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from runtime.errors import RequestError
@@ -13,7 +13,34 @@ from runtime.system.sizes import byte_count
 __all__ = ["DEFAULT_NEW_TOKENS", "GenerationOptions", "reject_unknown"]
 
 DEFAULT_NEW_TOKENS = 128
-_NOT_FOR_STREAMS = ("progress",)
+
+
+def _stops(name: str, value: Any) -> tuple[str, ...]:
+    stops = (value,) if isinstance(value, str) else value
+    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
+        raise RequestError(f"{name} must be a non-empty text or a list of them, not {show(value)}")
+    return tuple(stops)
+
+
+def _seeds(name: str, value: Any) -> int | tuple[int, ...]:
+    check = integer(0)
+    return tuple(check(name, seed) for seed in value) if isinstance(value, (tuple, list)) else check(name, value)
+
+
+def _switch(name: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{name} must be True or False, not {show(value)}")
+    return value
+
+
+def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
+    if not isinstance(value, bool) and not callable(value):
+        raise RequestError(f"{name} must be True, False or a function of (done, total), not {show(value)}")
+    return value
+
+
+def _option(default: Any, check: Callable[[str, Any], Any]) -> Any:
+    return field(default=default, metadata={"check": check})
 
 
 @dataclass(frozen=True)
@@ -41,18 +68,19 @@ class GenerationOptions:
         progress: True draws a bar on stderr; a function is called with (finished prompts, all prompts). Not for streams.
     """
 
-    max_new_tokens: int | None = None
-    temperature: float = 0.0
-    top_k: int | None = None
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
-    stop: tuple[str, ...] = ()
-    seed: int | tuple[int, ...] | None = None
-    ignore_eos: bool = False
-    cache_memory: int | None = None
-    prefill_chunk: int | None = None
-    progress: bool | Callable[[int, int], Any] = False
+    max_new_tokens: int | None = _option(None, integer(1))
+    temperature: float = _option(0.0, number("a number >= 0", lambda v: v >= 0))
+    top_k: int | None = _option(None, integer(1))
+    top_p: float = _option(1.0, number("above 0 and at most 1", lambda v: 0 < v <= 1))
+    min_p: float = _option(0.0, number("between 0 and 1", lambda v: 0 <= v <= 1))
+    # The bounds keep every float32 logit finite.
+    repetition_penalty: float = _option(1.0, number("above 0 (from 1e-4 to 1e4)", lambda v: 1e-4 <= v <= 1e4))
+    stop: tuple[str, ...] = _option((), _stops)
+    seed: int | tuple[int, ...] | None = _option(None, _seeds)
+    ignore_eos: bool = _option(False, _switch)
+    cache_memory: int | None = _option(None, byte_count)
+    prefill_chunk: int | None = _option(None, integer(1))
+    progress: bool | Callable[[int, int], Any] = _option(False, _progress)  # noqa: RUF009
 
     @classmethod
     def from_keywords(cls, keywords: Mapping[str, Any], function: str) -> GenerationOptions:
@@ -61,53 +89,11 @@ class GenerationOptions:
         Raises:
             RequestError: an unknown name, a wrong type or a value out of range.
         """
-        names = [field.name for field in fields(cls)]
-        if function == "stream":
-            names = [name for name in names if name not in _NOT_FOR_STREAMS]
-        reject_unknown(keywords, names, function)
-        return cls(**{name: _CHECKS[name](name, value) for name, value in keywords.items()})
-
-
-def _optional(check: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
-    return lambda name, value: None if value is None else check(name, value)
-
-
-def _stops(name: str, value: Any) -> tuple[str, ...]:
-    stops = () if value is None else (value,) if isinstance(value, str) else value
-    if not isinstance(stops, (tuple, list)) or not all(isinstance(s, str) and s for s in stops):
-        raise RequestError(f"{name} must be a non-empty text or a list of them, not {show(value)}")
-    return tuple(stops)
-
-
-def _seeds(name: str, value: Any) -> int | tuple[int, ...]:
-    check = integer(0)
-    return tuple(check(name, seed) for seed in value) if isinstance(value, (tuple, list)) else check(name, value)
-
-
-def _switch(name: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise RequestError(f"{name} must be True or False, not {show(value)}")
-    return value
-
-
-def _progress(name: str, value: Any) -> bool | Callable[[int, int], Any]:
-    if not isinstance(value, bool) and not callable(value):
-        raise RequestError(f"{name} must be True, False or a function of (done, total), not {show(value)}")
-    return value
-
-
-_CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "max_new_tokens": _optional(integer(1)),
-    "temperature": number("a number >= 0", lambda v: v >= 0),
-    "top_k": _optional(integer(1)),
-    "top_p": number("above 0 and at most 1", lambda v: 0 < v <= 1),
-    "min_p": number("between 0 and 1", lambda v: 0 <= v <= 1),
-    # The bounds keep every float32 logit finite.
-    "repetition_penalty": number("above 0 (from 1e-4 to 1e4)", lambda v: 1e-4 <= v <= 1e4),
-    "stop": _stops,
-    "seed": _optional(_seeds),
-    "ignore_eos": _switch,
-    "cache_memory": _optional(byte_count),
-    "prefill_chunk": _optional(integer(1)),
-    "progress": _progress,
-}
+        known = {option.name: option for option in fields(cls) if function != "stream" or option.name != "progress"}
+        reject_unknown(keywords, list(known), function)
+        given = {
+            name: value
+            for name, value in keywords.items()
+            if value is not None or known[name].default not in (None, ())
+        }
+        return cls(**{name: known[name].metadata["check"](name, value) for name, value in given.items()})

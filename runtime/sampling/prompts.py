@@ -49,23 +49,25 @@ class PromptReader:
         Raises:
             RequestError: not a prompt, empty, no Unicode, ids outside the vocabulary, too long. In a batch it says which.
         """
-        if isinstance(prompt, str):
-            return Prompts([self.encode(prompt, f"the {what}")], True, False)
-        prompt = _plain(prompt)
-        if not isinstance(prompt, (list, tuple)):
-            raise RequestError(
-                f"{what} must be a text, a list of token ids, or a list of those, not a {type(prompt).__name__}"
-            )
-        if not prompt:
-            raise RequestError(f"the {what} is empty")
-        prompt = [part if isinstance(part, str) else _plain(part) for part in prompt]
-        if all(isinstance(part, str) for part in prompt):
-            return Prompts([self.encode(part, f"{what} {i}") for i, part in enumerate(prompt)], True, True)
-        if _are_ids(prompt):
-            return Prompts([self.check(prompt, f"the {what}")], False, False)
-        if all(isinstance(part, (list, tuple)) and _are_ids(part) for part in prompt):
-            return Prompts([self.check(part, f"{what} {i}") for i, part in enumerate(prompt)], False, True)
-        raise RequestError(f"{what} must be all texts or all token ids, not a mixture")
+        is_batch = False
+        parts = [prompt]
+        if not isinstance(prompt, str):
+            prompt = _plain(prompt)
+            if not isinstance(prompt, (list, tuple)):
+                raise RequestError(
+                    f"{what} must be a text, a list of token ids, or a list of those, not a {type(prompt).__name__}"
+                )
+            if not prompt:
+                raise RequestError(f"the {what} is empty")
+            prompt = [_plain(part) for part in prompt]
+            is_batch = not _are_ids(prompt)
+            parts = prompt if is_batch else [prompt]
+        names = [f"{what} {i}" for i in range(len(parts))] if is_batch else [f"the {what}"]
+        are_text = all(isinstance(part, str) for part in parts)
+        if not are_text and not all(isinstance(part, (list, tuple)) and _are_ids(part) for part in parts):
+            raise RequestError(f"{what} must be all texts or all token ids, not a mixture")
+        read = self.encode if are_text else self.check
+        return Prompts([read(part, name) for part, name in zip(parts, names, strict=True)], are_text, is_batch)
 
     def check(self, ids: Sequence[int], name: str = "the prompt") -> list[int]:
         """`ids` as Python integers, if they can be run."""

@@ -15,7 +15,7 @@ import torch
 from runtime.engines.base import Chunk
 from runtime.engines.cuda.cache import Memory
 from runtime.engines.cuda.decoder import Decoder, Rows
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 
 #: Computes from what static tensors hold now. Of a captured computation, the next call of any that the same `Capture` made may overwrite
 #: the result.
@@ -186,7 +186,7 @@ class Steps:
                 return self._capture(compute)
             except (RuntimeError, NotImplementedError) as error:
                 self._capture = None
-                reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+                reason = first_line(error)
                 if reason not in _said:
                     _said.add(reason)
                     _log.warning("decode steps cannot be captured in a CUDA graph and run without one: %s", reason)

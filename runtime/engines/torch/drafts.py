@@ -16,6 +16,7 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.rows import RowEngine, RowPool, pad_left
+from runtime.errors import first_line
 from runtime.kv_cache import drafts
 from runtime.kv_cache.layer import CompressedLayer
 
@@ -390,8 +391,7 @@ def probe(engine: RowEngine, module: PreTrainedModel) -> str | None:
         try:
             off = _error(engine, module, start)
         except (RuntimeError, TypeError, ValueError, KeyError, IndexError, AttributeError) as error:
-            lines = str(error).strip().splitlines()
-            return f"{name} does not take the mask of a token tree: {lines[0] if lines else type(error).__name__}"
+            return f"{name} does not take the mask of a token tree: {first_line(error)}"
         if off < bound:
             return None
         least = min(least, off)

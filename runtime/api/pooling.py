@@ -15,12 +15,8 @@ Mode = Literal["mean", "cls", "max"]
 MODULES = "modules.json"
 SETTINGS = "sentence_bert_config.json"
 PROMPTS = "config_sentence_transformers.json"
-_MODES: dict[str, Mode] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_max_tokens": "max",
-}
-_NAMED: dict[str, Mode] = {"mean": "mean", "cls": "cls", "max": "max"}
+_MODES: dict[str, Mode] = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max"}
+_FLAG = "pooling_mode_"
 
 
 @dataclass(frozen=True)
@@ -76,17 +72,17 @@ def read_pooling(path: Path) -> Pooling:
     for module, folder in _modules(path):
         if module == "Pooling":
             config = read_json(path / folder / "config.json")
-            found = [name for key, name in _MODES.items() if config.get(key)]
-            found += [_NAMED[config["pooling_mode"]]] if config.get("pooling_mode") in _NAMED else []
-            other = sorted(
-                k for k, v in config.items() if k.startswith("pooling_mode_") and v is True and k not in _MODES
-            )
-            if len(found) != 1 or other:
-                said = ", ".join([*found, *other]) or "nothing that is known"
+            flags = [
+                key.removeprefix(_FLAG) for key, value in config.items() if key.startswith(_FLAG) and value is True
+            ]
+            found = [_MODES.get(flag, flag) for flag in flags]
+            found += [config["pooling_mode"]] if config.get("pooling_mode") in _MODES.values() else []
+            if len(found) != 1 or found[0] not in _MODES.values():
+                said = ", ".join(found) or "nothing that is known"
                 return Pooling(
                     refusal=f"{path / folder / 'config.json'} asks for pooling by {said}; mean, cls or max is supported"
                 )
-            mode = found[0]
+            mode = found[0]  # type: ignore[assignment]
         elif module not in ("Transformer", "Normalize"):
             return Pooling(refusal=f"{path / MODULES} has a {module} module, which this runtime does not compute")
     return Pooling(mode, length, prefix, settings.get("do_lower_case") is True)

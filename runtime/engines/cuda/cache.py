@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -45,32 +44,3 @@ class Pool:
         self.memory = memory
         self.count = count
         weakref.finalize(self, release, memory).atexit = False
-
-
-class Store:
-    """Makes pools. One memory that no pool uses is kept, with the graphs that were captured over it."""
-
-    def __init__(self, make: Callable[[int], Memory]) -> None:
-        self._make = make
-        self._spare: Memory | None = None
-        # A pool may be collected in the middle of anything, in `pool` too.
-        self._lock = threading.RLock()
-
-    def pool(self, count: int) -> Pool:
-        """A pool of `count` pages: in the spare memory if that is large enough, which is given up otherwise."""
-        with self._lock:
-            memory, self._spare = self._spare, None
-        if memory is None or memory.count < count:
-            del memory
-            memory = self._make(count)
-        return Pool(memory, count, self._release)
-
-    def trim(self) -> None:
-        """Give the spare memory back."""
-        with self._lock:
-            self._spare = None
-
-    def _release(self, memory: Memory) -> None:
-        with self._lock:
-            if self._spare is None or self._spare.count < memory.count:
-                self._spare = memory

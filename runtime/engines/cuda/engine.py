@@ -23,7 +23,7 @@ import torch
 
 from runtime.engines.base import Chunk
 from runtime.engines.cuda import ops
-from runtime.engines.cuda.cache import Memory, Pool, Store
+from runtime.engines.cuda.cache import Memory, Pool
 from runtime.engines.cuda.decoder import Decoder, Rows
 from runtime.engines.cuda.parts import Parts, read_parts, why_not
 from runtime.engines.cuda.prefill import ChunkAttention
@@ -70,7 +70,10 @@ class CudaEngine(FusedEngine):
         self._width = -(-(self.context_length or UNLIMITED) // page_size)  # most pages of a sequence
         with self._on_device():
             self.decoder = Decoder(parts, computing or ops.choose(self.device), self._width * page_size)
-        self._store = Store(lambda count: Memory(parts, page_size, count, self.device))
+        self._spare: Memory | None = (
+            None  # of pools that were thrown away the largest, with the graphs captured over it
+        )
+        self._spare_lock = threading.RLock()  # a pool may be collected in the middle of anything, in `new_pages` too
         self._lock = threading.RLock()
         graphs = "no graphs" if capture is None else "decode steps as CUDA graphs"
         self.description = f"fused decoder, {self.decoder.ops.name} kernels, {graphs}"
@@ -78,12 +81,22 @@ class CudaEngine(FusedEngine):
     # ---------------------------------------------------------------- pages
     def new_pages(self, count: int, drafts: bool = False) -> Pool:
         """A pool; its memory is taken now, or is that of a pool that was thrown away, with its graphs."""
+        with self._spare_lock:
+            memory, self._spare = self._spare, None
         with self._on_device():
-            return self._store.pool(count)
+            if memory is None or memory.count < count:
+                del memory
+                memory = self.make_memory(count)
+            return Pool(memory, count, self._release)
+
+    def _release(self, memory: Memory) -> None:
+        with self._spare_lock:
+            if self._spare is None or self._spare.count < memory.count:
+                self._spare = memory
 
     def trim(self) -> None:
         """Give back the memory that waits for the next pool."""
-        self._store.trim()
+        self._spare = None
 
     def step(self, pool: Pool | Memory, chunks: Sequence[Chunk]) -> torch.Tensor:
         """As `Engine.step`. Nothing waits for the device: the logits are on it."""

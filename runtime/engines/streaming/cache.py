@@ -154,23 +154,13 @@ def _source(file: Path) -> str:
 
 @cache
 def _library(on_cpu: bool) -> dict[str, str]:
-    """What decides how a weight is laid out besides the weight: the sources of kernels and formats, torch, and the CPU."""
+    """What decides how a weight is laid out besides the weight: the sources of this library, torch, and the CPU."""
     digest = hashlib.sha256()
     package = Path(__file__).parents[2]
-    for folder in ("kernels", "formats"):
+    for folder in ("kernels", "formats", "layers", "modeling", "engines/streaming"):
         for file in sorted((package / folder).rglob("*.py")):
-            if on_cpu and file.parent.name in ("triton", "cuda"):
-                continue
-            _feed(digest, file.read_bytes())
-    names = (
-        "layers/compressed_linear",
-        "layers/compressed_module",
-        "modeling/weights",
-        "engines/streaming/prepared_file",
-        "engines/streaming/load",
-    )
-    for name in names:
-        _feed(digest, (package / f"{name}.py").read_bytes())
+            if not on_cpu or file.parent.name not in ("triton", "cuda"):
+                _feed(digest, file.read_bytes())
     # torch chooses the layout of its own int4 kernel by the CPU, or by what ATEN_CPU_CAPABILITY says of it.
     machine = " ".join([platform.machine(), torch.backends.cpu.get_cpu_capability(), *sorted(processes.flags())])
     return {"sources": digest.hexdigest(), "torch": torch.__version__, "machine": machine}

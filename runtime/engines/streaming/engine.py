@@ -28,20 +28,33 @@ if TYPE_CHECKING:
     from runtime.kv_cache.policy.policy import Policy
 
 
-class StreamedTorch(TorchEngine):
+class _Streamed:
+    """Base class: an engine of which some blocks come out of a ring. Threads that call at once wait for one another.
+
+    Attributes:
+        weight_bytes: that the weights in memory take, and the buffers of the ring.
+    """
+
+    def _stream(self, ring: Ring, weight_bytes: int) -> None:
+        self.ring, self.weight_bytes = ring, weight_bytes
+        self._lock = threading.RLock()
+
+    def close(self) -> None:
+        """Stop reading and free the buffers; the model cannot compute any more."""
+        with self._lock:
+            self.ring.close()
+
+
+class StreamedTorch(_Streamed, TorchEngine):
     """`TorchEngine` whose blocks `moving` come out of a ring: around its forward pass a block's parameters and buffers are views of a ring
     buffer, between passes of the mapped file, which nobody reads.
-
-    Threads that call at once wait for one another.
     """
 
     def __init__(
         self, module: Any, device: torch.device, file: PreparedFile, moving: dict[int, Group], ring: Ring, weights: int
     ) -> None:
         super().__init__(module, device)
-        self.weight_bytes = weights
-        self.ring = ring
-        self._lock = threading.RLock()
+        self._stream(ring, weights)
         for number, group in moving.items():
             views = [values(module, file.tensors(group, buffer)) for buffer in (*ring.slots.buffers, None)]
             hooks = _BlockHooks(ring, number, views)
@@ -54,11 +67,6 @@ class StreamedTorch(TorchEngine):
         with self._lock:
             self.ring.restart()
             return super().forward(*arguments, **named)
-
-    def close(self) -> None:
-        """Stop reading and free the buffers; the model cannot compute any more."""
-        with self._lock:
-            self.ring.close()
 
 
 class _BlockHooks:
@@ -174,10 +182,8 @@ def _slots(file: PreparedFile, blocks: list[Group], decided: Plan, device: torch
     return DeviceSlots(file, blocks, decided.streamed, decided.buffers, device, pinned)
 
 
-class StreamedLlama(LlamaEngine):
+class StreamedLlama(_Streamed, LlamaEngine):
     """`LlamaEngine` of which some blocks come out of a ring: C runs some layers at a time, on the addresses of the buffer that has them.
-
-    Threads that call at once wait for one another.
 
     Args:
         ranges: of each of these blocks, the addresses at which `parts` has its tensors.
@@ -188,8 +194,7 @@ class StreamedLlama(LlamaEngine):
         self, engine: TorchEngine, parts: Parts, ranges: Mapping[int, range], ring: Ring, weights: int
     ) -> None:
         super().__init__(engine, parts)
-        self.weight_bytes = weights
-        self.ring = ring
+        self._stream(ring, weights)
         # Of each streamed block, where its C structure has addresses of tensors, and how far these are from the block's begin.
         self._moves = {
             number: [
@@ -201,7 +206,6 @@ class StreamedLlama(LlamaEngine):
         }
         count = len(parts.blocks)
         self._runs = list(pairwise(sorted({0, count, *ranges, *(number + 1 for number in ranges)})))
-        self._lock = threading.RLock()
 
     def _run(self, pool: Pool, chunks: Sequence[Chunk], outputs: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
         with self._lock:
@@ -222,11 +226,6 @@ class StreamedLlama(LlamaEngine):
                 for offset, distance in self._moves[first]:
                     ctypes.c_void_p.from_address(at + offset).value = base + distance
                 super()._compute(step, pool)
-
-    def close(self) -> None:
-        """Stop reading and free the buffers; the model cannot compute any more."""
-        with self._lock:
-            self.ring.close()
 
 
 def _addresses(structure: ctypes.Structure, at: int = 0) -> Iterator[tuple[int, int]]:

@@ -13,7 +13,7 @@ import typer
 
 from compress.commands.output import print_json, print_table
 from runtime.config.messages import describe_field, describe_type, did_you_mean, listing
-from runtime.config.registry import Method
+from runtime.config.registry import Method, Registry
 from runtime.config.settings import Setting, calibrations_of, settings_of
 from runtime.errors import RequestError
 
@@ -160,23 +160,27 @@ def _of_registry(method: Method, stage: str, drafts: bool) -> dict[str, Any]:
 
 def _of_preset(preset: Any) -> dict[str, Any]:
     from runtime.kv_cache.policy.policy import Policy
+    from runtime.kv_cache.policy.readers import settings_in
+    from runtime.kv_cache.policy.registries import CODECS, HEAD_BUDGETS, LAYER_BUDGETS, SCORES, SELECTIONS
 
     policy = Policy.parse(preset.name)
-    parts: list[tuple[str, Any]] = []
+    parts: list[tuple[str, Registry, Any]] = []
     if policy.evict is not None:
         evict = policy.evict
-        parts += [("evict", evict.score), ("evict.layers", evict.layers), ("evict.heads", evict.heads)]
+        parts += [("evict", SCORES, evict.score)]
+        parts += [("evict.layers", LAYER_BUDGETS, evict.layers), ("evict.heads", HEAD_BUDGETS, evict.heads)]
     for tier in policy.tiers:
-        parts += [("keys", tier.keys), ("values", tier.values)]
-    parts += [
-        (key, part) for key, part in (("saliency", policy.saliency), ("select", policy.select)) if part is not None
-    ]
+        parts += [("keys", CODECS, tier.keys), ("values", CODECS, tier.values)]
+    parts += [("saliency", SCORES, policy.saliency), ("select", SELECTIONS, policy.select)]
     fields: dict[str, dict[str, Any]] = {}
-    for key, part in parts:
-        for entry in _fields(part.cls, part.method.fixed):
-            default = _shown(part.fields[entry["name"]])
-            name = f"{key}.{entry['name']}"
-            fields.setdefault(name, entry | {"name": name, "default": default})
+    for key, registry, part in parts:
+        if part is None:
+            continue
+        own = settings_in(registry, part)
+        for entry in _fields(type(part), ()):
+            if entry["name"] in own:
+                name = f"{key}.{entry['name']}"
+                fields.setdefault(name, entry | {"name": name, "default": _shown(own[entry["name"]])})
     written = ", ".join(f"{key}: {_inline(value)}" for key, value in preset.settings.items())
     description = f"{preset.summary[0].upper()}{preset.summary[1:]}.\n\nStands for {{{written}}}; keys beside `method` override it."
     return {

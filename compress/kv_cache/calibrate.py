@@ -136,13 +136,13 @@ def _wanted(needs: Collection[str] | Policy) -> set[str]:
 
 def _calibrator(need: str, needs: Any) -> tuple[Callable[[CalibrationView], Found], Any]:
     """What finds `need`, and the method that asks for it, with the settings that a policy gives it."""
-    choices = needs.choices.values() if isinstance(needs, Policy) else ()
-    asking = next((choice for choice in choices if need in choice.needs), None)
+    methods = needs.methods.values() if isinstance(needs, Policy) else ()
+    asking = next((method for method in methods if need in calibrations_of(type(method))), None)
     owners = [method.load() for registry in (SCORES, SELECTIONS) for method in registry]
-    for cls in owners if asking is None else [asking.cls]:
-        if need in {calibration.name for calibration in calibrations_of(cls).values()} and hasattr(cls, "calibrate"):
-            return cast(Any, cls).calibrate, None if asking is None else asking.build()
-    return CALIBRATORS[need], None if asking is None else asking.build()
+    for cls in owners if asking is None else [type(asking)]:
+        if need in calibrations_of(cls) and hasattr(cls, "calibrate"):
+            return cast(Any, cls).calibrate, asking
+    return CALIBRATORS[need], asking
 
 
 def _check(rows: torch.Tensor, model: PreTrainedModel) -> None:

@@ -19,7 +19,7 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from pydantic import AllowInfNan, BeforeValidator, ConfigDict, TypeAdapter, ValidationError
 
 from runtime.config.messages import choices_of, describe_type, did_you_mean, show
-from runtime.config.registry import Method, Registry
+from runtime.config.registry import Registry
 from runtime.errors import RequestError
 from runtime.system.describe import is_integer
 
@@ -305,11 +305,21 @@ def read_settings(
     return found
 
 
-def configured(method: Method, given: Any, path: Path = (), beside: Iterable[str] = ()) -> Any:
-    """A registry's method with these settings; ConfigError where they cannot be."""
-    values = read_settings(method.load(), given, path, method.fixed, beside)
+def configure(
+    cls: Any,
+    given: Any,
+    path: Path = (),
+    fixed: Mapping[str, Any] | None = None,
+    beside: Iterable[str] = (),
+    methods: Callable[[Path, Any], Any] | None = None,
+) -> Any:
+    """A dataclass with these settings, as `read_settings` takes them; ConfigError where they cannot be."""
+    fixed = fixed or {}
+    values = read_settings(cls, given, path, fixed, beside, methods)
     try:
-        return method.load()(**method.fixed, **values)
+        return cls(**fixed, **values)
+    except ConfigError as error:
+        raise error.within(*path) from error
     except ValueError as error:
         raise ConfigError(path, str(error)) from error
 
@@ -325,4 +335,4 @@ def read_method(registry: Registry, value: Any, path: Path = ()) -> Any:
     found = registry.find(name)
     if found is None:
         raise unknown(path, name, registry.names, registry.what)
-    return configured(found, given or {}, (*path, found.name))
+    return configure(found.load(), given or {}, (*path, found.name), found.fixed)

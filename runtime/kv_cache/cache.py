@@ -17,13 +17,12 @@ from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.policy.checks import check_module
 from runtime.kv_cache.policy.policy import Policy
 from runtime.kv_cache.shape import compressed_layers
-from runtime.kv_cache.storage.plain import Plain
 from runtime.kv_cache.storage.plan import Tier
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-    from runtime.kv_cache.selection.reads import Reads
+    from runtime.kv_cache.selection.base import ReadCounter
 
 
 _RECORDED = "_compress_inputs_recorded"
@@ -72,12 +71,12 @@ class CompressedCache(Cache):
             attend.record_inputs(model)
             setattr(model, _RECORDED, True)
         selection = None if plan.selection is None else plan.selection.begin(len(compressed))
-        self.reads: Reads | None = None if selection is None else selection.reads
+        self.reads: ReadCounter | None = None if selection is None else selection.reads
         storage, offload = plan.storage, None
         if plan.offload is not None:
             offload = plan.offload.begin(model.device)
             if not storage.tiers:  # floats, but elsewhere
-                storage = replace(storage, tiers=(Tier(Plain(), Plain()),))
+                storage = replace(storage, tiers=(Tier(),))
         previous: CompressedLayer | None = None
         for number, index in enumerate(compressed):
             layer = layers[index] = CompressedLayer(number, eviction, storage, selection, offload)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
-from runtime.config.settings import Count, Settings, Share
+from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.budgets.base import HeadBudget, LayerBudget, LayerFacts
 from runtime.kv_cache.budgets.uniform import UniformLayers
 from runtime.kv_cache.layer_state import LayerState
@@ -61,43 +62,45 @@ class Generated:
 
 @dataclass(frozen=True)
 class EvictionPlan(Settings):
-    """What is evicted and when.
+    """Tokens that are evicted, and when.
 
     Attributes:
         score: which tokens matter.
-        layer_share: what each layer may keep.
-        head_share: what each head of a layer may keep.
+        layers: how the budget is spread over layers.
+        heads: how a layer's budget is spread over its key heads.
         ratio: tokens that a head keeps on average, of all that its sequence has had, in (0, 1]; None where `tokens` says it.
         tokens: tokens that a head keeps on average; None where `ratio` says it.
         interval: decode steps from one eviction to the next; None: only after prompts.
-        keeps_prompt: all that came in prompts stays, and the budget is about what was generated; only with an interval and
-            equal shares of layers, since other shares are found when a prompt is cut.
+        prompt: "keep": all that came in prompts stays, and the budget is about what was generated. Needs an interval and equal
+            shares of layers, since other shares are found when a prompt is cut.
 
     Raises:
-        ValueError: a number is out of its range, both or none of ratio and tokens are given, or prompts stay and nothing is
-            ever cut, or layers differ.
+        ValueError: a number is out of its range.
+        ConfigError: both or none of ratio and tokens are given, or prompts stay and nothing is ever cut, or layers differ.
     """
 
     score: Score
-    layer_share: LayerBudget
-    head_share: HeadBudget
+    layers: LayerBudget
+    heads: HeadBudget
     ratio: Share | None = None
     tokens: Count | None = None
     interval: Count | None = None
-    keeps_prompt: bool = False
+    prompt: Literal["evict", "keep"] = "evict"
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.ratio is None) == (self.tokens is None):
-            raise ValueError("EvictionPlan needs ratio or tokens, one of them")
+            raise ConfigError(("tokens",), "either ratio or tokens says how much stays; give one of them")
         if self.keeps_prompt and self.interval is None:
-            raise ValueError(
-                "EvictionPlan.keeps_prompt needs an interval: what is generated is cut only every so many steps"
-            )
-        if self.keeps_prompt and not isinstance(self.layer_share, UniformLayers):
-            raise ValueError(
-                f"EvictionPlan.keeps_prompt needs equal shares of layers: those of {self.layer_share.name} are found when a prompt is cut"
-            )
+            raise ConfigError(("prompt",), "keep needs an interval: what is generated is cut only every so many steps")
+        if self.keeps_prompt and not isinstance(self.layers, UniformLayers):
+            text = f"keep needs equal shares of layers: those of {self.layers.name} are found when a prompt is cut"
+            raise ConfigError(("prompt",), text)
+
+    @property
+    def keeps_prompt(self) -> bool:
+        """Whether all that came in prompts stays."""
+        return self.prompt == "keep"
 
     @property
     def least(self) -> int:
@@ -152,30 +155,28 @@ class Eviction:
             self._forget(layer)
             return
         seen = self._observe(layer, scale, softcap)
-        self._prompt[layer.index] = layer, LayerFacts.of(plan.score(seen), plan.layer_share.prefer(seen))
+        self._prompt[layer.index] = layer, LayerFacts.of(plan.score(seen), plan.layers.prefer(seen))
         order = sorted(self._prompt)
         mean = self._mean(layer.arrived)
-        shares = plan.layer_share.shares(
-            [self._prompt[index][1] for index in order], self.layers, mean, self._least(layer)
-        )
+        shares = plan.layers.shares([self._prompt[index][1] for index in order], self.layers, mean, self._least(layer))
         for index, share in zip(order, shares, strict=True):
             self._prompt[index][0].share = share
-        for index in order if plan.layer_share.cascades else [layer.index]:
+        for index in order if plan.layers.cascades else [layer.index]:
             other, facts = self._prompt[index]
             kept = self._cut(other, facts.score)
-            if not plan.layer_share.cascades:  # nobody asks for it again
+            if not plan.layers.cascades:  # nobody asks for it again
                 kept = kept[..., :0]
             self._prompt[index] = other, facts.cut(kept)
         if len(self._prompt) == self.layers:
             waiting = [other for other, _ in self._prompt.values() if other is not layer]
             self._prompt = {}
-            for other in waiting if plan.layer_share.cascades else []:
+            for other in waiting if plan.layers.cascades else []:
                 other.settle(scale, softcap)
         self._forget(layer)
 
     def waits(self, layer: LayerState) -> bool:
         """Whether the layer may be cut again before the prompt is through, so that its tokens must not be stored yet."""
-        return self.plan.layer_share.cascades and layer.index in self._prompt
+        return self.plan.layers.cascades and layer.index in self._prompt
 
     def forget(self, layer: LayerState) -> None:
         """The layer begins anew."""
@@ -227,7 +228,7 @@ class Eviction:
             return
         score = self.plan.score(near)
         mean = self._mean(layer.arrived - part.beside.amax(1))
-        counts = part.beside + self.plan.head_share.counts(score, mean, self.plan.least)
+        counts = part.beside + self.plan.heads.counts(score, mean, self.plan.least)
         prompt = torch.zeros_like(seen.ages, dtype=torch.float32).masked_fill(seen.held, float("inf"))
         self._keep(layer, part.spread(score, prompt.masked_fill(~seen.held, float("-inf"))), counts)
 
@@ -243,7 +244,7 @@ class Eviction:
         mean = self._mean(layer.arrived)
         if layer.share is not None:
             mean = mean * layer.share.double()
-        return self._keep(layer, score, self.plan.head_share.counts(score, mean, self._least(layer)))
+        return self._keep(layer, score, self.plan.heads.counts(score, mean, self._least(layer)))
 
     def _keep(self, layer: LayerState, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
         """Keep as many tokens of each head, `[batch, kv_heads]`, and where older ones are stored in pages about as many."""

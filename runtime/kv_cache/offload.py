@@ -12,7 +12,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
-from runtime.config.settings import Text
+from runtime.config.settings import ConfigError, Text
 from runtime.kv_cache.pages import PAGE, Allocate
 from runtime.kv_cache.region import Chosen, Region
 
@@ -31,6 +31,10 @@ class OffloadPlan:
 
     to: Literal["host", "disk"] = "host"
     directory: Text | None = None
+
+    def __post_init__(self) -> None:
+        if self.directory is not None and self.to != "disk":
+            raise ConfigError(("directory",), "a directory is for offload to disk")
 
     def resolved(self) -> Any:
         """As it is written."""

@@ -3,21 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.storage.plan import StoragePlan
 
 if TYPE_CHECKING:
     from runtime.kv_cache.offload import OffloadPlan
-    from runtime.kv_cache.selection.base import Selection
-
-
-class SelectionPlan(Protocol):
-    """Options of a selection."""
-
-    def begin(self, layers: int) -> Selection[Any]:
-        """The selection of one new cache with so many compressed layers."""
+    from runtime.kv_cache.selection.base import Budget
 
 
 @dataclass(frozen=True)
@@ -26,5 +19,5 @@ class CachePlan:
 
     eviction: EvictionPlan | None = None
     storage: StoragePlan = field(default_factory=StoragePlan)
-    selection: SelectionPlan | None = None
+    selection: Budget | None = None
     offload: OffloadPlan | None = None

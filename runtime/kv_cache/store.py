@@ -8,7 +8,6 @@ import torch
 
 from runtime.kv_cache.pages import PAGE, Allocate
 from runtime.kv_cache.region import Region
-from runtime.kv_cache.storage.plain import Plain
 from runtime.kv_cache.storage.plan import StoragePlan, Tier
 
 #: Importance of the tail's tokens, `[rows, longest]`, asked for when several storages must be told apart.
@@ -41,7 +40,7 @@ class Store:
         self.tail = Region(*shape)
         self.prefix = Region(*shape) if plan.prefix else None
         biased = plan.clusters is not None
-        tiers = plan.tiers or ((Tier(Plain(), Plain()),) if biased else ())
+        tiers = plan.tiers or ((Tier(),) if biased else ())
         self.tiers = [Region(*shape, tier.keys, tier.values, biased, allocate) for tier in tiers]
         self._prefix_full = self.prefix is None
         self._shares = [tier.share for tier in tiers]

@@ -8,16 +8,18 @@ from typing import Any, Literal, TypeVar
 
 import torch
 
-from runtime.config.settings import ConfigError, Natural
+from runtime.config.settings import ConfigError, Natural, calibrations_of
 from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.eviction import EvictionPlan
 from runtime.kv_cache.offload import OffloadPlan
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.policy.calibrated import Calibrated
-from runtime.kv_cache.policy.choices import Choice, Evict, TierChoice
 from runtime.kv_cache.policy.presets import PRESETS
-from runtime.kv_cache.policy.registries import PREFIX_TOKENS
-from runtime.kv_cache.storage.plan import StoragePlan
+from runtime.kv_cache.policy.readers import write_eviction, write_method, write_tier
+from runtime.kv_cache.policy.registries import PREFIX_TOKENS, SCORES, SELECTIONS
+from runtime.kv_cache.scores.base import Score
+from runtime.kv_cache.selection.base import Budget
+from runtime.kv_cache.storage.plan import StoragePlan, Tier
 
 RECENT = 128
 CALIBRATED = "calibrated"
@@ -43,29 +45,29 @@ class Axes:
     """
 
     method: str | None = None
-    evict: Evict | None = None
-    tiers: tuple[TierChoice, ...] = ()
+    evict: EvictionPlan | None = None
+    tiers: tuple[Tier, ...] = ()
     recent: Natural = RECENT
     prefix: Natural | Literal["calibrated"] = 0
-    saliency: Choice | None = None
+    saliency: Score | None = None
     clusters: Clusters | None = None
-    select: Choice | None = None
+    select: Budget | None = None
     offload: OffloadPlan | None = None
     calibrated: Calibrated | None = None
     floats: Literal["float32", "float16", "bfloat16"] | None = None
 
     # ---------------------------------------------------------------- calibration
     @property
-    def choices(self) -> dict[str, Choice]:
-        """The methods that may need calibration, by their key."""
+    def methods(self) -> dict[str, Any]:
+        """The methods that may need calibration, by their key; not calibrated yet."""
         found = {"evict": None if self.evict is None else self.evict.score, "select": self.select}
-        return {key: choice for key, choice in found.items() if choice is not None}
+        return {key: method for key, method in found.items() if method is not None}
 
     @property
     def needs(self) -> frozenset[str]:
-        """What calibration must find, such as gates, channels, prefix_tokens."""
+        """Names of what calibration must find, such as gates, channels, prefix_tokens."""
         own = {PREFIX_TOKENS.name} if self.prefix == CALIBRATED else set()
-        return frozenset(own).union(*(choice.needs for choice in self.choices.values()))
+        return frozenset(own).union(*(calibrations_of(type(method)) for method in self.methods.values()))
 
     @property
     def missing(self) -> frozenset[str]:
@@ -100,20 +102,26 @@ class Axes:
 
     def draft(self) -> CachePlan:
         """As `plan`, whether calibrated or not: good for sizes."""
-        known, evict = self.calibrated, self.evict
-        eviction = None
-        if evict is not None:
-            methods = evict.score.build(known), evict.layers.build(), evict.heads.build()
-            eviction = EvictionPlan(*methods, evict.ratio, evict.tokens, evict.interval, evict.prompt == "keep")
+        eviction, selection = self.evict, self.select
+        if eviction is not None:
+            eviction = dataclasses.replace(eviction, score=self.with_facts(eviction.score))
+        if selection is not None:
+            selection = self.with_facts(selection)
         storage = StoragePlan(
-            tuple(tier.build() for tier in self.tiers),
+            self.tiers,
             self.recent,
             self.prefix if isinstance(self.prefix, int) else len(self.prefix_tokens),
-            None if self.saliency is None else self.saliency.build(),
+            self.saliency,
             self.clusters,
             None if self.floats is None else getattr(torch, self.floats),
         )
-        return CachePlan(eviction, storage, None if self.select is None else self.select.build(known), self.offload)
+        return CachePlan(eviction, storage, selection, self.offload)
+
+    def with_facts(self, method: Any) -> Any:
+        """A method with what calibration found for it; without, it is good for questions about its settings only."""
+        known = {} if self.calibrated is None else self.calibrated.values
+        facts = {name: known[name] for name in calibrations_of(type(method)) if name in known}
+        return dataclasses.replace(method, **facts) if facts else method
 
     def check_complete(self) -> None:
         """ConfigError where something must be calibrated and has not been."""
@@ -126,18 +134,18 @@ class Axes:
     # ---------------------------------------------------------------- written
     def resolved(self) -> dict[str, Any]:
         """As JSON, every default filled in; `Policy.parse` gives an equal policy."""
-        tiers = [tier.resolved() for tier in self.tiers]
+        tiers = [write_tier(tier) for tier in self.tiers]
         one = tiers[0] if len(tiers) == 1 else {}
         result = {
-            "evict": None if self.evict is None else self.evict.resolved(),
+            "evict": None if self.evict is None else write_eviction(self.evict),
             "keys": one.get("keys"),
             "values": one.get("values"),
             "tiers": tiers if len(tiers) > 1 else None,
             "recent": self.recent,
             "prefix": self.prefix,
-            "saliency": None if self.saliency is None else self.saliency.resolved("score"),
+            "saliency": None if self.saliency is None else write_method(SCORES, self.saliency, "score"),
             "clusters": None if self.clusters is None else dataclasses.asdict(self.clusters),
-            "select": None if self.select is None else self.select.resolved("method", short=False),
+            "select": None if self.select is None else write_method(SELECTIONS, self.select, "method", short=False),
             "offload": None if self.offload is None else self.offload.resolved(),
             "floats": self.floats,
             "calibrated": None if self.calibrated is None else self.calibrated.resolved(),
@@ -155,7 +163,7 @@ class Axes:
             stays = f"{evict.tokens} tokens" if evict.ratio is None else f"{evict.ratio:.3g} of the tokens"
             shares = [f"({c.name})" for c in (evict.layers, evict.heads) if c.name not in ("uniform", "equal")]
             every = [] if evict.interval is None else [f"every {evict.interval} steps"]
-            whole = ["beside the prompt"] if evict.prompt == "keep" else []
+            whole = ["beside the prompt"] if evict.keeps_prompt else []
             words.append(" ".join([evict.score.name, "to", stays, *whole, *shares, *every]))
         for tier in self.tiers:
             share = f"{tier.share:.3g} in " if len(self.tiers) > 1 else ""

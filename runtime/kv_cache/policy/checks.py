@@ -7,13 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from runtime.config.settings import ConfigError
+from runtime.config.settings import ConfigError, calibrations_of
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.policy.axes import Axes
 from runtime.kv_cache.policy.calibrated import calibrations, fingerprint
-from runtime.kv_cache.policy.choices import Choice
 from runtime.kv_cache.policy.registries import PREFIX_TOKENS
 from runtime.kv_cache.scores.base import Accumulating
+from runtime.kv_cache.selection.base import Budget
 from runtime.kv_cache.shape import Shape, layer_configs
 from runtime.modeling.skeleton import model_kind
 
@@ -34,24 +34,14 @@ def check_combination(policy: Axes) -> None:
 
 def _check_eviction(policy: Axes) -> None:
     plan = policy.evict
-    if plan is None:
-        return
-    if plan.prompt == "keep" and plan.interval is None:
-        text = (
-            "prompts stay whole and nothing is cut while decoding, so nothing would ever be evicted; give an interval"
-        )
-        raise ConfigError(("evict", "prompt"), text)
-    if plan.prompt == "keep" and plan.layers.name != "uniform":
-        text = f"what {plan.layers.name} gives each layer is found when a prompt is cut; leave out layers, or prompt"
-        raise ConfigError(("evict", "prompt"), text)
-    if plan.tokens is None:
+    if plan is None or plan.tokens is None:
         return
     least, who = _always_kept(policy)
     if plan.tokens <= least:
         text = f"{plan.tokens} tokens are not more than the {least} that {who}"
         raise ConfigError(("evict", "tokens"), f"{text}; raise tokens, or shorten the window of the score")
     moves = policy.tiers or policy.clusters is not None or policy.offload is not None
-    if not moves or plan.prompt == "keep":  # of a prompt that stays, much is held otherwise
+    if not moves or plan.keeps_prompt:  # of a prompt that stays, much is held otherwise
         return
     floats = policy.recent + policy.first
     if plan.tokens <= floats:
@@ -74,8 +64,9 @@ def _check_tiers(policy: Axes) -> None:
         raise ConfigError(("evict", "interval"), text)
     if several:
         assert saliency is not None
-        if saliency.needs or isinstance(saliency.build(), Accumulating):
-            why = "needs calibration" if saliency.needs else "would have to remember every query"
+        calibrates = calibrations_of(type(saliency))
+        if calibrates or isinstance(saliency, Accumulating):
+            why = "needs calibration" if calibrates else "would have to remember every query"
             raise ConfigError(("saliency",), f"{saliency.name} {why}; take snapkv, normalized, tova or streaming")
 
 
@@ -84,8 +75,8 @@ def _check_selection(policy: Axes) -> None:
     select = policy.select
     if select is None:
         return
-    tokens, read = select.fields.get("tokens"), _always_read(select)
-    if getattr(select.cls, "needs_aligned", False):
+    tokens, read = select.tokens, _always_read(select)
+    if select.needs_aligned:
         _check_aligned(policy, select.name)
     if tokens is not None and tokens <= read:
         ends = _ends(select) + (" and the first page" if select.name == "quest" else "")
@@ -113,19 +104,20 @@ def _check_aligned(policy: Axes, name: str) -> None:
 def _always_kept(policy: Axes) -> tuple[int, str]:
     """Tokens that no budget takes from a head, the prefix included, and what to call them."""
     assert policy.evict is not None
-    choice, first = policy.evict.score, policy.first
-    kept = choice.build().kept()
-    return kept + first, f"{choice.name} and the prefix always keep" if first else f"{choice.name} always keeps"
+    score, first = policy.evict.score, policy.first
+    who = f"{score.name} and the prefix always keep" if first else f"{score.name} always keeps"
+    return score.kept() + first, who
 
 
-def _always_read(select: Choice) -> int:
-    first = PAGE if select.name == "quest" else select.fields.get("sinks", 0)
-    return int(first + select.fields.get("recent", 0))
+def _always_read(select: Budget) -> int:
+    """Tokens that a selection reads whatever its budget."""
+    first = PAGE if select.name == "quest" else getattr(select, "sinks", 0)
+    return int(first + getattr(select, "recent", 0))
 
 
-def _ends(select: Choice) -> str:
+def _ends(select: Budget) -> str:
     """The settings that say how much a selection always reads."""
-    return " and ".join(name for name in ("recent", "sinks") if name in select.fields)
+    return " and ".join(name for name in ("recent", "sinks") if hasattr(select, name))
 
 
 # ---------------------------------------------------------------- models
@@ -164,12 +156,12 @@ def check_model(policy: Axes, config: Any) -> None:
         _check_positions(policy, int(positions), name)
     if policy.calibrated is not None:
         _check_calibrated(policy, config, shape)
-    for key, choice in policy.choices.items():
+    for key, method in policy.methods.items():
         try:
-            choice.build(policy.calibrated).check_shape(shape)
+            policy.with_facts(method).check_shape(shape)
         except ValueError as error:
-            where, _, reason = str(error).removeprefix(f"{choice.name}.").partition(" ")
-            place = "calibrated" if where in choice.needs else key
+            where, _, reason = str(error).removeprefix(f"{method.name}.").partition(" ")
+            place = "calibrated" if where in calibrations_of(type(method)) else key
             raise ConfigError((place, where), f"{reason} ({name})") from error
 
 
@@ -208,8 +200,9 @@ def _check_positions(policy: Axes, positions: int, name: str) -> None:
         least, who = _always_kept(policy)
         check("evict", policy.evict.ratio, least, who, "raise ratio, or shorten the window of the score")
     if policy.select is not None:
-        who, way = f"{policy.select.name} always reads", f"raise ratio, or lower {_ends(policy.select)}"
-        check("select", policy.select.fields.get("ratio"), _always_read(policy.select), who, way)
+        select = policy.select
+        who, way = f"{select.name} always reads", f"raise ratio, or lower {_ends(select)}"
+        check("select", select.ratio, _always_read(select), who, way)
 
 
 def check_module(module: PreTrainedModel) -> None:
@@ -231,8 +224,8 @@ def idle(policy: Axes, config: Any) -> list[str]:
     evict, select = policy.evict, policy.select
     long = f"the longest sequence of this model, {limit} tokens"
     tokens = 0 if evict is None else evict.tokens or 0
-    steps = evict.interval or 0 if evict is not None and evict.prompt == "keep" else 0
-    read = 0 if select is None else select.fields.get("tokens") or 0
+    steps = evict.interval or 0 if evict is not None and evict.keeps_prompt else 0
+    read = 0 if select is None else select.tokens or 0
     moves = policy.tiers or policy.clusters is not None or policy.offload is not None
     floats = policy.recent + policy.first if moves else 0
     found = {

@@ -3,41 +3,26 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path as FilePath
 from typing import Any
 
 from runtime.checkpoint.artifact import MANIFEST, Artifact
 from runtime.checkpoint.checkpoint import read_json
 from runtime.config.messages import plain, show
-from runtime.config.settings import (
-    ConfigError,
-    Count,
-    Path,
-    Share,
-    Text,
-    mapping,
-    read,
-    read_settings,
-    settings_of,
-    unknown,
-)
+from runtime.config.settings import ConfigError, Path, Text, mapping, read, settings_of, unknown
 from runtime.errors import RequestError
-from runtime.kv_cache.clusters import Clusters
-from runtime.kv_cache.offload import OffloadPlan
 from runtime.kv_cache.policy import checks
+from runtime.kv_cache.policy import readers as parts
 from runtime.kv_cache.policy.axes import Axes
 from runtime.kv_cache.policy.calibrated import Calibrated
-from runtime.kv_cache.policy.choices import Choice, Evict, TierChoice
 from runtime.kv_cache.policy.presets import PRESETS, Preset, find_preset
-from runtime.kv_cache.policy.registries import SCORES, SELECTIONS
 
 WHERE = "kv_cache"
 KEYS = (
     "method", "evict", "keys", "values", "recent", "prefix", "tiers", "saliency", "clusters", "select", "offload", "floats",
     "calibrated",
 )  # fmt: skip
-READ = 0.1  # of the tokens, what a selection reads that says neither ratio nor tokens
 _OFF = ("none", "off")
 
 
@@ -121,18 +106,18 @@ def _read(value: Any) -> Policy:
     for key in ("keys", "values"):
         if key in settings and "tiers" in settings:
             raise ConfigError((key,), f"{key} and tiers both say how tokens are held; give one of them")
-    readers = {
-        "evict": Evict.parse, "clusters": _clusters, "select": _select, "offload": _offload, "calibrated": Calibrated.parse,
-        "saliency": _saliency,
+    readers: dict[str, Callable[[Any, Path], Any]] = {
+        "evict": parts.read_eviction, "clusters": parts.read_clusters, "select": parts.read_selection,
+        "offload": parts.read_offload, "calibrated": Calibrated.parse, "saliency": parts.read_score,
     }  # fmt: skip
     found: dict[str, Any] = {key: reader(settings[key], (key,)) for key, reader in readers.items() if key in settings}
     kinds = settings_of(Axes)
-    found |= {
-        key: read(kinds[key].kind, settings[key], (key,)) for key in ("recent", "prefix", "floats") if key in settings
-    }
-    found["tiers"] = _tiers(settings)
+    for key in ("recent", "prefix", "floats"):
+        if key in settings:
+            found[key] = read(kinds[key].kind, settings[key], (key,))
+    found["tiers"] = parts.read_tiers(settings)
     if len(found["tiers"]) > 1:
-        found.setdefault("saliency", _saliency("snapkv", ("saliency",)))
+        found.setdefault("saliency", parts.read_score("snapkv", ("saliency",)))
     return Policy(None if preset is None else preset.name, **found)
 
 
@@ -182,42 +167,3 @@ def _merged(preset: Preset, given: dict[str, Any]) -> dict[str, Any]:
 
 def _alike(name: Any, base: Any) -> bool:
     return name is None or (isinstance(name, str) and isinstance(base, str) and plain(name) == plain(base))
-
-
-# ---------------------------------------------------------------- keys
-def _tiers(settings: Mapping[str, Any]) -> tuple[TierChoice, ...]:
-    if "tiers" in settings:
-        tiers = TierChoice.parse_all(settings["tiers"], ("tiers",))
-    else:
-        tiers = (TierChoice.parse(settings, ()),)
-    return () if all(tier.is_plain for tier in tiers) else tiers
-
-
-def _saliency(value: Any, path: Path) -> Choice:
-    return Choice.parse(SCORES, value, path, "score")
-
-
-def _clusters(value: Any, path: Path) -> Clusters:
-    fields = read_settings(Clusters, mapping(path, value, settings_of(Clusters)), path)
-    try:
-        return Clusters(**fields)
-    except ValueError as error:
-        raise ConfigError(path, str(error).removeprefix("clusters.")) from error
-
-
-def _select(value: Any, path: Path) -> Choice:
-    given = dict(value) if isinstance(value, Mapping) else {"method": value}
-    budget = {key: kind for key, kind in (("tokens", Count), ("ratio", Share)) if given.get(key) is not None}
-    if len(budget) == 2:
-        raise ConfigError((*path, "tokens"), "ratio and tokens both say how much is read; give one of them")
-    for key, kind in budget.items():
-        given[key] = read(kind, given[key], (*path, key))
-    return Choice.parse(SELECTIONS, given if budget else {**given, "ratio": READ}, path, "method")
-
-
-def _offload(value: Any, path: Path) -> OffloadPlan:
-    given = mapping(path, {"to": value} if isinstance(value, str) else value, settings_of(OffloadPlan))
-    plan = OffloadPlan(**read_settings(OffloadPlan, given, path))
-    if plan.directory is not None and plan.to != "disk":
-        raise ConfigError((*path, "directory"), "a directory is for offload to disk")
-    return plan

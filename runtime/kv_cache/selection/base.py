@@ -3,94 +3,92 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
-from typing import Generic, TypeVar
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
 
 import torch
 
+from runtime.config.settings import ConfigError, Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
+from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.reads import Reads
-
-#: The dataclass of a selection's options, whose fields are the recipe's.
-Options = TypeVar("Options")
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, best, between
+from runtime.kv_cache.shape import Shape
 
 
 @dataclass(frozen=True)
-class Queries:
-    """The queries of one layer and step, and how attention makes scores of them.
+class Budget(Settings, ABC):
+    """How much a head reads in a step, what it always reads included. The options of every selection begin with it.
 
     Attributes:
-        states: `[batch * kv_heads, groups * count, size]`, query heads of a key head together.
-        count: new tokens of this step, whose keys are in the tail already.
-        scale: of the scores.
-        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias (Gemma 2).
-        counted: bool `[batch * kv_heads, groups * count]`, False where a query is padding (on the left of a row's new tokens); None:
-            none is.
+        tokens: so many; None where `ratio` says it.
+        ratio: of the tokens that the head holds, in (0, 1]; None where `tokens` says it.
+        name: in recipes.
+        needs_aligned: it reads the same places in all heads or layers, which must hold the same tokens there.
     """
 
-    states: torch.Tensor
-    count: int
-    scale: float
-    softcap: float = 0.0
-    counted: torch.Tensor | None = None
+    name: ClassVar[str]
+    needs_aligned: ClassVar[bool] = False
+    tokens: Count | None = None
+    ratio: Share | None = None
 
-    @property
-    def later(self) -> torch.Tensor | int:
-        """How many tokens of this step came after its first, int64 `[batch * kv_heads]` where rows differ."""
-        if self.counted is None:
-            return self.count - 1
-        return (self.counted[:, : self.count].sum(1) - 1).clamp(min=0)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if (self.tokens is None) == (self.ratio is None):
+            raise ConfigError(("tokens",), "either ratio or tokens says how much is read; give one of them")
 
-    def first(self) -> Queries:
-        """Those of the step's first token alone: the only one that is no draft, and stays whatever is taken back of the step.
+    @abstractmethod
+    def begin(self, layers: int) -> Selection[Any]:
+        """The selection of one new cache with so many compressed layers."""
 
-        (Of a row that is all padding, those of the last.)
+    def check_shape(self, shape: Shape) -> None:
+        """ValueError, "NAME.FIELD ..." in one sentence, where the settings do not fit a model of this shape."""
+
+    def counts(self, lengths: torch.Tensor) -> torch.Tensor:
+        """Tokens that heads with `lengths` of them read, int64; never more than there are."""
+        if self.ratio is None:
+            return lengths.clamp(max=self.tokens)
+        return (lengths.double() * self.ratio).round().long()
+
+    def most(self, longest: int) -> int:
+        """As `counts` for one head, on the host."""
+        if self.ratio is None:
+            assert self.tokens is not None
+            return min(self.tokens, longest)
+        return round(longest * self.ratio)
+
+    def pick(self, votes: torch.Tensor, lengths: torch.Tensor, longest: int, sinks: int, recent: int) -> Picked:
+        """The tokens with most votes that the budget has room for beside the first `sinks` and the newest `recent`.
+
+        Args:
+            votes: `[rows, n]`.
+            lengths: int64 `[rows]`, tokens to choose from.
+            longest: on the host, at least the longest of them.
+            sinks: first tokens, which are read anyway.
+            recent: newest tokens, likewise.
         """
-        if self.count == 1:
-            return self
-        states = self.states.unflatten(1, (-1, self.count))
-        if self.counted is None:
-            return replace(self, states=states[:, :, 0], count=1)
-        place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
-        return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
+        votes = votes.masked_fill(~between(lengths, votes.shape[1], sinks, recent), float("-inf"))
+        counts = (self.counts(lengths) - sinks - recent).clamp(min=0)
+        return best(votes, counts, max(0, self.most(longest) - sinks - recent))
 
-    def votes(self, logits: torch.Tensor) -> torch.Tensor:
-        """Attention of all queries of a row to each token, summed, float32 `[rows, n]`; `logits` are `[rows, groups * count, n]`."""
-        weights = logits.softmax(-1)
-        if self.counted is not None:
-            weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
-        return weights.sum(1)
 
-    def highest(self, scores: torch.Tensor) -> torch.Tensor:
-        """The largest that any query of a row gives, `[rows, n]`; `scores` are `[rows, groups * count, n]`."""
-        if self.counted is not None:
-            scores = scores.masked_fill(~self.counted.unsqueeze(-1), float("-inf"))
-        return scores.amax(1)
-
-    def scores(self, products: torch.Tensor) -> torch.Tensor:
-        """What attention makes of products of queries and keys, any shape; biases come after."""
-        scores = products * self.scale
-        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
-
-    def rows(self, which: torch.Tensor) -> Queries:
-        """Those of the rows `which` (int64) alone."""
-        return replace(self, states=self.states[which], counted=None if self.counted is None else self.counted[which])
+#: The dataclass of a selection's options, whose fields are the recipe's.
+Options = TypeVar("Options", bound=Budget)
 
 
 class Selection(ABC, Generic[Options]):
-    """One method at work in one cache. A file each in this folder, with the dataclass of its options.
+    """Tokens that the steps of one cache read, by one method. A file each in this folder, with the dataclass of its options.
 
     Args:
         options: the recipe's.
         layers: how many.
 
     Attributes:
-        reads: what steps read.
+        reads: tokens that steps have read.
     """
 
     def __init__(self, options: Options, layers: int) -> None:
-        self.options, self.reads = options, Reads(layers)
+        self.options, self.reads = options, ReadCounter(layers)
 
     def choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
         """What this step reads of each region; None: all of it.
@@ -98,22 +96,68 @@ class Selection(ABC, Generic[Options]):
         Called once a layer and step, in the order of layers, after the step's tokens were appended to the tail.
 
         Args:
-            layer: `index`, `shape` (batch, kv_heads), `changes`: when that has grown, places known from before are void, and
-                `taken_back`: when that has grown, they are from so many places before the end on.
+            layer: `index`, `shape` (batch, kv_heads), `changes`: when that has grown, positions known from before are void, and
+                `taken_back`: when that has grown, they are from so many positions before the end on.
             queries: the step's.
             regions: in order of arrival, the tail last.
 
         Raises:
             ValueError: what the layer holds does not go with the method.
         """
-        chosen = self._choose(layer, queries, regions)
+        layout = Layout(regions)
+        chosen = None
+        if (
+            layer.index >= getattr(self.options, "skip_layers", 0)
+            and self.options.most(layout.longest) < layout.longest
+        ):
+            chosen = self._choose(layer, queries, layout)
+        chosen = [None] * len(regions) if chosen is None else chosen
         self.reads.add(layer.index, regions, chosen)
         return chosen
 
     @abstractmethod
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        """As `choose`."""
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
+        """As `choose`, for layers that the method does not skip, where the budget leaves out any token; None: everything is read."""
 
     @abstractmethod
     def nbytes(self, index: int) -> int:
         """Memory of what is kept beside layer `index`'s cache, as allocated."""
+
+
+class ReadCounter:
+    """Numbers of tokens that attention steps read, and of those that were there, layer by layer; they stay on the device.
+
+    Args:
+        layers: how many.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._read: list[torch.Tensor | int] = [0] * layers
+        self._stored: list[torch.Tensor | int] = [0] * layers
+
+    def add(self, layer: int, regions: list[Region], chosen: list[Chosen | None]) -> None:
+        """One step of one layer."""
+        for region, some in zip(regions, chosen, strict=True):
+            stored = region.lengths.sum()
+            self._stored[layer] = self._stored[layer] + stored
+            self._read[layer] = self._read[layer] + (stored if some is None else tokens_of(region, some).sum())
+
+    @property
+    def totals(self) -> tuple[int, int]:
+        """Tokens read and tokens there, of all layers and steps."""
+        return sum(map(int, self._read)), sum(map(int, self._stored))
+
+    def share(self, layer: int | None = None) -> float:
+        """Share of the tokens that were read, of one layer or all (every layer's token counts the same); 1 before the first step."""
+        layers = range(len(self._stored)) if layer is None else [layer]
+        stored = sum(int(self._stored[index]) for index in layers)
+        return sum(int(self._read[index]) for index in layers) / stored if stored else 1.0
+
+
+def tokens_of(region: Region, chosen: Chosen) -> torch.Tensor:
+    """Tokens of each row that were chosen, int64 `[rows]`."""
+    if chosen.unit == 1:
+        return chosen.counts
+    counted = torch.arange(chosen.index.shape[1], device=chosen.index.device) < chosen.counts[:, None]
+    tokens = (region.lengths[:, None] - PAGE * chosen.index).clamp(0, PAGE)
+    return (tokens * counted).sum(1)

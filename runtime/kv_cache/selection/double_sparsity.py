@@ -11,8 +11,8 @@ from runtime.config.settings import Natural, calibrated
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries, Selection
-from runtime.kv_cache.selection.places import Budget, Layout, Watch, best, between, with_ends
+from runtime.kv_cache.selection.base import Budget, Selection
+from runtime.kv_cache.selection.layout import Layout, Queries, Watch, with_ends
 from runtime.kv_cache.shape import Shape
 
 _LEVELS = 127
@@ -62,15 +62,7 @@ class DoubleSparsity(Budget):
 
 
 class DoubleSparsitySelection(Selection[DoubleSparsity]):
-    """At work in one cache.
-
-    Args:
-        options: the recipe's.
-        layers: how many.
-
-    Attributes:
-        reads: what steps read.
-    """
+    """Labels of one cache's tokens, and what steps read by them."""
 
     def __init__(self, options: DoubleSparsity, layers: int) -> None:
         super().__init__(options, layers)
@@ -83,11 +75,8 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         labels = self._labels[index]
         return 0 if labels is None else labels.nbytes
 
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        options, layout = self.options, Layout(regions)
-        if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
-            return [None] * len(regions)
-        query = queries.states
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
+        options, query = self.options, queries.states
         channels = self._channels(layer, query)
         labels = self._known(layer, layout, channels, queries)
         recent = max(options.recent, queries.count)
@@ -98,11 +87,7 @@ class DoubleSparsitySelection(Selection[DoubleSparsity]):
         bias = layout.bias()
         if bias is not None:
             logits = logits + bias[:, None, : logits.shape[2]]
-        held = between(layout.lengths, logits.shape[2], 0, 0).unsqueeze(1)
-        votes = queries.votes(logits.masked_fill(~held, float("-inf")))
-        open_ = between(layout.lengths, votes.shape[1], 0, recent)
-        counts = (options.counts(layout.lengths) - recent).clamp(min=0)
-        picked = best(votes.masked_fill(~open_, float("-inf")), counts, max(0, options.most(layout.longest) - recent))
+        picked = options.pick(queries.votes(logits, layout.lengths), layout.lengths, layout.longest, 0, recent)
         return layout.chosen(with_ends(picked, layout.lengths, 0, recent))
 
     def _channels(self, layer: LayerState, query: torch.Tensor) -> torch.Tensor:

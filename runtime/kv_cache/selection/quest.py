@@ -12,8 +12,8 @@ from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE, Pages, Part
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries, Selection
-from runtime.kv_cache.selection.places import SLICE_BYTES, Budget, Layout, best, split
+from runtime.kv_cache.selection.base import Budget, Selection
+from runtime.kv_cache.selection.layout import SLICE_BYTES, Layout, Queries, best, split
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,7 @@ def page_bound(query: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> to
 
 
 class QuestSelection(Selection[Quest]):
-    """At work in one cache.
-
-    Args:
-        options: the recipe's.
-        layers: how many.
-
-    Attributes:
-        reads: what steps read.
-    """
+    """Bounds of one cache's pages, and what steps read by them."""
 
     def __init__(self, options: Quest, layers: int) -> None:
         super().__init__(options, layers)
@@ -65,10 +57,8 @@ class QuestSelection(Selection[Quest]):
     def nbytes(self, index: int) -> int:
         return sum(bounds.pages.nbytes for bounds in self._bounds[index].values())
 
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        options, layout = self.options, Layout(regions)
-        if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
-            return [None] * len(regions)
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
+        options, regions = self.options, layout.regions
         bounds = self._known(layer, regions)
         recent = max(options.recent, queries.count)
         # A cap leaves pages in their order, and only makes many of the best equal, unless something is added to what it gives.

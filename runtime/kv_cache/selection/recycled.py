@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from runtime.config.settings import Count, Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries, Selection
-from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, with_ends
+from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.selection.base import Budget, Selection
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, best, between, with_ends
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,9 @@ class _Noted:
 
 
 class RecycledSelection(Selection[Recycled]):
-    """At work in one cache.
-
-    Args:
-        options: the recipe's.
-        layers: how many.
+    """Tokens that the layers of one cache looked at last, and what steps read by them.
 
     Attributes:
-        reads: what steps read.
         full: for each layer how many steps had full attention.
     """
 
@@ -62,11 +57,8 @@ class RecycledSelection(Selection[Recycled]):
         noted = self._noted[index]
         return 0 if noted is None else noted.picked.nbytes
 
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        options, layout = self.options, Layout(regions)
-        everything: list[Chosen | None] = [None] * len(regions)
-        if options.most(layout.longest) >= layout.longest:
-            return everything
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
+        options = self.options
         recent = max(options.recent, queries.count)
         watch = self._watches[layer.index]
         noted = None if watch.void(layer, layout) else self._noted[layer.index]
@@ -79,14 +71,13 @@ class RecycledSelection(Selection[Recycled]):
             looked = queries.counted is None or bool(queries.counted.any(1).all())
             # A row that had no token in this step has not looked: all do so again in the next.
             self._noted[layer.index] = _Noted(self._look(layout, queries, recent), layer.seen) if looked else None
-            return everything
+            return None
         return layout.chosen(with_ends(noted.picked, layout.lengths, 0, recent))
 
     def _look(self, layout: Layout, queries: Queries, recent: int) -> Picked:
         """Tokens with most attention, as many as are read beside the newest; they may be among these now, and are not later."""
         first, lengths = queries.first(), layout.lengths - queries.later
-        logits = layout.logits(first)
-        seen = between(lengths, logits.shape[2], 0, 0)
-        votes = first.votes(logits.masked_fill(~seen.unsqueeze(1), float("-inf"))).masked_fill(~seen, float("-inf"))
+        votes = first.votes(layout.logits(first), lengths)
+        votes = votes.masked_fill(~between(lengths, votes.shape[1], 0, 0), float("-inf"))
         counts = (self.options.counts(lengths) - recent).clamp(min=0)
         return best(votes, counts, max(0, self.options.most(layout.longest) - recent))

@@ -9,9 +9,9 @@ import torch
 
 from runtime.config.settings import Natural
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries, Selection
-from runtime.kv_cache.selection.places import Budget, Layout, Picked, best, between, sequences, with_ends
+from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.selection.base import Budget, Selection
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, sequences, with_ends
 from runtime.kv_cache.shape import Shape
 
 
@@ -54,14 +54,9 @@ class Tidal(Budget):
 
 
 class TidalSelection(Selection[Tidal]):
-    """At work in one cache.
-
-    Args:
-        options: the recipe's.
-        layers: how many.
+    """Tokens that layers of one cache choose for those after them.
 
     Attributes:
-        reads: what steps read.
         selecting: layers that choose.
     """
 
@@ -74,16 +69,14 @@ class TidalSelection(Selection[Tidal]):
     def nbytes(self, index: int) -> int:
         return self._chosen[1].nbytes if self._chosen is not None and self._chosen[0] == index else 0
 
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        everything: list[Chosen | None] = [None] * len(regions)
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None] | None:
         if not self.selecting or layer.index < self.selecting[0]:
-            return everything
-        layout = Layout(regions)
+            return None
         if layer.index in self.selecting:
             self._select(layer, queries, layout)
-            return everything
+            return None
         if self._chosen is None:
-            return everything
+            return None
         by, picked, lengths = self._chosen
         if self._checked[layer.index] != layer.changes:
             if not torch.equal(sequences(layer, layout.lengths, self.options.name), lengths):
@@ -98,16 +91,11 @@ class TidalSelection(Selection[Tidal]):
         """Choose for the layers to come."""
         options = self.options
         batch, heads = layer.shape
-        self._chosen = None
-        if options.most(layout.longest) >= layout.longest:
-            return
         if self._checked[layer.index] != layer.changes:
             sequences(layer, layout.lengths, self.options.name)
             self._checked[layer.index] = layer.changes
         lengths = layout.lengths.view(batch, heads)[:, 0]
         recent = max(options.recent, queries.count)
-        votes = queries.votes(layout.logits(queries)).view(batch, heads, -1).sum(1)
-        votes = votes.masked_fill(~between(lengths, votes.shape[1], 0, recent), float("-inf"))
-        counts = (options.counts(lengths) - recent).clamp(min=0)
-        picked = best(votes, counts, max(0, options.most(layout.longest) - recent))
+        votes = queries.votes(layout.logits(queries), layout.lengths).view(batch, heads, -1).sum(1)
+        picked = options.pick(votes, lengths, layout.longest, 0, recent)
         self._chosen = layer.index, with_ends(picked, lengths, 0, recent), lengths

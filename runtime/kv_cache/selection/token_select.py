@@ -9,9 +9,9 @@ import torch
 
 from runtime.config.settings import Natural, NonNegative
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries, Selection
-from runtime.kv_cache.selection.places import Budget, Layout, Picked, Watch, best, between, sequences, with_ends
+from runtime.kv_cache.region import Chosen
+from runtime.kv_cache.selection.base import Budget, Selection
+from runtime.kv_cache.selection.layout import Layout, Picked, Queries, Watch, sequences, with_ends
 
 
 @dataclass(frozen=True)
@@ -49,14 +49,9 @@ class _Vote:
 
 
 class TokenSelectSelection(Selection[TokenSelect]):
-    """At work in one cache.
-
-    Args:
-        options: the recipe's.
-        layers: how many.
+    """Tokens that the sequences of one cache voted for, and what steps read by them; votes read keys that `reads` does not count.
 
     Attributes:
-        reads: what steps read; the votes read keys besides, those of the sequences that choose anew.
         votes: for each layer how often sequences chose anew.
     """
 
@@ -70,10 +65,8 @@ class TokenSelectSelection(Selection[TokenSelect]):
         vote = self._held[index]
         return 0 if vote is None else vote.queries.untyped_storage().nbytes() + vote.picked.nbytes
 
-    def _choose(self, layer: LayerState, queries: Queries, regions: list[Region]) -> list[Chosen | None]:
-        options, layout = self.options, Layout(regions)
-        if layer.index < options.skip_layers or options.most(layout.longest) >= layout.longest:
-            return [None] * len(regions)
+    def _choose(self, layer: LayerState, queries: Queries, layout: Layout) -> list[Chosen | None]:
+        options = self.options
         batch, heads = layer.shape
         watch = self._watches[layer.index]
         vote = None if watch.void(layer, layout) else self._held[layer.index]
@@ -158,13 +151,9 @@ class TokenSelectSelection(Selection[TokenSelect]):
         options = self.options
         rows = (which[:, None] * heads + torch.arange(heads, device=which.device)).flatten()
         some = queries.rows(rows)
-        logits = layout.logits(some, rows)
-        seen = between(lengths, logits.shape[2], 0, 0).repeat_interleave(heads, 0)
-        votes = some.votes(logits.masked_fill(~seen.unsqueeze(1), float("-inf"))).view(len(which), heads, -1).sum(1)
-        fixed = options.sinks + recent
-        counts = (options.counts(lengths) - fixed).clamp(min=0)
-        votes = votes.masked_fill(~between(lengths, votes.shape[1], options.sinks, recent), float("-inf"))
-        return best(votes, counts, max(0, options.most(layout.longest) - fixed))
+        votes = some.votes(layout.logits(some, rows), lengths.repeat_interleave(heads))
+        votes = votes.view(len(which), heads, -1).sum(1)
+        return options.pick(votes, lengths, layout.longest, options.sinks, recent)
 
 
 def _updated(picked: Picked | None, which: torch.Tensor, fresh: Picked) -> Picked:

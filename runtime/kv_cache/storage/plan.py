@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -11,6 +11,7 @@ from runtime.kv_cache.clusters import Clusters
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.scores.base import Score
 from runtime.kv_cache.storage.base import Codec
+from runtime.kv_cache.storage.plain import Plain
 
 
 @dataclass(frozen=True)
@@ -23,9 +24,14 @@ class Tier(Settings):
         share: of the older tokens, the best by score first, in (0, 1]; over all tiers they add up to 1.
     """
 
-    keys: Codec
-    values: Codec
+    keys: Codec = field(default_factory=Plain)
+    values: Codec = field(default_factory=Plain)
     share: Share = 1.0
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether its tokens stay floats."""
+        return self.keys.name == self.values.name == "plain"
 
 
 @dataclass(frozen=True)

@@ -107,7 +107,7 @@ def llama() -> tuple[Any, torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def plan(score: Any = None, **options: Any) -> EvictionPlan:
-    settings: dict[str, Any] = {"layer_share": UniformLayers(), "head_share": EqualHeads(), **options}
+    settings: dict[str, Any] = {"layers": UniformLayers(), "heads": EqualHeads(), **options}
     return EvictionPlan(score or SnapKV(8), **settings)
 
 
@@ -137,7 +137,7 @@ def test_a_text_in_pieces_gives_the_logits_of_the_whole(llama: Any) -> None:
 def test_the_budget_is_kept_and_memory_is_freed(llama: Any, score: Any, heads: Any, share: Any, ratio: float) -> None:
     """Layer by layer and row by row exactly as many tokens as the shares say, and the shares are those of one budget."""
     made, ids, mask, _ = llama
-    cache = CompressedCache(made, CachePlan(plan(score, ratio=ratio, layer_share=share, head_share=heads)))
+    cache = CompressedCache(made, CachePlan(plan(score, ratio=ratio, layers=share, heads=heads)))
     with torch.no_grad():
         logits = made(ids, attention_mask=mask, past_key_values=cache).logits
     assert bool(logits.isfinite().all())
@@ -351,7 +351,7 @@ def test_layers_tell_scores_where_tokens_were_and_how_many_were_generated(
     with torch.no_grad():
         made(ids, attention_mask=mask, past_key_values=full)
     score = Keyformer(recent=4)
-    cache = CompressedCache(made, CachePlan(plan(score, ratio=0.4, interval=3, head_share=AdaptiveHeads())))
+    cache = CompressedCache(made, CachePlan(plan(score, ratio=0.4, interval=3, heads=AdaptiveHeads())))
     seen: list[tuple[int, Observation]] = []
     own = CompressedLayer.observe
 
@@ -408,7 +408,7 @@ def test_keyformer_keeps_the_same_of_a_text_in_any_batch(llama: Any) -> None:
 def test_a_prompt_shorter_than_the_budget_leaves_room_for_what_is_decoded(llama: Any, share: Any) -> None:
     """Shares of layers are found when a prompt has been read, which may be far shorter than what layers may keep later."""
     made, ids, _, _ = llama
-    cache = CompressedCache(made, CachePlan(plan(tokens=30, interval=1, layer_share=share)))
+    cache = CompressedCache(made, CachePlan(plan(tokens=30, interval=1, layers=share)))
     with torch.no_grad():
         made(ids[2:, :10], past_key_values=cache)
         for step in range(10, 70):

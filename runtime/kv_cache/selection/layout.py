@@ -1,58 +1,86 @@
-"""Positions of the tokens that a step reads, in order of arrival, and their places in a layer's regions."""
+"""Layout of a layer's tokens at one step: their positions in order of arrival, in the layer's regions, and what a step reads of them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
 
 import torch
 
-from runtime.config.settings import Count, Settings, Share
 from runtime.kv_cache.layer_state import LayerState
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
-from runtime.kv_cache.selection.base import Queries
-from runtime.kv_cache.shape import Shape
 
 SLICE_BYTES = 32 << 20  # of keys that are opened at a time
 _BEHIND = 1 << 62  # sorts behind all places
 
 
 @dataclass(frozen=True)
-class Budget(Settings):
-    """How much a head reads in a step, what it always reads included. The options of every selection begin with it.
+class Queries:
+    """The queries of one layer and step, and how attention makes scores of them.
 
     Attributes:
-        tokens: so many; None where `ratio` says it.
-        ratio: of the tokens that the head holds, in (0, 1]; None where `tokens` says it.
-        needs_aligned: it reads the same places in all heads or layers, which must hold the same tokens there.
+        states: `[batch * kv_heads, groups * count, size]`, query heads of a key head together.
+        count: new tokens of this step, whose keys are in the tail already.
+        scale: of the scores.
+        softcap: 0: none; else scores become softcap * tanh(scores / softcap), before any bias (Gemma 2).
+        counted: bool `[batch * kv_heads, groups * count]`, False where a query is padding (on the left of a row's new tokens); None:
+            none is.
     """
 
-    needs_aligned: ClassVar[bool] = False
-    tokens: Count | None = None
-    ratio: Share | None = None
+    states: torch.Tensor
+    count: int
+    scale: float
+    softcap: float = 0.0
+    counted: torch.Tensor | None = None
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if (self.tokens is None) == (self.ratio is None):
-            raise ValueError(f"{getattr(self, 'name', 'selection')} needs tokens or ratio, one of them")
+    @property
+    def later(self) -> torch.Tensor | int:
+        """How many tokens of this step came after its first, int64 `[batch * kv_heads]` where rows differ."""
+        if self.counted is None:
+            return self.count - 1
+        return (self.counted[:, : self.count].sum(1) - 1).clamp(min=0)
 
-    def check_shape(self, shape: Shape) -> None:
-        """ValueError, "NAME.FIELD ..." in one sentence, where the settings do not fit a model of this shape."""
+    def first(self) -> Queries:
+        """Those of the step's first token alone: the only one that is no draft, and stays whatever is taken back of the step.
 
-    def counts(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Tokens that heads with `lengths` of them read, int64; never more than there are."""
-        if self.ratio is None:
-            return lengths.clamp(max=self.tokens)
-        return (lengths.double() * self.ratio).round().long()
+        (Of a row that is all padding, those of the last.)
+        """
+        if self.count == 1:
+            return self
+        states = self.states.unflatten(1, (-1, self.count))
+        if self.counted is None:
+            return replace(self, states=states[:, :, 0], count=1)
+        place = (self.count - 1 - self.later)[:, None, None, None].expand(-1, states.shape[1], 1, states.shape[3])  # type: ignore[index]
+        return replace(self, states=states.gather(2, place)[:, :, 0], count=1, counted=None)
 
-    def most(self, longest: int) -> int:
-        """As `counts` for one head, on the host."""
-        if self.ratio is None:
-            assert self.tokens is not None
-            return min(self.tokens, longest)
-        return round(longest * self.ratio)
+    def votes(self, logits: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Attention of all queries of a row to each of its first `lengths` tokens, summed, float32 `[rows, n]`.
+
+        Args:
+            logits: `[rows, groups * count, n]`.
+            lengths: int64 `[rows]`.
+        """
+        there = between(lengths, logits.shape[2], 0, 0).unsqueeze(1)
+        weights = logits.masked_fill(~there, float("-inf")).softmax(-1)
+        if self.counted is not None:
+            weights = weights.masked_fill(~self.counted.unsqueeze(-1), 0.0)
+        return weights.sum(1)
+
+    def highest(self, scores: torch.Tensor) -> torch.Tensor:
+        """The largest that any query of a row gives, `[rows, n]`; `scores` are `[rows, groups * count, n]`."""
+        if self.counted is not None:
+            scores = scores.masked_fill(~self.counted.unsqueeze(-1), float("-inf"))
+        return scores.amax(1)
+
+    def scores(self, products: torch.Tensor) -> torch.Tensor:
+        """What attention makes of products of queries and keys, any shape; biases come after."""
+        scores = products * self.scale
+        return self.softcap * torch.tanh(scores / self.softcap) if self.softcap else scores
+
+    def rows(self, which: torch.Tensor) -> Queries:
+        """Those of the rows `which` (int64) alone."""
+        return replace(self, states=self.states[which], counted=None if self.counted is None else self.counted[which])
 
 
 @dataclass(frozen=True)

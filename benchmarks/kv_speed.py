@@ -272,7 +272,7 @@ def mine(
         layer.lazy_initialization(keys, values)
         layer.append(keys, values, None)
         layer.seen = length
-        layer.settle(1.0, 0.0)
+        layer.settle()
         if kept is not None:
             score = torch.rand(*shape[:2], length, device=model.device)
             layer.keep(score, torch.full(shape[:2], kept, device=model.device))

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from runtime.errors import RequestError
-from runtime.kv_cache.attend import hidden_states
+from runtime.kv_cache.attend import hidden_states, unknown_argument
 from runtime.kv_cache.observation import Inputs
 from runtime.kv_cache.shape import compressed_layers
 
@@ -136,9 +136,9 @@ def _attention(
     watch = _watch
     if watch is None:
         raise RuntimeError(f"{NAME} computes attention inside `watching` only")
-    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
-    if unknown:
-        raise RequestError(f"{watch.name}: attention has {unknown[0]}, which compressed caches do not know")
+    unknown = unknown_argument(kwargs)
+    if unknown is not None:
+        raise RequestError(f"{watch.name}: attention has {unknown}, which compressed caches do not know")
     index = getattr(module, "layer_idx", None)
     if index is None:
         raise RequestError(f"{watch.name}: attention does not know which layer it is in, so it cannot be calibrated")

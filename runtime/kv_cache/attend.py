@@ -6,7 +6,7 @@ reads what it stores. Other layers (sliding windows, no cache at all) get transf
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,7 +15,6 @@ from torch.nn import functional
 
 from runtime.kv_cache.kernels import attend_region
 from runtime.kv_cache.layer_state import LayerState
-from runtime.kv_cache.observation import Inputs
 from runtime.kv_cache.reference import ragged_attention
 from runtime.kv_cache.region import Chosen, Region, merge
 from runtime.kv_cache.selection.base import Queries
@@ -25,10 +24,10 @@ _MARK = "_compress_layer"
 _ARGUMENTS, _SDPA, _VALID = "_compress_mask_arguments", "_compress_sdpa_mask", "_compress_padding"
 
 
-def mark(tensor: torch.Tensor, layer: LayerState) -> torch.Tensor:
-    """`tensor`, new each time, with the layer that its attention is to ask."""
+def mark(tensor: torch.Tensor, attend: Callable[..., torch.Tensor]) -> torch.Tensor:
+    """`tensor`, new each time, with the function of its cache layer that computes attention (`CompressedLayer.attend`)."""
     view = tensor.view(tensor.shape)
-    setattr(view, _MARK, layer)
+    setattr(view, _MARK, attend)
     return view
 
 
@@ -46,8 +45,8 @@ def attention(
     Raises:
         ValueError: an argument that changes attention in a way compressed caches do not know.
     """
-    layer: LayerState | None = getattr(key, _MARK, None)
-    if layer is None:
+    attend: Callable[..., torch.Tensor] | None = getattr(key, _MARK, None)
+    if attend is None:
         attention_mask = _sdpa_mask(attention_mask)
         if kwargs.get("softcap"):  # sliding layers of models whose scores are capped, which sdpa cannot do (Gemma 2)
             return _capped(query, key, value, attention_mask, scaling, float(kwargs["softcap"])), None
@@ -57,9 +56,9 @@ def attention(
             module, query, key, value, attention_mask, scaling=scaling, **kwargs
         )
         return output
-    unknown = sorted(name for name in ("s_aux", "position_bias", "head_mask") if kwargs.get(name) is not None)
-    if unknown:
-        raise ValueError(f"{type(module).__name__}: attention has {unknown[0]}, which compressed caches do not know")
+    unknown = unknown_argument(kwargs)
+    if unknown is not None:
+        raise ValueError(f"{type(module).__name__}: attention has {unknown}, which compressed caches do not know")
     if attention_mask is not None and attention_mask.dim() != 2:
         raise ValueError("compressed caches take attention masks of shape [batch, tokens] only")
     if attention_mask is not None and not attention_mask.numel():
@@ -67,9 +66,12 @@ def attention(
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     softcap = kwargs.get("softcap") or 0.0
     valid = None if attention_mask is None else _padding(attention_mask, query.shape[2])
-    if layer.wants_inputs:
-        layer.inputs = Inputs(module, hidden_states(module))
-    return layer.attend(query, key, value, valid, float(scale), float(softcap)).transpose(1, 2), None
+    return attend(query, key, value, valid, float(scale), float(softcap), module).transpose(1, 2), None
+
+
+def unknown_argument(given: Mapping[str, Any]) -> str | None:
+    """The first argument of attention that compressed caches cannot compute with; None: there is none."""
+    return next((name for name in ("head_mask", "position_bias", "s_aux") if given.get(name) is not None), None)
 
 
 _HIDDEN = "_compress_hidden_states"
@@ -114,10 +116,19 @@ def hidden_states(module: torch.nn.Module) -> torch.Tensor:
 
 def _padding(mask: torch.Tensor, count: int) -> torch.Tensor | None:
     """bool `[batch, count]`, False at padding among the newest tokens; None: there is none. Asked once a forward, not once a layer."""
-    if not hasattr(mask, _VALID):
+
+    def compute() -> torch.Tensor | None:
         valid = mask[:, -count:].bool()
-        setattr(mask, _VALID, None if bool(valid.all()) else valid)
-    found: torch.Tensor | None = getattr(mask, _VALID)
+        return None if bool(valid.all()) else valid
+
+    return _once(mask, _VALID, compute)
+
+
+def _once(mask: torch.Tensor, name: str, compute: Callable[[], torch.Tensor | None]) -> torch.Tensor | None:
+    """What `compute` gives the first time; kept with the mask, which lives for one forward."""
+    if not hasattr(mask, name):
+        setattr(mask, name, compute())
+    found: torch.Tensor | None = getattr(mask, name)
     return found
 
 
@@ -167,12 +178,9 @@ def _sdpa_mask(mask: torch.Tensor | None) -> torch.Tensor | None:
     from transformers.masking_utils import sdpa_mask
 
     arguments = getattr(mask, _ARGUMENTS, None)
-    if arguments is None:
+    if mask is None or arguments is None:
         return mask
-    if not hasattr(mask, _SDPA):
-        setattr(mask, _SDPA, sdpa_mask(**arguments))
-    found: torch.Tensor | None = getattr(mask, _SDPA)
-    return found
+    return _once(mask, _SDPA, lambda: sdpa_mask(**arguments))
 
 
 def register() -> None:
@@ -196,12 +204,10 @@ def prompt_attention(
     value: torch.Tensor,
     valid: torch.Tensor | None,
     before: torch.Tensor,
-    scale: float,
-    softcap: float,
 ) -> torch.Tensor:
     """Outputs `[batch, heads, q, size]`, zeros at padding; the new tokens are in the layer's store already.
 
-    Older tokens are opened for it once (one layer at a time): a matrix product over all queries is what prompts are fast with.
+    Older tokens are decoded for it once (one layer at a time): a matrix product over all queries is what prompts are fast with.
 
     Args:
         layer: whose tokens are attended to.
@@ -209,11 +215,9 @@ def prompt_attention(
         key: of the new tokens `[batch, kv_heads, q, size]`.
         value: likewise.
         valid: bool `[batch, q]`, False at padding on the left; None: none.
-        before: int64 `[batch, kv_heads]`, tokens held before these came.
-        scale: of the scores.
-        softcap: 0: none.
+        before: int64 `[batch, kv_heads]`, tokens that were there before these came.
     """
-    count = query.shape[2]
+    scale, softcap, count = layer.scale, layer.softcap, query.shape[2]
     alone = not int(before.max())
     if alone and valid is None and not softcap:
         if layer.storage.floats is not None:
@@ -260,23 +264,20 @@ def slice_of(numbers: int) -> int:
 # Attention of a few new tokens over what is stored, region by region and as it is stored.
 
 
-def step_attention(
-    layer: LayerState, query: torch.Tensor, valid: torch.Tensor | None, scale: float, softcap: float
-) -> torch.Tensor:
+def step_attention(layer: LayerState, query: torch.Tensor, valid: torch.Tensor | None) -> torch.Tensor:
     """Outputs `[batch, heads, q, size]` in the query's dtype, zeros at padding; the new tokens are in the layer's tail already.
 
     Args:
         layer: whose tokens are attended to.
         query: `[batch, heads, q, size]`.
         valid: bool `[batch, q]`, False at padding on the left; None: there is none.
-        scale: of the scores.
-        softcap: 0: none.
 
     Raises:
-        ValueError: what the layer holds does not go with its selection.
+        ValueError: the tokens of the layer do not go with its selection.
     """
     assert layer.store is not None
     batch, heads = layer.shape
+    scale, softcap = layer.scale, layer.softcap
     count, size = query.shape[2:]
     rows = query.reshape(batch * heads, -1, size)  # a key head's queries, head by head
     groups = rows.shape[1] // count

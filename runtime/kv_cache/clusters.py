@@ -43,11 +43,11 @@ class Clusters:
 
     def __post_init__(self) -> None:
         if self.chunk <= 0 or self.chunk % PAGE:
-            raise ValueError(f"chunk must be a multiple of {PAGE} above 0, not {self.chunk}")
+            raise ValueError(f"clusters.chunk must be a multiple of {PAGE} above 0, not {self.chunk}")
         if not 0 < self.ratio < 1 or self.kept % PAGE or abs(self.kept - self.ratio * self.chunk) > 1e-6:
             steps = ", ".join(f"{PAGE * i / self.chunk:g}" for i in range(1, self.chunk // PAGE))
             raise ValueError(
-                f"ratio {self.ratio} does not leave whole pages of {PAGE} of {self.chunk} tokens: allowed are {steps}"
+                f"clusters.ratio {self.ratio} does not leave whole pages of {PAGE} of {self.chunk} tokens: allowed are {steps}"
             )
 
     def __call__(self, keys: torch.Tensor, values: torch.Tensor) -> Merged:

@@ -141,7 +141,7 @@ class Eviction:
             return 0
         return max(1, self.plan.score.window(count))
 
-    def after_prompt(self, layer: LayerState, scale: float, softcap: float) -> None:
+    def after_prompt(self, layer: LayerState) -> None:
         """Cut the layer; with a cascading share the layers before it are cut again."""
         plan = self.plan
         if layer.index == 0:  # a new piece; of one that was broken off, nothing is waited for
@@ -151,10 +151,10 @@ class Eviction:
             return
         if plan.keeps_prompt:
             if plan.accumulates:  # what its queries look at of what was generated before
-                self._cut_generated(layer, scale, softcap, cuts=False)
+                self._cut_generated(layer, cuts=False)
             self._forget(layer)
             return
-        seen = self._observe(layer, scale, softcap)
+        seen = self._observe(layer)
         self._prompt[layer.index] = layer, LayerFacts.of(plan.score(seen), plan.layers.prefer(seen))
         order = sorted(self._prompt)
         mean = self._mean(layer.arrived)
@@ -171,7 +171,7 @@ class Eviction:
             waiting = [other for other, _ in self._prompt.values() if other is not layer]
             self._prompt = {}
             for other in waiting if plan.layers.cascades else []:
-                other.settle(scale, softcap)
+                other.settle()
         self._forget(layer)
 
     def waits(self, layer: LayerState) -> bool:
@@ -188,7 +188,7 @@ class Eviction:
         if layer.index in self._steps:
             self._steps[layer.index] = max(0, self._steps[layer.index] - count)
 
-    def after_step(self, layer: LayerState, count: int, scale: float, softcap: float) -> None:
+    def after_step(self, layer: LayerState, count: int) -> None:
         """Cut the layer when its turn has come, `count` tokens, which stay, after the last step."""
         if self.plan.interval is None:
             layer.forget_queries(0)
@@ -198,13 +198,13 @@ class Eviction:
         if steps < self.plan.interval:
             return
         if self.plan.keeps_prompt:
-            self._cut_generated(layer, scale, softcap)
+            self._cut_generated(layer)
         else:
-            self._cut(layer, self.plan.score(self._observe(layer, scale, softcap)))
+            self._cut(layer, self.plan.score(self._observe(layer)))
         self._forget(layer)
 
-    def _observe(self, layer: LayerState, scale: float, softcap: float) -> Observation:
-        return self._gather(layer, layer.observe(self.window(layer.seen, False), scale, softcap))
+    def _observe(self, layer: LayerState) -> Observation:
+        return self._gather(layer, layer.observe(self.window(layer.seen, False)))
 
     def _gather(self, layer: LayerState, seen: Observation, part: Generated | None = None) -> Observation:
         """What a score sees, its sums with what these queries add; with `part` of these tokens alone."""
@@ -216,13 +216,16 @@ class Eviction:
             if self.plan.accumulates:
                 assert seen.mass is not None
                 assert whole is not None
-                layer.remember_mass(seen.mass if part is None else part.spread(seen.mass, whole))
+                assert layer.notes is not None
+                layer.notes.set_mass(seen.mass if part is None else part.spread(seen.mass, whole))
         return seen
 
-    def _cut_generated(self, layer: LayerState, scale: float, softcap: float, cuts: bool = True) -> None:
+    def _cut_generated(self, layer: LayerState, cuts: bool = True) -> None:
         """Evict from what was generated, and nothing that came in prompts; `cuts` False: only sums are brought up to date."""
-        seen = layer.observe(self.window(layer.seen, False), scale, softcap)
-        part = Generated.of(seen, layer.given())
+        seen = layer.observe(self.window(layer.seen, False))
+        given = None if layer.notes is None else layer.notes.of("given")
+        assert given is not None
+        part = Generated.of(seen, given)
         near = self._gather(layer, seen, part)
         if not cuts:
             return
@@ -276,39 +279,3 @@ class Eviction:
             layer.forget_queries(0)
         else:
             layer.forget_queries(max(0, self.window(layer.seen, True) - interval))
-
-
-# Which tokens of a layer stay when it is cut, by their scores.
-
-
-def best_places(score: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The places of each head's best tokens, in the order of arrival; of equal scores the newer token is better.
-
-    Args:
-        score: `[batch, kv_heads, n]`, minus infinity where there is no token.
-        counts: int64 `[batch, kv_heads]`, how many stay, no more than there are.
-
-    Returns:
-        int64 `[batch, kv_heads, most]`, ascending, whatever of the places behind a head's last; and bool, which of them count.
-    """
-    end, longest = score.shape[-1], max(1, int(counts.max()))
-    best = end - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]
-    wanted = torch.arange(longest, device=score.device) < counts.unsqueeze(-1)
-    # Unwanted places sort behind all others, so that what is kept stays in the order of arrival.
-    return best.masked_fill(~wanted, end).sort(-1).values.clamp(max=end - 1), wanted
-
-
-def newest_run(places: torch.Tensor, counts: torch.Tensor, score: torch.Tensor) -> int:
-    """How many of the newest tokens every head still has, one after the other.
-
-    Args:
-        places: int64 `[batch, kv_heads, most]`, what is kept, ascending.
-        counts: int64 `[batch, kv_heads]`, how many of them.
-        score: `[batch, kv_heads, n]`, minus infinity where there was no token.
-    """
-    ends = (score > float("-inf")).sum(-1, keepdim=True) - 1
-    from_end = counts.unsqueeze(-1) - 1 - torch.arange(places.shape[-1], device=places.device)
-    # A token is part of the run if as many newer ones are kept as there were; behind a head's last there is nothing.
-    gaps = ((ends - places) != from_end) & (from_end >= 0)
-    first = torch.where(gaps, from_end, counts.unsqueeze(-1)).amin(-1)
-    return int(first.min())

@@ -1,68 +1,261 @@
-"""State of one layer's compressed cache, as attention, eviction and selections see it."""
+"""State of one layer's compressed cache: its tokens, what is noted of them, and how they are stored, observed and dropped."""
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
 
 import torch
+from torch import nn
 
 from runtime.kv_cache.observation import Inputs, Observation
 from runtime.kv_cache.offload import Offload
+from runtime.kv_cache.pages import Part
 from runtime.kv_cache.storage.plan import StoragePlan
 from runtime.kv_cache.store import Store
+from runtime.kv_cache.window import Notes, QueryWindow
 
 
-class LayerState(Protocol):
-    """What `runtime.kv_cache.layer.CompressedLayer` is to them; its attributes are described there."""
+class LayerState:
+    """Keys and values of one layer, each head with as many tokens as it is allowed, stored as the plan says.
 
-    index: int
-    seen: int
-    shape: tuple[int, int]
-    changes: int
-    taken_back: int
-    storage: StoragePlan
-    store: Store | None
-    elsewhere: Offload | None
-    selection: Any
-    share: torch.Tensor | None
-    arrived: torch.Tensor
-    reads_all: bool
-    following: Any
-    inputs: Inputs | None
+    Args:
+        index: of the layer among the compressed ones.
+        storage: how older tokens are stored.
+        selection: what a step reads; shared by all layers. None: everything.
+        elsewhere: where older tokens lie; shared by all layers. None: in memory of the device.
+
+    Attributes:
+        seen: tokens of the longest row so far, padding and evicted ones included; what positions are counted from.
+        store: the tokens; None before the first one.
+        notes: what a score keeps of each token beside keys and values; None: nothing.
+        share: of the mean budget of a layer, `[batch]`, as the last prompt left it; None: the mean.
+        arrived: int64 `[batch]`, tokens that each sequence has had, evicted ones too and padding not.
+        shape: (batch, kv_heads).
+        scale: of the scores, as attention was last computed.
+        softcap: likewise; 0: none.
+        chunks: of prompts that have come, steps not counted.
+        generated: tokens that have come in steps since the last chunk of a prompt.
+        queries: those since the last eviction, as many as the score will ask for.
+        hidden: inputs of the attention module for the same tokens, where the score sees them; of `module`.
+        newest: queries by which storages are told apart.
+        intact: newest tokens of every row that are in the tail as they came.
+        reads_all: whether the last step read all of its older tokens, chosen none of them.
+        following: layer whose tokens are fetched while this one computes.
+        changes: how often tokens left their positions (evicted, reordered); what was known of positions is void then.
+        taken_back: newest tokens of every row that were taken back so far, of all crops together: what was known of older positions
+            stays right.
+    """
+
+    def __init__(
+        self,
+        index: int,
+        storage: StoragePlan | None = None,
+        selection: Any = None,
+        elsewhere: Offload | None = None,
+    ) -> None:
+        self.index, self.storage, self.selection, self.elsewhere = index, storage or StoragePlan(), selection, elsewhere
+        self.following: Any = None
+        self.changes = self.taken_back = 0
+        self.clear()
+
+    def clear(self) -> None:
+        """Begin anew, without tokens."""
+        self.seen, self.shape, self.scale, self.softcap = 0, (0, 0), 0.0, 0.0
+        self.store: Store | None = None
+        self.notes: Notes | None = None
+        self.share: torch.Tensor | None = None
+        self.arrived = torch.zeros(0, dtype=torch.int64)
+        self.queries, self.hidden, self.newest = QueryWindow(), QueryWindow(), QueryWindow()
+        self.module: nn.Module | None = None
+        self.chunks = self.generated = self.intact = 0
+        self.reads_all = True
+        self.changes += 1
+
+    def begin(self, key: torch.Tensor, value: torch.Tensor, notes: Mapping[str, Part]) -> None:
+        """Make room for tokens like these, `[batch, kv_heads, q, size]` each, and for `notes` on them."""
+        batch, heads = self.shape = (key.shape[0], key.shape[1])
+        allocate = None if self.elsewhere is None else self.elsewhere.allocate
+        sizes = key.shape[-1], value.shape[-1]
+        self.store = Store(batch * heads, sizes, key.dtype, key.device, self.storage, allocate)
+        self.notes = Notes(self.shape, notes, key.device) if notes else None
+        self.arrived = torch.zeros(batch, dtype=torch.int64, device=key.device)
+
+    @property
+    def windows(self) -> tuple[QueryWindow, ...]:
+        return self.queries, self.hidden, self.newest
+
+    @property
+    def offloaded_bytes(self) -> int:
+        """Memory of older tokens that lie elsewhere, as allocated there."""
+        return 0 if self.store is None or self.elsewhere is None else self.store.tier_bytes
+
+    @property
+    def nbytes(self) -> int:
+        """Memory as allocated, what scores and selections need included; what is offloaded is counted apart."""
+        own = 0 if self.store is None else self.store.nbytes - self.offloaded_bytes
+        own += 0 if self.notes is None else self.notes.nbytes
+        own += 0 if self.selection is None else self.selection.nbytes(self.index)
+        return own + sum(window.nbytes for window in self.windows)
 
     @property
     def is_final(self) -> bool:
         """Whether there are tokens before this chunk of a sequence that cannot be told apart any more."""
+        return self.storage.is_final and self.chunks > 1
 
-    @property
-    def wants_inputs(self) -> bool:
-        """Whether the eviction's score sees the inputs of the attention module."""
+    # ---------------------------------------------------------------- tokens
+    def append(self, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, prompt: bool) -> None:
+        """Store new tokens `[batch, kv_heads, q, size]` behind the others.
 
-    def attend(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        valid: torch.Tensor | None,
-        scale: float,
-        softcap: float,
-    ) -> torch.Tensor:
-        """Attention of new tokens over what is held and each other."""
-
-    def observe(self, window: int, scale: float, softcap: float) -> Observation:
-        """What the newest `window` queries see of what is held."""
-
-    def given(self) -> torch.Tensor:
-        """Which tokens came in prompts."""
-
-    def remember_mass(self, mass: torch.Tensor) -> None:
-        """What has been gathered of every token."""
+        Args:
+            valid: bool `[batch, q]`, False at padding on the left; None: there is none.
+            prompt: they come in a prompt.
+        """
+        assert self.store is not None
+        heads, count, tail = self.shape[1], key.shape[2], self.store.tail
+        before = None if self.notes is None else self.store.lengths
+        one = count == 1 and valid is None and not prompt
+        if one:
+            tail.append_one(key.flatten(0, 2), value.flatten(0, 2))
+            self.arrived = self.arrived + 1
+        else:
+            counts = torch.full(self.shape[:1], count, dtype=torch.int64, device=key.device)
+            if valid is not None:
+                if bool((valid[:, :-1] & ~valid[:, 1:]).any()):
+                    raise ValueError(
+                        "compressed caches take padding on the left only: set tokenizer.padding_side = 'left'"
+                    )
+                counts = valid.sum(1)
+                # Padding is on the left: a row's tokens move to the front, and what is behind is not stored.
+                order = (torch.arange(count, device=key.device)[None] + (count - counts)[:, None]) % count
+                order = order[:, None, :, None]
+                key, value = (states.gather(2, order.expand_as(states)) for states in (key, value))
+            tail.append(key.flatten(0, 1), value.flatten(0, 1), counts.repeat_interleave(heads))
+            self.arrived = self.arrived + counts
+        if self.notes is not None and before is not None:
+            added = (self.store.lengths - before).clamp(min=0)
+            self.notes.begin(self.arrived.repeat_interleave(heads) - added, added, count, prompt, one)
 
     def keep(self, score: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        """Keep the best tokens of each head."""
+        """Keep the `counts[batch, kv_heads]` best tokens of each head by `score`, in the order of arrival.
+
+        Returns:
+            Their scores, `[batch, kv_heads, longest now]`, minus infinity behind a head's last token.
+        """
+        assert self.store is not None
+        if bool((counts >= (score > float("-inf")).sum(-1)).all()):
+            return score
+        places, wanted = best_places(score, counts)
+        self.store.keep(places.flatten(0, 1), counts.flatten())
+        if self.notes is not None:
+            self.notes.keep(places.flatten(0, 1), counts.flatten())
+        self.intact = min(self.intact, newest_run(places, counts, score))
+        self.changes += 1
+        return score.gather(-1, places).masked_fill(~wanted, float("-inf"))
+
+    def settle(self) -> None:
+        """Store older tokens as the plan says."""
+        if self.store is None or not self.storage.moves:
+            return
+        if self.store.settle(self._saliency):
+            # Of a row that is shorter than the prefix, nothing is left in the tail.
+            self.intact = min(self.intact, self.storage.recent, int(self.store.tail.lengths.min()))
+
+    def _saliency(self) -> torch.Tensor:
+        """Importance of the tail's tokens, `[rows, longest]`."""
+        score = self.storage.saliency
+        assert score is not None
+        assert self.store is not None
+        tail, newest = self.store.tail, self.newest.newest(max(1, score.window(self.seen)))
+        return score(replace(self._observation(newest, *tail.states(), tail.lengths), pinned=0)).flatten(0, 1)
+
+    def select_rows(self, indices: torch.Tensor) -> None:
+        """Only these sequences (int64), in that order; one may come several times."""
+        if self.store is None:
+            return
+        indices, heads = indices.to(self.arrived.device), self.shape[1]
+        rows = (indices[:, None] * heads + torch.arange(heads, device=indices.device)).reshape(-1)
+        self.store.select_rows(rows)
+        if self.notes is not None:
+            self.notes.select_rows(rows)
+        self.shape = (len(indices), heads)
+        self.arrived = self.arrived[indices]
+        self.share = None if self.share is None else self.share[indices]
+        for window in self.windows:
+            window.select(indices)
+        self.changes += 1
+
+    def take_back(self, count: int) -> None:
+        """Drop the newest `count` tokens of every row, which are `intact`."""
+        assert self.store is not None
+        self.store.tail.pages.crop(self.store.tail.lengths - count)
+        if self.notes is not None:
+            self.notes.crop(self.notes.lengths - count)
+        self.generated = max(0, self.generated - count)
+        self.arrived = self.arrived - count
+        self.seen -= count
+        self.intact -= count
+        for window in self.windows:
+            window.take_back(count)
+        self.taken_back += count
+
+    # ---------------------------------------------------------------- what scores see
+    def observe(self, window: int) -> Observation:
+        """What the newest `window` queries see of the cache."""
+        assert self.store is not None
+        keys, values, _ = self.store.states()
+        seen = self._observation(self.queries.newest(window), keys, values, self.store.lengths)
+        seen = replace(seen, generated=self.generated)
+        if self.module is not None:
+            seen = replace(seen, inputs=Inputs(self.module, self.hidden.newest(window)[:, 0]))
+        if self.notes is None:
+            return seen
+        places = self.notes.of("place")
+        return replace(seen, mass=self.notes.of("mass"), positions=None if places is None else places.long())
 
     def forget_queries(self, window: int) -> None:
         """Drop all remembered queries but the newest `window`."""
+        self.queries.forget(window)
+        self.hidden.forget(window)
 
-    def settle(self, scale: float, softcap: float) -> None:
-        """Store older tokens as the plan says."""
+    def _observation(
+        self, queries: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, lengths: torch.Tensor
+    ) -> Observation:
+        shape = (*self.shape, keys.shape[1], -1)
+        ages = lengths.view(*self.shape, 1) - 1 - torch.arange(keys.shape[1], device=keys.device)
+        keys, values = keys.view(shape), values.view(shape)
+        return Observation(queries, keys, values, ages, self.scale, self.softcap, self.index, self.storage.prefix)
+
+
+def best_places(score: torch.Tensor, counts: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The places of each head's best tokens, in the order of arrival; of equal scores the newer token is better.
+
+    Args:
+        score: `[batch, kv_heads, n]`, minus infinity where there is no token.
+        counts: int64 `[batch, kv_heads]`, how many stay, no more than there are.
+
+    Returns:
+        int64 `[batch, kv_heads, most]`, ascending, whatever of the places behind a head's last; and bool, which of them count.
+    """
+    end, longest = score.shape[-1], max(1, int(counts.max()))
+    best = end - 1 - score.flip(-1).argsort(dim=-1, descending=True, stable=True)[..., :longest]
+    wanted = torch.arange(longest, device=score.device) < counts.unsqueeze(-1)
+    # Unwanted places sort behind all others, so that what is kept stays in the order of arrival.
+    return best.masked_fill(~wanted, end).sort(-1).values.clamp(max=end - 1), wanted
+
+
+def newest_run(places: torch.Tensor, counts: torch.Tensor, score: torch.Tensor) -> int:
+    """How many of the newest tokens every head still has, one after the other.
+
+    Args:
+        places: int64 `[batch, kv_heads, most]`, what is kept, ascending.
+        counts: int64 `[batch, kv_heads]`, how many of them.
+        score: `[batch, kv_heads, n]`, minus infinity where there was no token.
+    """
+    ends = (score > float("-inf")).sum(-1, keepdim=True) - 1
+    from_end = counts.unsqueeze(-1) - 1 - torch.arange(places.shape[-1], device=places.device)
+    # A token is part of the run if as many newer ones are kept as there were; behind a head's last there is nothing.
+    gaps = ((ends - places) != from_end) & (from_end >= 0)
+    first = torch.where(gaps, from_end, counts.unsqueeze(-1)).amin(-1)
+    return int(first.min())

@@ -92,8 +92,8 @@ def assert_alike(found: Any, expected: Any) -> None:
     bound = 1e-2 if found.layers[0].store.tiers else 1e-4
     for one, other in zip(found.layers, expected.layers, strict=True):
         assert one.store.lengths.tolist() == other.store.lengths.tolist()
-        assert (one.seen, one.pieces, one.generated, one.arrived.tolist()) == (
-            other.seen, other.pieces, other.generated, other.arrived.tolist()
+        assert (one.seen, one.chunks, one.generated, one.arrived.tolist()) == (
+            other.seen, other.chunks, other.generated, other.arrived.tolist()
         )  # fmt: skip
         for region, same in zip(one.store.regions, other.store.regions, strict=True):
             assert region.lengths.tolist() == same.lengths.tolist()

@@ -21,8 +21,9 @@ from runtime.kv_cache.budgets.defensive import DefensiveLayers
 from runtime.kv_cache.budgets.pyramid import Pyramid
 from runtime.kv_cache.budgets.uniform import EqualHeads, UniformLayers
 from runtime.kv_cache.cache import CompressedCache, prepare
-from runtime.kv_cache.eviction import Eviction, EvictionPlan, Generated, best_places
+from runtime.kv_cache.eviction import Eviction, EvictionPlan, Generated
 from runtime.kv_cache.layer import CompressedLayer
+from runtime.kv_cache.layer_state import best_places
 from runtime.kv_cache.observation import Observation
 from runtime.kv_cache.plan import CachePlan
 from runtime.kv_cache.policy.policy import Policy

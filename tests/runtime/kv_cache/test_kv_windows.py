@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runtime.kv_cache.eviction import best_places, newest_run
+from runtime.kv_cache.layer_state import best_places, newest_run
 from runtime.kv_cache.window import QueryWindow
 
 

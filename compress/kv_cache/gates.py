@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, cast
@@ -14,6 +14,7 @@ from torch import nn
 
 from compress.core.progress import Progress
 from compress.kv_cache.attention import AttentionCall, watching
+from compress.kv_cache.passkeys import Passkeys
 from compress.kv_cache.statistics import hidden_states
 from compress.kv_cache.view import CalibrationView, Found
 from runtime.errors import RequestError
@@ -47,130 +48,40 @@ class _Straight(torch.autograd.Function):
 
 
 @contextmanager
-def differentiable(model: nn.Module) -> Iterator[None]:
-    """Within, gradients reach the inputs of the model's compressed layers."""
-    layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
-    for layer in layers:
-        run = layer.forward
-        layer.forward = partial(_forward, layer, run)  # type: ignore[method-assign]
+def _forwards(modules: Sequence[nn.Module], replaced: Callable[[Any], Callable[..., Any]]) -> Iterator[None]:
+    """Within, each module's `forward` is what `replaced(module)` gives."""
+    for module in modules:
+        module.forward = replaced(module)
     try:
         yield
     finally:
-        for layer in layers:
-            del layer.forward  # the class's own again
+        for module in modules:
+            del module.forward  # the class's own again
 
 
-@contextmanager
-def recomputed(model: PreTrainedModel, tokens: int) -> Iterator[None]:
+def differentiable(model: nn.Module) -> AbstractContextManager[None]:
+    """Within, gradients reach the inputs of the model's compressed layers."""
+    apply: Any = _Straight.apply
+    layers = [module for module in model.modules() if isinstance(module, CompressedLinear)]
+    return _forwards(layers, lambda layer: partial(_forward, apply, layer, layer.forward))
+
+
+def recomputed(model: PreTrainedModel, tokens: int) -> AbstractContextManager[None]:
     """Within, blocks are computed anew in the backward pass where what they would keep of `tokens` tokens is more than `KEEP` bytes."""
     config: Any = uniform(model.config).get_text_config(decoder=True)
     # Roughly what a block of attention and a gated MLP saves for its backward pass.
     widths = 16 * config.hidden_size + 4 * (getattr(config, "intermediate_size", None) or 4 * config.hidden_size)
     if 4 * tokens * widths * config.num_hidden_layers <= KEEP:
-        yield
-        return
+        return nullcontext()
     from torch.utils.checkpoint import checkpoint
 
-    anew: Any = checkpoint
-    blocks = list(find_blocks(model)[1])
-    for block in blocks:
-        again = partial(anew, block.forward, use_reentrant=False, preserve_rng_state=False)
-        block.forward = again
-    try:
-        yield
-    finally:
-        for block in blocks:
-            del block.forward  # the class's own again
+    anew = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
+    return _forwards(list(find_blocks(model)[1]), lambda block: partial(anew, block.forward))
 
 
-def _forward(layer: CompressedLinear, run: Any, x: torch.Tensor) -> torch.Tensor:
-    apply: Any = _Straight.apply
+def _forward(apply: Any, layer: CompressedLinear, run: Any, x: torch.Tensor) -> torch.Tensor:
     output: torch.Tensor = apply(x, layer, run)
     return output
-
-
-# Synthetic text that cannot be continued without looking far back: random keys in a passage, asked for at its end.
-
-_ORDINALS = ("first", "second", "third", "fourth", "fifth", "sixth", "seventh", "eighth", "ninth", "tenth")
-MOST_KEYS = len(_ORDINALS)
-
-
-@dataclass(frozen=True)
-class Passkeys:
-    """Draws rows `start passage-with-(label key)s (label key)...`, the second time in random order; all rows are equally long.
-
-    Attributes:
-        stream: int64 `[n]`, text that passages are cut from.
-        alphabet: int64 `[m]`, tokens that keys are drawn from.
-        length: of a row.
-        labels: what stands before each key; None: two random tokens, anew in every row.
-        keys: how many.
-        key_tokens: length of each.
-        start: tokens that every row begins with.
-    """
-
-    stream: torch.Tensor
-    alphabet: torch.Tensor
-    length: int
-    labels: tuple[tuple[int, ...], ...] | None
-    keys: int
-    key_tokens: int
-    start: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, rows: torch.Tensor, tokenizer: Any, length: int) -> Passkeys:
-        """Rows of `length` tokens from calibration rows `[n, *]`; without a tokenizer (None) keys have random labels.
-
-        Raises:
-            RequestError: fewer than 16 different tokens in the rows.
-        """
-        special, labels, start = set(), None, ()
-        if tokenizer is not None:
-            special = set(tokenizer.all_special_ids)
-            texts = [f"\nThe {name} key is: " for name in _ORDINALS]
-            labels = tuple(tuple(tokenizer(text, add_special_tokens=False)["input_ids"]) for text in texts)
-            begins = tokenizer("x")["input_ids"][:1]
-            start = tuple(begins) if begins and begins[0] == tokenizer.bos_token_id else ()
-        ids: torch.Tensor = cast(Any, torch).unique(rows)
-        alphabet = ids[~torch.isin(ids, torch.tensor(sorted(special), dtype=torch.int64))]
-        if len(alphabet) < 16:
-            raise RequestError(f"calibration rows have {len(alphabet)} different tokens; gates need at least 16")
-        key_tokens = min(32, max(2, length // 32))
-        label = max(map(len, labels)) if labels else 2
-        if labels and length < 4 * (key_tokens + label):
-            labels, label = None, 2
-        keys = min(MOST_KEYS, max(1, length // (4 * (key_tokens + label))))
-        return cls(rows.reshape(-1), alphabet, length, labels, keys, key_tokens, start)
-
-    def draw(self, batch: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        """int64 ids and bool `[batch, length]`; True: the next token is one of a key that is asked for."""
-        drawn = [self._row(generator) for _ in range(batch)]
-        return torch.stack([ids for ids, _ in drawn]), torch.stack([asked for _, asked in drawn])
-
-    def _row(self, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        pairs = [self._pair(number, generator) for number in range(self.keys)]
-        again = [pairs[index] for index in torch.randperm(self.keys, generator=generator)]
-        fill = self.length - len(self.start) - 2 * sum(len(label) + len(key) for label, key in pairs)
-        stream = self.stream.repeat(-(-fill // len(self.stream)))
-        begin = int(torch.randint(len(stream) - fill + 1, (), generator=generator))
-        passage = stream[begin : begin + fill]
-        cuts = torch.randint(fill + 1, (self.keys,), generator=generator).sort().values.tolist()
-        parts = [torch.tensor(self.start, dtype=torch.int64)]
-        for (label, key), low, high in zip(pairs, [0, *cuts], cuts, strict=False):
-            parts += [passage[low:high], label, key]
-        parts.append(passage[cuts[-1] :])
-        asked = [torch.zeros(sum(map(len, parts)), dtype=torch.bool)]
-        for label, key in again:
-            parts += [label, key]
-            asked += [torch.zeros(len(label), dtype=torch.bool), torch.ones(len(key), dtype=torch.bool)]
-        return torch.cat(parts), torch.cat(asked).roll(-1)  # who sees a token predicts the next
-
-    def _pair(self, number: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-        def some(count: int) -> torch.Tensor:
-            return self.alphabet[torch.randint(len(self.alphabet), (count,), generator=generator)]
-
-        label = some(2) if self.labels is None else torch.tensor(self.labels[number], dtype=torch.int64)
-        return label, some(self.key_tokens)
 
 
 POOL = 24  # batches that are gone through again and again: gates are few, and the full model runs once for each

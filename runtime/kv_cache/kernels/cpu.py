@@ -10,13 +10,11 @@ import hashlib
 from collections.abc import Hashable
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 
 from runtime.kernels.cpu import library as linear
-from runtime.kernels.cpu import library as scratch
-from runtime.kernels.cpu.library import openmp
 from runtime.kv_cache.pages import PAGE
 from runtime.kv_cache.region import Chosen, Region
 from runtime.kv_cache.storage.base import BLOCK, Codec
@@ -42,51 +40,30 @@ _CHUNK = 16  # channels that the inner loops take at once
 _i32, _i64, _f32, _p = ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ctypes.c_void_p
 
 
+def _members(*groups: tuple[Any, ...]) -> list[tuple[str, Any]]:
+    """Fields of a structure from groups of a type and names, as C declares them."""
+    return [(name, kind) for kind, *names in groups for name in names]
+
+
 class Side(ctypes.Structure):
     """`Side` of region.h."""
 
-    _fields_ = (
-        ("kind", _i32),
-        ("type", _i32),
-        ("grid", _i32),
-        ("groups", _i32),
-        ("group", _i64),
-        ("size", _i64),
-        ("wide", _i64),
-        ("stride", _i64),
-        ("mask_stride", _i64),
-        ("tile", _i32),
-        ("chunks", _i32),
-        ("codes", _p),
-        ("mask", _p),
-        ("scale", _p),
-        ("zero", _p),
+    _fields_ = _members(
+        (_i32, "kind", "type", "grid", "groups"),
+        (_i64, "group", "size", "wide", "stride", "mask_stride"),
+        (_i32, "tile", "chunks"),
+        (_p, "codes", "mask", "scale", "zero"),
     )
 
 
 class Request(ctypes.Structure):
     """`Request` of region.h."""
 
-    _fields_ = (
-        ("key", Side),
-        ("value", Side),
-        ("rows", _i64),
-        ("queries", _i64),
-        ("columns", _i64),
-        ("most", _i64),
-        ("unit", _i64),
-        ("scale", _f32),
-        ("softcap", _f32),
-        ("query", _p),
-        ("table", _p),
-        ("lengths", _p),
-        ("visible", _p),
-        ("index", _p),
-        ("counts", _p),
-        ("bias", _p),
-        ("out", _p),
-        ("lse", _p),
-        ("memory", _p),
+    _fields_ = _members(
+        (Side, "key", "value"),
+        (_i64, "rows", "queries", "columns", "most", "unit"),
+        (_f32, "scale", "softcap"),
+        (_p, "query", "table", "lengths", "visible", "index", "counts", "bias", "out", "lse", "memory"),
     )
 
 
@@ -104,7 +81,7 @@ def load(portable: bool = False) -> ctypes.CDLL | None:
     library.attention_memory.argtypes = [_p, _i32]
     library.attention_run.restype = None
     library.attention_run.argtypes = [_p, _i32]
-    functions = openmp()
+    functions = linear.openmp()
     if functions is not None:
         library.set_pool(*functions)
     return library
@@ -187,7 +164,7 @@ def run(
     if out.numel() == 0 or lse.numel() == 0:
         return out, lse.fill_(float("-inf"))
     threads = torch.get_num_threads()
-    request.memory = scratch.bytes_at(library.attention_memory(ctypes.byref(request), threads))
+    request.memory = linear.bytes_at(library.attention_memory(ctypes.byref(request), threads))
     library.attention_run(ctypes.byref(request), threads)
     return out, lse
 

@@ -12,7 +12,8 @@ from kv_models import VOCABULARY, llama, rows
 from compress.kv_cache import attention
 from compress.kv_cache import gates as gradients
 from compress.kv_cache.attention import AttentionCall, watching
-from compress.kv_cache.gates import GatedAttention, GateOptions, Passkeys, train_gates
+from compress.kv_cache.gates import GatedAttention, GateOptions, train_gates
+from compress.kv_cache.passkeys import Passkeys
 from compress.kv_cache.statistics import hidden_states
 from runtime.errors import RequestError
 

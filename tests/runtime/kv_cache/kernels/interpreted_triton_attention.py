@@ -135,7 +135,7 @@ def test_floats_in_another_dtype_than_the_models(of: torch.dtype, held: torch.dt
 
 
 def test_the_table_gives_them_to_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernels, "_kernels", lambda device: (triton_attention,))
+    monkeypatch.setitem(kernels.KERNELS, "cpu", triton_attention.__name__)
     monkeypatch.setattr(kernels, "region_attention", None)  # what would compute instead
     query, region = torch.randn(2, 3, 32), ragged([40, 7], (32, 48), BF16)
     found, wanted = (call(query, region, 0.2) for call in (kernels.attend_region, triton_attention.run))

@@ -307,15 +307,9 @@ def test_without_a_compiler_the_reference_is_used(monkeypatch):
     assert torch.equal(lse, wanted[1])
 
 
-def test_a_kernel_that_is_not_installed_is_passed_over(monkeypatch):
-    monkeypatch.setitem(kernels.KERNELS, "meta", ("runtime.kv_cache.kernels.not_there",))
-    assert kernels._kernels.__wrapped__("meta") == ()
-    assert kernels._kernels.__wrapped__("of another kind") == ()
-
-
 def test_the_log_says_once_why_plain_torch_computes(caplog, monkeypatch):
     region, other = region_of(Plain(), Plain(), [5, 40]), type("Other", (Plain,), {"name": "other"})()
-    kernels._say.cache_clear()
+    kernels.warn_once.cache_clear()
     attend_region(queries(region, 2), region, 0.125)
     assert not caplog.records, "a kernel computed"
     region.values = other
@@ -324,6 +318,6 @@ def test_the_log_says_once_why_plain_torch_computes(caplog, monkeypatch):
     (record,) = caplog.records
     assert "plain torch computes" in record.message
     assert "it does not know storage other" in record.message
-    monkeypatch.setattr(kernels, "_kernels", lambda device: ())
+    monkeypatch.delitem(kernels.KERNELS, "cpu")
     attend_region(queries(region, 2), region, 0.125)
     assert "there is no kernel for it" in caplog.records[-1].message

@@ -111,55 +111,47 @@ Watcher = Callable[[AttentionCall], torch.Tensor]
 
 @dataclass
 class _Watch:
-    """What is watching, and how often it was asked."""
+    """Attention function of transformers that asks a watcher, and counts how often."""
 
     watcher: Watcher
     layers: dict[int, int]
     name: str
     calls: int = 0
 
-
-# A plain variable, not a context variable: backward passes that compute a layer anew may do so in a thread of their own.
-_watch: _Watch | None = None
-
-
-def _attention(
-    module: torch.nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    **kwargs: Any,
-) -> tuple[torch.Tensor, None]:
-    """As transformers' attention functions: `[batch, heads, q, size]` in, `[batch, q, heads, size]` out."""
-    watch = _watch
-    if watch is None:
-        raise RuntimeError(f"{NAME} computes attention inside `watching` only")
-    unknown = unknown_argument(kwargs)
-    if unknown is not None:
-        raise RequestError(f"{watch.name}: attention has {unknown}, which compressed caches do not know")
-    index = getattr(module, "layer_idx", None)
-    if index is None:
-        raise RequestError(f"{watch.name}: attention does not know which layer it is in, so it cannot be calibrated")
-    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
-    softcap = float(kwargs.get("softcap") or 0.0)
-    layer = watch.layers.get(index, -1)
-    call = AttentionCall(layer, query, key, value, attention_mask, scale, softcap, module)
-    if layer < 0:  # a sliding window, whose cache stays as it is
-        return call.full().transpose(1, 2), None
-    watch.calls += 1
-    return watch.watcher(call).transpose(1, 2).contiguous(), None
+    def __call__(
+        self,
+        module: torch.nn.Module,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        scaling: float | None = None,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """`[batch, heads, q, size]` in, `[batch, q, heads, size]` out."""
+        unknown = unknown_argument(kwargs)
+        if unknown is not None:
+            raise RequestError(f"{self.name}: attention has {unknown}, which compressed caches do not know")
+        index = getattr(module, "layer_idx", None)
+        if index is None:
+            raise RequestError(f"{self.name}: attention does not know which layer it is in, so it cannot be calibrated")
+        scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
+        softcap = float(kwargs.get("softcap") or 0.0)
+        layer = self.layers.get(index, -1)
+        call = AttentionCall(layer, query, key, value, attention_mask, scale, softcap, module)
+        if layer < 0:  # a sliding window, whose cache stays as it is
+            return call.full().transpose(1, 2), None
+        self.calls += 1
+        return self.watcher(call).transpose(1, 2).contiguous(), None
 
 
 @contextmanager
 def watching(model: PreTrainedModel, watcher: Watcher) -> Iterator[None]:
-    """Within, attention of the layers with a growing cache is what `watcher` says.
+    """Within, attention of the layers with a growing cache is what `watcher` says. Of two models at a time, one can be watched.
 
     Raises:
         RequestError: the model has no such layer, or never asked (it computes attention by itself).
     """
-    global _watch
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
 
@@ -167,15 +159,13 @@ def watching(model: PreTrainedModel, watcher: Watcher) -> Iterator[None]:
     layers = {index: number for number, index in enumerate(compressed_layers(config))}
     if not layers:
         raise RequestError(f"{name} has no layer with full attention, so there is no cache to calibrate")
-    AttentionInterface.register(NAME, _attention)
+    watch, before = _Watch(watcher, layers, name), config._attn_implementation
+    AttentionInterface.register(NAME, watch)
     AttentionMaskInterface.register(NAME, sdpa_mask)
-    outer, before = _watch, config._attn_implementation
-    _watch = watch = _Watch(watcher, layers, name)
     try:
         model.set_attn_implementation(NAME)
         yield
     finally:
-        _watch = outer
         model.set_attn_implementation(before)
     if watch.calls == 0:
         raise RequestError(f"{name} computes attention by itself, so its cache cannot be calibrated")

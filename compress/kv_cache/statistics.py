@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from compress.core.progress import Progress
 from compress.kv_cache.attention import AttentionCall, watching
-from runtime.kv_cache.attend import recorded_inputs
+from runtime.kv_cache.attend import record_inputs
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.skeleton import find_blocks
 
@@ -64,9 +64,9 @@ def observe(
         return call.full()
 
     with ExitStack() as stack:
-        stack.enter_context(recorded_inputs(model))
+        for handle in [*record_inputs(model), *_observe_activations(model, observers)]:
+            stack.callback(handle.remove)
         stack.enter_context(watching(model, watcher))
-        stack.enter_context(_activations(model, observers))
         for number, ids in enumerate(batches, 1):
             hidden_states(model, ids)
             for observer in observers:
@@ -75,10 +75,9 @@ def observe(
                 progress.step(f"batch {number}")
 
 
-@contextmanager
-def _activations(model: PreTrainedModel, observers: Sequence[Observer]) -> Iterator[None]:
-    """Show observers each block's input, and the input of the last linear layer that runs in it (the MLP's down projection)."""
-    handles = []
+def _observe_activations(model: PreTrainedModel, observers: Sequence[Observer]) -> list[Any]:
+    """Handles of hooks that show observers each block's input and that of its last linear layer (the MLP's down projection)."""
+    handles: list[Any] = []
     last: dict[str, torch.Tensor] = {}
 
     def block_input(name: str) -> Any:
@@ -104,17 +103,13 @@ def _activations(model: PreTrainedModel, observers: Sequence[Observer]) -> Itera
 
         return hook
 
-    try:
-        for name, block in enumerate(find_blocks(model)[1]):
-            handles.append(block.register_forward_pre_hook(block_input(f"block {name}"), with_kwargs=True))
-            handles.append(block.register_forward_hook(block_output(f"block {name}")))
-            for module in block.modules():
-                if isinstance(module, (nn.Linear, CompressedLinear)) or type(module).__name__ == "Conv1D":
-                    handles.append(module.register_forward_pre_hook(linear_input))
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
+    for name, block in enumerate(find_blocks(model)[1]):
+        handles.append(block.register_forward_pre_hook(block_input(f"block {name}"), with_kwargs=True))
+        handles.append(block.register_forward_hook(block_output(f"block {name}")))
+        for module in block.modules():
+            if isinstance(module, (nn.Linear, CompressedLinear)) or type(module).__name__ == "Conv1D":
+                handles.append(module.register_forward_pre_hook(linear_input))
+    return handles
 
 
 def _maxima(states: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,7 @@ reads what it stores. Other layers (sliding windows, no cache at all) get transf
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from runtime.kv_cache.region import Chosen, Region, merge
 from runtime.kv_cache.selection.base import Queries
 
 NAME = "compress_kv"
+SLICE_BYTES = 32 << 20  # of the mask or the scores of a slice of queries
 _MARK = "_compress_layer"
 _ARGUMENTS, _SDPA, _VALID = "_compress_mask_arguments", "_compress_sdpa_mask", "_compress_padding"
 
@@ -77,17 +77,6 @@ def unknown_argument(given: Mapping[str, Any]) -> str | None:
 _HIDDEN = "_compress_hidden_states"
 
 
-@contextmanager
-def recorded_inputs(model: torch.nn.Module) -> Iterator[None]:
-    """Within, attention functions may ask for the hidden states that their module was called with (`hidden_states`)."""
-    handles = record_inputs(model)
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
 def record_inputs(model: torch.nn.Module) -> list[Any]:
     """Handles of the hooks by which attention modules know the hidden states that they are called with, while they are called."""
 
@@ -141,20 +130,41 @@ def _capped(
     softcap: float,
 ) -> torch.Tensor:
     """Attention with capped scores over a plain cache; `mask` is sdpa's, None: causal."""
-    count, held = query.shape[2], key.shape[2]
+    past = key.shape[2] - query.shape[2]
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    step = slice_of(query.shape[0] * query.shape[1] * held)
-    columns = torch.arange(held, device=query.device)
-    result = query.new_empty(*query.shape[:3], value.shape[-1])
-    for start in range(0, count, step):
-        part = query[:, :, start : start + step]
+    columns = torch.arange(key.shape[2], device=query.device)
+
+    def attend(part: torch.Tensor, start: int) -> torch.Tensor:
+        stop = start + part.shape[2]
         if mask is None:
-            place = torch.arange(start, start + part.shape[2], device=query.device) + held - count
-            seen = (columns <= place[:, None])[None, None]
+            seen = (columns <= torch.arange(start + past, stop + past, device=query.device)[:, None])[None, None]
         else:
-            seen = mask[:, :, start : start + step]
-        result[:, :, start : start + step] = ragged_attention(part, key, value, seen, scale, softcap)
-    return result.transpose(1, 2)
+            seen = mask[:, :, start:stop]
+        return ragged_attention(part, key, value, seen, scale, softcap)
+
+    return in_slices(query, value.shape[-1], query.shape[1] * key.shape[2], attend).transpose(1, 2)
+
+
+def in_slices(
+    query: torch.Tensor, size: int, numbers: int, attend: Callable[[torch.Tensor, int], torch.Tensor]
+) -> torch.Tensor:
+    """Attention a slice of queries at a time, so that scores take bounded memory.
+
+    Args:
+        query: `[batch, heads, q, size]`.
+        size: channels of a value.
+        numbers: float32 scores of a query of every sequence.
+        attend: gives the output of a slice from its queries and the number of those before it.
+
+    Returns:
+        `[batch, heads, q, size]`.
+    """
+    step = max(1, SLICE_BYTES // max(1, 4 * query.shape[0] * numbers))
+    result = query.new_empty(*query.shape[:3], size)
+    for start in range(0, query.shape[2], step):
+        part = query[:, :, start : start + step]
+        result[:, :, start : start + step] = attend(part, start)
+    return result
 
 
 def masks(**arguments: Any) -> torch.Tensor | None:
@@ -193,9 +203,6 @@ def register() -> None:
 
 # Attention of a prompt, or a piece of one, over what is stored and itself.
 
-#: Bytes of the mask or the scores of a slice of queries.
-_SLICE_BYTES = 32 << 20
-
 
 def prompt_attention(
     layer: LayerState,
@@ -231,34 +238,26 @@ def prompt_attention(
     keys, values, used = keys.view(*shape, -1), values.view(*shape, -1), used.view(shape)
     new = used.sum(-1) - before
     columns = torch.arange(shape[2], device=keys.device)
-    step = slice_of(query.shape[0] * query.shape[1] * shape[2])
     fused = not softcap and bias is None
     if fused:
         keys, values = keys.to(query.dtype), values.to(query.dtype)
-    result = query.new_empty(*query.shape[:3], values.shape[-1])
-    for start in range(0, count, step):
-        part = query[:, :, start : start + step]
+
+    def attend(part: torch.Tensor, start: int) -> torch.Tensor:
         # Query i of `count` is the (i - padding)-th new token; those of padding see nothing.
-        place = torch.arange(start, start + part.shape[2], device=keys.device)
-        own = place[None, None] - (count - new)[..., None]
+        rows = torch.arange(start, start + part.shape[2], device=keys.device)
+        own = rows[None, None] - (count - new)[..., None]
         last = torch.where(own >= 0, before[..., None] + own, -1)
         seen = columns <= last.unsqueeze(-1)  # [batch, kv_heads, slice, tokens]
-        if fused:
-            mask = seen.repeat_interleave(query.shape[1] // heads, 1)
-            output = functional.scaled_dot_product_attention(
-                part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
-            )
-            output = output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
-        else:
+        if not fused:
             wide = None if bias is None else bias.view(shape)
-            output = ragged_attention(part, keys, values, seen, scale, softcap, wide)
-        result[:, :, start : start + step] = output
-    return result
+            return ragged_attention(part, keys, values, seen, scale, softcap, wide)
+        mask = seen.repeat_interleave(query.shape[1] // heads, 1)
+        output = functional.scaled_dot_product_attention(
+            part, keys, values, attn_mask=mask, scale=scale, enable_gqa=True
+        )
+        return output.masked_fill_(~mask.any(-1, keepdim=True), 0.0)  # padding sees nothing, which is no number
 
-
-def slice_of(numbers: int) -> int:
-    """How many queries go at once, where each takes so many float32 scores."""
-    return max(1, _SLICE_BYTES // max(1, 4 * numbers))
+    return in_slices(query, values.shape[-1], query.shape[1] * shape[2], attend)
 
 
 # Attention of a few new tokens over what is stored, region by region and as it is stored.

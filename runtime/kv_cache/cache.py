@@ -77,15 +77,12 @@ class CompressedCache(Cache):
             offload = plan.offload.begin(model.device)
             if not storage.tiers:  # floats, but elsewhere
                 storage = replace(storage, tiers=(Tier(),))
-        previous: CompressedLayer | None = None
         for number, index in enumerate(compressed):
-            layer = layers[index] = CompressedLayer(number, eviction, storage, selection, offload)
-            if previous is not None:
-                previous.following = layer
-            previous = layer
-        if previous is not None:
-            previous.following = layers[compressed[0]]
+            layers[index] = CompressedLayer(number, eviction, storage, selection, offload)
         super().__init__(layers=layers)
+        own = self.compressed
+        for layer, following in zip(own, [*own[1:], own[0]], strict=True):
+            layer.following = following
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
@@ -101,20 +98,26 @@ class CompressedCache(Cache):
         return found
 
     @property
+    def compressed(self) -> list[CompressedLayer]:
+        """The layers with full attention."""
+        return [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
+
+    @property
     def offloaded_bytes(self) -> int:
-        """Of tokens that are held elsewhere (a disk, the host of a GPU), as allocated there."""
-        return sum(layer.offloaded_bytes for layer in self.layers if isinstance(layer, CompressedLayer))
+        """Memory of tokens that lie elsewhere (a disk, the host of a GPU), as allocated there."""
+        return sum(layer.offloaded_bytes for layer in self.compressed)
 
     @property
     def nbytes(self) -> int:
         """Memory as allocated, all layers; what is offloaded is counted apart."""
-        own = [layer for layer in self.layers if isinstance(layer, CompressedLayer)]
         others = [layer for layer in self.layers if not isinstance(layer, CompressedLayer)]
         values = [value for layer in others for value in vars(layer).values()]
         # Recurrent layers have their states in dictionaries.
         values += [state for value in values if isinstance(value, dict) for state in value.values()]
         tensors = [value for value in values if isinstance(value, torch.Tensor)]
-        return sum(layer.nbytes for layer in own) + sum(tensor.untyped_storage().nbytes() for tensor in tensors)
+        return sum(layer.nbytes for layer in self.compressed) + sum(
+            tensor.untyped_storage().nbytes() for tensor in tensors
+        )
 
 
 def prepare(model: PreTrainedModel) -> None:
@@ -163,8 +166,8 @@ def check_asked(module: PreTrainedModel, cache: CompressedCache, tokens: int) ->
         cache: what it has filled.
         tokens: how many have come, padding included.
     """
-    for layer in cache.layers:
-        if isinstance(layer, CompressedLayer) and layer.seen != tokens:
+    for layer in cache.compressed:
+        if layer.seen != tokens:
             text = "computes attention in a way that does not read compressed caches; load it with kv_cache=False"
             raise ConfigError((), f"{type(module).__name__} {text}", "kv_cache")
 

@@ -28,8 +28,8 @@ def why_not(plan: CachePlan) -> str | None:
 def room(cache: CompressedCache) -> int:
     """How many tokens after the next one can be verified with it, each as it would be alone."""
     least = STEP_TOKENS - 1
-    for layer in cache.layers:
-        if isinstance(layer, CompressedLayer) and layer.store is not None:
+    for layer in cache.compressed:
+        if layer.store is not None:
             least = min(least, _until_evicted(layer), _until_stored(layer))
     return max(0, least)
 

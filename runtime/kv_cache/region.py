@@ -80,11 +80,6 @@ class Region:
         """Memory as allocated."""
         return self.pages.nbytes
 
-    @property
-    def is_plain(self) -> bool:
-        """Tokens come and go one by one; other regions take whole pages and keep them."""
-        return isinstance(self.keys, Plain) and isinstance(self.values, Plain)
-
     # ---------------------------------------------------------------- writing
     def append(self, keys: torch.Tensor, values: torch.Tensor, counts: torch.Tensor) -> None:
         """The first `counts[row]` of `[rows, t, size]` each; plain regions only."""

@@ -492,7 +492,7 @@ def test_what_a_call_will_take_is_never_less_than_it_takes_and_not_much_more(
     from runtime.kv_cache import observation, prepare, reference
 
     # What is bounded, however long a prompt is, must not hide what is not.
-    for place, name in ((observation, "CHUNK_BYTES"), (prompts, "_SLICE_BYTES"), (reference, "BLOCK_BYTES")):
+    for place, name in ((observation, "CHUNK_BYTES"), (prompts, "SLICE_BYTES"), (reference, "BLOCK_BYTES")):
         monkeypatch.setattr(place, name, 32 << 10)
     module = random_llama(
         hidden_size=256, head_dim=64, num_hidden_layers=layers, max_position_embeddings=1024, wide=False

@@ -15,7 +15,7 @@ from typing import Any
 
 from runtime.errors import ArtifactError, CompressError
 from runtime.system.directories import let_others_read, replace_directory
-from runtime.system.self_hash import json_is_whole, sealed_json
+from runtime.system.self_hash import KEY, json_is_whole, sealed_json
 
 
 @contextmanager
@@ -75,14 +75,8 @@ def read_object(path: Path, advice: str) -> dict[str, Any]:
 
 
 def sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return (
-            hashlib.file_digest(file, "sha256").hexdigest() if hasattr(hashlib, "file_digest") else _sha256_slow(path)
-        )
-
-
-def _sha256_slow(path: Path) -> str:  # Python 3.10 has no hashlib.file_digest
-    digest = hashlib.sha256()
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()  # Python 3.10 has no hashlib.file_digest
     with path.open("rb") as file:
         while chunk := file.read(1 << 20):
             digest.update(chunk)
@@ -137,22 +131,37 @@ def disk_errors(what: str) -> Iterator[None]:
         raise
 
 
-# What an interrupted run goes on from, with SHA-256: what a crash or a disk has damaged is noticed, and made again.
+# Files that an interrupted run resumes from, with SHA-256: damage by a crash or a disk is noticed, and the file made again.
+
+
+def write_sealed(file: Path, content: dict[str, Any]) -> str:
+    """Write a JSON object together with a digest of itself, which is returned."""
+    text = sealed_json(content)
+    write_text(file, text)
+    return str(json.loads(text)[KEY])
+
+
+def read_sealed(file: Path) -> dict[str, Any] | None:
+    """The object that `write_sealed` wrote; None where there is no such file or it is damaged."""
+    if not file.is_file() or not json_is_whole(raw := file.read_bytes()):
+        return None
+    content: dict[str, Any] = json.loads(raw)
+    del content[KEY]
+    return content
+
 
 _SUMS = "sha256.json"
 
 
 def seal(path: Path) -> None:
-    """Write down the SHA-256 of a file (beside it) or of all files of a directory (in it), which are all there."""
-    write_text(_seal(path), sealed_json({"files": {file.name: sha256(file) for file in _files(path)}}))
+    """Record the SHA-256 of a finished file (beside it), or of all files of a directory (in it)."""
+    write_sealed(_seal(path), {"files": _sums(path)})
 
 
 def intact(path: Path) -> bool:
     """Whether a file or directory is there as it was when it was sealed."""
-    with suppress(OSError, ValueError, KeyError):
-        raw = _seal(path).read_bytes()
-        if json_is_whole(raw):
-            return bool(json.loads(raw)["files"] == {file.name: sha256(file) for file in _files(path)})
+    with suppress(OSError):
+        return read_sealed(_seal(path)) == {"files": _sums(path)}
     return False
 
 
@@ -168,10 +177,9 @@ def last_intact(done: int, needed: Callable[[int], Iterable[Path]], warn: Callab
     return done
 
 
-def _files(path: Path) -> list[Path]:
-    if not path.is_dir():
-        return [path]
-    return sorted(file for file in path.iterdir() if file.is_file() and file.name != _SUMS)
+def _sums(path: Path) -> dict[str, str]:
+    files = [file for file in path.iterdir() if file.is_file() and file.name != _SUMS] if path.is_dir() else [path]
+    return {file.name: sha256(file) for file in files}
 
 
 def _seal(path: Path) -> Path:

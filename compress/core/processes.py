@@ -30,12 +30,8 @@ if TYPE_CHECKING:
 
 
 _PATIENCE = timedelta(days=30)  # others wait while the main process lets the teacher write, which may take hours
-_LOST = (
-    "gloo",
-    "connection closed by peer",
-    "connection reset by peer",
-    "remote process exited",
-)  # in errors of exchanges
+# In errors of exchanges.
+_LOST = ("gloo", "connection closed by peer", "connection reset by peer", "remote process exited")
 Value = TypeVar("Value")
 
 
@@ -58,14 +54,17 @@ def end_process(code: int) -> NoReturn:
 
 def launched() -> int:
     """Processes that a launcher has started, this one among them."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    return int(text) if text.isdigit() else 1
+    return _from_launcher("WORLD_SIZE")
 
 
 def on_this_machine() -> int:
     """How many of them share this machine's memory."""
-    text = os.environ.get("LOCAL_WORLD_SIZE", "1")
-    return max(1, int(text)) if text.isdigit() else 1
+    return max(1, _from_launcher("LOCAL_WORLD_SIZE"))
+
+
+def _from_launcher(name: str) -> int:
+    text = os.environ.get(name, "1")
+    return int(text) if text.isdigit() else 1
 
 
 def is_first() -> bool:
@@ -164,8 +163,7 @@ class Team:
                 raise
             self.agreed(None)
             return
-        nothing: str | None = None
-        failure = self.agreed(nothing)
+        failure: str | None = self.agreed(None)
         if failure is not None:
             self.meet()
             self._apart = True
@@ -290,12 +288,4 @@ def _is_lost(error: BaseException) -> bool:
 
 
 def _all_reduce(values: torch.Tensor, operation: str) -> None:
-    kinds = {
-        "sum": torch.distributed.ReduceOp.SUM,
-        "min": torch.distributed.ReduceOp.MIN,
-        "max": torch.distributed.ReduceOp.MAX,
-    }
-    torch.distributed.all_reduce(values, kinds[operation])
-
-
-__all__ = ["PartDone", "Team", "launched", "on_this_machine"]
+    torch.distributed.all_reduce(values, getattr(torch.distributed.ReduceOp, operation.upper()))

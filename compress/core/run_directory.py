@@ -1,8 +1,8 @@
-"""The output directory of a run: what is finished, what resumes, what an interrupted run leaves.
+"""Output directory of a run: finished parts, resumption, and the remains of an interrupted run.
 
 Everything a resume needs is in `.compress/` inside the output. A block counts as done when its record exists there; the record
-is written last and atomically, after the shard and the hidden states it speaks of are on the disk, and holds their SHA-256 and its
-own. So what a disk or a crash has damaged is noticed, and made again. `compress.json` is the last file of all, so an interrupted run
+is written last and atomically, after the shard and the hidden states it names are on the disk, and holds their SHA-256 and its
+own. So what a disk or a crash has damaged is noticed and made again. `compress.json` is written last of all, so an interrupted run
 never looks like an artifact.
 """
 
@@ -13,15 +13,14 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from compress.core.files import DISK_FULL, read_object, sha256, write_text
+from compress.core.files import DISK_FULL, read_object, read_sealed, sha256, write_sealed
 from runtime.errors import CompressError, RequestError, ResourceError
 from runtime.system import lock
-from runtime.system.self_hash import KEY, json_is_whole, sealed_json
 
 WORK = ".compress"
 MANIFEST = "compress.json"
@@ -40,79 +39,120 @@ _log = logging.getLogger("compress")
 
 
 class RunDirectory:
-    """Claim `output` for a run described by `identity` (what must be equal for a resume to give the same bytes).
+    """The output directory of one run.
 
     Attributes:
-        path, work: the output, and what a resume needs inside of it.
-        finished: the artifact is there already.
-        committed: is told of every part that is finished, once its record is there; None: nobody listens.
-        warn: is told of every part that was damaged.
+        path, work: the output, and the directory in it that holds what a resume needs.
+        finished: the artifact is complete already (`inspect`).
+        warn: called with a sentence for each damaged part.
 
-    Raises:
-        RequestError: the directory holds something else, an unfinished run and `resume` is False, or another run's state; or another
-            process writes it just now.
+    Args:
+        identity: what must be equal for a resume to give the same bytes; empty where another process owns the directory and its records.
     """
 
-    def __init__(self, output: Path, identity: dict[str, Any], resume: bool, overwrite: bool = False) -> None:
+    def __init__(self, output: Path, identity: Mapping[str, Any] | None = None) -> None:
         self.path = output
         self.work = output / WORK
         self.finished = False
-        self.committed: Callable[[str], None] | None = None
         self.warn: Callable[[str], None] = _log.warning
-        self._identity = identity
-        self._run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
-        self._replace = self._begun = False
-        for other in (lock.inside(output), lock.beside(output.absolute())):
-            lock.refuse_held(other, output)
-        self._look(resume, overwrite)
-        self._asked = (resume, overwrite)
-
-    def _look(self, resume: bool, overwrite: bool) -> None:
-        """Find out what is there; RequestError where it is not for this run."""
-        output, identity = self.path, self._identity
-        if output.exists() and not output.is_dir():
-            raise RequestError(f"output {output} is a file; name a directory that is new or empty")
-        entries = [e for e in output.iterdir() if e.name not in (LOG, lock.LOCK)] if output.exists() else []
-        state = self.work / _STATE
-        if state.is_file():
-            self._open_unfinished(state, identity, resume, overwrite)
-        elif (output / MANIFEST).is_file():
-            self._open_finished(identity, resume, overwrite)
-        elif resume and self.work.is_dir():
-            self._open_unnamed(state)
-        elif entries and not self._is_only_ours(entries):
-            raise RequestError(
-                f"output {output} already holds {_listing(entries)}, which is no run of this tool; name a new or empty directory"
-            )
+        self._identity = dict(identity or {})
+        self._run = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+        self._state = self.work / _STATE
+        self._resume = self._overwrite = self._replace = self._state_is_lost = False
 
     @staticmethod
     def begun(output: Path) -> dict[str, Any] | None:
-        """The identity of the run that made or was making what is in `output`; None: there is none that says it."""
+        """The identity of the run that made, or was making, the artifact in `output`; None where nothing tells it."""
         state, manifest = output / WORK / _STATE, output / MANIFEST
         if state.is_file():
-            return _read_json(state) if json_is_whole(state.read_bytes()) else None
+            return read_sealed(state)
         found: dict[str, Any] | None = _read_json(manifest).get("identity") if manifest.is_file() else None
         return found
 
-    @classmethod
-    def shared(cls, output: Path) -> RunDirectory:
-        """The directory of a run that another process has claimed and writes the records of."""
-        directory = cls.__new__(cls)
-        directory.path, directory.work = output, output / WORK
-        directory.finished, directory.committed, directory.warn = False, None, _log.warning
-        directory._identity, directory._run, directory._replace, directory._begun = {}, "", False, False
-        return directory
+    # ------------------------------------------------------------ before the run
+    def inspect(self, resume: bool, overwrite: bool = False) -> RunDirectory:
+        """Find out what is there, and change nothing.
+
+        Raises:
+            RequestError: the directory holds something else, an unfinished run and `resume` is False, or another run's state.
+            ResourceError: another process is writing it.
+        """
+        for other in (lock.inside(self.path), lock.beside(self.path.absolute())):
+            lock.refuse_held(other, self.path)
+        self._resume, self._overwrite = resume, overwrite
+        self._look()
+        return self
+
+    def _look(self) -> None:
+        if self.path.exists() and not self.path.is_dir():
+            raise RequestError(f"output {self.path} is a file; name a directory that is new or empty")
+        if self._state.is_file():
+            self._look_at_unfinished()
+        elif (self.path / MANIFEST).is_file():
+            self._look_at_finished()
+        elif self._resume and self.work.is_dir():
+            self._look_at_records()
+        elif self.path.exists():
+            # A run killed before its first record leaves at most an empty work directory.
+            others = sorted(e.name for e in self.path.iterdir() if e.name not in (LOG, lock.LOCK, WORK))
+            if others:
+                more = f" and {len(others) - 1} other entries" if len(others) > 1 else ""
+                raise RequestError(
+                    f"output {self.path} already holds {others[0]}{more}, which is no run of this tool; name a new or empty directory"
+                )
+
+    def _look_at_unfinished(self) -> None:
+        if not self._resume:
+            self._replace = self._overwrite
+            if not self._replace:
+                raise RequestError(
+                    f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory"
+                )
+            return
+        before, identity = read_sealed(self._state), self._identity
+        if before is None:
+            self._look_at_records()
+            return
+        different = sorted(key for key in before.keys() | identity.keys() if before.get(key) != identity.get(key))
+        if different:
+            raise RequestError(
+                f"output {self.path} holds a run with another {', '.join(different).replace('_', ' ')}; "
+                "it cannot be resumed with this request: restore it, or name another directory"
+            )
+
+    def _look_at_records(self) -> None:
+        """An unfinished run without an identity that can be read: its records tell whose it is."""
+        files = [file for file in self.work.glob("*.json") if file != self._state]
+        records = [record for file in files if (record := read_sealed(file)) is not None]
+        if not records and not self._state.is_file() and not any(self.work.iterdir()):
+            return  # killed before it had begun
+        if any(record.get("run") != self._run for record in records):
+            raise RequestError(
+                f"{self._state} is damaged or gone, and the records beside it are of another run than this request's; restore it, or name "
+                "another directory"
+            )
+        if not self._state_is_lost:
+            self.warn(f"{self._state} is damaged or gone and is written again")
+        self._state_is_lost = True
+
+    def _look_at_finished(self) -> None:
+        self.finished = self._resume and _read_json(self.path / MANIFEST).get("identity") == self._identity
+        self._replace = self._overwrite and not self.finished
+        if not self.finished and not self._replace:
+            raise RequestError(
+                f"output {self.path} already holds a finished artifact; name another directory with --output, or add --overwrite"
+            )
 
     @contextmanager
     def claimed(self) -> Iterator[None]:
-        """`claim`, with all other processes kept out until this is left."""
-        before = (self.finished, self._replace, (self.work / _STATE).is_file())
+        """`claim`, with all other processes locked out until the context is left."""
+        before = (self.finished, self._replace, self._state.is_file())
         with ExitStack() as stack:
             try:
                 self.path.mkdir(parents=True, exist_ok=True)
                 stack.enter_context(lock.locked(lock.inside(self.path), self.path))
-                self._look(*self._asked)  # another run may have come and gone since
-                if before != (self.finished, self._replace, (self.work / _STATE).is_file()):
+                self._look()  # another run may have come and gone since
+                if before != (self.finished, self._replace, self._state.is_file()):
                     raise ResourceError(
                         f"output {self.path} was changed by another run meanwhile; give the command again"
                     )
@@ -124,67 +164,17 @@ class RunDirectory:
             yield
 
     def claim(self) -> None:
-        """Make the directory this run's: only now is anything changed, since until now the request could still be refused."""
+        """Make the directory this run's. Nothing is changed before, since the request could still be refused."""
         if self._replace:
             self._clear()
         self.work.mkdir(parents=True, exist_ok=True)
-        state = self.work / _STATE
-        if not state.is_file() or self._begun:
-            write_text(state, sealed_json(self._identity))
+        if not self._state.is_file() or self._state_is_lost:
+            write_sealed(self._state, self._identity)
         for leftover in [*self.path.glob(".*.tmp"), *self.work.glob(".*.tmp"), *self.work.glob("*.tmp")]:
             remove(leftover)
 
-    def _open_unfinished(self, state: Path, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        if overwrite and not resume:
-            self._replace = True
-            return
-        if resume and not json_is_whole(state.read_bytes()):
-            self._open_unnamed(state)
-            return
-        if not resume:
-            raise RequestError(
-                f"output {self.path} holds an unfinished run; add --resume to continue it, or name another directory"
-            )
-        before = {key: value for key, value in _read_json(state).items() if key != KEY}
-        different = sorted(key for key in set(before) | set(identity) if before.get(key) != identity.get(key))
-        if different:
-            raise RequestError(
-                f"output {self.path} holds a run with another {', '.join(different).replace('_', ' ')}; "
-                "it cannot be resumed with this request: restore it, or name another directory"
-            )
-
-    def _open_unnamed(self, state: Path) -> None:
-        """A run that can no longer say whose it is: its parts can."""
-        records = [file for file in self.work.glob("*.json") if file != state and json_is_whole(file.read_bytes())]
-        if not records and not state.is_file() and not any(self.work.iterdir()):
-            return  # killed before it had begun
-        if any(_read_json(file).get("run") != self._run for file in records):
-            raise RequestError(
-                f"{state} is damaged or gone, and what is finished beside it is of another run than this request's; restore it, or name "
-                "another directory"
-            )
-        if not self._begun:
-            self.warn(f"{state} is damaged or gone and is written again")
-        self._begun = True
-
-    def _open_finished(self, identity: dict[str, Any], resume: bool, overwrite: bool) -> None:
-        manifest = _read_json(self.path / MANIFEST)
-        if resume and manifest.get("identity") == identity:
-            self.finished = True
-            return
-        if overwrite:
-            self._replace = True
-            return
-        raise RequestError(
-            f"output {self.path} already holds a finished artifact; name another directory with --output, or add --overwrite"
-        )
-
-    def _is_only_ours(self, entries: list[Path]) -> bool:
-        """A run killed before its first record leaves at most an empty work directory."""
-        return all(e.name == WORK for e in entries)
-
     def _clear(self) -> None:
-        """Remove what a run of ours wrote here (and only a directory that is recognisably ours gets to this point)."""
+        """Remove what a run of this tool wrote here; `_look` has refused every other directory."""
         manifest = _read_json(self.path / MANIFEST) if (self.path / MANIFEST).is_file() else {}
         for name in [*manifest.get("files", {}), *UNHASHED]:
             # A manifest cannot make us touch anything but plain files of this directory and of the folders of its modules.
@@ -197,32 +187,27 @@ class RunDirectory:
         shutil.rmtree(self.work, ignore_errors=True)
 
     # ------------------------------------------------------------ records
-    def record_path(self, part: str) -> Path:
-        return self.work / f"{part}.json"
-
     def record(self, part: str) -> dict[str, Any] | None:
-        """The record of a finished part ("block-00003", "outside"), or None; one that is damaged is removed, and told of."""
+        """The record of a finished part ("block-00003", "outside"), or None; a damaged one is removed, with a warning."""
         found = self._committed(part)
         return None if found is None else found["record"]  # type: ignore[no-any-return]
 
     def commit(self, part: str, record: dict[str, Any], holds: Iterable[Path] = ()) -> None:
-        """Note that a part is finished.
+        """Record that a part is finished.
 
         Args:
-            holds: files and directories of the output that it has written, which `whole` then knows.
+            holds: files and directories of the output that the part has written, which `whole` checks.
 
         Raises:
             CompressError: the directory was removed or replaced while the run wrote to it.
         """
-        if not (self.work / _STATE).is_file():
+        if not self._state.is_file():
             raise CompressError(f"{self.path} was removed while it was being written; run it again")
         sums = {file.relative_to(self.path).as_posix(): sha256(file) for place in holds for file in _files(place)}
-        write_text(self.record_path(part), sealed_json({"run": self._run, "record": record, "holds": sums}))
-        if self.committed is not None:
-            self.committed(part)
+        write_sealed(self._record_path(part), {"run": self._run, "record": record, "holds": sums})
 
     def whole(self, part: str, *places: Path) -> bool:
-        """Whether files or directories (all, if none is named) that a finished part has written are as it has left them."""
+        """Whether files or directories (all, if none is named) that a finished part has written are unchanged."""
         found = self._committed(part)
         if found is None:
             return False
@@ -235,34 +220,36 @@ class RunDirectory:
         return False
 
     def forget(self, part: str) -> None:
-        """A finished part is no longer one: it is made again."""
-        self.record_path(part).unlink(missing_ok=True)
+        """Remove the record of a part, so that it is made again."""
+        self._record_path(part).unlink(missing_ok=True)
+
+    def _record_path(self, part: str) -> Path:
+        return self.work / f"{part}.json"
 
     def _committed(self, part: str) -> dict[str, Any] | None:
-        path = self.record_path(part)
+        path = self._record_path(part)
         if not path.is_file():
             return None
-        if json_is_whole(path.read_bytes()):
-            found = _read_json(path)
-            if found.get("run") == self._run:
-                return found
-        self.warn(f"{path} is damaged: {part} is made again")
-        path.unlink()
-        return None
+        found = read_sealed(path)
+        if found is None or found.get("run") != self._run:
+            self.warn(f"{path} is damaged: {part} is made again")
+            path.unlink()
+            return None
+        return found
 
     def hidden_path(self, block: int) -> Path:
-        """Where the hidden states that enter `block` are kept for a resume."""
+        """Directory of the hidden states that enter `block`, for a resume."""
         return self.work / f"hidden-{block:05d}"
 
     def settle(self) -> None:
-        """Remove from a finished artifact what a run that was killed at its very end has left; where nothing can be written it stays."""
+        """Remove what a run that was killed at its very end has left in a finished artifact, unless it is read-only."""
         if self.work.exists() or lock.inside(self.path).exists():
             with suppress(OSError), lock.locked(lock.inside(self.path), self.path):
                 self.finish()
 
     def finish(self) -> None:
-        """Remove what a resume needs; what says that there is an unfinished run goes first."""
-        (self.work / _STATE).unlink(missing_ok=True)
+        """Remove what a resume needs, first the file that marks an unfinished run."""
+        self._state.unlink(missing_ok=True)
         shutil.rmtree(self.work, ignore_errors=True)
 
 
@@ -280,8 +267,3 @@ def _files(place: Path) -> list[Path]:
 
 def _read_json(path: Path) -> dict[str, Any]:
     return read_object(path, "remove the directory or name another --output")
-
-
-def _listing(entries: list[Path]) -> str:
-    names = sorted(e.name for e in entries)
-    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} other entries"

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from compress.core import resources
 from compress.recipe.models import TextSource
 from runtime.config.messages import did_you_mean, listing, nearest
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 
 MAX_TEXT_BYTES = 64 * 2**20
 """A .txt file is read up to here; more text than this calibrates nothing better."""
@@ -47,18 +49,22 @@ def documents(
     return _dataset(source), f"the data set {source.data}"
 
 
+def candidates(source: TextSource) -> list[Path]:
+    """Paths that `data` may mean, the likeliest first."""
+    written = Path(source.data).expanduser()
+    return [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
+
+
 def _find(source: TextSource) -> Path | None:
     """The file that `data` names; None when it can only be a data set."""
-    written = Path(source.data).expanduser()
-    tried = [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
+    tried = candidates(source)
     for path in tried:
         if path.is_file():
             return path
-    looks_like_file = written.suffix.lower() in READERS or _DATASET_ID.match(source.data) is None
-    if not looks_like_file and not any(path.is_dir() for path in tried):
-        return None
     if any(path.is_dir() for path in tried):
         raise RequestError(source.at("data", f"'{source.data}' is a directory; give one file ({listing(READERS)})"))
+    if tried[0].suffix.lower() not in READERS and _DATASET_ID.match(source.data):
+        return None
     for path in tried:
         if path.parent.is_dir():
             found = nearest(
@@ -72,20 +78,22 @@ def _find(source: TextSource) -> Path | None:
     )
 
 
-def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+@contextmanager
+def reading(source: TextSource, path: Path, advice: str = "") -> Iterator[None]:
+    """RequestError in place of errors of a file that cannot be read or is not UTF-8 text."""
     try:
-        with path.open("rb") as file:
-            raw = file.read(MAX_TEXT_BYTES)
-            truncated = bool(file.read(1))
+        yield
     except OSError as error:
-        raise RequestError(source.at("data", f"'{path}' cannot be read: {error.strerror}")) from None
-    try:
-        text = raw.decode("utf-8-sig")
+        raise RequestError(source.at("data", f"'{path}' cannot be read: {error.strerror}{advice}")) from None
     except UnicodeDecodeError as error:
-        # A cut in the middle of a character at the reading limit is our doing, not the file's.
-        if not (truncated and error.start > len(raw) - 4):
-            raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (byte {error.start})")) from None
-        text = raw[: error.start].decode("utf-8-sig")
+        raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (byte {error.start})")) from None
+
+
+def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
+    with reading(source, path), path.open("rb") as file:
+        raw = file.read(MAX_TEXT_BYTES)
+        whole = not file.read(1)  # else the limit may cut a character in two, and its first bytes are dropped
+        text = codecs.getincrementaldecoder("utf-8-sig")().decode(raw, final=whole)
     if end_of_text and end_of_text in text:
         yield from (part.strip("\n") for part in text.split(end_of_text))
     elif split_paragraphs:
@@ -95,16 +103,10 @@ def _text(source: TextSource, path: Path, end_of_text: str | None, split_paragra
 
 
 def _jsonl(source: TextSource, path: Path, end_of_text: str | None, split_paragraphs: bool) -> Iterator[str]:
-    number = 0
-    try:
-        with path.open(encoding="utf-8-sig") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    yield _json_text(source, path, number, line)
-    except UnicodeDecodeError:
-        raise RequestError(source.at("data", f"'{path}' is not UTF-8 text (after line {number})")) from None
-    except OSError as error:
-        raise RequestError(source.at("data", f"'{path}' cannot be read: {error.strerror}")) from None
+    with reading(source, path), path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if line.strip():
+                yield _json_text(source, path, number, line.decode("utf-8-sig"))
 
 
 def _json_text(source: TextSource, path: Path, number: int, line: str) -> str:
@@ -137,9 +139,7 @@ def _parquet(source: TextSource, path: Path, end_of_text: str | None, split_para
                 row += 1
                 yield _as_text(source, value, f"'{path}' row {row}")
     except (pyarrow.ArrowException, OSError) as error:
-        raise RequestError(
-            source.at("data", f"'{path}' is not a readable Parquet file: {_first_line(error)}")
-        ) from None
+        raise RequestError(source.at("data", f"'{path}' is not a readable Parquet file: {first_line(error)}")) from None
 
 
 def _dataset(source: TextSource) -> Iterator[str]:
@@ -158,7 +158,7 @@ def _dataset(source: TextSource) -> Iterator[str]:
         raise
     except Exception as error:
         # `datasets` lets errors of a dozen libraries through (network, archive, schema); all mean: it cannot be read.
-        text = f"'{source.data}' is neither a file here nor a data set that can be read: {_first_line(error)}"
+        text = f"'{source.data}' is neither a file here nor a data set that can be read: {first_line(error)}"
         raise RequestError(source.at("data", text)) from None
 
 
@@ -174,11 +174,6 @@ def _missing_column(source: TextSource, where: str, names: list[str]) -> str:
     return source.at(
         "text_column", f"{where} has no column '{source.text_column}'{hint} Columns: {listing(names) or 'none'}"
     )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
 
 
 READERS: dict[str, Callable[[TextSource, Path, str | None, bool], Iterator[str]]] = {

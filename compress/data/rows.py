@@ -123,14 +123,10 @@ def load_evaluation(config: EvaluateConfig, tokenizer: Any, vocab_size: int | No
     encoded = encode(texts, tokenizer, separate=True)
     limit = None if config.samples is None else config.samples * config.sequence_length
     ids = _joined(encoded if limit is None else _take(encoded, limit))
-    if not len(ids):
-        raise RequestError(
-            config.at("data", f"{where} holds no text; evaluation needs at least {config.sequence_length} tokens")
-        )
-    windows = _windows(ids, config, where)[: config.samples]
+    rows = windows(ids, config, where)[: config.samples]
     if vocab_size is not None:
-        check_vocabulary(windows, vocab_size, config, where)
-    return windows
+        check_vocabulary(rows, vocab_size, config, where)
+    return rows
 
 
 def _take(encoded: Iterator[list[int]], tokens: int) -> Iterator[list[int]]:
@@ -147,7 +143,12 @@ def _joined(encoded: Iterator[list[int]] | list[list[int]]) -> torch.Tensor:
     return torch.tensor(list(itertools.chain.from_iterable(encoded)), dtype=torch.int64)
 
 
-def _windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
+def windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
+    """Running text, int64 `[n]`, as rows `[n // sequence_length, sequence_length]`.
+
+    Raises:
+        RequestError: it is shorter than one row.
+    """
     length = config.sequence_length
     count = len(ids) // length
     if count == 0:
@@ -157,8 +158,7 @@ def _windows(ids: torch.Tensor, config: TextSource, where: str) -> torch.Tensor:
 
 
 def _packed(config: CalibrationConfig, read: list[list[int]], where: str) -> tuple[torch.Tensor, torch.Tensor]:
-    windows = _windows(_joined(read), config, where)
-    rows = draw(windows, config)
+    rows = draw(windows(_joined(read), config, where), config)
     return rows, torch.ones_like(rows, dtype=torch.bool)
 
 

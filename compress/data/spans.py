@@ -1,4 +1,4 @@
-"""Evaluation rows with what each token says of the text, so that models with different tokenizers can be compared on the same text."""
+"""Evaluation rows with the characters that each token covers, so that models with different tokenizers can be compared on one text."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 import torch
 
 from compress.data.documents import documents
+from compress.data.rows import windows
 from compress.data.tokens import check_vocabulary, encode, end_of_text
 from compress.recipe.models import EvaluateConfig
-from runtime.errors import RequestError
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,11 @@ def evaluation_spans(config: EvaluateConfig, tokenizer: Any, vocab_size: int, ch
             total += len(text)
         if (wanted is not None and len(ids) >= wanted) or (characters is not None and total >= characters):
             break
-    count = len(ids) // length
-    if count == 0:
-        text = f"{where} has {len(ids)} tokens, which is less than one row of sequence_length {length}"
-        raise RequestError(config.at("data", text))
-    rows = torch.tensor(ids[: count * length]).view(count, length)
-    spans = torch.tensor(ends[: count * length]).view(count, length)
+    rows = windows(torch.tensor(ids, dtype=torch.int64), config, where)
+    spans = torch.tensor(ends[: rows.numel()]).view(rows.shape)
+    count = config.samples
     if characters is not None:
         count = max(1, int((spans.sum(1).cumsum(0) <= characters).sum()))
-    elif config.samples is not None:
-        count = min(count, config.samples)
     check_vocabulary(rows[:count], vocab_size, config, where)
     return Spans(rows[:count], spans[:count])
 

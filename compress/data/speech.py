@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from compress.data import speech_rows
+from compress.data.documents import candidates, reading
 from compress.data.rows import CalibrationData, digest, draw
 from compress.data.tokens import check_vocabulary
 from compress.recipe.models import CalibrationConfig, EvaluateConfig, TextSource
@@ -80,13 +81,8 @@ class SpeechReader:
 
     def _row(self, source: TextSource, file: Path, prefix: tuple[int, ...]) -> torch.Tensor:
         written = file.with_suffix(".txt")
-        try:
+        with reading(source, written, "; every sound needs its transcript beside it"):
             text = written.read_text(encoding="utf-8-sig").rstrip("\r\n")
-        except OSError as error:
-            reason = f"'{written}' cannot be read ({error.strerror}): every sound needs its transcript beside it"
-            raise RequestError(source.at("data", reason)) from None
-        except UnicodeDecodeError as error:
-            raise RequestError(source.at("data", f"'{written}' is not UTF-8 text (byte {error.start})")) from None
         tokens: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         if not text.strip() or not tokens:
             raise RequestError(source.at("data", f"'{written}' holds no text"))
@@ -152,9 +148,7 @@ def _sounds(source: TextSource) -> tuple[Path, list[Path]]:
     """The directory that `data` names, and the .wav files in it by name."""
     if source.data == "bundled":
         raise RequestError(source.at("data", f"the model reads speech, and none is bundled; give {WANTED}"))
-    written = Path(source.data).expanduser()
-    tried = [written] if written.is_absolute() else [base / written for base in source.search_directories("data")]
-    folder = next((path for path in tried if path.is_dir()), None)
+    folder = next((path for path in candidates(source) if path.is_dir()), None)
     if folder is None:
         raise RequestError(source.at("data", f"'{source.data}' is no directory, and the model hears; give {WANTED}"))
     files = sorted(path for path in folder.iterdir() if path.suffix.lower() == ".wav" and path.is_file())

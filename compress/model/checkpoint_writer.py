@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any
 import torch
 from safetensors.torch import save_file
 
-from compress.core.files import disk_errors, sha256, write_json, write_text, written_beside
+from compress.core.files import disk_errors, read_sealed, sha256, write_json, write_sealed, written_beside
 from compress.model.couplings import shapes
 from runtime.checkpoint.checkpoint import INDEX, SINGLE, Checkpoint
 from runtime.checkpoint.companions import companions
 from runtime.checkpoint.headers import DTYPES
 from runtime.modeling.layer_sizes import is_ours
 from runtime.modeling.skeleton import build_skeleton
-from runtime.system.self_hash import json_is_whole, sealed_json
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig, PreTrainedModel
@@ -74,12 +73,12 @@ class PlainWriter:
     def forget(self, parts: range) -> None:
         """These are written again."""
         for part in parts:
-            self._record(part).unlink(missing_ok=True)
+            self._record_path(part).unlink(missing_ok=True)
 
     def facts(self, part: int) -> dict[str, Any]:
-        """What was said of a part when it was written."""
-        found: dict[str, Any] = json.loads(self._record(part).read_text(encoding="utf-8"))["facts"]
-        return found
+        """The facts that a part was written with."""
+        facts: dict[str, Any] = self._record(part)["facts"]
+        return facts
 
     def write(self, part: int, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """One part, under the model's names; `facts` are JSON-able."""
@@ -89,7 +88,7 @@ class PlainWriter:
             save_file({name: value.contiguous().cpu() for name, value in tensors.items()}, temporary, {"format": "pt"})
         names = {name: value.numel() * value.element_size() for name, value in tensors.items()}
         record = {"shard": shard, "sha256": sha256(self.directory / shard), "bytes": names, "facts": dict(facts)}
-        write_text(self._record(part), sealed_json(record))
+        write_sealed(self._record_path(part), record)
 
     def _published(self, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """As checkpoints of the family are published, which is how other engines read them: renamed, experts one by one. What the model
@@ -103,7 +102,7 @@ class PlainWriter:
 
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""
-        records = [json.loads(self._record(part).read_text(encoding="utf-8")) for part in range(self.parts)]
+        records = [self._record(part) for part in range(self.parts)]
         with disk_errors(f"writing {self.directory}"):
             weights = {name: record["shard"] for record in records for name in record["bytes"]}
             size = sum(size for record in records for size in record["bytes"].values())
@@ -111,17 +110,18 @@ class PlainWriter:
             copy_companions(source, self.directory)
             write_json(self.directory / "config.json", dict(config))
         for part in range(self.parts):
-            self._record(part).unlink()
+            self._record_path(part).unlink()
 
     def _is_whole(self, part: int) -> bool:
-        file = self._record(part)
-        if not file.is_file() or not json_is_whole(file.read_bytes()):
-            return False
-        record = json.loads(file.read_text(encoding="utf-8"))
-        shard = self.directory / record["shard"]
+        record = self._record(part)
+        shard = self.directory / record.get("shard", "")
         return shard.is_file() and sha256(shard) == record["sha256"]
 
-    def _record(self, part: int) -> Path:
+    def _record(self, part: int) -> dict[str, Any]:
+        """The record of a part; empty where there is none, or a damaged one."""
+        return read_sealed(self._record_path(part)) or {}
+
+    def _record_path(self, part: int) -> Path:
         return self.directory / f".part-{part:05d}.json"
 
 

@@ -10,10 +10,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from compress.core.files import sha256, write_text
-from runtime.checkpoint.checkpoint import Checkpoint, read_json
+from compress.core.files import read_sealed, sha256, write_sealed
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
-from runtime.system.self_hash import json_is_whole, sealed_json
 
 NAME = "source.sums"  # no record of a part, which are all *.json
 #: Files that are read at a time: hashing leaves the interpreter to others.
@@ -29,9 +28,7 @@ def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
         RequestError: a file is another than when the run began.
     """
     note = work / NAME
-    before: dict[str, Any] = {}
-    if note.is_file() and json_is_whole(note.read_bytes()):
-        before = read_json(note)["files"]
+    before: dict[str, Any] = (read_sealed(note) or {"files": {}})["files"]
     files = [checkpoint.path / "config.json", *checkpoint.files()]
     with ThreadPoolExecutor(_AT_ONCE) as pool:
         found = dict(pool.map(lambda file: (file.name, _looked_at(file, before.get(file.name))), files))
@@ -41,7 +38,7 @@ def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
                 f"{checkpoint.path / name} is not the file that this run began with, so it cannot go on: restore it, or name another output"
             )
     if found != before:
-        write_text(note, sealed_json({"files": found}))
+        write_sealed(note, {"files": found})
 
 
 def _looked_at(file: Path, before: dict[str, Any] | None) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ import yaml
 from torch import nn
 
 from compress import report
-from compress.core.files import sha256, write_json, write_text
+from compress.core.files import sha256, write_json, write_sealed, write_text
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
 from compress.model.checkpoint_writer import copy_companions
 from compress.model.context import Context
@@ -24,7 +23,7 @@ from runtime.checkpoint.artifact import SCHEMA_VERSION
 from runtime.errors import ArtifactError
 from runtime.formats.quantization_config import build, entry_from_dict
 from runtime.system.lock import LOCK
-from runtime.system.self_hash import KEY, sealed_json
+from runtime.system.self_hash import KEY
 
 
 def records(context: Context, directory: RunDirectory) -> list[dict[str, Any]]:
@@ -144,14 +143,6 @@ def write_manifest(
     manifest[KEY] = write_sealed(directory.path / MANIFEST, manifest)
     report.write_report(directory.path)
     return manifest
-
-
-def write_sealed(file: Path, manifest: dict[str, Any]) -> str:
-    """Write a manifest with a digest of itself, and return that."""
-    text = sealed_json(manifest)
-    write_text(file, text)
-    digest: str = json.loads(text)[KEY]
-    return digest
 
 
 def _account_for_cuts(context: Context, tensors: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
-from compress.core.files import disk_errors
+from compress.core.files import disk_errors, write_sealed
 from compress.core.processes import PartDone, Team
 from compress.core.progress import Reporter
 from compress.core.run_directory import CHOICE, DRAFTS, LOG, MANIFEST, WORK, RunDirectory, remove
@@ -22,7 +22,7 @@ from compress.model.context import choose_device
 from compress.model.stage import Store
 from compress.recipe import Recipe
 from compress.report import write_report
-from compress.run.manifest import listed, write_sealed
+from compress.run.manifest import listed
 from compress.run.run import apply_recipe
 from runtime.api.load import UNFINISHED, load_tokenizer
 from runtime.checkpoint.artifact import SCHEMA_VERSION, Artifact
@@ -84,7 +84,7 @@ def _redraft(path: Path, recipe: Recipe, device: str, quiet: bool, team: Team) -
         with Reporter(log, quiet or not team.is_main) as reporter:
             for warning in job.warnings if team.is_main else ():
                 reporter.warn(warning)
-            directory = RunDirectory.shared(artifact.path)
+            directory = RunDirectory(artifact.path)
             store = Store(output, directory.work / "draft", directory, apply_recipe, team=team)
             try:
                 made = train_draft(job, artifact.path, store, where, tokenizer, reporter)

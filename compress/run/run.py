@@ -72,7 +72,7 @@ def apply(
         with asking(team, path), team.working():
             clock = _Clock()
             if not resume:  # what is there decides alone: refused before a model is read
-                RunDirectory(path, {}, resume, overwrite)
+                RunDirectory(path).inspect(resume, overwrite)
             session = Session.open(recipe, str(team.device(choose_device(device))))
             return _accept(_apply(session, path, _Options(resume, overwrite, quiet, max_memory), team, clock))
 
@@ -101,7 +101,7 @@ def _apply(session: Session, path: Path, options: _Options, team: Team, clock: _
     else:
         context.bind(Bounds(rows=begun.get("batch_rows")))
     own = identity(context)
-    directory = RunDirectory(path, own, options.resume, options.overwrite)
+    directory = RunDirectory(path, own).inspect(options.resume, options.overwrite)
     apart = [kind for kind in KINDS.values() if kind.own_identity] if options.resume else []
     jobs = {job.stage.kind: job for job in session.after}
     if directory.finished:
@@ -218,7 +218,7 @@ class _Run:
         weights = state.weights(recipe, self.session.device)
         context = weights.weights.context
         context.bind(self.session.context.bounds)
-        own = RunDirectory(before, identity(context), resume=True)
+        own = RunDirectory(before, identity(context)).inspect(resume=True)
         own.warn = self.reporter.warn
         own.claim()
         weights.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)

@@ -135,7 +135,7 @@ class WeightsRoom(StageRoom):
             context, task["tasks"], task["constraints"]
         )  # as the main process has checked and allocated it
         with Reporter(None, quiet=True) as reporter:
-            run_pass(BlockPass(plan, RunDirectory.shared(output), reporter, task["spill"], task["done"], team))
+            run_pass(BlockPass(plan, RunDirectory(output), reporter, task["spill"], task["done"], team))
         _highest_peak(team)
 
 

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from runtime.errors import ArtifactError
+from runtime.errors import ArtifactError, first_line
 
 # Weights, configs, tokenizers: everything a checkpoint needs, no pickles and no code unless it is asked for.
 HUB_PATTERNS = [
@@ -96,8 +96,7 @@ def _download(repository: str, trust_remote_code: bool) -> Path:
     try:
         return Path(snapshot_download(repository, allow_patterns=patterns))
     except Exception as error:  # the hub client raises its own, requests', httpx' and OS errors
-        text = str(error).strip()
-        reason = text.splitlines()[0].rstrip(". ") if text else type(error).__name__
+        reason = first_line(error).rstrip(". ")
         raise ArtifactError(
             f"{repository} is no directory here, and the Hugging Face hub did not give it "
             f"({type(error).__name__}: {reason})"

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import nn
 
-from runtime.errors import ArtifactError, CompressError
+from runtime.errors import ArtifactError, CompressError, first_line
 from runtime.modeling import layer_sizes
 from runtime.modeling.linear_modules import sides
 from runtime.modeling.unstored_buffers import compute_unstored, materialise_buffers
@@ -46,7 +46,7 @@ def read_config(path: str | Path, trust_remote_code: bool = False) -> Pretrained
             ) from error
         # A validation error says which check failed; what was wrong is in its cause.
         detail = error.__cause__ if type(error).__name__.startswith("StrictDataclass") and error.__cause__ else error
-        raise ArtifactError(f"{path}/config.json cannot be used: {_first_line(detail)}") from error
+        raise ArtifactError(f"{path}/config.json cannot be used: {first_line(detail)}") from error
 
 
 def check_sizes(config: Any, where: str = "config.json") -> None:
@@ -134,7 +134,7 @@ def build_skeleton(
     except Exception as error:  # models compute what they like with what config.json says
         kind = model_kind(config)
         what = {"decoder": "causal language model"}.get(kind, kind)
-        raise ArtifactError(f"config.json describes no {what} that can be built: {_first_line(error)}") from error
+        raise ArtifactError(f"config.json describes no {what} that can be built: {first_line(error)}") from error
     model.eval()
     model.requires_grad_(False)
     return model
@@ -279,8 +279,3 @@ def _children(module: nn.Module) -> str:
 def linear_shapes(model: nn.Module) -> dict[str, tuple[int, int]]:
     """{name: (outputs, inputs)} of every module that multiplies by a matrix."""
     return {n: shape for n, m in model.named_modules() if (shape := sides(m)) is not None}
-
-
-def _first_line(error: BaseException) -> str:
-    text = str(error).strip()
-    return text.splitlines()[0] if text else type(error).__name__

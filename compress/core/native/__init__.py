@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 from concurrent.futures import ThreadPoolExecutor, wait
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
@@ -20,6 +20,7 @@ MOST = 512
 _LANES = 32
 #: Rows below which a second thread costs more than it brings.
 _FEWEST_ROWS = 256
+_Argument = torch.Tensor | float | None
 
 
 def usable(*tensors: torch.Tensor | None) -> bool:
@@ -53,8 +54,8 @@ def round_block(
     _expect(torch.int64, group)
     routine = _library().round_block  # type: ignore[union-attr]
     _in_parts(
-        rows, routine, _p(work), _p(error), _p(codes), _p(mask), _n(rows), _n(first), _n(last), _n(width), _p(upper), _p(inverse),
-        _p(scale), _p(zero), _p(group), _n(scale.stride(0)), _f(limits[0]), _f(limits[1]),
+        rows, routine, work, error, codes, mask, rows, first, last, width, upper, inverse, scale, zero, group, scale.stride(0),
+        *map(float, limits),
     )  # fmt: skip
 
 
@@ -73,8 +74,8 @@ def descend_block(
     _expect(torch.bool, mask)
     routine = _library().descend_block  # type: ignore[union-attr]
     _in_parts(
-        rows, routine, _p(gradient), _p(old), _p(codes), _p(moved), _p(mask), _n(rows), _n(width), _p(hessian), _p(inverse),
-        _p(scale), _p(zero), _p(group), _n(rows), _f(limits[0]), _f(limits[1]),
+        rows, routine, gradient, old, codes, moved, mask, rows, width, hessian, inverse, scale, zero, group, rows,
+        *map(float, limits),
     )  # fmt: skip
 
 
@@ -93,8 +94,8 @@ def search_grid(
     _expect(torch.float32, cost, scale, zero, columns[:0].contiguous())
     routine = _library().search_grid  # type: ignore[union-attr]
     _in_parts(
-        columns.shape[1], routine, _p(columns), _n(columns.stride(0)), _n(columns.shape[0]), _p(cost), _p(scale), _p(zero),
-        _n(scale.shape[0]), _n(scale.stride(0)), _f(limits[0]), _f(limits[1]), _p(best),
+        columns.shape[1], routine, columns, columns.stride(0), columns.shape[0], cost, scale, zero, scale.shape[0], scale.stride(0),
+        *map(float, limits), best,
     )  # fmt: skip
     return best
 
@@ -113,19 +114,21 @@ if hasattr(os, "register_at_fork"):  # the threads of a pool are not there in a 
     os.register_at_fork(after_in_child=_pool.cache_clear)
 
 
-def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: object) -> None:
+def _in_parts(rows: int, routine: ctypes._NamedFuncPointer, *arguments: _Argument) -> None:
     """Call `routine(*arguments, from, to)` for all rows, in as many threads as torch uses."""
+    given = [_to_c(argument) for argument in arguments]
     threads = max(1, min(torch.get_num_threads(), rows // _FEWEST_ROWS))
     size = -(-rows // (threads * _LANES)) * _LANES
     spans = [(start, min(start + size, rows)) for start in range(0, rows, size)] if rows else []
-    if len(spans) <= 1:
-        for start, end in spans:
-            routine(*arguments, _n(start), _n(end))
+    calls = [partial(routine, *given, _to_c(start), _to_c(end)) for start, end in spans]
+    if len(calls) <= 1:
+        for call in calls:
+            call()
         return
-    # ctypes lets go of the interpreter while C runs.
-    others = [_pool(threads - 1).submit(routine, *arguments, _n(start), _n(end)) for start, end in spans[1:]]
+    # ctypes releases the interpreter while C runs.
+    others = [_pool(threads - 1).submit(call) for call in calls[1:]]
     try:
-        routine(*arguments, _n(spans[0][0]), _n(spans[0][1]))
+        calls[0]()
     finally:
         wait(others)  # an interrupt must not free what they are still writing to
     for other in others:
@@ -141,13 +144,8 @@ def _expect(dtype: torch.dtype, *tensors: torch.Tensor | None) -> None:
             )
 
 
-def _p(tensor: torch.Tensor | None) -> ctypes.c_void_p:
-    return ctypes.c_void_p(None if tensor is None else tensor.data_ptr())
-
-
-def _n(value: int) -> ctypes.c_int64:
-    return ctypes.c_int64(value)
-
-
-def _f(value: float) -> ctypes.c_float:
-    return ctypes.c_float(value)
+def _to_c(value: _Argument) -> ctypes.c_void_p | ctypes.c_int64 | ctypes.c_float:
+    """The address of a tensor (NULL for None), an int64 or a float."""
+    if value is None or isinstance(value, torch.Tensor):
+        return ctypes.c_void_p(None if value is None else value.data_ptr())
+    return ctypes.c_int64(value) if isinstance(value, int) else ctypes.c_float(value)

@@ -296,7 +296,7 @@ def test_evaluation_rows_come_in_order_from_the_start(text):
 def test_evaluation_refuses_the_same_bad_texts(tmp_path):
     path = tmp_path / "a.txt"
     for content, words_ in (
-        ("", "evaluate.data: the file a.txt holds no text"),
+        ("", "evaluate.data: the file a.txt has 0 tokens"),
         ("w1 w2", "evaluate.data: the file a.txt has 3 tokens"),
     ):
         path.write_text(content)

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -47,41 +47,43 @@ class RunDirectory:
         warn: called with a sentence for each damaged part.
 
     Args:
-        identity: what must be equal for a resume to give the same bytes; empty where another process owns the directory and its records.
+        resume: continue an unfinished run. overwrite: replace a finished artifact or an unfinished run.
     """
 
-    def __init__(self, output: Path, identity: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, output: Path, resume: bool = False, overwrite: bool = False) -> None:
         self.path = output
         self.work = output / WORK
         self.finished = False
         self.warn: Callable[[str], None] = _log.warning
-        self._identity = dict(identity or {})
-        self._run = hashlib.sha256(json.dumps(self._identity, sort_keys=True).encode()).hexdigest()
+        self.resume, self._overwrite = resume, overwrite
+        self._identity: dict[str, Any] = {}
+        self._run = ""
         self._state = self.work / _STATE
-        self._resume = self._overwrite = self._replace = self._state_is_lost = False
+        self._replace = self._state_is_lost = False
 
-    @staticmethod
-    def begun(output: Path) -> dict[str, Any] | None:
-        """The identity of the run that made, or was making, the artifact in `output`; None where nothing tells it."""
-        state, manifest = output / WORK / _STATE, output / MANIFEST
-        if state.is_file():
-            return read_sealed(state)
-        found: dict[str, Any] | None = _read_json(manifest).get("identity") if manifest.is_file() else None
+    def begun(self) -> dict[str, Any] | None:
+        """The identity of the run that is to be resumed; None where there is none, or nothing tells it."""
+        if not self.resume or self._state.is_file() or not (self.path / MANIFEST).is_file():
+            return read_sealed(self._state) if self.resume else None
+        found: dict[str, Any] | None = _read_json(self.path / MANIFEST).get("identity")
         return found
 
     # ------------------------------------------------------------ before the run
-    def inspect(self, resume: bool, overwrite: bool = False) -> RunDirectory:
+    def inspect(self, identity: dict[str, Any]) -> None:
         """Find out what is there, and change nothing.
 
+        Args:
+            identity: what must be equal for a resume to give the same bytes.
+
         Raises:
-            RequestError: the directory holds something else, an unfinished run and `resume` is False, or another run's state.
+            RequestError: the directory holds something else, another run's state, or a run that may not be resumed or replaced.
             ResourceError: another process is writing it.
         """
         for other in (lock.inside(self.path), lock.beside(self.path.absolute())):
             lock.refuse_held(other, self.path)
-        self._resume, self._overwrite = resume, overwrite
+        self._identity = identity
+        self._run = hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()
         self._look()
-        return self
 
     def _look(self) -> None:
         if self.path.exists() and not self.path.is_dir():
@@ -90,7 +92,7 @@ class RunDirectory:
             self._look_at_unfinished()
         elif (self.path / MANIFEST).is_file():
             self._look_at_finished()
-        elif self._resume and self.work.is_dir():
+        elif self.resume and self.work.is_dir():
             self._look_at_records()
         elif self.path.exists():
             # A run killed before its first record leaves at most an empty work directory.
@@ -102,7 +104,7 @@ class RunDirectory:
                 )
 
     def _look_at_unfinished(self) -> None:
-        if not self._resume:
+        if not self.resume:
             self._replace = self._overwrite
             if not self._replace:
                 raise RequestError(
@@ -136,7 +138,7 @@ class RunDirectory:
         self._state_is_lost = True
 
     def _look_at_finished(self) -> None:
-        self.finished = self._resume and _read_json(self.path / MANIFEST).get("identity") == self._identity
+        self.finished = self.resume and _read_json(self.path / MANIFEST).get("identity") == self._identity
         self._replace = self._overwrite and not self.finished
         if not self.finished and not self._replace:
             raise RequestError(

@@ -19,7 +19,7 @@ from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.engines.torch.encoder import position_limit
 from runtime.engines.torch.seq2seq import target_limit
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 from runtime.modeling.skeleton import reads_features
 
 PROBE_TOKENS = 64
@@ -38,7 +38,7 @@ def choose_device(device: str) -> torch.device:
         torch.empty(0, device=chosen)
     except (RuntimeError, AssertionError) as error:
         raise RequestError(
-            f"device {device!r} cannot be used here: {str(error).splitlines()[0]}; use auto, cpu or cuda"
+            f"device {device!r} cannot be used here: {first_line(error)}; use auto, cpu or cuda"
         ) from error
     return chosen
 
@@ -132,11 +132,6 @@ class Context:
         """Rows of the input embeddings."""
         return _vocabulary(self.streamed)
 
-    @property
-    def source_vocabulary(self) -> int:
-        """Of the recipe's model."""
-        return _vocabulary(self.reference)
-
     # ------------------------------------------------------------ held-out text
     @cached_property
     def windows(self) -> torch.Tensor | None:
@@ -161,7 +156,7 @@ class Context:
         """The evaluation text in the tokens of the recipe's model, and as much of it in those that are left of them."""
         config = self.recipe.evaluate
         assert config is not None
-        theirs = data.evaluation_spans(config, self.source_tokenizer, self.source_vocabulary)
+        theirs = data.evaluation_spans(config, self.source_tokenizer, _vocabulary(self.reference))
         characters = int(theirs.characters.sum())
         return theirs, data.evaluation_spans(config, self.tokenizer, self.vocabulary, characters)
 
@@ -235,7 +230,6 @@ def _tokenizer(checkpoint: Checkpoint) -> Any:
     try:
         return AutoTokenizer.from_pretrained(str(checkpoint.path))
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise RequestError(
-            f"{checkpoint.path} has no tokenizer that can be read ({first}), and text needs one"
+            f"{checkpoint.path} has no tokenizer that can be read ({first_line(error)}), and text needs one"
         ) from error

@@ -113,13 +113,18 @@ def changed_shapes(one: nn.Module, other: nn.Module) -> list[str]:
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Of all parameters and stored buffers, tied ones under each of their names."""
-    result = {name: tuple(value.shape) for name, value in model.named_parameters(remove_duplicate=False)}
+    """Shapes of `stored_tensors`."""
+    return {name: tuple(value.shape) for name, value in stored_tensors(model).items()}
+
+
+def stored_tensors(model: nn.Module) -> dict[str, torch.Tensor]:
+    """All parameters, then all buffers that a checkpoint stores; tied ones under each of their names."""
+    found: dict[str, torch.Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for name, value in model.named_buffers(remove_duplicate=False):
         parent, _, leaf = name.rpartition(".")
         if leaf not in model.get_submodule(parent)._non_persistent_buffers_set:
-            result[name] = tuple(value.shape)
-    return result
+            found[name] = value
+    return found
 
 
 def channels_of(model: nn.Module, slices: Sequence[Slices], prefix: str, count: int) -> tuple[Channels, ...]:

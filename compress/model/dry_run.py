@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from traceback import walk_tb
 from typing import Any
 
 import torch
@@ -19,7 +21,7 @@ from compress.model.streamed import StreamedModel
 from runtime.engines.torch.encoder import TorchEncoderEngine
 from runtime.engines.torch.engine import TorchEngine
 from runtime.engines.torch.seq2seq import TorchSeq2SeqEngine
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 from runtime.layers.compressed_linear import NoWeight
 from runtime.modeling.experts import Experts, layout_of
 from runtime.modeling.linear_modules import is_matrix, sides
@@ -52,7 +54,7 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
     except _OWN as error:
         if "meta" in str(error) or not _raised_by_model(error, streamed.model):
             return
-        raise RequestError(f"this runtime cannot run {name}: {_line(error)}") from error
+        raise RequestError(f"this runtime cannot run {name}: {first_line(error)}") from error
     except RuntimeError:  # NotImplementedError is one
         return
     read = _without_weights(rehearsed, called)
@@ -61,9 +63,10 @@ def check_runs(streamed: StreamedModel, compressed: Collection[str] = ()) -> Non
             run()
     except (*_OWN, RuntimeError) as error:
         where = f"of {read[-1]} " if read else ""
-        raise RequestError(
-            f"{name} itself reads the weight {where}as it runs, and a compressed layer has none ({_line(error)}); ignore it in the recipe"
-        ) from error
+        text = (
+            f"{name} itself reads the weight {where}as it runs, and a compressed layer has none ({first_line(error)})"
+        )
+        raise RequestError(f"{text}; ignore it in the recipe") from error
 
 
 def _check_weights_apart(streamed: StreamedModel, name: str) -> None:
@@ -153,31 +156,25 @@ def _handing_on(model: Any, name: str) -> Iterator[None]:
     T5 hands on the bias that its first block has computed, the same to all: that is known once. PEGASUS-X has global tokens, which every
     block changes: what enters a block is then more than the state that goes from block to block here.
     """
-    handles: list[Any] = []
 
-    def watch(blocks: nn.ModuleList) -> None:
-        handed: list[Any] = []  # what the last block gave beside its hidden states
+    def hook(handed: list[Any], block: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
+        """`handed`: what the last block of the stack returned beside its hidden states."""
+        extras = list(output[1:]) if isinstance(output, (tuple, list)) else []
+        given = {id(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)}
+        for before, after in zip(handed, extras, strict=False):
+            if id(before) in given and after is not before:
+                raise RequestError(
+                    f"the blocks of {name} ({type(block).__name__}) hand on more than their hidden states, and each changes it: they "
+                    "cannot be compressed block by block"
+                )
+        handed[:] = extras
 
-        def hook(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
-            extras = list(output[1:]) if isinstance(output, (tuple, list)) else []
-            given = {id(value) for value in (*args[1:], *kwargs.values()) if isinstance(value, torch.Tensor)}
-            for before, after in zip(handed, extras, strict=False):
-                if id(before) in given and after is not before:
-                    raise RequestError(
-                        f"the blocks of {name} ({type(block).__name__}) hand on more than their hidden states, and each changes it: they "
-                        "cannot be compressed block by block"
-                    )
-            handed[:] = extras
-
-        handles.extend(block.register_forward_hook(hook, with_kwargs=True) for block in blocks)
-
-    for _, blocks in find_stacks(model):
-        watch(blocks)
-    try:
+    with ExitStack() as hooks:
+        for _, blocks in find_stacks(model):
+            watch = partial(hook, [])
+            for block in blocks:
+                hooks.enter_context(block.register_forward_hook(watch, with_kwargs=True))
         yield
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 @contextmanager
@@ -185,15 +182,13 @@ def _called(layers: dict[str, nn.Module]) -> Iterator[set[str]]:
     """Names of the layers that are called inside: the weights of others are read by who has them (Mamba's dt_proj), and stay."""
     called: set[str] = set()
 
-    def note(name: str) -> Callable[..., None]:
-        return lambda *_: called.add(name)
+    def note(name: str, *_: Any) -> None:
+        called.add(name)
 
-    handles = [layer.register_forward_hook(note(name)) for name, layer in layers.items()]
-    try:
+    with ExitStack() as hooks:
+        for name, layer in layers.items():
+            hooks.enter_context(layer.register_forward_hook(partial(note, name)))
         yield called
-    finally:
-        for handle in handles:
-            handle.remove()
 
 
 class _Packed(nn.Module):
@@ -220,21 +215,12 @@ def _without_weights(model: nn.Module, names: Collection[str]) -> list[str]:
     """Let something that has no weight stand in for layers of a model, as in an artifact; the list of those whose weight is asked for."""
     read: list[str] = []
     for name in names:
-        parent, _, leaf = name.rpartition(".")
-        setattr(model.get_submodule(parent), leaf, _Packed(name, model.get_submodule(name), read))
+        model.set_submodule(name, _Packed(name, model.get_submodule(name), read))
     return read
 
 
 def _raised_by_model(error: BaseException, model: nn.Module) -> bool:
     """Whether an error comes out of the model's own code, or transformers'."""
-    frame = error.__traceback__
-    while frame is not None and frame.tb_next is not None:
-        frame = frame.tb_next
-    place = "" if frame is None else str(frame.tb_frame.f_globals.get("__name__", ""))
+    *_, (frame, _) = walk_tb(error.__traceback__)
+    place = str(frame.f_globals.get("__name__", ""))
     return place.partition(".")[0] in ("transformers", type(model).__module__.partition(".")[0])
-
-
-def _line(error: BaseException) -> str:
-    """What an error says first."""
-    said = str(error).strip()
-    return said.splitlines()[0] if said else type(error).__name__

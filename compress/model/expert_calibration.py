@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from torch import nn
@@ -89,11 +90,8 @@ class ExpertCalibration:
     def collect(self, groups: list[InputGroup], forwards: Forwards, hessian: bool) -> list[Statistics]:
         """Statistics of groups, with what the recipe wants for experts that read too little."""
         alone = all(expert_of(self.block, group.members[0]) is None for group in groups)
-        first = collect(
-            self.block, groups, forwards, hessian=hessian, stop_early=alone, team=self.team, place=self.place
-        )
-        found = dict(enumerate(first))
-        del first
+        collected = partial(collect, self.block, forwards=forwards, hessian=hessian, team=self.team, place=self.place)
+        found = dict(enumerate(collected(groups, stop_early=alone)))
         starved = [
             number
             for number, group in enumerate(groups)
@@ -103,16 +101,7 @@ class ExpertCalibration:
         if fresh:
             for number in fresh:  # what takes its place is collected in the memory that this frees
                 del found[number]
-            again = collect(
-                self.block,
-                [groups[n] for n in fresh],
-                forwards,
-                hessian=hessian,
-                stop_early=False,
-                team=self.team,
-                place=self.place,
-            )
-            found |= dict(zip(fresh, again, strict=True))
+            found |= zip(fresh, collected([groups[n] for n in fresh], stop_early=False), strict=True)
         return [found[number] for number in range(len(groups))]
 
     def _settle(self, group: InputGroup, tokens: int) -> bool:

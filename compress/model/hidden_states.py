@@ -7,8 +7,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from compress.core.files import sync_directory
 from compress.core.processes import Team
@@ -41,13 +40,12 @@ class HiddenStates:
         if self._scratch is None:
             self._memory[index] = value.detach().clone()
         else:
-            save_file({"hidden": value.detach().contiguous().cpu()}, self._scratch / batch_file(index))
+            _write(self._scratch, index, value)
 
     def get(self, index: int) -> torch.Tensor:
         if self._scratch is None:
             return self._memory[index]
-        with safe_open((self._current or self._scratch) / batch_file(index), framework="pt") as file:
-            return file.get_tensor("hidden")
+        return read_batch(self._current or self._scratch, index)
 
     def persist(self, target: Path) -> None:
         """Make `target` a directory that `load` reads back, all of it or nothing (written beside, then renamed)."""
@@ -56,7 +54,7 @@ class HiddenStates:
             temporary = target.with_name(target.name + ".tmp")
             self._make(temporary)
             for index, value in self._memory.items():
-                save_file({"hidden": value.contiguous().cpu()}, temporary / batch_file(index))
+                _write(temporary, index, value)
         self._team.meet()
         if self._team.is_main:
             self._check_all_there(temporary)
@@ -101,8 +99,7 @@ class HiddenStates:
             states._current = source
         else:
             for index in range(count) if own is None else own:
-                with safe_open(source / batch_file(index), framework="pt") as file:
-                    states._memory[index] = file.get_tensor("hidden")
+                states._memory[index] = read_batch(source, index)
         return states
 
     def drop(self) -> None:
@@ -113,4 +110,14 @@ class HiddenStates:
 
 
 def batch_file(index: int) -> str:
+    """File name of the hidden states of one batch."""
     return f"batch-{index:05d}.safetensors"
+
+
+def read_batch(directory: Path, index: int) -> torch.Tensor:
+    """Hidden states `[b, s, hidden]` of one batch, as `HiddenStates` has written them."""
+    return load_file(directory / batch_file(index))["hidden"]
+
+
+def _write(directory: Path, index: int, value: torch.Tensor) -> None:
+    save_file({"hidden": value.detach().contiguous().cpu()}, directory / batch_file(index))

@@ -7,8 +7,9 @@ layers of a group are those that were handed the very same tensor.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,52 +38,36 @@ Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
 """Runs of a block: each computes one batch, whose token mask is beside it (None: all are valid)."""
 
 
-@dataclass
-class _Trace:
-    groups: list[InputGroup] = field(default_factory=list)
-    inputs: list[torch.Tensor] = field(default_factory=list)  # kept alive so that an address is not used twice
-    outputs: dict[int, tuple[str, torch.Tensor]] = field(default_factory=dict)
-
-
 def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> list[InputGroup]:
     """Run the block once (`run`) and group the linear layers `names` by the tensor they were given, in execution order."""
     wanted = set(names)
-    trace = _Trace()
-    handles = []
+    groups: list[InputGroup] = []
+    inputs: list[torch.Tensor] = []  # referenced so that an address is not used twice
+    outputs: dict[int, tuple[str, torch.Tensor]] = {}
 
-    def on_input(name: str, module: nn.Module) -> Callable[..., None]:
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            value = args[0]
-            for group, seen in zip(trace.groups, trace.inputs, strict=True):
-                if seen is value or (seen.data_ptr() == value.data_ptr() and seen.shape == value.shape):
-                    if name not in group.members:
-                        group.members.append(name)
-                    return
-            source = trace.outputs.get(id(value))
-            trace.groups.append(InputGroup([name], value.shape[-1], source[0] if source else None))
-            trace.inputs.append(value)
+    def on_input(name: str, _module: nn.Module, args: tuple[Any, ...]) -> None:
+        value = args[0]
+        for group, seen in zip(groups, inputs, strict=True):
+            if seen is value or (seen.data_ptr() == value.data_ptr() and seen.shape == value.shape):
+                if name not in group.members:
+                    group.members.append(name)
+                return
+        source, _ = outputs.get(id(value), (None, None))
+        groups.append(InputGroup([name], value.shape[-1], source))
+        inputs.append(value)
 
-        return hook
+    def on_output(name: str, _module: nn.Module, _args: Any, output: Any) -> None:
+        if isinstance(output, torch.Tensor):
+            outputs[id(output)] = (name, output)
 
-    def on_output(name: str) -> Callable[..., None]:
-        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
-            if isinstance(output, torch.Tensor):
-                trace.outputs[id(output)] = (name, output)
-
-        return hook
-
-    for name, module in block.named_modules():
-        if name in wanted:
-            handles.append(module.register_forward_pre_hook(on_input(name, module)))
-        if name and not list(module.children()):
-            handles.append(module.register_forward_hook(on_output(name)))
-    try:
-        with torch.no_grad():
-            run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return trace.groups
+    with ExitStack() as hooks, torch.no_grad():
+        for name, module in block.named_modules():
+            if name in wanted:
+                hooks.enter_context(module.register_forward_pre_hook(partial(on_input, name)))
+            if name and not list(module.children()):
+                hooks.enter_context(module.register_forward_hook(partial(on_output, name)))
+        run()
+    return groups
 
 
 class _CollectedError(Exception):
@@ -102,7 +87,7 @@ def collect(
 
     Args:
         place: directory of the file that holds second moments of so many inputs; None: they are in memory.
-        share: of processes that read other batches, and call this for the same groups.
+        team: processes that read other batches and call this for the same groups.
         stop_early: leave each forward pass once the last group's input was seen; what comes after cannot change it.
     """
     device = next(block.parameters()).device
@@ -111,29 +96,20 @@ def collect(
         for group in groups
     ]
     mask: torch.Tensor | None = None
-    handles = []
 
-    def hook_for(position: int) -> Callable[..., None]:
-        expert = _expert(block, groups[position])
+    def on_input(position: int, expert: Expert | None, _module: nn.Module, args: tuple[torch.Tensor, ...]) -> None:
+        routed = mask is not None and expert is not None and expert.tokens is not None
+        collectors[position].add(args[0], mask.reshape(-1)[expert.tokens] if routed else mask)  # type: ignore[union-attr, index]
+        if stop_early and position == len(groups) - 1:
+            raise _CollectedError
 
-        def hook(_module: nn.Module, args: tuple[Any, ...]) -> None:
-            routed = mask is not None and expert is not None and expert.tokens is not None
-            collectors[position].add(args[0], mask.reshape(-1)[expert.tokens] if routed else mask)  # type: ignore[union-attr, index]
-            if stop_early and position == len(groups) - 1:
-                raise _CollectedError
-
-        return hook
-
-    for position, group in enumerate(groups):
-        handles.append(block.get_submodule(group.members[0]).register_forward_pre_hook(hook_for(position)))
-    try:
-        with torch.no_grad():
-            for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
-                with suppress(_CollectedError):
-                    run()
-    finally:
-        for handle in handles:
-            handle.remove()
+    with ExitStack() as hooks, torch.no_grad():
+        for position, group in enumerate(groups):
+            layer = block.get_submodule(group.members[0])
+            hooks.enter_context(layer.register_forward_pre_hook(partial(on_input, position, _expert(block, group))))
+        for run, mask in forwards:  # noqa: B007 - the hooks read `mask`
+            with suppress(_CollectedError):
+                run()
     if team is not None:
         for collector in collectors:
             team.add_up(collector)

@@ -1,4 +1,4 @@
-"""A model of which only parts are in memory: its skeleton, and on demand one block, or all that is in no block."""
+"""Partial model: a skeleton, into which one block, or everything outside the blocks, is loaded on demand."""
 
 from __future__ import annotations
 
@@ -13,14 +13,15 @@ import torch
 from torch import nn
 
 from compress.core.tensors import bound_kernel_caches
+from compress.model.couplings import stored_tensors
 from compress.model.source import SourceCheckpoint
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
-from runtime.modeling import weights
 from runtime.modeling.experts import unfuse
 from runtime.modeling.skeleton import build_skeleton, find_stacks, model_kind, read_config, set_tensor, tied_names
 from runtime.modeling.tensor_names import prediction_tensors
-from runtime.modeling.weights import main_dtype
+from runtime.modeling.weights import first_name, main_dtype
+from runtime.modeling.weights import unplaced as unplaced_tensors
 from runtime.system.memory import return_memory
 
 # Stacks of blocks, and recorders that stand in for blocks to see how they are called.
@@ -50,11 +51,10 @@ class Handover:
 
     extras: tuple[Any, ...] | None
 
-    @classmethod
-    def of(cls, output: Any) -> Handover:
-        """What a block has returned: a tuple, a list (OpenAI's first GPT), or the hidden states. Only that is sure: annotations of
-        `forward` say tuple where there is none (Gemma 3)."""
-        return cls(tuple(output[1:]) if isinstance(output, (tuple, list)) else None)
+    def learn(self, output: Any) -> None:
+        """Take over what a block has returned: a tuple, a list (OpenAI's first GPT), or the hidden states. Only a run tells: annotations
+        of `forward` say tuple where there is none (Gemma 3)."""
+        self.extras = tuple(output[1:]) if isinstance(output, (tuple, list)) else None
 
     @property
     def depends_on_batch(self) -> bool:
@@ -79,11 +79,8 @@ class Recorder(nn.Module):
         run: bool = False,
     ) -> None:
         super().__init__()
-        self.__dict__["_instead"] = instead
-        self.__dict__["_block"] = block  # not registered: the recorder must have no parameters of its own
-        self.__dict__["_sink"] = sink
-        self.__dict__["_handover"] = handover
-        self.__dict__["_run"] = run
+        # The block is not registered: the recorder must have no parameters of its own.
+        self.__dict__.update(_block=block, _sink=sink, _handover=handover, _instead=instead, _run=run)
 
     def __getattr__(self, name: str) -> Any:
         # Decoders read facts off their blocks while looping (Gemma: `layer.attention_type`).
@@ -93,7 +90,7 @@ class Recorder(nn.Module):
         names = list(inspect.signature(self._block.forward).parameters)
         if self._run:
             # A copy: a block may write into what it is given.
-            self._handover.extras = Handover.of(self._block(hidden_states.clone(), *args, **kwargs)).extras
+            self._handover.learn(self._block(hidden_states.clone(), *args, **kwargs))
         self._sink(hidden_states, {**dict(zip(names[1:], args, strict=False)), **kwargs})
         value = hidden_states if self._instead is None else self._instead
         return value if self._handover.extras is None else (value, *self._handover.extras)
@@ -146,8 +143,7 @@ class PartialModel:
             self.stacks.append(Stack(name, blocks, len(self.blocks)))
             self.blocks += blocks
         self._held = ""  # of what is outside: nothing, what comes "before" the blocks, or "all"
-        expected: dict[str, torch.Tensor] = dict(self.model.named_parameters(remove_duplicate=False))
-        expected |= {n: b for n, b in self.model.named_buffers(remove_duplicate=False) if _is_persistent(self.model, n)}
+        expected = stored_tensors(self.model)
         self.checkpoint = SourceCheckpoint(checkpoint, self.model, expected)
         checkpoint = self.checkpoint
         stored = set(checkpoint.names())
@@ -159,23 +155,18 @@ class PartialModel:
             if not (n in stored and s in stored and not torch.equal(checkpoint.get(n), checkpoint.get(s)))
         }
         missing = sorted(n for n in expected if n not in stored and not (n in tied and tied[n] in stored))
+        name = type(self.model).__name__
         if missing:
-            more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
-            raise ArtifactError(
-                f"{checkpoint.path}: tensor {missing[0]} is missing{more}: {type(self.model).__name__} needs it"
-            )
+            raise ArtifactError(f"{checkpoint.path}: tensor {first_name(missing)} is missing: {name} needs it")
         self.extra = sorted(stored - set(expected))
-        unplaced = [] if install is not None else weights.unplaced(self.model, checkpoint.names(), expected)
+        unplaced = [] if install is not None else unplaced_tensors(self.model, checkpoint.names(), expected)
         if unplaced:
-            more = f" (and {len(unplaced) - 1} more)" if len(unplaced) > 1 else ""
-            raise ArtifactError(
-                f"{checkpoint.path}: {type(self.model).__name__} has no place for tensor {unplaced[0]}{more}"
-            )
+            raise ArtifactError(f"{checkpoint.path}: {name} has no place for tensor {first_name(unplaced)}")
         self.behind = prediction_tensors([(stack.name, stack.blocks) for stack in self.stacks], stored)
-        for name, value in expected.items():
-            if name in stored and tuple(checkpoint.shape(name)) != tuple(value.shape) and value.numel() > 0:
+        for place, value in expected.items():
+            if place in stored and tuple(checkpoint.shape(place)) != tuple(value.shape) and value.numel() > 0:
                 raise ArtifactError(
-                    f"{checkpoint.path}: tensor {name} has shape {list(checkpoint.shape(name))}, config.json asks for {list(value.shape)}"
+                    f"{checkpoint.path}: tensor {place} has shape {list(checkpoint.shape(place))}, config.json asks for {list(value.shape)}"
                 )
 
     # ---------------------------------------------------------------- names and tensors
@@ -290,11 +281,6 @@ class PartialModel:
         finally:
             release(block)
             return_memory()  # or what the allocator keeps between the blocks' buffers grows with depth
-
-
-def _is_persistent(model: nn.Module, name: str) -> bool:
-    parent_name, _, leaf = name.rpartition(".")
-    return leaf not in model.get_submodule(parent_name)._non_persistent_buffers_set
 
 
 def release(module: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -149,25 +149,25 @@ class Piece:
 
     def entry(self, name: str) -> TensorEntry:
         """Its shape and size, at the place of the whole."""
-        rows = self.layout.hidden if self.projection == "down_proj" else self.layout.inner
-        columns = self.layout.inner if self.projection == "down_proj" else self.layout.hidden
-        shape = (rows,) if self.bias else (rows, columns)
+        inputs, outputs = self.layout.hidden, self.layout.inner
+        if self.projection == "down_proj":
+            inputs, outputs = outputs, inputs
+        shape = (outputs,) if self.bias else (outputs, inputs)
         size = torch.Size(shape).numel() * self.source.dtype.itemsize
         return TensorEntry(name, self.source.file, self.source.dtype, shape, self.source.offset, size)
 
 
-def whole_names(model: PreTrainedModel) -> set[str]:
-    """What the model would call the tensors of all experts of a layer, where it has its experts apart."""
-    return {
-        f"{name}.{module.layout.home(projection, bias)}"
-        for name, module in model.named_modules()
-        if isinstance(module, Experts)
-        for projection in module.layout.projections
-        for bias in ((False, True) if module.layout.bias else (False,))
-    }
+def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, str, Layout, str, bool]]:
+    """Where a model has its experts apart: the name that it would give the tensor of all experts of a layer, their home, their layout, and
+    the projection whose weight (False) or bias (True) it is."""
+    for home, module in model.named_modules():
+        if isinstance(module, Experts):
+            for projection in module.layout.projections:
+                for bias in (False, True) if module.layout.bias else (False,):
+                    yield f"{home}.{module.layout.home(projection, bias)}", home, module.layout, projection, bias
 
 
-def find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> dict[str, Piece]:
+def _find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> dict[str, Piece]:
     """{the model's name: where it is} of the tensors of experts that are apart in the model and in one in the files.
 
     Args:
@@ -177,23 +177,17 @@ def find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> dic
         ArtifactError: a tensor of all experts has another shape than config.json says.
     """
     found: dict[str, Piece] = {}
-    for name, module in model.named_modules():
-        if not isinstance(module, Experts):
+    for whole, home, layout, projection, bias in _matrices(model):
+        if whole not in named:
             continue
-        layout = module.layout
-        for projection in layout.projections:
-            for bias in (False, True) if layout.bias else (False,):
-                whole = f"{name}.{layout.home(projection, bias)}"
-                if whole not in named:
-                    continue
-                if named[whole].shape != layout.shape(projection, bias):
-                    raise ArtifactError(
-                        f"{named[whole].file}: tensor {named[whole].name} has shape {list(named[whole].shape)}, config.json asks for "
-                        f"{list(layout.shape(projection, bias))}"
-                    )
-                for number in range(layout.count):
-                    own = f"{name}.{number}.{projection}.{'bias' if bias else 'weight'}"
-                    found[own] = Piece(whole, named[whole], layout, number, projection, bias)
+        stored, shape = named[whole], layout.shape(projection, bias)
+        if stored.shape != shape:
+            raise ArtifactError(
+                f"{stored.file}: tensor {stored.name} has shape {list(stored.shape)}, config.json asks for {list(shape)}"
+            )
+        for number in range(layout.count):
+            own = f"{home}.{number}.{projection}.{'bias' if bias else 'weight'}"
+            found[own] = Piece(whole, stored, layout, number, projection, bias)
     return found
 
 
@@ -220,19 +214,19 @@ class SourceCheckpoint(Checkpoint):
         self._files = checkpoint
         self._published = Published(model)
         back = {old: new for new, old in self.renamed.items()}
-        wholes = whole_names(model)
+        wholes = {whole for whole, *_ in _matrices(model)}
         for name in checkpoint.names() if wholes else ():
             if name not in back and (place := self._published.place(name)) in wholes:
                 back[name] = place
         named = {back.get(name, name): checkpoint.entry(name) for name in checkpoint.names()}
-        self.pieces = find_pieces(model, named)
+        self.pieces = _find_pieces(model, named)
         for name in {piece.whole for piece in self.pieces.values()}:
             del named[name]
         for name, piece in self.pieces.items():
             named[name] = piece.entry(name)
             self.renamed[name] = piece.source.name
         if not set(places) - _shared(model) <= named.keys() and not set(named) <= set(places):
-            self._convert(checkpoint, model, places, named)
+            self._convert(model, places, named)
         self._tensors = dict(sorted(named.items()))
         self.dropped: dict[str, str] = dict(getattr(checkpoint, "folded", {}))
         if model_kind(model.config) != "encoder":
@@ -243,14 +237,9 @@ class SourceCheckpoint(Checkpoint):
                 raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {name}")
             self.dropped[name] = reason
 
-    def _convert(
-        self,
-        checkpoint: Checkpoint,
-        model: PreTrainedModel,
-        places: Collection[str],
-        named: dict[str, TensorEntry],
-    ) -> None:
+    def _convert(self, model: PreTrainedModel, places: Collection[str], named: dict[str, TensorEntry]) -> None:
         """Put tensors that transformers would rename, or make out of several, into `named`, in the place of those in the files."""
+        checkpoint = self._files
         renamed, self.converted = find_converted(model, checkpoint, places)
         for name, stored in renamed.items():
             named.pop(stored, None)
@@ -261,7 +250,7 @@ class SourceCheckpoint(Checkpoint):
             for stored in made.sources:
                 named.pop(stored, None)
             form = made.build(
-                lambda stored: torch.empty(self._files.shape(stored), dtype=self._files.dtype(stored), device="meta")
+                lambda stored: torch.empty(checkpoint.shape(stored), dtype=checkpoint.dtype(stored), device="meta")
             )
             size = form.numel() * form.element_size()
             named[name] = TensorEntry(name, entries[0].file, form.dtype, tuple(form.shape), entries[0].offset, size)

@@ -11,7 +11,7 @@ output follows behind them. What a row of integers means to a model, `compress.m
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -127,16 +127,14 @@ class StreamedModel(PartialModel):
         learn = known is None or known.depends_on_batch
         handover = Handover(None) if known is None or learn else known
         recorders = [Recorder(b, sink, handover, run=learn and i == 0) for i, b in enumerate(stack.blocks)]
-        try:
-            with (
-                self._replaced(number, recorders),
-                self.outside(head=False),
-                self._first_block(number, learn),
-                products(self.device),
-            ):
-                call()
-        except _PreludeDoneError:
-            pass
+        with (
+            suppress(_PreludeDoneError),
+            self._replaced(number, recorders),
+            self.outside(head=False),
+            self._first_block(number, learn),
+            products(self.device),
+        ):
+            call()
         if len(calls) != len(stack.blocks):
             raise CompressError(
                 f"{type(self.model).__name__} ran {len(calls)} of its {len(stack.blocks)} blocks; it cannot be streamed"
@@ -149,13 +147,11 @@ class StreamedModel(PartialModel):
     @contextmanager
     def _replaced(self, number: int, blocks: list[Recorder]) -> Iterator[None]:
         stack = self.stacks[number]
-        parent_name, _, leaf = stack.name.rpartition(".")
-        parent = self.model.get_submodule(parent_name)
-        setattr(parent, leaf, nn.ModuleList(blocks))
+        self.model.set_submodule(stack.name, nn.ModuleList(blocks))
         try:
             yield
         finally:
-            setattr(parent, leaf, stack.blocks)
+            self.model.set_submodule(stack.name, stack.blocks)
 
     def _first_block(self, number: int, wanted: bool) -> AbstractContextManager[Any]:
         stack = self.stacks[number]
@@ -259,13 +255,8 @@ class StreamedModel(PartialModel):
             seen.append(args[0])
             raise _TailDoneError
 
-        handle = self.model.get_output_embeddings().register_forward_pre_hook(hook)
-        try:
+        with self.model.get_output_embeddings().register_forward_pre_hook(hook), suppress(_TailDoneError):
             self._run_tail(state, ids)
-        except _TailDoneError:
-            pass
-        finally:
-            handle.remove()
         return seen[0]
 
     @torch.inference_mode()

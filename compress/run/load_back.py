@@ -8,14 +8,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.tensors import relative
 from compress.model.context import Context
-from compress.model.hidden_states import HiddenStates, batch_file
+from compress.model.hidden_states import HiddenStates, read_batch
 from compress.model.streamed import StreamedModel
 from compress.weights.footprint import WHOLE_BYTES
 from runtime.api.model import Model
@@ -74,21 +73,14 @@ def dense_for_now(part: nn.Module, skip: Callable[[str], bool] | None = None) ->
         dense.weight = nn.Parameter(weight, requires_grad=False)
         if module.bias is not None:
             dense.bias = nn.Parameter(module.bias.data, requires_grad=False)
-        _put(part, name, dense)
+        part.set_submodule(name, dense)
         replaced[name] = module
     try:
         yield
     finally:
-        for (
-            name,
-            module,
-        ) in replaced.items():  # by name: BigBird swaps the module around a layer when it first reads short rows
-            _put(part, name, module)
-
-
-def _put(part: nn.Module, name: str, module: nn.Module) -> None:
-    parent, _, leaf = name.rpartition(".")
-    setattr(part.get_submodule(parent), leaf, module)
+        # By name: BigBird swaps the module around a layer when it first reads short rows.
+        for name, module in replaced.items():
+            part.set_submodule(name, module)
 
 
 @torch.inference_mode()
@@ -105,7 +97,7 @@ def check_against_pipeline(
     """
     count = len(context.streamed.blocks)
     batches = len(context.batches) + 1 if calibrated else 1
-    ours = _probe(directory.hidden_path(count), batches)
+    ours = read_batch(directory.hidden_path(count), batches - 1)
     states = HiddenStates(1)
     artifact.prelude([(context.probe, None)], states)
     hidden = states.get(0)
@@ -189,8 +181,3 @@ class _Compare:
 
     def __call__(self, _module: nn.Module, args: tuple[torch.Tensor, ...], output: torch.Tensor) -> None:
         self.difference = max(self.difference or 0.0, relative(output, self.reference(args[0])))
-
-
-def _probe(path: Path, batches: int) -> torch.Tensor:
-    with safe_open(path / batch_file(batches - 1), framework="pt") as file:
-        return file.get_tensor("hidden")

@@ -21,6 +21,7 @@ from runtime import formats
 from runtime.checkpoint.companions import left_behind
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.linear_modules import get_matrix
+from runtime.modeling.weights import first_name
 from runtime.system.sizes import size
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
@@ -137,10 +138,9 @@ def plan_session(session: Session, output: Path, max_memory: int | None = None, 
         )
     if own:
         elsewhere = "" if apart else ", and with transformers after `import runtime`"
-        more = f" (and {len(own) - 1} more)" if len(own) > 1 else ""
         plan.warnings.append(
-            f"{own[0].name}{more} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the artifact "
-            f"loads with runtime.load(){elsewhere}, but not elsewhere"
+            f"{first_name([t.name for t in own])} cannot be said in the compressed-tensors layout (a ragged group, or an embedding): the "
+            f"artifact loads with runtime.load(){elsewhere}, but not elsewhere"
         )
     if weights.untie:
         added = sum(t.bytes_after for t in tensors if t.bytes_before == 0)

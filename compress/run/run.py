@@ -71,10 +71,11 @@ def apply(
             return AppliedArtifact(path, manifest["metrics"], manifest, peak_memory=peak_bytes())
         with asking(team, path), team.working():
             clock = _Clock()
+            directory = RunDirectory(path, resume, overwrite)
             if not resume:  # what is there decides alone: refused before a model is read
-                RunDirectory(path).inspect(resume, overwrite)
+                directory.inspect({})
             session = Session.open(recipe, str(team.device(choose_device(device))))
-            return _accept(_apply(session, path, _Options(resume, overwrite, quiet, max_memory), team, clock))
+            return _accept(_apply(session, directory, max_memory, quiet, team, clock))
 
 
 def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
@@ -82,27 +83,19 @@ def apply_recipe(recipe: Mapping[str, Any], output: Path) -> None:
     apply(load(recipe), output=output, device="cpu", quiet=True)
 
 
-@dataclass(frozen=True)
-class _Options:
-    """See `apply`."""
-
-    resume: bool
-    overwrite: bool
-    quiet: bool
-    max_memory: int | None
-
-
-def _apply(session: Session, path: Path, options: _Options, team: Team, clock: _Clock) -> AppliedArtifact:
-    context = session.context
-    begun = RunDirectory.begun(path) if options.resume else None
+def _apply(
+    session: Session, directory: RunDirectory, max_memory: int | None, quiet: bool, team: Team, clock: _Clock
+) -> AppliedArtifact:
+    context, path = session.context, directory.path
+    begun = directory.begun()
     plan = None
     if begun is None:
-        plan = plan_session(session, path, options.max_memory)
+        plan = plan_session(session, path, max_memory)
     else:
         context.bind(Bounds(rows=begun.get("batch_rows")))
     own = identity(context)
-    directory = RunDirectory(path, own).inspect(options.resume, options.overwrite)
-    apart = [kind for kind in KINDS.values() if kind.own_identity] if options.resume else []
+    directory.inspect(own)
+    apart = [kind for kind in KINDS.values() if kind.own_identity] if directory.resume else []
     jobs = {job.stage.kind: job for job in session.after}
     if directory.finished:
         manifest = read_json(path / MANIFEST)
@@ -112,15 +105,11 @@ def _apply(session: Session, path: Path, options: _Options, team: Team, clock: _
         directory.settle()
         return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, peak_bytes())
     if plan is None:
-        plan = plan_session(session, path, options.max_memory, context.bounds)
+        plan = plan_session(session, path, max_memory, context.bounds)
     if plan.problems:
         raise ResourceError("; ".join(plan.problems))
     clock.lap("prepare")
-    with (
-        directory.claimed(),
-        disk_errors(f"writing to {path}"),
-        Reporter(path / LOG, options.quiet) as reporter,
-    ):
+    with directory.claimed(), disk_errors(f"writing to {path}"), Reporter(path / LOG, quiet) as reporter:
         directory.warn = reporter.warn
         check_source_files(directory.work, context.original)
         reporter.info(plan.headline())
@@ -134,10 +123,9 @@ def _apply(session: Session, path: Path, options: _Options, team: Team, clock: _
         run = _Run(session, Store(path, directory.work, directory, apply_recipe, plan.spill, team), reporter, clock)
         manifest, highest = run.run(own)
         directory.finish()
-        if options.max_memory is not None and highest > options.max_memory:
+        if max_memory is not None and highest > max_memory:
             one = "the run" if team.size == 1 else "one of the processes"
-            limit = size(options.max_memory)
-            reporter.warn(f"{one} took {size(highest)} of memory, more than the {limit} of max_memory")
+            reporter.warn(f"{one} took {size(highest)} of memory, more than the {size(max_memory)} of max_memory")
         return AppliedArtifact(path, manifest["metrics"], manifest, clock.seconds, highest, reporter.warnings)
 
 
@@ -173,8 +161,7 @@ class _Run:
         entries: dict[str, Any] = {}
         files: list[Path] = []
         for job in self.session.after:
-            metrics, said = self._finish(job, metrics)
-            entries |= said
+            metrics = self._finish(job, metrics, entries)
             files += [file for place in job.holds(self.store) for file in sorted(place.iterdir()) if file.is_file()]
         manifest = write_manifest(context, directory, own, metrics, entries, files)
         return manifest, max(made["peak_memory"], peak_bytes())
@@ -218,7 +205,8 @@ class _Run:
         weights = state.weights(recipe, self.session.device)
         context = weights.weights.context
         context.bind(self.session.context.bounds)
-        own = RunDirectory(before, identity(context)).inspect(resume=True)
+        own = RunDirectory(before, resume=True)
+        own.inspect(identity(context))
         own.warn = self.reporter.warn
         own.claim()
         weights.run(context, replace(store, output=before, work=own.work, directory=own), self.reporter)
@@ -236,8 +224,8 @@ class _Run:
             directory.forget(parts[done])
             remove(directory.work / parts[done])
 
-    def _finish(self, job: Job, metrics: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Run a job of phase "artifact", if it is not done: the metrics with what it changes, and its entries of the manifest."""
+    def _finish(self, job: Job, metrics: dict[str, Any], entries: dict[str, Any]) -> dict[str, Any]:
+        """Run a job of phase "artifact", if it is not done, and add its entries of the manifest; the metrics with what it changes."""
         directory, context, part = self.store.directory, self.session.context, job.stage.kind
         store = replace(self.store, work=directory.work / part)
         record = directory.record(part) if job.computes else {}
@@ -251,7 +239,8 @@ class _Run:
             if measured is not metrics:
                 metrics = measured
                 self.clock.lap(job.evaluation_title)
-        return metrics, job.manifest(context, record)
+        entries |= job.manifest(context, record)
+        return metrics
 
 
 def _part(number: int) -> str:
@@ -261,13 +250,13 @@ def _part(number: int) -> str:
 
 def _accept(result: AppliedArtifact) -> AppliedArtifact:
     """The artifact, unless the recipe's limits refuse it."""
-    failed = [limit for limit in result.metrics.get("limits", []) if not limit["ok"]]
+    failed = []
+    for limit in result.metrics.get("limits", []):
+        if not limit["ok"]:
+            found = "was not measured" if limit["value"] is None else f"is {limit['value']:.4g}"
+            failed.append(f"{limit['name']} {found}, the limit is {limit['limit']:.4g}")
     if failed:
-        found = ("was not measured" if x["value"] is None else f"is {x['value']:.4g}" for x in failed)
-        sentence = "; ".join(
-            f"{x['name']} {text}, the limit is {x['limit']:.4g}" for x, text in zip(failed, found, strict=True)
-        )
-        raise LimitError(f"{sentence}; the artifact is complete in {result.path}", result)
+        raise LimitError(f"{'; '.join(failed)}; the artifact is complete in {result.path}", result)
     return result
 
 

@@ -74,13 +74,13 @@ class Filling:
             return
         if missing:
             raise ArtifactError(
-                f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it"
+                f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
             )
         if unexpected:
             close = difflib.get_close_matches(unexpected[0], places, n=1)
             hint = f" (nearest: {close[0]})" if close else ""
             raise ArtifactError(
-                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(unexpected)}{hint}"
+                f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(unexpected)}{hint}"
             )
         _check(model, checkpoint, places, self.names, compressed)
         self._keep = _keeps_float32(model, dtype)
@@ -231,14 +231,17 @@ def _read_by_transformers(
     loaded, info = result
     missing, unexpected = sorted(info["missing_keys"]), sorted(info["unexpected_keys"])
     if missing:
-        raise ArtifactError(f"{checkpoint.path}: tensor {_more(missing)} is missing: {type(model).__name__} needs it")
+        raise ArtifactError(
+            f"{checkpoint.path}: tensor {first_name(missing)} is missing: {type(model).__name__} needs it"
+        )
     predicting = prediction_tensors(find_stacks(model), [*_places(model), *unexpected])
     if left := [name for name in unexpected if name not in predicting]:
-        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {_more(left)}")
+        raise ArtifactError(f"{checkpoint.path}: {type(model).__name__} has no place for tensor {first_name(left)}")
     return loaded.to(device).eval().requires_grad_(False)
 
 
-def _more(names: list[str]) -> str:
+def first_name(names: list[str]) -> str:
+    """The first of some names, and how many more there are."""
     return names[0] + (f" (and {len(names) - 1} more)" if len(names) > 1 else "")
 
 

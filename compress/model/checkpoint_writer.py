@@ -1,4 +1,4 @@
-"""A plain Hugging Face checkpoint that is written part by part: what a stage that changes a whole model hands on to the next."""
+"""Writer of a Hugging Face checkpoint, part by part, for stages that change a whole model."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import json
 import math
 import shutil
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -39,6 +39,13 @@ def copy_companions(source: Path, target: Path) -> None:
             shutil.copyfile(file, temporary)
 
 
+def write_index(directory: Path, stored: Sequence[tuple[str, str, int]]) -> None:
+    """The index of a checkpoint's shards, of the name, the shard and the bytes of each tensor."""
+    size = sum(size for _, _, size in stored)
+    shards = {name: shard for name, shard, _ in stored}
+    write_json(directory / INDEX, {"metadata": {"total_size": size}, "weight_map": shards})
+
+
 Form = tuple[dict[str, Any], dict[str, tuple[tuple[int, ...], torch.dtype]]]
 """What is in a config.json; and of each stored tensor its shape and dtype."""
 
@@ -55,7 +62,7 @@ def shard_name(number: int, total: int) -> str:
 
 
 class PlainWriter:
-    """Writes one shard a part, in order; what an interrupted run has written is there, and is known to be.
+    """Writes one shard a part, in order; shards that an interrupted run has finished are recognized by their SHA-256.
 
     Args:
         directory: of the checkpoint. parts: how many there will be. model: whose tensors they are, on meta.
@@ -103,10 +110,9 @@ class PlainWriter:
     def finish(self, source: Path, config: Mapping[str, Any]) -> None:
         """Index, config.json, tokenizer and what else belongs to a checkpoint; the records of the parts go."""
         records = [self._record(part) for part in range(self.parts)]
+        stored = [(name, record["shard"], size) for record in records for name, size in record["bytes"].items()]
         with disk_errors(f"writing {self.directory}"):
-            weights = {name: record["shard"] for record in records for name in record["bytes"]}
-            size = sum(size for record in records for size in record["bytes"].values())
-            write_json(self.directory / INDEX, {"metadata": {"total_size": size}, "weight_map": weights})
+            write_index(self.directory, stored)
             copy_companions(source, self.directory)
             write_json(self.directory / "config.json", dict(config))
         for part in range(self.parts):
@@ -152,12 +158,16 @@ def _changed(
     return result
 
 
-def placeholder(directory: Path, source: Path, config: Mapping[str, Any], tensors: Mapping[str, Any]) -> None:
-    """A checkpoint of zeros, which take no room on the disk: what comes next can be checked before what it needs is there.
+def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) -> Form:
+    """Write a checkpoint of zeros, which takes no room on the disk; what was written.
 
     Args:
-        tensors: {name: (shape, dtype)}.
+        streamed: the whole model. config: of a smaller one.
     """
+    source = streamed.checkpoint
+    model = build_skeleton(config, torch.float32, stored=source.names())
+    tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
+    described = config_dict(source, streamed.config, config)
     directory.mkdir(parents=True, exist_ok=True)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
@@ -170,19 +180,6 @@ def placeholder(directory: Path, source: Path, config: Mapping[str, Any], tensor
     with (directory / SINGLE).open("wb") as file:
         file.write(struct.pack("<Q", len(raw)) + raw)
         file.truncate(8 + len(raw) + offset)
-    copy_companions(source, directory)
-    write_json(directory / "config.json", dict(config))
-
-
-def zeros(directory: Path, streamed: StreamedModel, config: PretrainedConfig) -> Form:
-    """Write a checkpoint of zeros, which takes no room on the disk; what was written.
-
-    Args:
-        streamed: the whole model. config: of a smaller one.
-    """
-    source = streamed.checkpoint
-    model = build_skeleton(config, torch.float32, stored=source.names())
-    tensors = {name: (shape, source.dtype(name)) for name, shape in shapes(model).items() if source.has(name)}
-    described = config_dict(source, streamed.config, config)
-    placeholder(directory, source.path, described, tensors)
+    copy_companions(source.path, directory)
+    write_json(directory / "config.json", described)
     return described, tensors

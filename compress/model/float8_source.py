@@ -16,7 +16,6 @@ import torch
 
 from runtime.api.load import end_of_sequence
 from runtime.checkpoint.checkpoint import Checkpoint
-from runtime.checkpoint.headers import TensorEntry
 from runtime.errors import ArtifactError, RequestError
 
 #: Last names of the scales that a float8 weight is multiplied by.
@@ -68,32 +67,25 @@ class Float8Checkpoint(Checkpoint):
         self.config = {key: value for key, value in checkpoint.config.items() if key != KEY}
         self._dtype = _computes_in(checkpoint.config)
         self._block = _block_size(checkpoint.config.get(KEY))
-        self.folded: dict[str, str] = {}
-        self._scales: dict[str, str] = {}
-        tensors: dict[str, TensorEntry] = {}
-        for name in checkpoint.names():
-            entry = checkpoint.entry(name)
-            if entry.dtype not in _FLOAT8:
-                tensors[name] = entry
-                continue
-            home = name.rpartition(".")[0]
-            scale = next((own for leaf in SCALES if checkpoint.has(own := f"{home}.{leaf}")), None)
-            if scale is None or not name.endswith(".weight"):
-                raise ArtifactError(
-                    f"{checkpoint.path}: tensor {name} is of 8-bit floats and has no scale beside it ({' or '.join(SCALES)})"
-                )
-            self._check_scale(name, scale)
-            self._scales[name] = scale
-            self.folded[scale] = f"multiplied into {name}"
-            tensors[name] = replace(entry, dtype=self._dtype)
-        for name in [*tensors]:
-            home, _, leaf = name.rpartition(".")
-            if name in self.folded or leaf in _INPUTS:
-                del tensors[name]
-                self.folded.setdefault(name, "of the 8-bit inputs or cache of the source, which are floats here")
-        self._tensors = tensors
+        entries = {name: checkpoint.entry(name) for name in checkpoint.names()}
+        self._scales = {name: self._find_scale(name) for name, entry in entries.items() if entry.dtype in _FLOAT8}
+        self.folded = {scale: f"multiplied into {name}" for name, scale in self._scales.items()}
+        for name in entries:
+            if name.rpartition(".")[2] in _INPUTS:
+                self.folded[name] = "of the 8-bit inputs or cache of the source, which are floats here"
+        self._tensors = {
+            name: replace(entry, dtype=self._dtype) if name in self._scales else entry
+            for name, entry in entries.items()
+            if name not in self.folded
+        }
 
-    def _check_scale(self, name: str, scale: str) -> None:
+    def _find_scale(self, name: str) -> str:
+        home, _, leaf = name.rpartition(".")
+        scale = next((found for last in SCALES if self._files.has(found := f"{home}.{last}")), None)
+        if scale is None or leaf != "weight":
+            raise ArtifactError(
+                f"{self.path}: tensor {name} is of 8-bit floats and has no scale beside it ({' or '.join(SCALES)})"
+            )
         shape, own = self._files.shape(name), self._files.shape(scale)
         rows, columns = self._block
         blocks = (-(-shape[0] // rows), -(-shape[1] // columns)) if len(shape) == 2 else None
@@ -102,6 +94,7 @@ class Float8Checkpoint(Checkpoint):
                 f"{self.path}: tensor {scale} has shape {list(own)}, which fits no scale of {name} {list(shape)}: one for all, one a row, "
                 f"or one for a block of {rows}x{columns}"
             )
+        return scale
 
     def nbytes(self, name: str) -> int:
         """Bytes of the tensor in its file, without its scale."""

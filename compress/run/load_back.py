@@ -1,4 +1,4 @@
-"""The load-back gate: what was written is opened as a user would open it, and held against what the pipeline computed."""
+"""Load-back gate: the artifact is opened as a user would open it, and compared with what the pipeline computed."""
 
 from __future__ import annotations
 
@@ -126,22 +126,21 @@ def _check_runtime(context: Context, path: Path, expected: torch.Tensor, reporte
     blueprint = Blueprint(Artifact(path), device, "auto", None, False)
     fast, plain = blueprint.build_module(), Blueprint(Artifact(path), device, "reference", None, False).build_module()
     worst = 0.0
-    for name, module in fast.named_modules():
-        if isinstance(module, CompressedLinear):
-            module.register_forward_hook(_Compare(plain.get_submodule(name)))
-    # The lean engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
+    layers = {name: module for name, module in fast.named_modules() if isinstance(module, CompressedLinear)}
+    hooks = {name: _Compare(plain.get_submodule(name)) for name in layers}
+    for name, layer in layers.items():
+        layer.register_forward_hook(hooks[name])
+    # Fused engines compute past the modules, so the layers are asked through the modules themselves, the engine after them.
     context.streamed.call(fast, (context.probe, None))
-    for name, module in fast.named_modules():
-        for hook in module._forward_hooks.values():
-            if isinstance(hook, _Compare):
-                if hook.difference is None:  # an expert that the probe was not sent to
-                    hook.ask(module)
-                assert hook.difference is not None
-                worst = max(worst, hook.difference)
-                if not hook.difference <= KERNEL_TOLERANCE:
-                    raise CompressError(
-                        f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
-                    )
+    for name, hook in hooks.items():
+        if hook.difference is None:  # an expert that the probe was not sent to
+            hook.ask(layers[name])
+        assert hook.difference is not None
+        worst = max(worst, hook.difference)
+        if not hook.difference <= KERNEL_TOLERANCE:
+            raise CompressError(
+                f"{path}: the kernel of {name} differs from the reference by {hook.difference:.2e} (relative)"
+            )
     logits = _ask_engine(context, path, fast, blueprint).to(expected.device)
     difference = relative(logits, expected)
     reporter.detail(
@@ -162,9 +161,8 @@ def _ask_engine(context: Context, path: Path, module: PreTrainedModel, blueprint
     if blueprint.kind == "encoder-decoder":
         engine = TorchSeq2SeqEngine(module, device)
         return engine.decode(streamed.target_ids(context.probe).to(device), engine.encode(source, None), None, None)
-    return Model(choose_engine(TorchEngine(module, device), blueprint), None, Artifact(path), frozenset()).logits(
-        context.probe
-    )
+    chosen = choose_engine(TorchEngine(module, device), blueprint)
+    return Model(chosen, None, Artifact(path), frozenset()).logits(context.probe)
 
 
 class _Compare:

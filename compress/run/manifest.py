@@ -14,7 +14,7 @@ from torch import nn
 from compress import report
 from compress.core.files import sha256, write_json, write_sealed, write_text
 from compress.core.run_directory import MANIFEST, UNHASHED, RunDirectory
-from compress.model.checkpoint_writer import copy_companions
+from compress.model.checkpoint_writer import copy_companions, write_index
 from compress.model.context import Context
 from compress.run.session import recipe_digest
 from compress.weights.compatibility import foreign_layers
@@ -58,15 +58,10 @@ def write_metadata(weights: WeightPlan, directory: RunDirectory) -> None:
         config["quantization_config"] = build(entries, linear, foreign, also=linear)
     if weights.untie:
         config["tie_word_embeddings"] = False
-    weight_map = {name: record["shard"] for record in done for name in record["stored"]}
-    index = {
-        "metadata": {"total_size": sum(size for record in done for size in record["stored"].values())},
-        "weight_map": weight_map,
-    }
-    write_json(directory.path / "model.safetensors.index.json", index)
-    write_text(
-        directory.path / "recipe.yaml", yaml.safe_dump(context.recipe.resolved(), sort_keys=False, allow_unicode=True)
-    )
+    stored = [(name, record["shard"], size) for record in done for name, size in record["stored"].items()]
+    write_index(directory.path, stored)
+    recipe = yaml.safe_dump(context.recipe.resolved(), sort_keys=False, allow_unicode=True)
+    write_text(directory.path / "recipe.yaml", recipe)
     copy_companions(context.checkpoint.path, directory.path)
     write_json(directory.path / "config.json", config)
 
@@ -109,10 +104,8 @@ def write_manifest(
             f"tensor {lost[0]} of the source is neither compressed nor copied ({len(lost)} in all); this is a bug"
         )
     nested = [*directory.path.glob("[0-9]*_*/config.json"), *files]
-    hashed = [
-        f for f in sorted([*directory.path.iterdir(), *nested]) if f.is_file() and f.name not in (*UNHASHED, LOCK)
-    ]
-    known = listed(directory.path, hashed)
+    found = [f for f in sorted([*directory.path.iterdir(), *nested]) if f.name not in (*UNHASHED, LOCK)]
+    known = listed(directory.path, found)
     for record in done:
         if known.get(record["shard"], {}).get("sha256") != record["sha256"]:
             raise ArtifactError(f"{directory.path / record['shard']} changed on the disk after it was written")
@@ -164,8 +157,12 @@ def _account_for_cuts(context: Context, tensors: dict[str, Any]) -> None:
 
 
 def listed(path: Path, files: Sequence[Path]) -> dict[str, dict[str, Any]]:
-    """The manifest's account of files below `path`."""
-    return {f.relative_to(path).as_posix(): {"bytes": f.stat().st_size, "sha256": sha256(f)} for f in files}
+    """Size and SHA-256 of files below `path`, by relative name; directories are left out."""
+    return {
+        file.relative_to(path).as_posix(): {"bytes": file.stat().st_size, "sha256": sha256(file)}
+        for file in files
+        if file.is_file()
+    }
 
 
 def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | None:
@@ -173,15 +170,9 @@ def _calibration(context: Context, processes: list[int]) -> dict[str, Any] | Non
     if not context.reads_text:
         return None
     data = context.calibration
-    return {
-        "description": data.description,
-        "rows": data.rows,
-        "tokens": data.tokens,
-        "sha256": data.sha256,
-        "warning": data.warning,
-        # The order of sums depends on it, and so may the last bit of anything.
-        **({"processes": processes} if processes != [1] else {}),
-    }
+    told = {name: getattr(data, name) for name in ("description", "rows", "tokens", "sha256", "warning")}
+    # The order of sums depends on it, and so may the last bit of anything.
+    return told if processes == [1] else told | {"processes": processes}
 
 
 def toolchain() -> dict[str, str]:

@@ -12,6 +12,7 @@ from typing import Any
 import psutil
 
 from compress.core.memory_bounds import MEMORY_SHARE, Bounds
+from compress.core.units import duration, size
 from compress.model.context import Context
 from compress.recipe.models import Recipe
 from compress.run.footprint import totals
@@ -22,7 +23,6 @@ from runtime.checkpoint.companions import left_behind
 from runtime.modeling.layer_sizes import differing, is_ours
 from runtime.modeling.linear_modules import get_matrix
 from runtime.modeling.weights import first_name
-from runtime.system.sizes import size
 
 #: Part of a limit by which what was counted may be more than it: the least that a refusal has named works in another process too, which is
 #: not quite as large before it begins. What is counted errs high by more.
@@ -190,27 +190,23 @@ def unused_limits(context: Context) -> list[str]:
 def _tensors(weights: WeightPlan) -> list[TensorPlan]:
     context = weights.context
     checkpoint, dtype = context.checkpoint, context.streamed.dtype
+    whole = context.reference.checkpoint
     plans = []
     stored = {f"{name}.weight" for name in weights.tasks}
     for name in checkpoint.names():
-        size_before = checkpoint.nbytes(name)
-        if name in context.streamed.checkpoint.dropped:
-            plans.append(TensorPlan(name, "dropped", size_before, 0))
+        if name in checkpoint.dropped:
+            plans.append(TensorPlan(name, "dropped", whole.nbytes(name), 0))
         elif name not in stored:
-            plans.append(TensorPlan(name, "copied", size_before, checkpoint.held_bytes(name)))
+            plans.append(TensorPlan(name, "copied", whole.nbytes(name), checkpoint.held_bytes(name)))
     if context.source is not None:
-        before = context.reference.checkpoint
-        for plan in plans:
-            plan.bytes_before = before.nbytes(plan.name)
-        gone = set(before.names()) - set(checkpoint.names())
-        plans += [TensorPlan(name, "removed", before.nbytes(name), 0) for name in gone]
+        gone = set(whole.names()) - set(checkpoint.names())
+        plans += [TensorPlan(name, "removed", whole.nbytes(name), 0) for name in gone]
     for name, task in weights.tasks.items():
         weight = f"{name}.weight"
-        shape = tuple(int(n) for n in get_matrix(context.streamed.model.get_submodule(name)).shape)
+        rows, columns = get_matrix(context.streamed.model.get_submodule(name)).shape
         density = 1.0 - task.share
-        storage = formats.choose(task.scheme, (shape[0], shape[1]), density=density)
-        size_after = storage.bytes_estimate(task.scheme, (shape[0], shape[1]), dtype, density)
-        whole = context.reference.checkpoint
+        storage = formats.choose(task.scheme, (rows, columns), density=density)
+        size_after = storage.bytes_estimate(task.scheme, (rows, columns), dtype, density)
         size_before = whole.nbytes(weight) if checkpoint.has(weight) else 0
         plans.append(TensorPlan(weight, "compressed", size_before, size_after, task.describe(), storage.name))
     if weights.untie:
@@ -221,17 +217,5 @@ def _tensors(weights: WeightPlan) -> list[TensorPlan]:
 
 
 def _free_disk(path: Path) -> int:
-    existing = path.absolute()
-    while not existing.exists():
-        existing = existing.parent
+    existing = next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
     return psutil.disk_usage(str(existing)).free
-
-
-def duration(seconds: float) -> str:
-    """Seconds for people: 40 s, 12 min, 3.5 h."""
-    if seconds < 90:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
-
-
-__all__ = ["MEMORY_SHARE", "Plan", "TensorPlan", "duration", "make_plan", "plan_session", "size", "unused_limits"]

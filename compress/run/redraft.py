@@ -137,7 +137,7 @@ def _exchange(artifact: Artifact, made: dict[str, Any]) -> None:
     own = tuple(f"{name}/" for name in DRAFTS)
     kept = {name: facts for name, facts in manifest["files"].items() if name != CHOICE and not name.startswith(own)}
     place = made["drafter"].get("model")
-    files = kept | listed(path, [] if place is None else sorted(f for f in (path / place).iterdir() if f.is_file()))
+    files = kept | listed(path, [] if place is None else sorted((path / place).iterdir()))
     changed = {"schema_version": SCHEMA_VERSION, "draft": made, "files": dict(sorted(files.items()))}
     write_sealed(path / MANIFEST, manifest | changed)
     for name in DRAFTS:

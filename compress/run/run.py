@@ -18,7 +18,6 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import LOG, MANIFEST, WORK, RunDirectory, remove
 from compress.evaluate.artifact import evaluate_artifact
 from compress.model.context import choose_device
-from compress.model.source_guard import check_source_files
 from compress.model.stage import Compressed, Job, Store
 from compress.recipe import KINDS, Recipe, load
 from compress.run import load_back
@@ -27,6 +26,7 @@ from compress.run.manifest import records, write_manifest, write_metadata
 from compress.run.plan import plan_session
 from compress.run.result import AppliedArtifact, LimitError
 from compress.run.session import ModelState, Session, identity, kind_of, layers_before
+from compress.run.source_guard import check_source_files
 from runtime.checkpoint.artifact import Artifact
 from runtime.checkpoint.checkpoint import Checkpoint, read_json
 from runtime.errors import ResourceError
@@ -162,7 +162,7 @@ class _Run:
         files: list[Path] = []
         for job in self.session.after:
             metrics = self._finish(job, metrics, entries)
-            files += [file for place in job.holds(self.store) for file in sorted(place.iterdir()) if file.is_file()]
+            files += [file for place in job.holds(self.store) for file in sorted(place.iterdir())]
         manifest = write_manifest(context, directory, own, metrics, entries, files)
         return manifest, max(made["peak_memory"], peak_bytes())
 

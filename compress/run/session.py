@@ -17,11 +17,11 @@ from typing import Any
 import torch
 
 from compress.core.version import VERSION
+from compress.model.check_model import check_streams
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
 from compress.model.float8_source import open_checkpoint
 from compress.model.stage import Job, StageRoom
-from compress.model.supported import check_streams
 from compress.recipe import KINDS, Recipe, Stage, locate_model
 from compress.weights.plan import check_settled
 from compress.weights.stage import QUANTIZE, WRITE, CheckedWeights

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field, replace
 
 from torch import nn
 
+from compress.model.check_model import check_fits_model, check_shared, module_infos, reads_beside
 from compress.model.context import Context
 from compress.model.dry_run import check_runs
 from compress.model.streamed import StreamedModel
-from compress.model.supported import check_fits_model, check_shared, module_infos, reads_beside
 from compress.quantize.weight_constraint import WeightConstraint, load_constraints
 from compress.recipe import Stage
 from compress.weights.assign import Left, assign

@@ -15,9 +15,9 @@ from compress.distill.recover.nested import feed_forward
 from compress.distill.recover.recovery import Recovery, held_out, recover, rows
 from compress.distill.recover.teachers import cached_bytes
 from compress.distill.train.losses import Objective
+from compress.model.check_model import check_fits_model, check_streams
 from compress.model.footprint import Footprint, ModelSize, Speed
 from compress.model.stage import Job, Store
-from compress.model.supported import check_fits_model, check_streams
 from compress.recipe import KINDS, Stage
 from runtime.config.messages import listing
 from runtime.engines.torch.encoder import position_limit

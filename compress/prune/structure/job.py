@@ -11,13 +11,13 @@ import torch
 from compress.core.memory_bounds import Bounds
 from compress.core.progress import Reporter
 from compress.core.tensors import relative
+from compress.model.check_model import check_streams
 from compress.model.checkpoint_writer import PREDICTING, zeros
 from compress.model.config_sizes import resized, size_of, with_widths
 from compress.model.context import Context
 from compress.model.footprint import Footprint, ModelSize, Rows, Speed
 from compress.model.stage import Store
 from compress.model.streamed import StreamedModel, run_blocks
-from compress.model.supported import check_streams
 from compress.prune.structure import METHODS, StructureConfig
 from compress.prune.structure.amount import located, skeleton_of, units_kept
 from compress.prune.structure.channels import ChannelRemoval

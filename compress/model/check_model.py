@@ -1,4 +1,4 @@
-"""Stages that a kind of model supports."""
+"""Checks of a recipe against its kind of model: blocks that can be streamed, rows that fit, layers that can be compressed."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from compress.model.source_guard import NAME, check_source_files
+from compress.run.source_guard import NAME, check_source_files
 from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import RequestError
 
@@ -55,7 +55,7 @@ def test_times_alone_decide_nothing(model: Path, tmp_path: Path) -> None:
 
 
 def test_files_that_look_the_same_are_not_read_again(model: Path, tmp_path: Path, monkeypatch: Any) -> None:
-    from compress.model import source_guard
+    from compress.run import source_guard
 
     read: list[Path] = []
     real = source_guard.sha256

@@ -182,7 +182,7 @@ def test_gguf_refuses_it_in_a_sentence(extension, artifact: Path) -> None:
 def test_without_the_package_the_artifact_says_what_is_missing(artifact: Path) -> None:
     import runtime
 
-    with pytest.raises(runtime.errors.ArtifactError, match="representation 'kmeans' is unknown"):
+    with pytest.raises(runtime.errors.ArtifactError, match="'kmeans'"):
         runtime.load(artifact)
 
 

@@ -87,7 +87,7 @@ def test_a_starved_expert_is_rounded_to_nearest(source: Path, text: Path, tmp_pa
 
 
 def test_a_starved_expert_ends_the_run_if_the_recipe_says_so(source: Path, text: Path, tmp_path: Path) -> None:
-    with pytest.raises(CompressError, match=r"layers\.0\.mlp\.experts: expert 3 read 0 tokens .* fewer than 32"):
+    with pytest.raises(CompressError, match=r"layers\.0\.mlp\.experts: expert 3 .* 0 tokens .* 32"):
         _apply(source, text, tmp_path / "out", starved="fail")
     assert _apply(source, text, tmp_path / "none", starved="fail", at_least=0, tokens="all").path.is_dir()
 

@@ -82,10 +82,9 @@ def test_what_matters_least_gives_place_to_attention() -> None:
 def test_places_that_decide_what_layers_are_refuse_fewer(tmp_path: Path) -> None:
     """The first of Jamba's layers has no attention, whichever it was."""
     path = family("jamba").write(tmp_path / "model")
-    said = "stages.0.structure.remove: with 1 of its 2 layers a jamba would have none with attention"
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=r"stages\.0\.structure\.remove: .*1 of its 2 layers .*jamba"):
         compress.plan(request(path, layers(1)))
-    with pytest.raises(RequestError, match=r"stages.1.draft.layers: with 1 of its 2 layers a jamba"):
+    with pytest.raises(RequestError, match=r"stages\.1\.draft\.layers: .*1 of its 2 layers .*jamba"):
         compress.plan(request(path, RTN, {"draft": {**DRAFT["draft"], "layers": 1}}))
 
 
@@ -100,8 +99,7 @@ def test_a_draft_has_a_layer_with_attention(tmp_path: Path) -> None:
     config = family("qwen3_next", layer_types=TYPES, num_hidden_layers=4).config()
     assert chosen_layers(config, 4, 1) == [2]
     assert chosen_layers(config, 4, 2) == [0, 2]
-    said = r"stages.1.draft.method: .* of the layers \[0, 1\] none would have attention"
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(RequestError, match=r"stages\.1\.draft\.method: .*\[0, 1\]"):
         compress.plan(request(path, RTN, {"draft": {**DRAFT["draft"], "layers": [0, 1]}}))
 
 
@@ -109,10 +107,9 @@ def test_dimensions_that_layers_have_several_values_for_are_refused(tmp_path: Pa
     """Mamba's inner channels are no dimensions of the hidden state."""
     path = family("jamba").write(tmp_path / "model")
     stage = {"structure": {"method": "activation", "remove": "hidden", "keep": 48}}
-    said = (
-        r"stages.0.structure.remove: model.layers.0.mamba\.\S+ of a JambaForCausalLM has \d values for each dimension"
-    )
-    with pytest.raises(RequestError, match=said):
+    with pytest.raises(
+        RequestError, match=r"stages\.0\.structure\.remove: model\.layers\.0\.mamba\.\S+ .*JambaForCausalLM"
+    ):
         compress.plan(request(path, stage))
 
 
@@ -151,7 +148,7 @@ def test_several_hidden_states_at_once_are_refused(tmp_path: Path) -> None:
     settings = {**BESIDE, "laurel_rank": 16, "activation_sparsity_pattern": [0.0] * 4, "intermediate_size": [96] * 4}
     del settings["global_head_dim"]
     path = Family("gemma3n_text", settings).write(tmp_path / "model")
-    with pytest.raises(RequestError, match="the layers of a Gemma3nForCausalLM hand on 4 hidden states at once"):
+    with pytest.raises(RequestError, match=r"Gemma3nForCausalLM .*altup_num_inputs"):
         compress.plan(request(path, RTN))
 
 

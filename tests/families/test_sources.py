@@ -116,17 +116,17 @@ def test_a_scale_that_fits_nothing_is_refused(tmp_path: Path) -> None:
     tensors = load_file(file)
     name = "model.layers.0.mlp.up_proj.weight_scale"
     save_file({**tensors, name: tensors[name][:-1].clone()}, file, {"format": "pt"})
-    with pytest.raises(Exception, match=rf"tensor {name} has shape \[95, 1\], which fits no scale"):
+    with pytest.raises(Exception, match=rf"{name} .*\[95, 1\]"):
         applied(narrow, tmp_path / "out")
     del tensors[name]
     save_file(tensors, file, {"format": "pt"})
-    with pytest.raises(Exception, match=r"up_proj.weight is of 8-bit floats and has no scale beside it"):
+    with pytest.raises(Exception, match=r"up_proj\.weight .*weight_scale"):
         applied(narrow, tmp_path / "out")
 
 
 def test_what_is_compressed_otherwise_is_refused(tmp_path: Path) -> None:
     made = applied(source("llama", tmp_path / "model"), tmp_path / "once")
-    with pytest.raises(RequestError, match=r"is compressed already \(quant_method compressed-tensors\)"):
+    with pytest.raises(RequestError, match="quant_method compressed-tensors"):
         applied(made.path, tmp_path / "twice")
 
 
@@ -135,7 +135,7 @@ def test_an_adapter_beside_the_weights_is_refused(tmp_path: Path) -> None:
     path = source("llama", tmp_path / "model")
     (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA"}))
     save_file({"base_model.model.lora_A.weight": torch.zeros(2, 2)}, path / "adapter_model.safetensors")
-    with pytest.raises(RequestError, match=r"holds an adapter \(adapter_config.json\)"):
+    with pytest.raises(RequestError, match=r"adapter_config\.json"):
         applied(path, tmp_path / "out")
 
 

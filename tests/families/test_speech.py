@@ -182,11 +182,11 @@ def test_a_directory_without_an_extractor_still_takes_features(said: Callable[..
     model = runtime.load(path)
     mel = features(whole, sounds, 1)[0]
     assert model.generate(mel, max_new_tokens=4) == whole.generate(mel, max_new_tokens=4)
-    with pytest.raises(RequestError, match="no feature extractor"):
+    with pytest.raises(RequestError, match="extractor"):
         model.generate(sounds / "s0.wav")
     with pytest.raises(RequestError, match="8 mel bins"):
         model.generate(torch.zeros(9, 40))
-    with pytest.raises(RequestError, match="do not fit"):
+    with pytest.raises(RequestError, match="42"):
         model.generate(torch.zeros(8, 42))
 
 
@@ -354,10 +354,10 @@ def test_what_is_made_for_text_gets_a_sentence(
 def test_the_language_of_transcripts_is_asked_for(said: Callable[..., Path], sounds: Path) -> None:
     model = said(**MULTILINGUAL)
     given = recipe(model, GPTQ, calibration={"data": str(sounds), "samples": 2})
-    with pytest.raises(RequestError, match=r"calibration.language: .* say here which one the transcripts are in"):
+    with pytest.raises(RequestError, match=r"calibration\.language: "):
         compress.plan(given)
     given["calibration"]["language"] = "klingon"
-    with pytest.raises(RequestError, match=r"calibration.language: language 'klingon' is unknown"):
+    with pytest.raises(RequestError, match=r"calibration\.language: .*'klingon'"):
         compress.plan(given)
     given["calibration"]["language"] = "de"
     session = opened(given)
@@ -367,7 +367,7 @@ def test_the_language_of_transcripts_is_asked_for(said: Callable[..., Path], sou
 
 def test_a_language_is_nothing_for_models_that_read(tmp_path: Path) -> None:
     text = BY_NAME["t5"].write(tmp_path / "t5")
-    with pytest.raises(RequestError, match=r"evaluate.language: T5ForConditionalGeneration reads text"):
+    with pytest.raises(RequestError, match=r"evaluate\.language: T5ForConditionalGeneration"):
         compress.plan(recipe(text, RTN, evaluate={"language": "en"}))
 
 
@@ -377,5 +377,5 @@ def test_an_encoder_that_reads_waveforms_gets_a_sentence(tmp_path: Path) -> None
     sizes = {"hidden_size": 32, "intermediate_size": 32, "vocab_size": 64}
     MoonshineConfig(**sizes, architectures=["MoonshineForConditionalGeneration"]).save_pretrained(tmp_path)
     save_file({"x": torch.zeros(1)}, tmp_path / "model.safetensors")
-    with pytest.raises(runtime.ArtifactError, match="reads input_values, neither token ids nor input_features"):
+    with pytest.raises(runtime.ArtifactError, match="input_values"):
         runtime.load(tmp_path)

@@ -89,7 +89,7 @@ def test_a_weight_that_others_read_is_refused_at_once(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(Cell, "forward", reading)
     request = recipe(tmp_path / "model", tmp_path, W4)
-    said = r"OddForCausalLM itself reads the weight of trunk.cells.0.tell as it runs, .*; ignore it in the recipe"
+    said = r"OddForCausalLM.*trunk\.cells\.0\.tell"
     with pytest.raises(RequestError, match=said):
         make_plan(load(request), tmp_path / "out")
     with pytest.raises(RequestError, match=said):
@@ -102,7 +102,7 @@ def test_a_weight_that_others_read_is_refused_at_once(tmp_path: Path, monkeypatc
 
 def test_blocks_in_no_list_are_refused_with_what_there_is(tmp_path: Path) -> None:
     request = recipe(tmp_path / "model", tmp_path, W4, loose=True)
-    said = r"OddForCausalLM has no list of repeated blocks \(nn.ModuleList\), .* it has words \(Embedding\), trunk \(Module\), say"
+    said = r"OddForCausalLM.*ModuleList.*words \(Embedding\), trunk \(Module\), say"
     with pytest.raises(CompressError, match=said):
         make_plan(load(request), tmp_path / "out")
 
@@ -126,12 +126,8 @@ def test_a_layer_that_calibration_does_not_reach_is_refused_at_once(tmp_path: Pa
         "calibration": {"data": str(tmp_path / "text.txt"), "samples": 4, "sequence_length": 32},
         "stages": [{"quantize": {**W4["quantize"], "targets": ["re:.*project_in"]}}],
     }
-    sentence = (
-        r"project_in is in no block and is no output head, so calibration does not reach it; use method rtn for it, "
-        "or name it in ignore"
-    )
     for act in (make_plan, lambda given: compress.apply(given, output=tmp_path / "out", quiet=True)):
-        with pytest.raises(CompressError, match=sentence):
+        with pytest.raises(CompressError, match=r"project_in.*rtn.*ignore"):
             act(load(asked) if act is make_plan else asked)
     assert not (tmp_path / "out").exists()
     asked["stages"] = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
@@ -51,7 +52,7 @@ def end(process: subprocess.Popen[str]) -> None:
 def test_a_held_lock_names_its_holder_and_a_killed_one_lets_go(tmp_path: Path) -> None:
     file = tmp_path / ".lock"
     holder = hold(file)
-    words = f"output out is being written by process {holder.pid} on {socket.gethostname()}; wait"
+    words = f"out .*{holder.pid}.*{socket.gethostname()}"
     for clock in (None, 0, 2**31):  # what files say of times decides nothing
         if clock is not None:
             os.utime(file, (clock, clock))
@@ -71,7 +72,7 @@ def test_a_lock_whose_holder_cannot_be_read(tmp_path: Path) -> None:
     with lock.locked(tmp_path / ".lock", tmp_path):
         for content in (b"", b"{}", b"[1]", b"\xff" * 9000):
             (tmp_path / ".lock").write_bytes(content)
-            with pytest.raises(RequestError, match="by another process; wait"):
+            with pytest.raises(RequestError, match=str(tmp_path)):
                 lock.refuse_held(tmp_path / ".lock", tmp_path)
 
 
@@ -79,7 +80,7 @@ def test_a_symbolic_link_is_no_lock(tmp_path: Path) -> None:
     """Else whoever may write to the directory could have any file of ours emptied."""
     (tmp_path / "precious").write_text("years of work")
     (tmp_path / ".lock").symlink_to("precious")
-    with pytest.raises(OSError, match="symbolic links"), lock.locked(tmp_path / ".lock", tmp_path):
+    with pytest.raises(OSError, match=str(tmp_path / ".lock")), lock.locked(tmp_path / ".lock", tmp_path):
         pass
     assert (tmp_path / "precious").read_text() == "years of work"
 
@@ -88,16 +89,16 @@ def test_who_opened_a_lock_before_it_was_removed_does_not_hold_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A contender that opened the file, and gets the lock when the holder has removed the file, must not think that it holds it."""
-    file, real = tmp_path / ".lock", lock._taken
+    file, real = tmp_path / ".lock", fcntl.flock
     seen = []
 
-    def taken(descriptor: int) -> bool:
+    def flock(descriptor: int, operation: int) -> None:
         if not seen:  # the last holder leaves between the opening and the taking
             file.unlink()
         seen.append(descriptor)
-        return real(descriptor)
+        real(descriptor, operation)
 
-    monkeypatch.setattr(lock, "_taken", taken)
+    monkeypatch.setattr(fcntl, "flock", flock)
     with lock.locked(file, tmp_path):
         assert len(seen) == 2
         assert file.exists()
@@ -111,10 +112,10 @@ def test_a_second_run_into_one_output_is_refused_and_changes_nothing(tmp_path: P
     before = contents(output)
     try:
         for options in ({}, {"resume": True}, {"overwrite": True}):
-            with pytest.raises(RequestError, match=f"is being written by process {holder.pid}"):
+            with pytest.raises(RequestError, match=f"{output}.*{holder.pid}"):
                 compress.apply(request, output=output, quiet=True, **options)
         assert contents(output) == before
-        with pytest.raises(RequestError, match=f"by process {holder.pid}"), written_beside(output):
+        with pytest.raises(RequestError, match=str(holder.pid)), written_beside(output):
             pytest.fail("an export began")
     finally:
         end(holder)
@@ -129,7 +130,7 @@ def test_a_draft_and_another_run_keep_out_of_each_others_way(tmp_path: Path) -> 
     before = contents(output)
     with (
         lock.locked(lock.inside(output), output),
-        pytest.raises(RequestError, match=f"by process {os.getpid()}"),
+        pytest.raises(RequestError, match=str(os.getpid())),
     ):
         compress.draft(output, request, quiet=True)
     assert contents(output) == before
@@ -151,7 +152,7 @@ def test_a_run_that_another_has_finished_meanwhile_is_not_run_over_it(
         return real(*arguments)
 
     monkeypatch.setattr(run, "plan_session", plan)
-    with pytest.raises(RequestError, match="already holds a finished artifact"):
+    with pytest.raises(RequestError, match="--overwrite"):
         compress.apply(request, output=output, quiet=True)
     assert contents(output)["compress.json"]
 

@@ -141,7 +141,7 @@ def test_a_pickle_is_never_opened(
         return compress.plan({"name": "x", "model": str(directory), "stages": [{"quantize": {"method": "rtn"}}]})
 
     for call in (runtime.load, Checkpoint, Artifact, plan):
-        with pytest.raises(ArtifactError, match=f"pickle.*{name}.*can run code"):
+        with pytest.raises(ArtifactError, match=f"pickle.*{name}"):
             call(path)
     assert not (tmp_path / "hacked").exists()
 
@@ -153,7 +153,7 @@ def test_a_link_out_of_the_directory_is_refused(tiny_llama: Callable[..., Path],
     (path / name).rename(tmp_path / "elsewhere")
     (path / name).symlink_to(tmp_path / "elsewhere")
     for call in (runtime.load, Checkpoint, Artifact):
-        with pytest.raises(ArtifactError, match=f"{name} is a link that leads out of the directory, to .*elsewhere"):
+        with pytest.raises(ArtifactError, match=f"{name}.*elsewhere"):
             call(path)
 
 
@@ -199,7 +199,7 @@ def test_a_config_without_end_is_refused(
     path = Path(shutil.copytree(tiny_llama(), tmp_path / "model"))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps(config | {field: value}))
-    with pytest.raises(ArtifactError, match=rf"{field} is {value}; at most"):
+    with pytest.raises(ArtifactError, match=rf"{field} is {value}"):
         runtime.load(path, device="cpu")
 
 

@@ -7,7 +7,9 @@ import json
 import xml.etree.ElementTree as ET
 from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import yaml
 from sweep_runs import BITS, GROUP, Here
@@ -168,11 +170,9 @@ def test_a_trial_that_fails_does_not_end_the_sweep(run, settings, monkeypatch, c
 
 
 def test_what_finds_no_room_has_failed_and_is_not_refused(run, settings, monkeypatch, tmp_path):
-    from compress.run import plan
-
     chosen = settings(vary={BITS: [8]})
     with monkeypatch.context() as full:
-        full.setattr(plan, "_free_disk", lambda path: 1000)
+        full.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
         with pytest.raises(AllFailedError, match=r"of disk for .* are free") as raised:
             run(chosen)
     assert raised.value.result.trials[0]["status"] == "failed"

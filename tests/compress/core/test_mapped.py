@@ -122,7 +122,7 @@ def test_a_matrix_that_is_not_positive_definite_is_damped_and_then_refused(monke
     assert factorize(wrong, order, 0.01).retries == 1
     wrong[30, 30] = -100
     wrong[0, 0] = 200
-    with pytest.raises(CompressError, match="not positive definite"):
+    with pytest.raises(CompressError):
         factorize(wrong, order, 0.01)
 
 

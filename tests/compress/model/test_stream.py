@@ -72,7 +72,7 @@ def test_wrong_shape_and_missing_tensor_are_named(make_checkpoint):
     tensors = load_file(file)
     name = "model.layers.1.mlp.up_proj.weight"
     save_file({**tensors, name: tensors[name][:, :-1].contiguous()}, file, metadata={"format": "pt"})
-    with pytest.raises(ArtifactError, match=r"model.layers.1.mlp.up_proj.weight has shape \[96, 63\].*\[96, 64\]"):
+    with pytest.raises(ArtifactError, match=r"model.layers.1.mlp.up_proj.weight .*\[96, 63\].*\[96, 64\]"):
         StreamedModel(Checkpoint(path))
     del tensors[name]
     save_file(tensors, file, metadata={"format": "pt"})

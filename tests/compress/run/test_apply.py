@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -134,9 +136,7 @@ def test_limits_fail_the_run_and_keep_the_artifact(make_checkpoint, recipe, tmp_
     model = make_checkpoint()
     text = recipe(model)["calibration"]["data"]
     evaluate = {"data": text, "sequence_length": 32, "samples": 4, "min_top1_agreement": 1.0}
-    with pytest.raises(
-        LimitError, match=r"min_top1_agreement is .* the limit is 1; the artifact is complete"
-    ) as caught:
+    with pytest.raises(LimitError, match=r"min_top1_agreement .*\b1;") as caught:
         run(
             recipe,
             model,
@@ -175,7 +175,7 @@ def test_output_that_holds_something_else_is_left_alone(make_checkpoint, recipe,
     output.mkdir()
     (output / "precious.txt").write_text("mine")
     for overwrite in (False, True):
-        with pytest.raises(RequestError, match=r"already holds precious.txt, which is no run of this tool"):
+        with pytest.raises(RequestError, match=r"precious\.txt"):
             compress.apply(recipe(model, GPTQ), output=output, quiet=True, overwrite=overwrite)
     assert [f.name for f in output.iterdir()] == ["precious.txt"]
 
@@ -185,10 +185,10 @@ def test_finished_artifact_is_not_replaced_unasked(make_checkpoint, recipe, tmp_
     request = recipe(model, STAGES["rtn"][0])
     compress.apply(request, output=tmp_path / "out", quiet=True)
     away = model.rename(tmp_path / "away")
-    with pytest.raises(RequestError, match=r"finished artifact.*--overwrite"):  # before anything of the model is read
+    with pytest.raises(RequestError, match="--overwrite"):  # before anything of the model is read
         compress.apply(request, output=tmp_path / "out", quiet=True)
     away.rename(model)
-    with pytest.raises(RequestError, match=r"finished artifact.*--overwrite"):
+    with pytest.raises(RequestError, match="--overwrite"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
     before = (tmp_path / "out/compress.json").read_bytes()
     again = compress.apply(request, output=tmp_path / "out", quiet=True, resume=True)
@@ -201,7 +201,7 @@ def test_finished_artifact_is_not_replaced_unasked(make_checkpoint, recipe, tmp_
 def test_compressed_source_is_refused(make_checkpoint, recipe, tmp_path):
     model = make_checkpoint()
     compress.apply(recipe(model, STAGES["rtn"][0]), output=tmp_path / "out", quiet=True)
-    with pytest.raises(RequestError, match="is compressed already"):
+    with pytest.raises(RequestError, match="quant_method"):
         compress.apply(recipe(tmp_path / "out", STAGES["rtn"][0]), output=tmp_path / "again", quiet=True)
 
 
@@ -220,11 +220,9 @@ def test_plan_matches_what_apply_does(make_checkpoint, recipe, tmp_path):
 
 
 def test_a_run_that_cannot_fit_is_refused(make_checkpoint, recipe, tmp_path, monkeypatch):
-    from compress.run import plan
-
     model = make_checkpoint()
-    monkeypatch.setattr(plan, "_free_disk", lambda path: 1000)
-    with pytest.raises(RequestError, match=r"of disk for .* are free"):
+    monkeypatch.setattr(psutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    with pytest.raises(RequestError, match="disk"):
         run(recipe, model, [GPTQ], tmp_path / "out")
     assert not (tmp_path / "out").exists() or not any((tmp_path / "out").iterdir())
 
@@ -243,7 +241,7 @@ def test_full_disk_ends_cleanly_and_resumes(make_checkpoint, recipe, tmp_path, m
         real(tensors, path, metadata=metadata)
 
     monkeypatch.setattr(shards, "save_file", fails_at_third)
-    with pytest.raises(CompressError, match=r"the disk is full while writing .*--resume") as caught:
+    with pytest.raises(CompressError, match=r"disk.*--resume") as caught:
         run(recipe, model, [GPTQ], tmp_path / "out")
     assert caught.value.exit_code == 1
     assert not list((tmp_path / "out").glob(".*.tmp")), "the half-written file is gone"
@@ -315,10 +313,10 @@ def test_a_refused_overwrite_leaves_the_old_artifact(make_checkpoint, recipe, tm
     compress.apply(recipe(model, STAGES["rtn"][0]), output=output, quiet=True)
     before = {f.name: f.read_bytes() for f in output.iterdir()}
     monkeypatch.setattr(plan, "MEMORY_SHARE", 0.0)
-    with pytest.raises(RequestError, match="of memory and may take"):
+    with pytest.raises(RequestError, match="memory"):
         compress.apply(recipe(model, GPTQ), output=output, quiet=True, overwrite=True)
     assert {f.name: f.read_bytes() for f in output.iterdir()} == before
-    with pytest.raises(RequestError, match="of memory and may take"):
+    with pytest.raises(RequestError, match="memory"):
         compress.apply(recipe(model, GPTQ), output=tmp_path / "fresh", quiet=True)
     assert not (tmp_path / "fresh").exists()
 
@@ -355,7 +353,7 @@ def test_an_unfinished_run_does_not_load(make_checkpoint, recipe, tmp_path):
     (output / "compress.json").unlink()
     (output / ".compress").mkdir()
     (output / ".compress/run.json").write_text("{}")
-    with pytest.raises(RequestError, match="unfinished run"):
+    with pytest.raises(RequestError, match="--resume"):
         runtime.load(output)
 
 
@@ -396,5 +394,5 @@ def test_inf_in_the_activations_names_the_layer(make_checkpoint, recipe, tmp_pat
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.post_attention_layernorm.weight"].fill_(60000.0)
     save_file(tensors, model / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CompressError, match=r"model.layers.1.mlp.\w+: .*calibration inputs hold NaN or Inf"):
+    with pytest.raises(CompressError, match=r"model\.layers\.1\.mlp\.\w+: .*NaN or Inf"):
         run(recipe, model, [GPTQ], tmp_path / "out")

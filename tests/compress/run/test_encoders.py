@@ -147,7 +147,7 @@ def test_other_names_are_accounted_for(recipe, tmp_path):
     assert float((states - expected).norm() / expected.norm()) < 0.05
     renamed["bert.encoder.layer.9.output.dense.bias"] = torch.zeros(64)
     save_file(renamed, path / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(RequestError, match="no place for tensor"):
+    with pytest.raises(RequestError, match=r"encoder\.layer\.9\.output\.dense\.bias"):
         compress.apply(recipe(path, W8A8), output=tmp_path / "more", quiet=True)
 
 
@@ -251,12 +251,12 @@ def test_what_cannot_be_done_is_refused_in_a_sentence(seq2seq, encoder, recipe, 
         (recipe(seq2seq, STAGES["gptq"], calibration={**base, "packing": False}), "packing"),
         (
             recipe(shared, {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["shared"]}}),
-            "shares its weight",
+            "shared",
         ),
-        (recipe(encoder, STAGES["gptq"], calibration={**base, "sequence_length": 65}), "more than the 64"),
+        (recipe(encoder, STAGES["gptq"], calibration={**base, "sequence_length": 65}), r"calibration\.sequence_length"),
         (
             recipe(encoder, {"quantize": {"method": "rtn", "scheme": "W8A16", "targets": ["pooler.dense"]}}),
-            "matches no module",
+            r"pooler\.dense",
         ),
     ):
         with pytest.raises(RequestError, match=words) as caught:

@@ -322,9 +322,7 @@ def test_what_cannot_be_fitted_is_not_asked_for(
     file = tmp_path / "recipe.yaml"
     file.write_text(yaml.safe_dump(recipe(source, structure(method, remove, **fields, reconstruct=True))))
     line = next(n for n, text in enumerate(file.read_text().splitlines(), 1) if "reconstruct" in text)
-    with pytest.raises(
-        RequestError, match=rf"recipe\.yaml:{line}.*structure\.reconstruct: with remove: {remove} there is"
-    ):
+    with pytest.raises(RequestError, match=rf"recipe\.yaml:{line}.*structure\.reconstruct: .*{remove}"):
         make_plan(load(file), tmp_path / "out")
     # The default is silent, and so is `false`; written with all its defaults a recipe still says the same.
     for told in ({}, {"reconstruct": False}):
@@ -345,7 +343,7 @@ def test_experts_are_not_fitted_either(recipe: Any, tmp_path: Path) -> None:
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "model")
     byte_tokenizer().save_pretrained(tmp_path / "model")
     stage = structure("routing", "experts", keep=2, reconstruct=True)
-    with pytest.raises(RequestError, match=r"structure\.reconstruct: with remove: experts there is nothing to fit"):
+    with pytest.raises(RequestError, match=r"structure\.reconstruct: .*experts"):
         make_plan(load(recipe(tmp_path / "model", stage)), tmp_path / "out")
     del stage["structure"]["reconstruct"]
     plan = make_plan(load(recipe(tmp_path / "model", stage)), tmp_path / "out")

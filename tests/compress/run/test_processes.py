@@ -226,9 +226,7 @@ def test_a_size_without_a_launcher_is_refused(
 ) -> None:
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.delenv("MASTER_ADDR", raising=False)
-    with pytest.raises(
-        RequestError, match=r"WORLD_SIZE says that 2 processes were started, but nothing says .* \(MASTER_ADDR\)"
-    ):
+    with pytest.raises(RequestError, match=r"WORLD_SIZE .*MASTER_ADDR"):
         compress.apply(recipe(make_checkpoint(), RTN), output=tmp_path / "out", quiet=True)
 
 

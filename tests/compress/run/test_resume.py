@@ -122,9 +122,9 @@ def test_resume_refuses_another_request(job, tmp_path, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         run.apply(load(job), output=tmp_path / "out", quiet=True)
     monkeypatch.undo()
-    with pytest.raises(RequestError, match="unfinished run; add --resume"):
+    with pytest.raises(RequestError, match="--resume"):
         compress.apply(job, output=tmp_path / "out", quiet=True)
-    with pytest.raises(RequestError, match="a run with another recipe; it cannot be resumed"):
+    with pytest.raises(RequestError, match="another recipe"):
         compress.apply(job, output=tmp_path / "out", set=["stages.1.quantize.bits=3"], resume=True, quiet=True)
     state = tmp_path / "out/.compress/run.json"
     state.write_text(sealed_json({**json.loads(state.read_text()), "source_fingerprint": "other"}))

@@ -1,8 +1,8 @@
-"""Matrices in files: for what is too wide for the memory that a run may take.
+"""Memory-mapped matrices, for layers too wide for the memory that a run may take.
 
-Such a matrix is a tensor like any other, whose pages are those of a file without a name (nothing of it stays, even after a kill). What
-is touched of it becomes resident; `let_go` makes it non-resident again, and the system writes it out when it wants the space. So whoever
-goes over a matrix panel by panel and lets go of each has no more than a panel resident.
+Such a matrix is an ordinary tensor whose pages are those of an unlinked file, so nothing of it remains, even after a kill. Pages that are
+touched become resident; `let_go` makes them non-resident again, and the system writes them out when it needs the space. Code that
+processes a matrix panel by panel and lets go of each panel has at most one panel resident.
 """
 
 from __future__ import annotations
@@ -15,28 +15,28 @@ from weakref import WeakValueDictionary
 
 import torch
 
-#: Rows of a matrix that are gone through between two calls of `let_go`.
+#: Rows of a matrix that are processed between two calls of `let_go`.
 PANEL = 512
 
-#: Whether this system can do it.
+#: Whether this system can map matrices to files.
 AVAILABLE = hasattr(mmap, "MADV_DONTNEED") and hasattr(os, "posix_fallocate")
 
 _maps: WeakValueDictionary[int, _Map] = WeakValueDictionary()  # by address
 
 
 class _Map(mmap.mmap):
-    """A mapped file that knows where it came from."""
+    """A mapped file that knows its directory."""
 
     directory: Path
 
 
 def in_memory(_columns: int) -> Path | None:
-    """Where a matrix with so many columns goes: into memory, all of them."""
+    """Place of a matrix with so many columns: always memory."""
     return None
 
 
 def empty(rows: int, columns: int, device: torch.device | str = "cpu", directory: Path | None = None) -> torch.Tensor:
-    """A float32 matrix `[rows, columns]`: of any values in memory, of zeros in a file in `directory` (CPU only).
+    """A float32 matrix `[rows, columns]`: uninitialized in memory, or zeros in a file in `directory` (CPU only).
 
     Raises:
         OSError: the disk has no room for it.
@@ -61,7 +61,7 @@ def zeros(rows: int, columns: int, device: torch.device | str = "cpu", directory
 
 
 def empty_like(matrix: torch.Tensor) -> torch.Tensor:
-    """As `empty`, where `matrix` is: in a file beside it, or in memory."""
+    """As `empty`, in the same place as `matrix`: in a file beside it, or in memory."""
     held = _map_of(matrix)
     return empty(matrix.shape[0], matrix.shape[1], matrix.device, None if held is None else held.directory)
 
@@ -72,7 +72,7 @@ def is_mapped(matrix: torch.Tensor) -> bool:
 
 
 def let_go(matrix: torch.Tensor) -> None:
-    """Keep no page of the matrix (or of what a view is of) resident; nothing happens to one in memory. Its values stay."""
+    """Make no page of the matrix (or of the matrix that it is a view of) resident. Its values stay; one in memory is left alone."""
     held = _map_of(matrix)
     if held is not None:
         held.madvise(mmap.MADV_DONTNEED)
@@ -88,12 +88,12 @@ def diagonal(matrix: torch.Tensor) -> torch.Tensor:
     found = torch.empty(matrix.shape[0], dtype=matrix.dtype, device=matrix.device)
     for part in panels(matrix.shape[0]):
         found[part] = matrix[part, part].diagonal()
-        let_go(matrix)  # the system makes pages resident by sixteen, so that whole rows come with their diagonal
+        let_go(matrix)  # the system reads sixteen pages at a time, so whole rows come with their diagonal
     return found
 
 
 def product(matrix: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-    """`matrix @ other`, a panel after the other."""
+    """`matrix @ other`, panel by panel."""
     out = torch.empty(matrix.shape[0], other.shape[1], device=other.device)
     for rows in panels(matrix.shape[0]):
         torch.mm(matrix[rows], other, out=out[rows])

@@ -126,7 +126,7 @@ def disk_errors(what: str) -> Iterator[None]:
         if number in _ONLY_WRITING or wrapped is not None:
             reason = os.strerror(number) if number is not None else str(error)
             raise CompressError(
-                f"{reason} while {what}; what is finished is kept: go on with the same command and --resume"
+                f"{reason} while {what}; finished parts stay: continue with the same command and --resume"
             ) from error
         raise
 
@@ -166,13 +166,13 @@ def intact(path: Path) -> bool:
 
 
 def last_intact(done: int, needed: Callable[[int], Iterable[Path]], warn: Callable[[str], None]) -> int:
-    """The last step, at most `done`, that can be gone on from; 0, the beginning, needs nothing.
+    """The last step, at most `done`, that a run can resume from; 0, the beginning, needs nothing.
 
     Args:
-        needed: what must be intact for a step.
+        needed: files and directories that must be intact for a step.
     """
     while done and not all(map(intact, needed(done))):
-        warn(f"what block {done} would go on from is damaged or gone: going back to what is before block {done - 1}")
+        warn(f"the state before block {done} is damaged or gone: resuming before block {done - 1}")
         done -= 1
     return done
 

@@ -1,4 +1,4 @@
-"""Memory bound of a pass over the blocks, and the measures that keep to it.
+"""Memory bound of a pass over the blocks, and the measures that reduce memory.
 
 Hidden states in files and Hessians in files (`compress.core.file_matrix`) give the same bytes as those in memory. Fewer rows in a
 batch do not: products of another height are summed in another order. So they are the last resort, and the run records them.
@@ -20,11 +20,11 @@ MEMORY_SHARE = 0.9
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a run does to need less memory.
+    """Measures by which a run needs less memory.
 
     Attributes:
         spill: hidden states live in files.
-        in_files: inputs from which on the second moments of a layer, and their factor, are in files; None: in memory.
+        in_files: number of inputs from which the second moments of a layer, and their factor, are in files; None: all in memory.
         rows: most rows of a batch of calibration text; None: as the recipe says.
     """
 
@@ -41,7 +41,7 @@ class Bounds:
         return directory if self.filed(columns) else None
 
     def describe(self) -> str:
-        """In words; empty where nothing is done."""
+        """The measures in words; empty where there are none."""
         done = []
         if self.spill:
             done.append("hidden states in files")
@@ -53,12 +53,12 @@ class Bounds:
 
 
 def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool, filed: bool = True) -> Iterator[Bounds]:
-    """Ways to need less memory, each less than the one before.
+    """Measures in the order in which they are tried; each needs less memory than the one before.
 
     Args:
         widths: inputs of the layers whose second moments are collected. rows: of the largest batch; 0: there is none.
-        given: rows of a batch that are settled, None: as the recipe says. fewer: batches may have fewer rows. filed: second
-            moments may be in files, as those that a GPU adds up cannot.
+        given: rows of a batch that an earlier run has settled; None: as the recipe says. fewer: batches may have fewer rows.
+        filed: second moments may be in files (not those that a GPU accumulates).
     """
     bounds = Bounds(rows=given)
     yield bounds
@@ -76,7 +76,7 @@ def ways(widths: Sequence[int], rows: int, given: int | None, fewer: bool, filed
 
 
 def choose(found: Iterator[Bounds], needed: Callable[[Bounds], int], limit: float) -> tuple[Bounds, int]:
-    """The first way that keeps to `limit` bytes, else the one that needs least; and what it needs."""
+    """The first of some measures that fits in `limit` bytes, else the one that needs least; and the bytes it needs."""
     best: tuple[Bounds, int] | None = None
     for bounds in found:
         size = needed(bounds)

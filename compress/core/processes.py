@@ -1,11 +1,11 @@
-"""The processes that make one artifact or draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
+"""Processes that make one artifact or draft together: one, or as many as a launcher has started (`accelerate launch`, `torchrun`).
 
-Of `apply`, the main process runs the recipe and asks the others for their share of what can be shared (`compress.run.helper_process`). Of
-`draft`, only training is shared: until then every process prepares the same student, the main one first where something is kept on the
-disk; what comes after training (measuring, writing) is the main process's alone.
+In `apply`, the main process runs the recipe and asks the others to share statistics, solving and training
+(`compress.run.helper_process`). In `draft`, only training is shared: every process prepares the same student, the main one first where
+files are written; measuring and writing are the main process's alone.
 
-They wait for each other without an end in sight, so a process that fails tells the others, where they listen, and else closes its
-connections: those who wait for it then fail too (where GPUs talk among themselves, the launcher ends them).
+Processes wait for each other without a time limit. So a process that fails tells the others if they listen, and else closes its
+connections, which makes the waiting ones fail too (where GPUs communicate among themselves, the launcher ends them).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Value = TypeVar("Value")
 
 
 class PartDone(Exception):  # noqa: N818
-    """What this process had to do is done; the main one goes on."""
+    """This process has done its part; the main one goes on."""
 
 
 def end_process(code: int) -> NoReturn:
@@ -58,7 +58,7 @@ def launched() -> int:
 
 
 def on_this_machine() -> int:
-    """How many of them share this machine's memory."""
+    """Launched processes that share this machine's memory."""
     return max(1, _from_launcher("LOCAL_WORLD_SIZE"))
 
 
@@ -73,7 +73,7 @@ def is_first() -> bool:
 
 
 class Team:
-    """The processes, as one of them sees them; a context manager, which they leave by parting.
+    """The processes of a run, as one of them sees them; a context manager that closes their connections.
 
     Attributes:
         accelerator: joins them; None: there is only this one.
@@ -81,12 +81,12 @@ class Team:
 
     def __init__(self, accelerator: Accelerator | None = None) -> None:
         self.accelerator = accelerator
-        self._sharing = False  # from a first exchange until `leave` all take part in the same work
+        self._sharing = False  # all take part in the same computation, from a first exchange until `leave`
         self._apart = False  # nothing is exchanged any more
 
     @classmethod
     def join(cls, device: str = "auto") -> Team:
-        """All that the launcher has started; returns when all are there.
+        """Join the processes that the launcher has started; returns when all are there.
 
         Args:
             device: "auto" or "cpu"; each process has the GPU that its launcher gives it.
@@ -122,7 +122,7 @@ class Team:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """They part; CompressError in the place of an error that says no more than that another process is gone."""
+        """Close the connections; CompressError in place of an error that only says that another process is gone."""
         self.close()
         if error is not None and _is_lost(error):
             raise CompressError(self._gone) from error
@@ -172,10 +172,10 @@ class Team:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """What the main process does when it asks the others to take part now and then.
+        """Context of the main process while it asks the others to take part now and then.
 
-        Where it fails while they do, they may wait in any exchange, or go on for long: there is no telling them. Connections are closed,
-        and what is exchanged after that goes nowhere. Where they wait to be asked, they can be told, and are left alone.
+        Where it fails while they take part, they may wait in any exchange, or compute for long, and cannot be told. So connections are
+        closed, and later exchanges do nothing. Others that wait to be asked can be told, and are left alone.
         """
         try:
             yield
@@ -208,13 +208,13 @@ class Team:
             self.accelerator.wait_for_everyone()
 
     def close(self) -> None:
-        """The processes part. One that ended with the others' connections open could be aborted by their threads."""
+        """Close the connections. A process that ended with open ones could be aborted by the threads of the others."""
         self._apart = True
         if self.accelerator is not None and torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
 
     def done(self) -> None:
-        """What they did together is done: from here on the others wait to be asked again."""
+        """The shared computation is done: from here on the others wait to be asked again."""
         self._sharing = False
 
     def leave(self) -> None:
@@ -238,7 +238,7 @@ class Team:
             collector.pool(_all_reduce)
 
     def deal(self, costs: Sequence[float]) -> list[int]:
-        """The rank that does each of some independent pieces of work: the largest first, each to who has least to do."""
+        """The rank of each of some independent tasks: the costliest first, each to the process with the least load."""
         load = [0.0] * self.size
         owners = [0] * len(costs)
         for number in sorted(range(len(costs)), key=lambda n: (-costs[n], n)):
@@ -248,7 +248,7 @@ class Team:
         return owners
 
     def exchange(self, value: Value | None, owner: int) -> Value:
-        """What process `owner` gives (the others give None), in all."""
+        """The value of process `owner` (the others give None), in all of them."""
         found = self.told(value, owner)
         if found is None:
             raise CompressError(
@@ -273,7 +273,7 @@ class Team:
         )
 
     def _tell(self, error: BaseException) -> None:
-        """The main process: the others, which wait for their turn, hear why it does not come."""
+        """The main process tells the others, which wait for their turn, why it does not come."""
         text = str(error).strip() or type(error).__name__
         with suppress(RuntimeError):  # they may be gone already
             self.agreed(text)
@@ -282,7 +282,7 @@ class Team:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """Whether an error says that another process does not answer any more."""
+    """Whether an error means that another process no longer answers."""
     text = str(error).lower()
     return isinstance(error, RuntimeError) and any(sign in text for sign in _LOST)
 

@@ -14,7 +14,7 @@ from runtime.system.sizes import size
 
 
 class Progress(Protocol):
-    """Who is told what goes on; `Reporter` is one."""
+    """Receiver of progress; `Reporter` is one."""
 
     def phase(self, title: str, total: int) -> None:
         """`total` steps begin."""
@@ -54,7 +54,7 @@ class Reporter(ProgressReporter):
         self._line(note)
 
     def detail(self, note: str) -> None:
-        """Shown beside the bar, without counting as a step; kept in the log."""
+        """A note beside the bar and in the log that counts as no step."""
         self._advance(0, f"{size(memory_bytes())}  {note}")
         self._write(note)
 

@@ -12,7 +12,7 @@ from compress.core import file_matrix
 
 #: Columns of the second moments that are accumulated together.
 BLOCK = 512
-#: Elements of the inputs that are held in float32.
+#: Elements of the inputs that are converted to float32 at a time.
 ELEMENTS = 1 << 24
 
 

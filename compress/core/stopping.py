@@ -8,6 +8,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
+_SIGNALS = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
 
 class Stopped(SystemExit):
     """The process was asked to end. No `except Exception` holds it up.
@@ -33,8 +35,7 @@ def stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    ours = [number for number in numbers if signal.getsignal(number) is signal.SIG_DFL]
+    ours = [number for number in _SIGNALS if signal.getsignal(number) is signal.SIG_DFL]
     try:
         for number in ours:
             signal.signal(number, _stop)
@@ -46,8 +47,7 @@ def stoppable() -> Iterator[None]:
 
 def _stop(number: int, frame: FrameType | None) -> None:
     # A terminal that closes sends both, and the second must not cut the cleaning up short. Only while they are ours to set.
-    for name in ("SIGTERM", "SIGHUP"):
-        other = getattr(signal, name, None)
-        if other is not None and signal.getsignal(other) is _stop:
+    for other in _SIGNALS:
+        if signal.getsignal(other) is _stop:
             signal.signal(other, signal.SIG_IGN)
     raise Stopped(number)

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from runtime.system import processes
 
-#: Kernels of a library that are kept; a block without experts needs fewer.
+#: Kernels that oneDNN caches; a block without experts needs fewer.
 KERNELS_KEPT = 32
 
 _PRODUCTS: frozenset[Callable[..., Any]] = frozenset(
@@ -52,10 +52,10 @@ def products(device: torch.device) -> AbstractContextManager[Any]:
 
 
 def bound_kernel_caches() -> None:
-    """Have oneDNN keep few of the kernels that it makes for products of each shape; whoever sets the variables is not overruled.
+    """Limit the kernels that oneDNN caches for products of each shape; variables that the user has set are left alone.
 
-    Experts read another number of tokens each, so every product would be of a shape of its own: a thousand kernels are kept by default, of
-    half a megabyte each. It reads the variables at its first product, so this does nothing in a process that has made some.
+    Each expert reads another number of tokens, so almost every product has a shape of its own, and by default a thousand kernels of half a
+    megabyte each are cached. The variables are read at the first product, so this does nothing in a process that has computed one.
     """
     for name in ("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "LRU_CACHE_CAPACITY"):
         os.environ.setdefault(name, str(KERNELS_KEPT))
@@ -80,8 +80,8 @@ def _widen(value: Any) -> Any:
 def relative(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Norm of the difference as a share of the reference's norm; infinite where one is finite and the other is not.
 
-    Numbers that are finite in neither are passed over: a recipe that skips layers with NaN has an artifact that computes NaN where its
-    source does.
+    Numbers that are finite in neither are ignored: with a recipe that skips layers with NaN, the artifact computes NaN where its source
+    does.
     """
     value, reference = value.detach().float().cpu(), reference.detach().float().cpu()
     finite = torch.isfinite(reference)

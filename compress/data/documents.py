@@ -16,7 +16,7 @@ from runtime.config.messages import did_you_mean, listing, nearest
 from runtime.errors import RequestError, first_line
 
 MAX_TEXT_BYTES = 64 * 2**20
-"""A .txt file is read up to here; more text than this calibrates nothing better."""
+"""Bytes of a .txt file that are read; more text does not improve calibration."""
 
 _DATASET_ID = re.compile(r"[\w.-]{1,96}(/[\w.-]{1,96})?\Z")
 

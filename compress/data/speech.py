@@ -90,11 +90,11 @@ class SpeechReader:
             tokens = [*tokens, self.tokenizer.eos_token_id]
         check_vocabulary(torch.tensor(tokens), self.vocab_size, source, f"'{written}'")
         if len(tokens) > source.sequence_length:
-            reason = f"'{written}' has {len(tokens)} tokens; raise it, or cut the sound into shorter pieces"
+            reason = f"'{written}' has {len(tokens)} tokens; raise it, or cut the sound into shorter ones"
             raise RequestError(source.at("sequence_length", reason))
         whole = 1 + len(prefix) + len(tokens)
         if self.limit is not None and whole > self.limit:
-            reason = f"'{written}' has {whole} tokens, and the model writes {self.limit} at most; cut the sound into shorter pieces"
+            reason = f"'{written}' has {whole} tokens, and the model writes {self.limit} at most; cut the sound into shorter ones"
             raise RequestError(source.at("data", reason))
         try:
             return speech_rows.pack(self.listener.file(file), prefix, tokens)

@@ -1,4 +1,4 @@
-"""Rows of integers that hold a sound and its transcript, so that they are dealt out, hashed and kept as rows of token ids are.
+"""Rows of integers that hold a sound and its transcript, so that they are batched, hashed and stored like rows of token ids.
 
 A row is [a, b, prefix], then the bits of the a x b float32 features of the sound, then the tokens of the transcript. The first `prefix`
 of these are given and not scored (language, task); `NOTHING` fills rows up behind the last.
@@ -45,7 +45,7 @@ def transcript(rows: torch.Tensor) -> torch.Tensor:
 
 
 def scored(rows: torch.Tensor) -> torch.Tensor:
-    """As `transcript`, `NOTHING` in the place of what is given too."""
+    """As `transcript`, with `NOTHING` in place of the given prefix too."""
     tokens = transcript(rows).clone()
     given = rows[:, 2, None]
     return tokens.masked_fill_(torch.arange(tokens.shape[1]) < given, NOTHING)

@@ -1,7 +1,7 @@
-"""Sizes of a model that its config decides: read, and set to something smaller.
+"""Sizes of a model in its config, and configs with smaller ones.
 
-Names are those that transformers' configs share; what they really decide is not looked up but seen (`couplings`): a model is built from the
-smaller config, and the tensors whose shapes differ are those that have to be cut.
+Names are those that transformers' configs share. Which tensors a size decides is observed (`couplings`): a model is built from the smaller
+config, and the tensors whose shapes differ are those that have to be cut.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ class Size:
         what: which.
         count: units there are: channels of a feed-forward network, key and value heads with the query heads that read them, dimensions of
             the hidden state, layers of a stack, routed experts of a layer.
-        unit: what they are called, for sentences.
+        unit: name of the units, for messages.
         members: query heads of a unit (heads only).
-        least: fewer than these cannot be kept.
-        groups: of which as many units must stay in each (experts only).
+        least: units that must stay.
+        groups: in each of which equally many units must stay (experts only).
     """
 
     what: What
@@ -81,7 +81,7 @@ def resized(config: PretrainedConfig, what: What, count: int) -> PretrainedConfi
     """A copy of the config with `count` units, 1 to as many as there are. Layers: the first so many (see `with_layers`)."""
     size = size_of(config, what)
     if not size.least <= count <= size.count:
-        raise RequestError(f"{size.unit} that are kept: {size.least} to {size.count}, not {count}")
+        raise RequestError(f"{size.unit} that stay: {size.least} to {size.count}, not {count}")
     if what == "layers":
         return with_layers(config, list(range(count)))
     smaller: Any = copy.deepcopy(config)
@@ -148,7 +148,7 @@ def with_widths(config: PretrainedConfig, widths: Sequence[int]) -> PretrainedCo
     if len(widths) != depth:
         raise RequestError(f"the model has {depth} layers, and {len(widths)} widths are given")
     if not all(1 <= width <= size.count for width in widths):
-        raise RequestError(f"{size.unit} that are kept: 1 to {size.count}, not {list(widths)}")
+        raise RequestError(f"{size.unit} that stay: 1 to {size.count}, not {list(widths)}")
     widest = resized(config, "ffn", max(widths))
     text = _text(widest)
     names = [name for name in _NAMES["ffn"] if isinstance(getattr(text, name, None), int)]
@@ -177,7 +177,7 @@ def number_of_experts(config: PretrainedConfig) -> int | None:
 
 
 def _experts(text: Any, count: int) -> Size:
-    """Of a router that picks groups first, as many experts must stay in each group, and enough for a token in those that it picks."""
+    """Where a router picks groups first, equally many experts must stay in each, and enough for a token in the groups that it picks."""
     active, groups = active_experts(text), _first(text, _EXPERT_GROUPS)
     if count < 2:
         raise RequestError(f"a {text.model_type} has no experts of which some could go (its config says {count})")
@@ -230,7 +230,7 @@ def _first(text: Any, names: tuple[str, ...]) -> int | None:
 
 
 def _set_width(text: Any, width: int) -> None:
-    """Say it, even where the config did not: most models then build heads of that width, and of others the shapes will tell."""
+    """Set the width of a head, even where the config did not name it: most models then build such heads, and shapes show which do not."""
     named = [name for name in _WIDTHS if hasattr(text, name)]
     for name in named or _WIDTHS[:1]:
         if not isinstance(getattr(type(text), name, None), property):  # Falcon's is computed

@@ -45,7 +45,7 @@ def choose_device(device: str) -> torch.device:
 
 @dataclass
 class Context:
-    """What every stage reads: data, without a word of what stages do with it.
+    """Model, data and bounds that every stage reads.
 
     Attributes:
         recipe: whose text, seed and options count.
@@ -54,7 +54,7 @@ class Context:
         records: what stages before have recorded (phase "model").
         kept_tokens: token ids that stages before have left, int64, one tensor a stage; empty: all of them.
         settled: index of the last stage that leaves layers as they were compressed before it; -1: none.
-        bounds: what is done to need less memory; see `bind`.
+        bounds: measures to need less memory; see `bind`.
         reads_text: a stage is calibrated on text.
     """
 
@@ -186,7 +186,7 @@ class Context:
         return [(self.framed(ids) if mask is None else ids, mask) for ids, mask in batches]
 
     def bind(self, bounds: Bounds) -> None:
-        """Keep to these bounds from now on."""
+        """Set the bounds."""
         self.bounds = bounds
         self.__dict__.pop("batches", None)
 
@@ -201,7 +201,7 @@ class Context:
 
     @cached_property
     def probe(self) -> torch.Tensor:
-        """A row `[1, n]` that goes through every block, so that what was written can be held against what was computed."""
+        """A row `[1, n]` that goes through every block, by which the artifact is compared with the pipeline."""
         if self.speech is not None:
             return self.speech.probe(PROBE_TOKENS // 2)
         limit = min(PROBE_TOKENS, position_limit(self.streamed.model) or PROBE_TOKENS)

@@ -1,8 +1,8 @@
 """Slices of tensors that belong to one unit: a channel of a feed-forward network, a group of heads, a dimension of the hidden state.
 
-No architecture is named. A model is built from a config with fewer units, on meta; tensors whose shapes differ are those that a unit has
-slices of, and by how much they differ says how many. What order the slices of one unit stand in is tried: a cut model must compute what
-the whole one computes when nothing reads the unit (`compress.prune.structure.stage`).
+No architecture is named. A model is built from a config with fewer units, on meta; units have slices of the tensors whose shapes differ,
+and the difference tells how many. The order of the slices of one unit is found by trial: a cut model must compute what the whole one
+computes when nothing reads the unit (`compress.prune.structure.stage`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Slices:
-    """What units have of one tensor.
+    """Slices of one tensor that belong to units.
 
     Attributes:
         name: of the tensor.
@@ -134,7 +134,7 @@ def channels_of(model: nn.Module, slices: Sequence[Slices], prefix: str, count: 
         slices: of the whole model. prefix: of the block's tensors.
 
     Raises:
-        RequestError: who reads which channels cannot be told.
+        RequestError: the readers of the channels cannot be determined.
     """
     own = [s for s in slices if s.name.startswith(prefix)]
     if not own:
@@ -173,7 +173,7 @@ def _nearest(name: str, consumers: Sequence[str]) -> str:
 
 
 def layouts(channels: Channels, members: int) -> Iterator[Channels]:
-    """How the slices of channels may stand in tensors that hold several things, likeliest first.
+    """Possible layouts of the slices of channels in fused tensors, likeliest first.
 
     Args:
         members: query heads of a unit.
@@ -186,7 +186,7 @@ def layouts(channels: Channels, members: int) -> Iterator[Channels]:
 
 
 def _fused(each: int, plain: int, members: int) -> tuple[int, ...]:
-    """The parts of a tensor that holds several things, where its reader has `plain` slices; (): it holds one, or one unit after another."""
+    """The parts of a fused tensor whose reader has `plain` slices of a unit; (): it is not fused, or interleaved by unit."""
     if each == 2 * plain and plain == 1:  # gate and up
         return (1, 1)
     if each * members == plain * (members + 2):  # queries, keys and values; `plain` are all queries of a unit

@@ -1,8 +1,8 @@
-"""Dry run of a model on shapes alone: what would fail at the end is found before anything is computed.
+"""Dry run of a model on shapes alone, which finds before anything is computed what would fail at the end.
 
-The engines of the runtime run a copy of it on torch's meta device. So it is found that a model takes no KV cache, or none but its own; that
-its blocks hand on more than hidden states; that the weight of a layer is read by others. No architecture is named here. Where a model
-asks for a value, which shapes do not have, there is no answer, and it is taken to run.
+The engines of the runtime run a copy of the model on torch's meta device. That shows whether it takes no KV cache, or only its own;
+whether its blocks pass on more than hidden states; and whether the weight of a layer is read by others. No architecture is named here. A
+model that asks for values, which shapes do not have, is taken to run.
 """
 
 from __future__ import annotations
@@ -91,11 +91,11 @@ def _shared(name: str, one: str, other: str) -> RequestError:
 
 
 class _Stub(nn.Module):
-    """Stands in for experts, which ask for values (who is sent where): gives what it is given."""
+    """Stand-in for experts, which ask for values (the routing): returns an output of the input's shape."""
 
     def __init__(self, held: nn.Module) -> None:
         super().__init__()
-        self.__dict__["_held"] = held  # not registered: nothing in it is part of what is rehearsed
+        self.__dict__["_held"] = held  # not registered: nothing in it takes part in the dry run
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.__dict__["_held"], name)
@@ -125,7 +125,7 @@ def _is_layer(model: nn.Module, name: str) -> bool:
 
 
 def _runner(kind: str, model: Any) -> Callable[[], None]:
-    """What runs a model as the runtime does: a prompt, then a token more; an encoder once."""
+    """A function that runs a model as the runtime does: a prompt, then one more token; an encoder once."""
     ids = torch.zeros(1, TOKENS, dtype=torch.int64, device=_META)
 
     def decoder() -> None:
@@ -192,7 +192,7 @@ def _called(layers: dict[str, nn.Module]) -> Iterator[set[str]]:
 
 
 class _Packed(nn.Module):
-    """Stands in for a layer that will be compressed: it has no weight that others could read; `read` takes down that one was asked for."""
+    """Stand-in for a layer that will be compressed and so has no weight that others could read; `read` lists the weights asked for."""
 
     def __init__(self, name: str, layer: Any, read: list[str]) -> None:
         super().__init__()
@@ -212,7 +212,7 @@ class _Packed(nn.Module):
 
 
 def _without_weights(model: nn.Module, names: Collection[str]) -> list[str]:
-    """Let something that has no weight stand in for layers of a model, as in an artifact; the list of those whose weight is asked for."""
+    """Replace layers of a model by stand-ins without a weight, as in an artifact; the list of those whose weight is then asked for."""
     read: list[str] = []
     for name in names:
         model.set_submodule(name, _Packed(name, model.get_submodule(name), read))

@@ -1,4 +1,4 @@
-"""Calibration of routed experts: which tokens each reads, and what is done with those that the text sends too few."""
+"""Calibration of routed experts: the tokens that each reads, and the treatment of experts that read too few."""
 
 from __future__ import annotations
 

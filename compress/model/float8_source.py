@@ -55,7 +55,7 @@ def open_checkpoint(path: str | Path | Checkpoint) -> Checkpoint:
 
 
 class Float8Checkpoint(Checkpoint):
-    """A checkpoint whose float8 weights are read as what they stand for.
+    """A checkpoint whose float8 weights are read as floats, multiplied by their scales.
 
     Attributes:
         folded: {tensor of the files that is not among the names: why}.

@@ -19,9 +19,9 @@ SEEN_BY_ALL = (
 
 
 class HiddenStates:
-    """`count` tensors `[b, s, hidden]`. `spill` names a directory to keep them in instead of memory.
+    """`count` tensors `[b, s, hidden]`, in memory or in the directory `spill`.
 
-    Of several processes that share a pass (`share`) each puts and gets its own; all persist together, into one directory.
+    Of several processes that share a pass (`team`) each puts and gets its own; all persist together, into one directory.
 
     On disk there are always two generations: `get` reads the committed one and `put` writes the next, which `persist` commits.
     In memory `put` replaces at once. So what a resume starts from is never written over.

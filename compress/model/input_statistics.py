@@ -1,7 +1,7 @@
 """Calibration statistics of the linear layers of one block, one collection for each distinct input.
 
-q/k/v (and gate/up) read the same tensor, so they share one Hessian. Who shares is observed, not looked up in a table: the
-layers of a group are those that were handed the very same tensor.
+q/k/v (and gate/up) read the same tensor, so they share one Hessian. Groups are observed, not looked up in a table: the layers of a group
+are those that were given the very same tensor.
 """
 
 from __future__ import annotations
@@ -117,6 +117,6 @@ def collect(
 
 
 def _expert(block: nn.Module, group: InputGroup) -> Expert | None:
-    """The expert whose layers a group is made of, which knows the tokens that it was sent."""
+    """The expert that the layers of a group belong to, which knows the tokens that were routed to it."""
     place = expert_of(block, group.members[0])
     return None if place is None else block.get_submodule(f"{place[0]}.{place[1]}")  # type: ignore[return-value]

@@ -44,7 +44,7 @@ class Stack:
 
 @dataclass
 class Handover:
-    """What the blocks of a stack return: `extras` follow the hidden states in a tuple (or list); None: the hidden states alone, no tuple.
+    """Return value of the blocks of a stack: `extras` follow the hidden states in a tuple (or list); None: no tuple.
 
     T5 computes the bias of relative positions in the first block, and each block hands it on to the next.
     """
@@ -58,12 +58,12 @@ class Handover:
 
     @property
     def depends_on_batch(self) -> bool:
-        """Whether something is handed over that another batch would have otherwise."""
+        """Whether something is passed on that differs from batch to batch."""
         return any(value is not None for value in self.extras or ())
 
 
 class Recorder(nn.Module):
-    """Stands in for a block: tells `sink` how it was called, and hands on its hidden states (or `instead`) unchanged.
+    """Stand-in for a block: passes its arguments to `sink`, and returns its hidden states (or `instead`) unchanged.
 
     Args:
         handover: what it returns beside them; shared by the recorders of a stack.

@@ -1,4 +1,4 @@
-"""Stage face: what a room of stages offers (`StageRoom`), and one stage that has been held against its model (`Job`).
+"""Interface of stages: a room of stages (`StageRoom`), and one stage that has been checked against its model (`Job`).
 
 Running a recipe (`compress.run`) speaks to stages through these alone. A room derives both classes; what it does not
 need it inherits.
@@ -51,7 +51,7 @@ class Store:
         work: directory for what an interrupted call continues from.
         directory: of the run.
         apply: runs another recipe.
-        spill: hidden states are held in files.
+        spill: hidden states are in files.
         team: the processes of the run; this is the main one.
         compressed: the model that comes in with its layers compressed, for jobs of a room with `settles_layers`; None: none are.
     """
@@ -114,7 +114,7 @@ class Job:
         return Footprint()
 
     def describe(self) -> str:
-        """What will be done, for people: "ffn 1024 -> 768 channels by obs"."""
+        """Summary for people: "ffn 1024 -> 768 channels by obs"."""
         return f"{self.stage.kind} by {self.stage.method}"
 
     def warnings(self, context: Context, size: int) -> list[str]:
@@ -145,7 +145,7 @@ class Job:
         return True
 
     def run(self, context: Context, store: Store, reporter: Reporter) -> dict[str, Any]:
-        """Do it.
+        """Run the stage.
 
         Args:
             context: of the model that comes in; of phase "artifact": of the model that was compressed.
@@ -204,7 +204,7 @@ class StageRoom(StageKind):
         return self.name
 
     def check(self, context: Context, stage: Stage) -> Job:
-        """Hold a stage against its model, whose weights need not be there.
+        """Check a stage against its model, whose weights need not be there.
 
         Raises:
             RequestError: with file and line, where it cannot be carried out.

@@ -4,8 +4,8 @@
 no architecture: the embedding part runs once with every block replaced by a recorder, which yields the hidden states that
 enter block 0 and the keyword arguments (masks, rotary tables) that each block is called with.
 
-What goes from block to block is a state `[b, n, hidden]`: the hidden states; in the decoder of an encoder-decoder the encoder's
-output follows behind them. What a row of integers means to a model, `compress.model.inputs` says.
+From block to block goes a state `[b, n, hidden]`: the hidden states, followed in the decoder of an encoder-decoder by the encoder's
+output. `compress.model.inputs` defines what a row of integers means to a model.
 """
 
 from __future__ import annotations

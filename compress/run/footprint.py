@@ -1,4 +1,4 @@
-"""Footprint of a whole run: the most of what its stages take one after the other, and the time of all of them."""
+"""Footprint of a whole run: the peak memory of its stages, which run one after the other, and the time of all of them."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Helper processes of a run: what all processes but the main one do where a launcher has started several.
+"""Helper processes of a run: all but the main one where a launcher has started several.
 
-They take part in what stages share (passes over blocks, training); everything else is the main process's alone. Before
-each it tells all of them what to do, and where; when there is no more it says so, also where the run failed.
+They take part in passes over blocks and in training; everything else is the main process's alone. It sends them each task, and
+tells them when there are no more, also where the run failed.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from compress.run.session import recipe_digest
 from compress.weights.compatibility import foreign_layers
 from compress.weights.plan import WeightPlan
 from runtime.checkpoint.artifact import SCHEMA_VERSION
+from runtime.checkpoint.checkpoint import Checkpoint
 from runtime.errors import ArtifactError
 from runtime.formats.quantization_config import build, entry_from_dict
 from runtime.system.lock import LOCK
@@ -93,8 +94,7 @@ def write_manifest(
     done = records(context, directory)
     tensors = {name: entry for record in done for name, entry in record["tensors"].items()}
     for name, reason in context.streamed.checkpoint.dropped.items():
-        size = context.checkpoint.nbytes(name)
-        tensors[name] = {"action": "dropped", "stored_as": [], "bytes_before": size, "bytes_after": 0, "reason": reason}
+        tensors[name] = _dropped(context.checkpoint, name, reason)
     for name, stored in context.streamed.checkpoint.renamed.items():
         tensors[name]["source_name"] = stored
     _account_for_cuts(context, tensors)
@@ -138,6 +138,11 @@ def write_manifest(
     return manifest
 
 
+def _dropped(source: Checkpoint, name: str, reason: str) -> dict[str, Any]:
+    size = source.nbytes(name)
+    return {"action": "dropped", "stored_as": [], "bytes_before": size, "bytes_after": 0, "reason": reason}
+
+
 def _account_for_cuts(context: Context, tensors: dict[str, Any]) -> None:
     """What stages before have cut out of tensors of the source, or removed whole."""
     if context.source is None:
@@ -145,10 +150,7 @@ def _account_for_cuts(context: Context, tensors: dict[str, Any]) -> None:
     source = context.reference.checkpoint
     for name in [*source.names(), *source.dropped]:
         if name not in tensors:
-            reason = source.dropped.get(name, "removed by an earlier stage")
-            tensors[name] = {
-                "action": "dropped", "stored_as": [], "bytes_before": source.nbytes(name), "bytes_after": 0, "reason": reason,
-            }  # fmt: skip
+            tensors[name] = _dropped(source, name, source.dropped.get(name, "removed by an earlier stage"))
         elif source.nbytes(name) != tensors[name]["bytes_before"] and tensors[name]["bytes_before"]:
             tensors[name]["bytes_before"] = source.nbytes(name)
             tensors[name]["cut"] = list(source.shape(name))

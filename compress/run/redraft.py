@@ -1,7 +1,7 @@
-"""`compress draft`: the draft of an artifact that is finished, made or made anew, by one process or several.
+"""Draft of a finished artifact, made or replaced by `compress draft`, in one process or several.
 
-The draft that is there stays valid until the manifest, which is written last of all, names the new one: it is written beside it, into the
-other one of two directories.
+The present draft stays valid until the manifest, which is written last, names the new one; the new one is written into the other of two
+directories.
 """
 
 from __future__ import annotations

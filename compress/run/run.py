@@ -72,7 +72,7 @@ def apply(
         with asking(team, path), team.working():
             clock = _Clock()
             directory = RunDirectory(path, resume, overwrite)
-            if not resume:  # what is there decides alone: refused before a model is read
+            if not resume:  # refused before a model is read
                 directory.inspect({})
             session = Session.open(recipe, str(team.device(choose_device(device))))
             return _accept(_apply(session, directory, max_memory, quiet, team, clock))
@@ -144,7 +144,7 @@ class _Run:
     clock: _Clock
 
     def run(self, own: dict[str, Any]) -> tuple[dict[str, Any], int]:
-        """All that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
+        """Run all that is not done; the manifest, and the most memory that a process has taken. `own`: identity of the run."""
         directory, reporter, clock = self.store.directory, self.reporter, self.clock
         if self.session.before:
             self._make_models()
@@ -200,7 +200,7 @@ class _Run:
         if recipe is None:
             return None
         before = store.work / "compressed"
-        if not (before / WORK).is_dir():  # what is left of one that was being removed
+        if not (before / WORK).is_dir():  # the remains of one whose removal was interrupted
             remove(before)
         weights = state.weights(recipe, self.session.device)
         context = weights.weights.context
@@ -214,13 +214,13 @@ class _Run:
         return Compressed(before, [layer for record in records(context, own) for layer in record["layers"]])
 
     def _forget_damaged(self) -> None:
-        """Where the checkpoint that is to be gone on from is damaged, so that those before it (whose own are gone) begin anew."""
+        """Forget the passes whose checkpoint is damaged, and those before them, whose checkpoints are gone."""
         directory, before = self.store.directory, self.session.before
         parts = [_part(number) for number in range(len(before))]
         done = next((number for number, part in enumerate(parts) if directory.record(part) is None), len(parts))
         while done and not directory.whole(parts[done - 1], directory.work / parts[done - 1]):
             done -= 1
-            directory.warn(f"what {parts[done]} ({before[done].stage.kind}) has made is damaged: it is made again")
+            directory.warn(f"the checkpoint of {parts[done]} ({before[done].stage.kind}) is damaged: it is made again")
             directory.forget(parts[done])
             remove(directory.work / parts[done])
 
@@ -268,7 +268,7 @@ class _Clock:
     _last: float = field(default_factory=time.monotonic)
 
     def lap(self, phase: str) -> None:
-        """The time since the last one belongs to this phase, which may have had some before."""
+        """Add the time since the last call to a phase."""
         now = time.monotonic()
         self.seconds[phase] = round(self.seconds.get(phase, 0.0) + now - self._last, 3)
         self._last = now

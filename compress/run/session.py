@@ -1,7 +1,7 @@
-"""Session of a run: every stage of a recipe held against the model that it will find, before anything is computed.
+"""Session of a run: every stage of a recipe checked against the model that it will find, before anything is computed.
 
-Stages of phase "model" make a new checkpoint each. As long as they have not run, checkpoints of zeros stand in for what
-they make, so that what comes after is checked against the shapes that it will find.
+Stages of phase "model" make a new checkpoint each. As long as they have not run, checkpoints of zeros stand in for
+the ones they make, so that what comes after is checked against the shapes that it will find.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class Session:
         return cls._settled(recipe, device, tuple(jobs), state, room)
 
     def reopened(self, state: ModelState) -> Session:
-        """The session of what `before` has made; its bounds are kept."""
+        """The session of the model that `before` has made, with the same bounds."""
         found = Session._settled(self.recipe, self.device, self.before, state)
         found.context.bind(self.context.bounds)
         return found

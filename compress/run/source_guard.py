@@ -1,7 +1,7 @@
-"""Guard of the source files: a checkpoint that changes during a run would be mixed with another.
+"""Guard of the source files against changes during a run, which would mix two checkpoints.
 
-A fingerprint looks at samples of large files. What a run goes on with is held to more: the SHA-256 of every file, which is computed when
-the run begins, and again on a resume for files whose size or time of change is another.
+A fingerprint reads samples of large files. A run that is resumed is checked by more: the SHA-256 of every file, computed when the run
+begins, and again on a resume for files whose size or modification time has changed.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _AT_ONCE = 2
 def check_source_files(work: Path, checkpoint: Checkpoint) -> None:
     """Note the source's files in a run's work directory, or hold them against what was noted.
 
-    A note that is damaged is made again: then the fingerprint alone has told that the source is the same.
+    A damaged note is written again; then only the fingerprint has shown that the source is the same.
 
     Raises:
         RequestError: a file is another than when the run began.

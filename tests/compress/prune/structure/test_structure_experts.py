@@ -119,7 +119,7 @@ def test_sizes_that_are_not_said() -> None:
     with pytest.raises(RequestError, match="16 experts in 3 groups of which it picks 1: no whole groups"):
         size_of(uneven, "experts")
     config = AutoConfig.for_model("mixtral", **SMALL, num_local_experts=8)
-    with pytest.raises(RequestError, match="experts that are kept: 2 to 8, not 1"):
+    with pytest.raises(RequestError, match="2 to 8"):
         resized(config, "experts", 1)
     assert active_experts(config) == 2
 

@@ -161,9 +161,9 @@ class Team:
             except BaseException as error:
                 self._tell(error)
                 raise
-            self.agreed(None)
+            self.broadcast(None)
             return
-        failure: str | None = self.agreed(None)
+        failure: str | None = self.broadcast(None)
         if failure is not None:
             self.meet()
             self._apart = True
@@ -187,20 +187,16 @@ class Team:
                 raise CompressError(self._gone) from error
             raise
 
-    def agreed(self, value: Value) -> Value:
-        """The main process's value, in all of them: kernels may round differently from process to process."""
-        return self.told(value, 0)
-
-    def told(self, value: Value, rank: int) -> Value:
-        """The value of the process `rank`, in all of them."""
+    def broadcast(self, value: Value, rank: int = 0) -> Value:
+        """The value of one process, the main one by default, in all of them: kernels may round differently from process to process."""
         if self.accelerator is None or self.size == 1 or self._apart:
             return value
         from accelerate.utils import broadcast_object_list
 
         self._sharing = True
-        held: list[Any] = [value]
-        broadcast_object_list(held, from_process=rank)
-        return held[0]  # type: ignore[no-any-return]
+        values: list[Any] = [value]
+        broadcast_object_list(values, from_process=rank)
+        return values[0]  # type: ignore[no-any-return]
 
     def meet(self) -> None:
         """Wait until all are here."""
@@ -249,7 +245,7 @@ class Team:
 
     def exchange(self, value: Value | None, owner: int) -> Value:
         """The value of process `owner` (the others give None), in all of them."""
-        found = self.told(value, owner)
+        found = self.broadcast(value, owner)
         if found is None:
             raise CompressError(
                 f"process {owner} has not solved its layers of a block; this is a bug, nothing was written"
@@ -258,7 +254,7 @@ class Team:
 
     def check_same(self, what: str, found: Any) -> None:
         """CompressError, in all, where the processes have come to different results of what each computes for itself."""
-        every = [self.told(found if self.rank == rank else None, rank) for rank in range(self.size)]
+        every = [self.broadcast(found if self.rank == rank else None, rank) for rank in range(self.size)]
         if any(other != every[0] for other in every):
             raise CompressError(
                 f"the {self.size} processes do not agree on {what}; run them on machines of one kind with one version of everything, or "
@@ -276,7 +272,7 @@ class Team:
         """The main process tells the others, which wait for their turn, why it does not come."""
         text = str(error).strip() or type(error).__name__
         with suppress(RuntimeError):  # they may be gone already
-            self.agreed(text)
+            self.broadcast(text)
             self.meet()  # a process that is gone before the others have heard it would abort them
         self._apart = True
 

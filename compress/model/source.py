@@ -114,7 +114,7 @@ def find_converted(
 
 
 @dataclass(frozen=True)
-class Piece:
+class ExpertTensor:
     """Where a tensor of one expert is.
 
     Attributes:
@@ -167,7 +167,7 @@ def _matrices(model: PreTrainedModel) -> Iterator[tuple[str, str, Layout, str, b
                     yield f"{home}.{module.layout.home(projection, bias)}", home, module.layout, projection, bias
 
 
-def _find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> dict[str, Piece]:
+def _find_expert_tensors(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> dict[str, ExpertTensor]:
     """{the model's name: where it is} of the tensors of experts that are apart in the model and in one in the files.
 
     Args:
@@ -176,7 +176,7 @@ def _find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> di
     Raises:
         ArtifactError: a tensor of all experts has another shape than config.json says.
     """
-    found: dict[str, Piece] = {}
+    found: dict[str, ExpertTensor] = {}
     for whole, home, layout, projection, bias in _matrices(model):
         if whole not in named:
             continue
@@ -187,7 +187,7 @@ def _find_pieces(model: PreTrainedModel, named: Mapping[str, TensorEntry]) -> di
             )
         for number in range(layout.count):
             own = f"{home}.{number}.{projection}.{'bias' if bias else 'weight'}"
-            found[own] = Piece(whole, stored, layout, number, projection, bias)
+            found[own] = ExpertTensor(whole, stored, layout, number, projection, bias)
     return found
 
 
@@ -199,7 +199,7 @@ class SourceCheckpoint(Checkpoint):
 
     Attributes:
         renamed: {the model's name: the name in the files} where the two differ; of a tensor that the files hold in parts, the first.
-        pieces: {the model's name: where it is} of tensors of single experts that the files hold in one.
+        expert_tensors: {the model's name: where it is} of tensors of single experts that the files hold in one.
         converted: {the model's name: how it is made} of tensors that the files hold in parts (experts one by one).
         dropped: {name: why} of tensors that no artifact needs.
 
@@ -219,12 +219,12 @@ class SourceCheckpoint(Checkpoint):
             if name not in back and (place := self._published.place(name)) in wholes:
                 back[name] = place
         named = {back.get(name, name): checkpoint.entry(name) for name in checkpoint.names()}
-        self.pieces = _find_pieces(model, named)
-        for name in {piece.whole for piece in self.pieces.values()}:
+        self.expert_tensors = _find_expert_tensors(model, named)
+        for name in {part.whole for part in self.expert_tensors.values()}:
             del named[name]
-        for name, piece in self.pieces.items():
-            named[name] = piece.entry(name)
-            self.renamed[name] = piece.source.name
+        for name, part in self.expert_tensors.items():
+            named[name] = part.entry(name)
+            self.renamed[name] = part.source.name
         if not set(places) - _shared(model) <= named.keys() and not set(named) <= set(places):
             self._convert(model, places, named)
         self._tensors = dict(sorted(named.items()))
@@ -258,8 +258,8 @@ class SourceCheckpoint(Checkpoint):
 
     def get(self, name: str) -> torch.Tensor:
         """One tensor, put together where the files hold it in parts, or taken out of theirs; see `Checkpoint.get`."""
-        if name in self.pieces:
-            return self.pieces[name].read(self._files)
+        if name in self.expert_tensors:
+            return self.expert_tensors[name].read(self._files)
         made = self.converted.get(name)
         return self._files.get(self.entry(name).name) if made is None else made.build(self._files.get)
 
@@ -268,15 +268,15 @@ class SourceCheckpoint(Checkpoint):
         return self.entry(name).nbytes if self.has(name) else self._files.nbytes(name)
 
     def whole(self, name: str) -> torch.Tensor:
-        """What the files hold in one of which tensor `name` is a piece."""
-        return self._files.get(self.pieces[name].source.name)
+        """What the files hold in one of which tensor `name` is a part."""
+        return self._files.get(self.expert_tensors[name].source.name)
 
     # ---------------------------------------------------------------- what artifacts call them
     def published(self, name: str) -> str:
         """What an artifact calls a tensor of the model: as the files do where transformers knows that name."""
         stored = self.renamed.get(name)
-        if name in self.pieces:
-            return self.pieces[name].published
+        if name in self.expert_tensors:
+            return self.expert_tensors[name].published
         if stored is None or name in self.converted:
             return name
         return stored if self._published.place(stored) == name else name

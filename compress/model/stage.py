@@ -66,7 +66,7 @@ class Store:
 
     def ask(self, kind: str, task: Mapping[str, Any]) -> None:
         """Let every other process call `StageRoom.assist` of a kind with this task."""
-        self.team.agreed({"kind": kind, "task": dict(task)})
+        self.team.broadcast({"kind": kind, "task": dict(task)})
 
 
 @dataclass(frozen=True)

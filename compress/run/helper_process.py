@@ -29,7 +29,7 @@ def asking(team: Team, output: Path) -> Iterator[None]:
         done["complete"] = str(output.absolute())
         raise
     finally:
-        team.agreed(done)
+        team.broadcast(done)
         team.meet()  # a process that is gone before the others have heard it would abort them
 
 
@@ -41,7 +41,7 @@ def assist(recipe: Recipe, device: str, team: Team) -> Path:
     """
     where = str(team.device(choose_device(device)))
     nothing: dict[str, Any] = {}
-    while "complete" not in (asked := team.agreed(nothing)):
+    while "complete" not in (asked := team.broadcast(nothing)):
         KINDS[asked["kind"]].assist(recipe, asked["task"], where, team)
     team.meet()
     if asked["complete"] is None:

@@ -45,8 +45,8 @@ def write_metadata(weights: WeightPlan, directory: RunDirectory) -> None:
     config = dict(context.checkpoint.config)
     if entries:
         name = context.streamed.checkpoint.published_module
-        model, pieces = context.streamed.model, context.streamed.checkpoint.pieces
-        foreign = {name(module) for module in foreign_layers(model, entries, pieces)}
+        model, parts = context.streamed.model, context.streamed.checkpoint.expert_tensors
+        foreign = {name(module) for module in foreign_layers(model, entries, parts)}
         entries = {name(module): entry for module, entry in entries.items()}
         # Classes of models among them that do more than multiply (routers): as "Linear" compressed-tensors would mean them too.
         linear = {name(n): n for n, module in model.named_modules() if isinstance(module, nn.Linear)}

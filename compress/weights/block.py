@@ -177,7 +177,7 @@ class BlockJob:
         try:
             inputs = [groups[i] for i in transformed]
             places = find_folds(self.block, inputs, all_groups, lambda: self.small_forward(torch.float32))
-            places = self.team.agreed(places)
+            places = self.team.broadcast(places)
         finally:
             self.block.to(self.dtype)
         for name, module in self.block.named_modules():
@@ -189,7 +189,7 @@ class BlockJob:
             lead = tasks[next(n for n in groups[position].members if tasks[n].transform is not None)]
             weights = [self._scaled[n] for n in place.consumers]
             wanted = lead.transform(weights, statistics[position], lead.scheme, lead.quantize)
-            columns = fold(self.block, place, self.team.agreed(place.shared(wanted)), self._scaled)
+            columns = fold(self.block, place, self.team.broadcast(place.shared(wanted)), self._scaled)
             statistics[position] = statistics[position].scaled(columns)
             self.result.scaled |= {place.producer, *place.consumers}
             folded.add(position)

@@ -196,7 +196,7 @@ def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable
     ids, mask = job.batches[0]
     shared = None
     if job.team.size > 1:
-        shared = job.team.agreed(states.get(0)[:1].cpu() if job.team.is_main else None)
+        shared = job.team.broadcast(states.get(0)[:1].cpu() if job.team.is_main else None)
     batch = (ids[:1], mask[:1] if mask is not None else None)
     job.streamed.block_kwargs(batch, index)  # now, since finding them may run the block, which hooks may watch later
 

@@ -87,10 +87,10 @@ def _wholes(
     """{tensor of an expert: the one of all experts that is copied in its stead}, where no expert of a layer has changed."""
     touched = {name.rpartition(".")[0] for name in changed} | layers.keys()
     homes: dict[str, bool] = {}
-    for name in source.pieces.keys() & set(names):
-        home = source.pieces[name].home
+    for name in source.expert_tensors.keys() & set(names):
+        home = source.expert_tensors[name].home
         homes[home] = homes.get(home, True) and name.rpartition(".")[0] not in touched
-    pieces = {name: source.pieces[name] for name in names if name in source.pieces}
+    pieces = {name: source.expert_tensors[name] for name in names if name in source.expert_tensors}
     return {name: piece.source.name for name, piece in pieces.items() if homes[piece.home]}
 
 

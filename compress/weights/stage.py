@@ -177,7 +177,7 @@ def _highest_peak(team: Team) -> int:
     from runtime.system.memory import peak_bytes
 
     own = peak_bytes()
-    return max(team.told(own, rank) for rank in range(team.size))
+    return max(team.broadcast(own, rank) for rank in range(team.size))
 
 
 PRUNE, QUANTIZE = Prune(), Quantize()

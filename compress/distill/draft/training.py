@@ -165,7 +165,7 @@ class DraftTraining:
         if most is None:
             return None
         counted = vocab_trim.expected_counts(self.teacher, TextRows(self.split()[0]))
-        kept = self.team.agreed(vocab_trim.choose(counted, most, self.teacher.ends))
+        kept = self.team.broadcast(vocab_trim.choose(counted, most, self.teacher.ends))
         self.facts["vocabulary"] = {
             "tokens": len(kept), "of": self.teacher.vocabulary, "coverage": vocab_trim.coverage(counted, kept),
         }  # fmt: skip

@@ -123,16 +123,15 @@ class PartialModel:
         install: Callable[[nn.Module], None] | None = None,
         loaded: Callable[[nn.Module, Callable[[str], bool] | None], AbstractContextManager[None]] | None = None,
         dtype: torch.dtype | None = None,
-        trust_remote_code: bool = False,
         apart: bool = False,
     ) -> None:
         bound_kernel_caches()
         self.device = torch.device(device)
-        self.config = read_config(checkpoint.path, trust_remote_code)
+        self.config = read_config(checkpoint.path)
         self.kind = model_kind(self.config)
         self.dtype = dtype or main_dtype(checkpoint)
         self._loaded = loaded
-        self.model = build_skeleton(self.config, self.dtype, trust_remote_code, checkpoint.names())
+        self.model = build_skeleton(self.config, self.dtype, stored=checkpoint.names())
         if install is not None:
             install(self.model)
         if apart:

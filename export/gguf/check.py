@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import unicodedata
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -154,16 +155,14 @@ def read_back(path: Path, job: Job, tensors: list[Planned]) -> dict[str, Any]:
     worst = 0.0
     for tensor in tensors:
         stored = found[tensor.name]
-        if stored.tensor_type.name != tensor.type or tuple(int(n) for n in reversed(stored.shape)) != tuple(
-            tensor.shape
-        ):
+        shape = tuple(int(size) for size in reversed(stored.shape))
+        if (stored.tensor_type.name, shape) != (tensor.type, tuple(tensor.shape)):
             raise CompressError(f"{tensor.name} was read back as {stored.tensor_type.name} of {stored.shape.tolist()}")
         error = _error(job.source, tensor, stored.data)
         recorded = job.losses.get(tensor.module or tensor.parameter, 0.0)
         if error > recorded * (1 + 1e-6):
-            raise CompressError(
-                f"{tensor.name} is {error:.3g} away from the artifact's {tensor.parameter}, allowed {recorded:.3g}"
-            )
+            away = f"{error:.3g} away from the artifact's {tensor.parameter}"
+            raise CompressError(f"{tensor.name} is {away}, allowed {recorded:.3g}")
         exact, rounded = exact + (error == 0), rounded + (error > 0)
         weights += stored.n_elements if error == 0 else 0
         worst = max(worst, error)
@@ -173,33 +172,22 @@ def read_back(path: Path, job: Job, tensors: list[Planned]) -> dict[str, Any]:
 
 def _error(source: Source, tensor: Planned, data: Any) -> float:
     """||W' - W|| / ||W|| of a stored tensor; 0 exactly where every value is the artifact's."""
-    order = None if tensor.heads is None else families.permuted_rows(tensor.shape[0], tensor.heads)
-    changed = total = 0.0
-    wanted = _wanted(source, tensor)
-    if order is not None:
-        wanted = wanted[order]
-    rows = data.reshape(tensor.shape[0], -1)
-    for start in range(0, tensor.shape[0], _ROWS):
-        value = _dequantized(rows[start : start + _ROWS], tensor)
-        reference = wanted[start : start + _ROWS].float().view(value.shape)
-        if not torch.equal(value, reference):
-            changed += float((value - reference).double().square().sum())
-        total += float(reference.double().square().sum())
-    return (changed / total) ** 0.5 if total else float(changed > 0)
+    wanted, rows = _wanted(source, tensor), data.reshape(tensor.shape[0], -1)
+    if tensor.heads is not None:
+        wanted = wanted[families.permuted_rows(tensor.shape[0], tensor.heads)]
+
+    def parts() -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for start in range(0, tensor.shape[0], _ROWS):
+            # a copy: the reader's arrays are the file itself
+            raw = torch.from_numpy(numpy.array(rows[start : start + _ROWS]).view(numpy.uint8))
+            yield wanted[start : start + _ROWS].float(), writer.decode(raw, tensor.type)
+
+    return writer.loss(parts())
 
 
 def _wanted(source: Source, tensor: Planned) -> torch.Tensor:
     """The artifact's values, `tensor.shape`, in a dtype that holds them."""
     if tensor.module is None:
         return source.dense(tensor.parameter)
-    weight = source.weight(tensor.module)
-    if tensor.type in DENSE_BYTES and tensor.exact:
-        return torch.cat([value.to(writer.DTYPES[tensor.type]) for _, value in grids.values(weight)])
-    return torch.cat([value for _, value in grids.values(weight)])
-
-
-def _dequantized(data: Any, tensor: Planned) -> torch.Tensor:
-    raw = torch.from_numpy(numpy.array(data).view(numpy.uint8))  # a copy: the reader's arrays are the file itself
-    if tensor.type in writer.DTYPES:
-        return raw.view(writer.DTYPES[tensor.type]).float()
-    return writer.decode(raw, tensor.type)
+    dtype = writer.DTYPES[tensor.type] if tensor.type in DENSE_BYTES and tensor.exact else torch.float32
+    return torch.cat([value.to(dtype) for _, value in grids.values(source.weight(tensor.module))])

@@ -15,10 +15,11 @@ them exactly; Q4_1 holds them where the smallest value of each group, `-(z + 8) 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
+from export.source import in_float32
 from runtime.formats.scheme import CompressedWeight, GridScheme
 
 BLOCK = 32
@@ -29,9 +30,8 @@ _SLICE = 1 << 22  # weights laid out at once
 
 def aligned(scheme: GridScheme, columns: int) -> bool:
     """Every block of 32 lies inside one group."""
-    return scheme.strategy != "group" or scheme.group_size is None or not (scheme.group_size % BLOCK) or (
-        scheme.group_size >= columns
-    )  # fmt: skip
+    size = scheme.group_size if scheme.strategy == "group" else None
+    return size is None or size % BLOCK == 0 or size >= columns
 
 
 def block_type(scheme: GridScheme) -> str:
@@ -79,19 +79,15 @@ class Slice:
 
 def slices(weight: CompressedWeight) -> Iterator[Slice]:
     """The weight in slices of rows, its scale and zero point repeated for each block of 32 (int grids, `aligned`)."""
-    scheme = weight.scheme.grid
-    assert scheme is not None
-    assert weight.scale is not None
+    scheme, stored = weight.on_grid
     rows, columns = weight.values.shape
-    scale = weight.scale.float()
+    scale = stored.float()
     zero = torch.zeros_like(scale) if weight.zero_point is None else weight.zero_point.float()
     if scheme.strategy == "tensor":
         scale, zero = scale.reshape(1, 1).expand(rows, 1), zero.reshape(1, 1).expand(rows, 1)
     group = scheme.group_size if scheme.strategy == "group" and scheme.group_size else columns
     of_block = torch.arange(0, columns, BLOCK) // group
-    step = max(1, _SLICE // columns)
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
+    for part in _parts(weight):
         d, z = scale[part][:, of_block], zero[part][:, of_block]
         folded = weight.values[part].to(torch.int16) - z.to(torch.int16).repeat_interleave(BLOCK, 1)
         yield Slice(part, folded, d, z)
@@ -132,24 +128,18 @@ def pack(weight: CompressedWeight, kind: str) -> torch.Tensor:
 
 def values(weight: CompressedWeight) -> Iterator[tuple[slice, torch.Tensor]]:
     """(rows, float32 `[n, columns]`): `(q - z) * scale`, not rounded to the model's dtype. Any grid, and float values."""
+    grid = weight.scheme.grid
+    shared = grid is None or grid.strategy == "tensor"
+    for part in _parts(weight):
+        scale, zero = (value if value is None or shared else value[part] for value in (weight.scale, weight.zero_point))
+        yield part, in_float32(replace(weight, values=weight.values[part], scale=scale, zero_point=zero, mask=None))
+
+
+def _parts(weight: CompressedWeight) -> Iterator[slice]:
+    """Rows that are laid out at once."""
     rows, columns = weight.values.shape
-    scheme = weight.scheme.grid
     step = max(1, _SLICE // max(1, columns))
-    for start in range(0, rows, step):
-        part = slice(start, min(start + step, rows))
-        shared = scheme is not None and scheme.strategy == "tensor"
-        scale, zero = weight.scale, weight.zero_point
-        yield (
-            part,
-            CompressedWeight(
-                weight.values[part],
-                None if scale is None else (scale if shared else scale[part]).float(),
-                None if zero is None else (zero if shared else zero[part]),
-                None,
-                weight.scheme,
-                torch.float32,
-            ).dequantize(),
-        )
+    return (slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _half(value: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import ctypes
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -62,33 +61,23 @@ class Model:
     def __enter__(self) -> Model:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._c.llama_batch_free(self._batch)
         self._c.llama_free(self._context)
         self._c.llama_model_free(self._model)
 
     def logits(self, ids: torch.Tensor) -> torch.Tensor:
         """Float32 `[batch, seq, vocab]` of ids `[batch, seq]`."""
-        rows = []
-        for row in ids.tolist():
-            self._clear()
-            rows.append(self._feed(row, 0, every=True))
-        return torch.stack(rows)
+        return torch.stack([self._feed(row, 0, every=True) for row in ids.tolist()])
 
     def generate(self, prompts: list[list[int]], count: int) -> list[list[int]]:
         """`count` greedy tokens after each prompt, through the cache."""
         answers = []
         for prompt in prompts:
-            self._clear()
-            last = self._feed(prompt, 0)
-            answer: list[int] = []
-            while True:
-                answer.append(int(last[-1].argmax()))
-                if len(answer) == count:
-                    break
+            answer = [int(self._feed(prompt, 0)[-1].argmax())]
+            while len(answer) < count:
                 last = self._feed(answer[-1:], len(prompt) + len(answer) - 1)
+                answer.append(int(last[-1].argmax()))
             answers.append(answer)
         return answers
 
@@ -102,11 +91,10 @@ class Model:
             raise CompressError("llama.cpp could not tokenize the test text")
         return list(ids[:count])
 
-    def _clear(self) -> None:
-        self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
-
     def _feed(self, ids: list[int], start: int, every: bool = False) -> torch.Tensor:
-        """Logits `[n, vocab]` of every new position, or `[1, vocab]` of the last one."""
+        """Logits `[n, vocab]` of every new position, or `[1, vocab]` of the last one; a new sequence begins at 0."""
+        if start == 0:
+            self._c.llama_memory_clear(self._c.llama_get_memory(self._context), True)
         if start + len(ids) > self._limit:
             raise CompressError(f"{start + len(ids)} tokens do not fit into a context of {self._limit}")
         batch = self._batch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -10,8 +10,8 @@ import torch
 
 from export.gguf import families, grids
 from export.gguf.options import GgufOptions
-from export.source import Source
-from export.target import Conversion
+from export.source import Source, dtype_name
+from export.target import Conversion, merged
 from runtime import formats
 from runtime.errors import RequestError
 from runtime.formats.scheme import GridScheme, Scheme
@@ -51,12 +51,9 @@ class Planned:
 
     @property
     def bytes(self) -> int:
-        count = 1
-        for size in self.shape:
-            count *= size
-        if self.type in DENSE_BYTES:
-            return count * DENSE_BYTES[self.type]
-        return count // grids.BLOCK * grids.BYTES[self.type]
+        count = math.prod(self.shape)
+        dense = DENSE_BYTES.get(self.type)
+        return count // grids.BLOCK * grids.BYTES[self.type] if dense is None else count * dense
 
 
 def plan(source: Source, options: GgufOptions) -> list[Planned]:
@@ -83,16 +80,14 @@ def why_not(source: Source, options: GgufOptions) -> str | None:
 
 
 def _plan(source: Source, options: GgufOptions) -> Iterator[Planned]:
-    checkpoint, stored = source.artifact.checkpoint, _bytes_of_modules(source)
+    checkpoint = source.artifact.checkpoint
     for parameter, name in families.names(source).items():
         assert name is not None  # families.why_not
         heads = families.heads_of(source, name)
         module = parameter.rpartition(".")[0]
         if module in source.entries and parameter.endswith(".weight"):
-            kind, why, exact, anew = _compressed(source, module, options)
-            yield Planned(
-                name, parameter, module, source.shapes[module], kind, heads, why, exact, anew, stored.get(module, 0)
-            )
+            found, before = _compressed(source, module, options), source.module_bytes(module)
+            yield Planned(name, parameter, module, source.shapes[module], found[0], heads, *found[1:], before)
             continue
         if not checkpoint.has(parameter):
             continue  # tied: llama.cpp takes the embedding where there is no output.weight
@@ -126,19 +121,15 @@ def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str,
     scheme, columns = source.entries[module].scheme, source.shapes[module][1]
     weights, dense = scheme.grid, _dense_type(options, source.dtype)
     as_stored = DENSE.get(source.dtype) == dense
-    words = f"dense {dense}" + ("" if as_stored else f", rounded from {source.dtype}".replace("torch.", ""))
+    words = f"dense {dense}" + ("" if as_stored else f", rounded from {dtype_name(source.dtype)}")
     exact = as_stored or dense == "F32"
     if weights is None:
         return dense, f"{scheme.sparsity or 'sparse'} float weights become {words}, zeros stored", exact, False
     grid = _describe(scheme)
     if not _blocked(weights, columns):
         reason = "GGUF has no float8" if weights.type == "float" else "rows are no multiple of 32"
-        return (
-            dense,
-            f"{grid} weights become {words} ({reason}): the values the artifact has in that type",
-            exact,
-            False,
-        )
+        what = f"{grid} weights become {words} ({reason}): the values the artifact has in that type"
+        return dense, what, exact, False
     if not grids.aligned(weights, columns):
         kind = grids.nominal_type(weights)
         return kind, f"{grid} weights in groups of {weights.group_size} are rounded anew to {kind}", False, True
@@ -187,39 +178,34 @@ def grid_of(source: Source, module: str) -> tuple[torch.Tensor, torch.Tensor | N
 
 def conversions(source: Source, tensors: list[Planned]) -> list[Conversion]:
     """What the file has in another way than the artifact, one entry a kind of change."""
-    grouped: dict[tuple[str, bool], list[Planned]] = defaultdict(list)
-    for tensor in tensors:
-        if tensor.module is not None:
-            grouped[tensor.why, tensor.exact].append(tensor)
-        elif tensor.type != DENSE.get(source.artifact.checkpoint.dtype(tensor.parameter)):
-            before = str(source.artifact.checkpoint.dtype(tensor.parameter)).removeprefix("torch.")
-            vector = len(tensor.shape) == 1
-            what = "norms and biases" if vector else "uncompressed matrices"
-            why = ", which llama.cpp computes them in" if vector else ""
-            grouped[f"{what} of {before} become {tensor.type}{why}", tensor.type == "F32"].append(tensor)
-    result = [_conversion(what, exact, members) for (what, exact), members in grouped.items()]
-    turned = [t.parameter for t in tensors if t.heads is not None]
+    result = merged(_changes(source, tensors))
+    turned = tuple(t.parameter for t in tensors if t.heads is not None)
     if turned:
-        result.append(
-            Conversion("rows of q and k are put in the order of llama.cpp's rotary embedding", tuple(turned), bytes=0)
-        )
+        what = "rows of q and k are put in the order of llama.cpp's rotary embedding"
+        result.append(Conversion(what, turned, bytes=0))
     quantized = tuple(m for m, entry in source.entries.items() if entry.scheme.activations is not None)
     if quantized:
-        result.append(
-            Conversion(
-                "inputs of layers are not rounded to the artifact's activation grid, which GGUF cannot say: llama.cpp computes "
-                "with the same weights and activations of its own choice",
-                quantized,
-                bytes=0,
-            )
+        what = (
+            "inputs of layers are not rounded to the artifact's activation grid, which GGUF cannot say: llama.cpp computes "
+            "with the same weights and activations of its own choice"
         )
+        result.append(Conversion(what, quantized, bytes=0))
     return result
 
 
-def _conversion(what: str, exact: bool, members: list[Planned]) -> Conversion:
-    names = tuple(t.module or t.parameter for t in members)
-    grown = sum(t.bytes - t.before for t in members)
-    return Conversion(what, names, exact, grown)
+def _changes(source: Source, tensors: list[Planned]) -> Iterator[Conversion]:
+    for tensor in tensors:
+        grown = tensor.bytes - tensor.before
+        if tensor.module is not None:
+            yield Conversion(tensor.why, (tensor.module,), tensor.exact, grown)
+            continue
+        dtype = source.artifact.checkpoint.dtype(tensor.parameter)
+        if tensor.type != DENSE.get(dtype):
+            vector = len(tensor.shape) == 1
+            what = "norms and biases" if vector else "uncompressed matrices"
+            why = ", which llama.cpp computes them in" if vector else ""
+            what = f"{what} of {dtype_name(dtype)} become {tensor.type}{why}"
+            yield Conversion(what, (tensor.parameter,), tensor.type == "F32", grown)
 
 
 def _describe(scheme: Scheme) -> str:
@@ -233,13 +219,3 @@ def _describe(scheme: Scheme) -> str:
 
 def _dense_type(options: GgufOptions, dtype: torch.dtype) -> str:
     return _DENSE_OPTIONS.get(options.dense) or DENSE.get(dtype, "F32")
-
-
-def _bytes_of_modules(source: Source) -> dict[str, int]:
-    """{module: bytes of its tensors but the bias}."""
-    result: dict[str, int] = defaultdict(int)
-    for name in source.artifact.checkpoint.names():
-        module, _, leaf = name.rpartition(".")
-        if leaf != "bias":
-            result[module] += source.artifact.checkpoint.nbytes(name)
-    return result

@@ -33,22 +33,19 @@ def scores(vocab: Mapping[str, int], merges: Iterable[tuple[str, ...]]) -> tuple
         for i in range(1, len(token))
         if token[:i] in vocab and token[i:] in vocab
     )
-    return {
-        token: -float(rank) for token, rank in first.items()
-    }, together and complete and first.keys() <= vocab.keys()
+    faithful = together and complete and first.keys() <= vocab.keys()
+    return {token: -float(rank) for token, rank in first.items()}, faithful
 
 
 def space_prefix(content: Mapping[str, Any]) -> tuple[bool, list[str]]:
     """(whether a text gets a space in front, steps that are neither that nor spaces becoming "▁")."""
     prefix, unknown = False, []
-    for step in _steps(content.get("normalizer"), "normalizers"):
+    for step in flat_steps(content.get("normalizer"), "normalizers"):
         if step["type"] == "Prepend" and step.get("prepend") == SPACE:
             prefix = True
-        elif not (
-            step["type"] == "Replace" and step.get("pattern") == {"String": " "} and step.get("content") == SPACE
-        ):
+        elif step != {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}:
             unknown.append(step["type"])
-    for step in _steps(content.get("pre_tokenizer"), "pretokenizers"):
+    for step in flat_steps(content.get("pre_tokenizer"), "pretokenizers"):
         if step["type"] == "Metaspace" and step.get("replacement") == SPACE:
             prefix = prefix or step.get("prepend_scheme", "always") != "never"
         else:
@@ -65,7 +62,8 @@ def _mergeable(token: str) -> bool:
     return len(token) > 1 and not (token.startswith("<") and token.endswith(">"))
 
 
-def _steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+def flat_steps(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
+    """Steps of a normalizer or pre-tokenizer, sequences opened; `inner` is their key for what is in them."""
     if step is None:
         return []
-    return [one for part in step[inner] for one in _steps(part, inner)] if step["type"] == "Sequence" else [step]
+    return [one for part in step[inner] for one in flat_steps(part, inner)] if step["type"] == "Sequence" else [step]

@@ -43,9 +43,8 @@ class GgufTarget(Target):
         dropped = tuple(families.computed(source))
         if dropped:
             size = sum(source.artifact.checkpoint.nbytes(name) for name in dropped)
-            result.append(
-                Conversion("stored rotary frequencies are left out, llama.cpp computes them", dropped, bytes=-size)
-            )
+            what = "stored rotary frequencies are left out, llama.cpp computes them"
+            result.append(Conversion(what, dropped, bytes=-size))
         return result + tokenizer.conversions(vocabulary)
 
     def bytes_needed(self, source: Source, options: GgufOptions) -> int:
@@ -72,16 +71,13 @@ class GgufTarget(Target):
         return check.check(job.folder / FILE, job, tensors, vocabulary)
 
     def usage(self, job: Job, folder: str) -> list[str]:
+        ask = 'print(model("Once upon a time", max_tokens=32, temperature=0)["choices"][0]["text"])'
         if job.facts["tokenizer"] is None:
-            return [
-                "from llama_cpp import Llama  # pip install llama-cpp-python",
-                f'model = Llama("{folder}/{FILE}", n_ctx={min(2048, metadata.context_length(job.source))})',
-                "model.eval([1, 2, 3])  # token ids: the file has no tokenizer",
-            ]
+            ask = "model.eval([1, 2, 3])  # token ids: the file has no tokenizer"
         return [
             "from llama_cpp import Llama  # pip install llama-cpp-python",
             f'model = Llama("{folder}/{FILE}", n_ctx={min(2048, metadata.context_length(job.source))})',
-            'print(model("Once upon a time", max_tokens=32, temperature=0)["choices"][0]["text"])',
+            ask,
         ]
 
     def _make(self, source: Source, options: GgufOptions) -> tuple[list[Planned], Vocabulary | None]:

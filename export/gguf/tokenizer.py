@@ -6,6 +6,7 @@ Read from what transformers makes of the directory, so that it is the tokenizer 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,7 +95,7 @@ def read(source: Source) -> Vocabulary | None:
             f"its tokenizer is {model['type']}; GGUF is written for byte-level BPE and BPE with byte fallback"
         )
     remarks: list[str] = []
-    if _byte_level(content.get("pre_tokenizer")):
+    if _byte_levels(content):
         vocabulary = _gpt2(content, size, remarks)
     elif model.get("byte_fallback"):
         vocabulary = _llama(content, size, remarks)
@@ -109,11 +110,9 @@ def read(source: Source) -> Vocabulary | None:
 
 def conversions(vocabulary: Vocabulary | None) -> list[Conversion]:
     """Where texts could become other tokens than in transformers."""
-    if vocabulary is None:
-        return [
-            Conversion("no tokenizer is written (no_vocab): prompts and answers are token ids", ("tokenizer",), bytes=0)
-        ]
-    return [Conversion(remark, ("tokenizer",), bytes=0) for remark in vocabulary.remarks]
+    none = ["no tokenizer is written (no_vocab): prompts and answers are token ids"]
+    remarks = none if vocabulary is None else vocabulary.remarks
+    return [Conversion(remark, ("tokenizer",), bytes=0) for remark in remarks]
 
 
 def write(writer: GGUFWriter, vocabulary: Vocabulary | None) -> None:
@@ -145,10 +144,10 @@ _SPECIAL_KEYS = {
 }  # fmt: skip
 
 
-def _byte_level(pre: dict[str, Any] | None) -> bool:
-    if pre is None:
-        return False
-    return pre["type"] == "ByteLevel" or any(_byte_level(inner) for inner in pre.get("pretokenizers", ()))
+def _byte_levels(content: dict[str, Any]) -> list[Mapping[str, Any]]:
+    """Pre-tokenizers of bytes."""
+    steps = sentencepiece.flat_steps(content.get("pre_tokenizer"), "pretokenizers")
+    return [step for step in steps if step["type"] == "ByteLevel"]
 
 
 def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
@@ -156,19 +155,19 @@ def _gpt2(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
     name, how = pretokenizers.identify(content)
     if how is not None:
         remarks.append(how if name else f"{how}: llama.cpp's default is written, texts can become other tokens")
-    normalizer = content.get("normalizer")
-    if normalizer is not None:
+    normalizer = ", ".join(step["type"] for step in sentencepiece.flat_steps(content.get("normalizer"), "normalizers"))
+    if normalizer:
         remarks.append(
-            f"the normalizer {_name(normalizer)} is left out, llama.cpp has none: text that it would change gets other tokens"
+            f"the normalizer {normalizer} is left out, llama.cpp has none: text that it would change gets other tokens"
         )
-    if _prefix_space(content.get("pre_tokenizer")):
+    if any(step.get("add_prefix_space") for step in _byte_levels(content)):
         remarks.append(
             "no space is put before a text (add_prefix_space), llama.cpp has no such step for BPE: begin prompts with one"
         )
     tokens, types = _tokens(content, size)
     merges = [m if isinstance(m, str) else " ".join(m) for m in model["merges"]]
-    composed = normalizer is not None and _name(normalizer) == "NFC"
-    return Vocabulary("gpt2", name or "default", tokens, types, merges=merges, remarks=remarks, composed=composed)
+    pre, composed = name or "default", normalizer == "NFC"
+    return Vocabulary("gpt2", pre, tokens, types, merges=merges, remarks=remarks, composed=composed)
 
 
 def _llama(content: dict[str, Any], size: int, remarks: list[str]) -> Vocabulary:
@@ -204,12 +203,8 @@ def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
         index = added["id"]
         if index < size:
             # llama.cpp looks for added tokens in the text before spaces become "▁".
-            shown = (
-                added["content"]
-                if added["special"] or not model.get("byte_fallback")
-                else added["content"].replace("▁", " ")
-            )
-            tokens[index] = shown
+            plain = not added["special"] and model.get("byte_fallback")
+            tokens[index] = added["content"].replace("▁", " ") if plain else added["content"]
             if types[index] != UNKNOWN:
                 types[index] = CONTROL if added["special"] else USER_DEFINED
     if len(set(tokens)) != size:
@@ -237,15 +232,11 @@ def _add_special(vocabulary: Vocabulary, source: Source, tokenizer: Any) -> None
     vocabulary.special = {name: int(token) for name, token in found.items() if token is not None and 0 <= token < size}
     if len(rest) > 2:
         vocabulary.remarks.append(f"GGUF has room for three tokens that end a text; {rest[2:]} are not among them")
-    plain = tokenizer.encode("a b", add_special_tokens=False)
-    full = tokenizer.encode("a b")
-    vocabulary.add_bos = full != plain and bool(full) and full[0] == vocabulary.special.get("bos")
-    vocabulary.add_eos = full != plain and bool(full) and full[-1] == vocabulary.special.get("eos")
-    bos, final = (
-        [vocabulary.special.get("bos")] * vocabulary.add_bos,
-        [vocabulary.special.get("eos")] * vocabulary.add_eos,
-    )
-    if [*bos, *plain, *final] != full:
+    bare, full = tokenizer.encode("a b", add_special_tokens=False), tokenizer.encode("a b")
+    bos, final = vocabulary.special.get("bos"), vocabulary.special.get("eos")
+    vocabulary.add_bos = full != bare and bool(full) and full[0] == bos
+    vocabulary.add_eos = full != bare and bool(full) and full[-1] == final
+    if [*[bos] * vocabulary.add_bos, *bare, *[final] * vocabulary.add_eos] != full:
         vocabulary.remarks.append(
             "its tokenizer adds other tokens around a text than bos and eos; llama.cpp adds only those"
         )
@@ -262,15 +253,3 @@ def _ends(source: Source) -> list[int]:
     if given is None:
         given = source.config.eos_token_id
     return [] if given is None else [int(t) for t in (given if isinstance(given, list) else [given])]
-
-
-def _prefix_space(pre: dict[str, Any] | None) -> bool:
-    if pre is None:
-        return False
-    own = pre["type"] == "ByteLevel" and bool(pre.get("add_prefix_space"))
-    return own or any(_prefix_space(inner) for inner in pre.get("pretokenizers", ()))
-
-
-def _name(step: dict[str, Any]) -> str:
-    inner = step.get("normalizers")
-    return step["type"] if inner is None else ", ".join(_name(one) for one in inner)

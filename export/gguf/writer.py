@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -41,9 +43,9 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
             writer.write_tensor_data(factors.numpy())
         job.progress.phase("writing tensors", len(tensors))
         for tensor in tensors:
-            data, loss = encode(source, tensor)
-            if loss:
-                job.losses[tensor.module or tensor.parameter] = loss
+            data, error = encode(source, tensor)
+            if error:
+                job.losses[tensor.module or tensor.parameter] = error
             writer.write_tensor_data(data.numpy())
             job.progress.step(tensor.name)
     finally:
@@ -53,30 +55,23 @@ def write(path: Path, job: Job, tensors: list[Planned], vocabulary: Vocabulary |
 def encode(source: Source, tensor: Planned) -> tuple[torch.Tensor, float]:
     """The tensor's bytes (uint8, rows in GGUF's order) and the relative error ||W' - W|| / ||W|| of its values."""
     if tensor.module is None:
-        plain = source.dense(tensor.parameter)
-        data = cast(plain, tensor)
-        loss = (
-            0.0
-            if _holds(plain.dtype, tensor.type)
-            else _loss([(plain.float(), data.view(DTYPES[tensor.type]).float())])
-        )
-    elif tensor.type in DENSE_BYTES:
-        weight = source.weight(tensor.module)
-        data = torch.cat([cast(value, tensor) for _, value in grids.values(weight)])
-        exact = data.view(DTYPES[tensor.type]).view(weight.values.shape)
-        # What the artifact has in that type is no loss: it is what loading it in that type gives.
-        loss = 0.0 if tensor.exact else _loss((v, exact[rows].float()) for rows, v in grids.values(weight))
-    elif tensor.anew:
-        weight = source.weight(tensor.module)
-        data = torch.cat([_anew(value, tensor.type) for _, value in grids.values(weight)])
-        loss = _loss((v, decode(data[rows], tensor.type)) for rows, v in grids.values(weight))
+        stored = source.dense(tensor.parameter)
+        data = cast(stored, tensor)
+        error = 0.0 if _holds(stored.dtype, tensor.type) else loss([(stored.float(), decode(data, tensor.type))])
     else:
         weight = source.weight(tensor.module)
-        data = grids.pack(weight, tensor.type)
-        loss = 0.0 if tensor.exact else _loss((v, decode(data[rows], tensor.type)) for rows, v in grids.values(weight))
+        if tensor.type in DENSE_BYTES:
+            data = torch.cat([cast(value, tensor) for _, value in grids.values(weight)])
+        elif tensor.anew:
+            data = torch.cat([_anew(value, tensor.type) for _, value in grids.values(weight)])
+        else:
+            data = grids.pack(weight, tensor.type)
+        # What the artifact has in a dense type is no loss: it is what loading it in that type gives.
+        parts = ((value, decode(data[rows], tensor.type)) for rows, value in grids.values(weight))
+        error = 0.0 if tensor.exact else loss(parts)
     if tensor.heads is not None:
         data = data[families.permuted_rows(tensor.shape[0], tensor.heads)]
-    return data.contiguous(), loss
+    return data.contiguous(), error
 
 
 def cast(value: torch.Tensor, tensor: Planned) -> torch.Tensor:
@@ -91,9 +86,11 @@ def cast(value: torch.Tensor, tensor: Planned) -> torch.Tensor:
 
 
 def decode(data: torch.Tensor, kind: str) -> torch.Tensor:
-    """Float32 values of packed rows, by the `gguf` package (which has llama.cpp's own definition)."""
+    """Float32 values of rows of bytes; of blocks by the `gguf` package (which has llama.cpp's own definition)."""
     import gguf
 
+    if kind in DTYPES:
+        return data.view(DTYPES[kind]).float()
     return torch.from_numpy(gguf.quants.dequantize(data.numpy(), gguf.GGMLQuantizationType[kind]))
 
 
@@ -107,10 +104,13 @@ def _holds(dtype: torch.dtype, kind: str) -> bool:
     return kind == "F32" or DTYPES[kind] == dtype
 
 
-def _loss(pairs: Any) -> float:
+def loss(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> float:
+    """||W' - W|| / ||W|| over parts of a matrix (W, W'), float32; 0 exactly where all values are equal."""
     changed = total = 0.0
     for before, after in pairs:
-        changed += float((after.view(before.shape) - before).double().square().sum())
+        after = after.view(before.shape)
+        if not torch.equal(before, after):
+            changed += float((after - before).double().square().sum())
         total += float(before.double().square().sum())
     return (changed / total) ** 0.5 if total else float(changed > 0)
 
@@ -120,8 +120,5 @@ def _announce(writer: Any, name: str, shape: tuple[int, ...], kind: str, size: i
     import numpy
 
     # The package reads the shape of a byte array as bytes: rows keep theirs, the last dimension is what a row takes.
-    rows = 1
-    for one in shape[:-1]:
-        rows *= one
-    as_bytes = (*shape[:-1], size // rows)
+    as_bytes = (*shape[:-1], size // math.prod(shape[:-1]))
     writer.add_tensor_info(name, as_bytes, numpy.dtype(numpy.uint8), size, gguf.GGMLQuantizationType[kind])

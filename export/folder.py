@@ -37,27 +37,25 @@ def check_output(output: Path, artifact: Path, overwrite: bool) -> None:
 def _check_output(output: Path, artifact: Path, overwrite: bool) -> None:
     place = _place(output)
     _check_names(place)
-    if place.is_symlink():
-        raise RequestError(f"output {output} is a symbolic link that leads to itself; name another directory")
-    if place.exists() and not place.is_dir():
-        raise RequestError(f"output {output} is a file; name a directory that is new or empty")
-    if place == artifact.resolve():
-        raise RequestError(f"output {output} is the artifact itself; name another directory")
-    if place.is_relative_to(artifact.resolve()):
-        raise RequestError(f"output {output} lies inside the artifact; name a directory outside it")
-    if artifact.resolve().is_relative_to(place):
-        raise RequestError(f"output {output} holds the artifact itself; name another directory")
-    if os.path.ismount(place):
-        raise RequestError(
-            f"output {output} is where a disk is mounted, which no finished export can be renamed to; name a directory in it"
-        )
+    home = artifact.resolve()
+    for wrong, why in (
+        (place.is_symlink(), "is a symbolic link that leads to itself; name another directory"),
+        (place.exists() and not place.is_dir(), "is a file; name a directory that is new or empty"),
+        (place == home, "is the artifact itself; name another directory"),
+        (place.is_relative_to(home), "lies inside the artifact; name a directory outside it"),
+        (home.is_relative_to(place), "holds the artifact itself; name another directory"),
+        (
+            os.path.ismount(place),
+            "is where a disk is mounted, which no export can be renamed to; name a directory in it",
+        ),
+    ):
+        if wrong:
+            raise RequestError(f"output {output} {why}")
     if place.is_dir() and any(place.iterdir()):
         _check_earlier(output, place, overwrite)
     parent = _existing(place.parent)
     if not parent.is_dir():
-        raise RequestError(
-            f"output {output} cannot be written: {parent} is a file, and no directory can be made below it"
-        )
+        raise RequestError(f"output {output} cannot be written: {parent} is a file; name a directory elsewhere")
     if not os.access(parent, os.W_OK):
         raise RequestError(f"output {output} cannot be written: no permission in {parent}")
 
@@ -69,13 +67,9 @@ def _check_earlier(output: Path, place: Path, overwrite: bool) -> None:
     except ArtifactError as error:
         raise RequestError(f"output {output} holds an export that cannot be replaced: {error}") from error
     if manifest is None:
-        raise RequestError(
-            f"output {output} is not empty and holds no export of this tool; name a new or empty directory"
-        )
+        raise RequestError(f"output {output} holds no export of this tool; name a new or empty directory")
     if not overwrite:
-        raise RequestError(
-            f"output {output} already holds an export; name another directory with --output, or add --overwrite"
-        )
+        raise RequestError(f"output {output} already holds an export; name another directory, or add --overwrite")
     files = manifest.get("files")
     own = {*(files if isinstance(files, dict) else ()), MANIFEST, lock.LOCK}
     found = sorted(path.relative_to(place).as_posix() for path in place.rglob("*") if not path.is_dir())
@@ -160,9 +154,7 @@ def copy_tokenizer(source: Path, folder: Path) -> list[str]:
 def listing(folder: Path) -> dict[str, dict[str, Any]]:
     """{file, relative: bytes and SHA-256} of everything below `folder`."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
-    return {
-        path.relative_to(folder).as_posix(): {"bytes": path.stat().st_size, "sha256": sha256(path)} for path in files
-    }
+    return {str(p.relative_to(folder)): {"bytes": p.stat().st_size, "sha256": sha256(p)} for p in files}
 
 
 def write_json(path: Path, value: Any) -> None:

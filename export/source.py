@@ -77,9 +77,7 @@ class Source:
         exported = find_export(path)
         if exported is not None and not exported.is_checkpoint:
             again = f"; only target {exported.target} takes it" if exported.target == "tensorrt" else ""
-            raise RequestError(
-                f"{path} is an export to {exported.target} already{again}; name the artifact that it was made from"
-            )
+            raise RequestError(f"{path} is an export to {exported.target} already{again}; name its artifact")
         self.artifact = Artifact(path, trust_remote_code)
         self.trust_remote_code = trust_remote_code
         if not isinstance(self.artifact.config.get("quantization_config", {}), dict):

@@ -97,9 +97,7 @@ def compare_logits(reference: Probe, logits: Logits, kl_limit: float) -> dict[st
     """
     other = logits(reference.rows).float().cpu()
     if other.shape != reference.logits.shape:
-        raise CompressError(
-            f"the export gives logits of shape {list(other.shape)}, the artifact {list(reference.logits.shape)}"
-        )
+        raise CompressError(f"the export gives logits {list(other.shape)}, the artifact {list(reference.logits.shape)}")
     if not bool(other.isfinite().all()):
         raise CompressError("the export gives logits that are not finite")
     ours, theirs = (logits.log_softmax(-1) for logits in reference.outcomes(other))

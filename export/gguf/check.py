@@ -85,9 +85,7 @@ def _run(path: Path, reference: Probe, metrics: dict[str, Any], prefix: str, kin
     limit, tie, why = _LIMITS[kind]
     with llamacpp.Model(path, reference.rows.shape[1]) as model:
         if model.vocabulary != reference.logits.shape[-1]:
-            raise CompressError(
-                f"llama.cpp sees {model.vocabulary} tokens, the artifact has {reference.logits.shape[-1]}"
-            )
+            raise CompressError(f"llama.cpp sees {model.vocabulary} tokens, not {reference.logits.shape[-1]}")
         found = compare_logits(reference, model.logits, kl_limit=limit)
         found |= compare_tokens(reference, model.generate, tie=tie)
     metrics.update({f"{prefix}{name}": value for name, value in found.items()})
@@ -147,9 +145,7 @@ def read_back(path: Path, job: Job, tensors: list[Planned]) -> dict[str, Any]:
     if metadata.rope_factors(job.source) is not None:
         expected.add(metadata.ROPE_FREQS)
     if set(found) != expected:
-        raise CompressError(
-            f"{path.name} has other tensors than were to be written: {sorted(set(found) ^ expected)[:3]}"
-        )
+        raise CompressError(f"{path.name} has other tensors than planned: {sorted(set(found) ^ expected)[:3]}")
     job.progress.phase("reading back", len(tensors))
     exact = weights = rounded = 0
     worst = 0.0

@@ -137,9 +137,7 @@ def _compressed(source: Source, module: str, options: GgufOptions) -> tuple[str,
     kind = grids.block_type(weights)
     finite = scale.to(torch.float16).isfinite()
     if not bool(finite.all()):
-        raise RequestError(
-            f"{module} has a scale of {float(scale[~finite][0]):g}, above fp16's largest 65504; GGUF's are fp16"
-        )
+        raise RequestError(f"{module} has a scale of {float(scale[~finite][0]):g}; GGUF's are fp16, 65504 at most")
     kept = grids.scale_fits(scale)
     if not kept and not options.requantize:
         worst = scale.flatten()[(scale.to(torch.float16).float() != scale.float()).flatten()][0]

@@ -91,18 +91,14 @@ def read(source: Source) -> Vocabulary | None:
     content = json.loads(tokenizer.backend_tokenizer.to_str())
     model, size = content["model"], int(source.config.vocab_size)
     if model["type"] != "BPE":
-        raise UnsupportedError(
-            f"its tokenizer is {model['type']}; GGUF is written for byte-level BPE and BPE with byte fallback"
-        )
+        raise UnsupportedError(f"its tokenizer is {model['type']}, not byte-level BPE or BPE with byte fallback")
     remarks: list[str] = []
     if _byte_levels(content):
         vocabulary = _gpt2(content, size, remarks)
     elif model.get("byte_fallback"):
         vocabulary = _llama(content, size, remarks)
     else:
-        raise UnsupportedError(
-            "its tokenizer is BPE neither of bytes nor with byte fallback, which llama.cpp has no name for"
-        )
+        raise UnsupportedError("its tokenizer is BPE neither of bytes nor with byte fallback")
     _check_size(tokenizer, size, remarks)
     _add_special(vocabulary, source, tokenizer)
     return vocabulary

@@ -79,9 +79,7 @@ def cast(value: torch.Tensor, tensor: Planned) -> torch.Tensor:
     result = value.to(DTYPES[tensor.type])
     # only a narrower type can lose a value; looking for one takes memory, so it is not done otherwise
     if not _holds(value.dtype, tensor.type) and bool(value.isfinite().all()) and not bool(result.isfinite().all()):
-        raise RequestError(
-            f"{tensor.parameter} has values that {tensor.type} does not hold; choose dense=f32 or dense=bf16"
-        )
+        raise RequestError(f"{tensor.parameter} has values beyond {tensor.type}; choose dense=f32 or dense=bf16")
     return result.contiguous().view(-1, result.shape[-1] if result.ndim > 1 else 1).view(torch.uint8)
 
 

@@ -40,16 +40,14 @@ class CompressedTensors(Layout):
             grid = _with_activations(weights, shape[1], keep_bits)
         if grid is None:
             if activations is not None:
-                raise UnfitError(
-                    f"({words(entry)}) has groups that no smaller group divides together with rows of {shape[1]}"
-                )
+                raise UnfitError(f"({words(entry)}) has groups of which no part divides rows of {shape[1]}")
             return None
         scheme = Scheme(grid, activations)
         every = (formats.get(name) for name in formats.names())
         storage = next((f for f in every if not f.own and f.why_not(scheme, shape) is None), None)
         if storage is None:
             raise UnfitError(
-                f"({words(entry)}) has no layout of compressed-tensors: it pairs integers with integers, float8 with float8"
+                f"({words(entry)}) has no layout of compressed-tensors: weights and activations differ in type"
             )
         return ModuleEntry(scheme, storage.name)
 

@@ -59,7 +59,7 @@ class Gptq(Layout):
             )
         if keep_bits and weights.bits in (5, 6, 7):
             raise UnfitError(
-                f"has {weights.bits} bits, for which readers of gptq have no common layout; without keep_bits they become 8"
+                f"has {weights.bits} bits, which readers of gptq do not share; without keep_bits they become 8"
             )
         grid = integer_goal(weights, shape[1], keep_bits)
         if grid is None or (grid.strategy == "group" and grid.group_size not in READER_GROUPS):
@@ -69,9 +69,7 @@ class Gptq(Layout):
             )
         for what, extent in (("columns", shape[1]), ("rows", shape[0])):
             if extent * grid.bits % 32:
-                raise UnfitError(
-                    f"has {extent} {what}, which at {grid.bits} bits do not fill whole 32-bit words, as the gptq layout needs"
-                )
+                raise UnfitError(f"has {extent} {what}, which at {grid.bits} bits do not fill 32-bit words")
         return ModuleEntry(Scheme(grid), FORMAT)
 
     def specs(self, source: Source, module: str, entry: ModuleEntry) -> dict[str, TensorSpec]:
@@ -159,9 +157,7 @@ def _in_float16(weight: CompressedWeight, job: Job, module: str) -> CompressedWe
     _, scale = weight.on_grid
     rounded = scale.to(torch.float16).to(scale.dtype)
     if not bool(rounded.isfinite().all()):
-        raise RequestError(
-            f"{module} has scales beyond 65504, the largest of float16, which the gptq layout stores scales in"
-        )
+        raise RequestError(f"{module} has scales beyond 65504; the gptq layout stores float16")
     if torch.equal(rounded, scale):
         return weight
     if not job.options.requantize:

@@ -21,7 +21,7 @@ from export.source import distance, in_float32
 from export.target import Job, Verification
 from export.verify import Probe, compare_logits, compare_tokens, probe
 from runtime.engines.rows import pad_left
-from runtime.errors import CompressError
+from runtime.errors import CompressError, first_line
 from runtime.system.processes import how_it_ended
 
 if TYPE_CHECKING:
@@ -125,8 +125,7 @@ def load_transformers(
                 str(folder), dtype=dtype, output_loading_info=True, trust_remote_code=trust_remote_code
             )
     except (ValueError, RuntimeError, KeyError, TypeError, OSError, ImportError, AttributeError) as error:
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise CompressError(f"transformers does not load the export: {lines[0]}") from error
+        raise CompressError(f"transformers does not load the export: {first_line(error)}") from error
     model, info = result
     for what in ("missing_keys", "unexpected_keys", "mismatched_keys"):
         names = sorted(map(str, info.get(what) or ()))
@@ -184,9 +183,7 @@ def _check_matrix(job: Job, module: str, found: torch.Tensor) -> None:
     if module in job.losses:
         error = distance(expected, found)
         if error > 1.01 * job.losses[module] + 1e-7:
-            raise CompressError(
-                f"{module} in the export is {error:.3g} from the artifact's, more than rounding its scales costs"
-            )
+            raise CompressError(f"{module} in the export is {error:.3g} from the artifact's; scales alone cost less")
     elif not torch.equal(found, expected):
         raise CompressError(f"{module} in the export is not the artifact's matrix")
 
@@ -207,8 +204,7 @@ def _fill(job: Job, tensors: dict[str, torch.Tensor]) -> PreTrainedModel:
     missing = sorted(set(result.missing_keys) - set(job.source.tied))
     if missing or result.unexpected_keys:
         name = (missing or result.unexpected_keys)[0]
-        raise CompressError(
-            f"the export's tensors are not the model's: {name} is {'missing' if missing else 'left over'}"
-        )
+        what = "missing" if missing else "left over"
+        raise CompressError(f"the export's tensors are not the model's: {name} is {what}")
     model.tie_weights()
     return model

@@ -145,9 +145,8 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         mask, ids = inputs["attention_mask"], inputs["input_ids"]
         batch = b.op("Shape", [mask], "lengths/batch", start=0, end=1)
         length = b.cast(b.op("Shape", [mask], "lengths/length", start=1, end=2), torch.int32, "lengths/total")
-        last = b.op(
-            "Expand", [b.op("Sub", [length, b.constant([1], torch.int32)], "lengths/last"), batch], "lengths/seqlens_k"
-        )
+        shorter = b.op("Sub", [length, b.constant([1], torch.int32)], "lengths/last")
+        last = b.op("Expand", [shorter, batch], "lengths/seqlens_k")
         total = b.op("Squeeze", [length], "lengths/total_sequence_length")
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
         row = b.op(

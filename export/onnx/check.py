@@ -11,7 +11,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from runtime.errors import CompressError
+from runtime.errors import CompressError, first_line
 
 # What ONNX Runtime calls the casts it puts around nodes for which its CPU provider has no float16 kernel.
 INSERTED = ("InsertedPrecisionFreeCast_", "InsertedCast_")
@@ -42,8 +42,7 @@ def check_file(path: Path) -> None:
     try:
         onnx.checker.check_model(str(checked), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
-        raise CompressError(f"{path.name} is no valid ONNX: {first}") from error
+        raise CompressError(f"{path.name} is no valid ONNX: {first_line(error)}") from error
     finally:
         if foreign:
             checked.unlink()
@@ -108,12 +107,8 @@ def check_fused(
     model = optimized(path, entries=entries)
     late = unfused(model, half)
     if late:
-        raise CompressError(
-            f"{path.name}: ONNX Runtime would compute {late[0]} (and {len(late) - 1} more) from constants at every call"
-        )
+        raise CompressError(f"{path.name}: ONNX Runtime would compute {late[0]} from constants at every call")
     counts = Counter(node.op_type for node in model.graph.node if node.op_type in FUSED)
     if sum(counts.values()) != compressed:
-        raise CompressError(
-            f"{path.name}: ONNX Runtime fused {sum(counts.values())} of {compressed} compressed layers into their products"
-        )
+        raise CompressError(f"{path.name}: ONNX Runtime fused {sum(counts.values())} of {compressed} compressed layers")
     return dict(counts)

@@ -150,9 +150,8 @@ def _block_anew(weights: GridScheme, columns: int, rules: Rules, where: str) -> 
         return None
     fitting = [b for b in rules.blocks if columns % b == 0 or rules.ragged]
     if not fitting:
-        raise RequestError(
-            f"{where} has {columns} inputs, which no block of {', '.join(map(str, rules.blocks))} divides"
-        )
+        blocks = ", ".join(map(str, rules.blocks))
+        raise RequestError(f"{where} has {columns} inputs, which no block of {blocks} divides")
     wanted = (weights.group_size if weights.strategy == "group" else None) or 128
     return min(fitting, key=lambda b: abs(b - wanted))
 

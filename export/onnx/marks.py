@@ -87,9 +87,8 @@ def attention(
         low = torch.finfo(query.dtype).min / 2  # finite with a score added, and lower than any
         attention_mask = bias if attention_mask is None else torch.where(attention_mask, bias, low)
     inputs = (query, key, value) if attention_mask is None else (query, key, value, attention_mask)
-    causal = bool(
-        kwargs.get("is_causal") if kwargs.get("is_causal") is not None else getattr(module, "is_causal", False)
-    )
+    causal = kwargs.get("is_causal")
+    causal = bool(getattr(module, "is_causal", False) if causal is None else causal)
     if attention_mask is None and causal:
         raise MarkError("causal attention without a mask")
     output = torch.onnx.ops.symbolic(

@@ -40,9 +40,9 @@ def holds_window(mask: ir.Value, window: int) -> bool:
         feeds[name] = _feed(name, past)
     total = np.arange(past + _NEW)
     row = np.arange(past, past + _NEW)[:, None]
-    wanted = (
-        (total[None] <= row) & (feeds["attention_mask"][0] != 0) if "attention_mask" in feeds else total[None] <= row
-    )
+    wanted = total[None] <= row
+    if "attention_mask" in feeds:
+        wanted &= feeds["attention_mask"][0] != 0
     if window:
         wanted &= total[None] > row - window
     try:

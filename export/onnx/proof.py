@@ -71,9 +71,8 @@ def prove(job: Job, products: dict[str, int]) -> Verification:
     job.progress.step("the export")
     metrics["size"] = size_ratio(job)
     if same:
-        checked = (
-            f"every compressed layer fused into its product, codes and scales of {same} layers bit for bit, {checked}"
-        )
+        same_codes = f"codes and scales of {same} layers bit for bit"
+        checked = f"every compressed layer fused into its product, {same_codes}, {checked}"
     metrics["fused"] = ", ".join(f"{count} {name}" for name, count in fused.items()) or "nothing compressed"
     loader = f"onnx.checker and ONNX Runtime {onnxruntime.__version__} on the CPU through runtime.load"
     return Verification(loader, f"valid, {checked}", metrics)

@@ -50,9 +50,8 @@ def read_back(job: Job, files: list[str]) -> int:
         second = job.folder / fast_name(file)
         if second.is_file() and not constants.same_as(_Constants(second)):
             raise CompressError(f"{second.name} has other weights than {file}")
-    entries = (
-        {} if job.facts.get("kind") != "decoder" else job.source.entries
-    )  # encoders are written without their heads
+    # encoders are written without their heads
+    entries = job.source.entries if job.facts.get("kind") == "decoder" else {}
     for module, entry in entries.items():
         if entry.scheme.grid is not None and module not in job.source.embeddings and module not in compared:
             raise CompressError(f"no file has codes of {module}, which the artifact compresses")

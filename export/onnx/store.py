@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from export.source import dtype_name
 from runtime.errors import RequestError
 
 if TYPE_CHECKING:
@@ -114,13 +115,9 @@ def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tenso
     result = values.to(dtype)
     if not bool(result.isfinite().all()) and bool(values.isfinite().all()):
         largest = float(values.float().abs().max())
-        raise RequestError(
-            f"{name} holds {largest:.3g}, beyond the range of {str(dtype).removeprefix('torch.')}; choose another dtype"
-        )
+        raise RequestError(f"{name} holds {largest:.3g}, beyond {dtype_name(dtype)}; choose another dtype")
     if values.numel() and bool(((result == 0) & (values != 0)).any()) and name.endswith("_scale"):
-        raise RequestError(
-            f"{name} holds scales too small for {str(dtype).removeprefix('torch.')}; choose another dtype"
-        )
+        raise RequestError(f"{name} holds scales too small for {dtype_name(dtype)}; choose another dtype")
     return result
 
 

@@ -17,7 +17,7 @@ from export.onnx.builder import fixed
 from export.onnx.marks import MarkError, mark_layers, marked_attention
 from export.source import Source
 from runtime.engines.onnx.session import cache_names
-from runtime.errors import CompressError, RequestError
+from runtime.errors import CompressError, RequestError, first_line
 from runtime.layers.install import install_compressed
 from runtime.modeling.weights import Filling
 
@@ -40,9 +40,7 @@ def prepared(source: Source, dtype: torch.dtype) -> tuple[PreTrainedModel, dict[
     compressed = install_compressed(model, source.artifact.config, source.artifact.checkpoint.names())
     filling = Filling(model, source.artifact.checkpoint, dtype, torch.device("cpu"), compressed)
     if filling.foreign:
-        raise RequestError(
-            f"{source.path} stores tensors under names that only transformers converts; apply a recipe to it first"
-        )
+        raise RequestError(f"{source.path} has names that only transformers converts; apply a recipe to it first")
     shapes = mark_layers(model, dtype)
     filling.place(lambda name: name.rpartition(".")[0] not in shapes)
     left = [name for name, value in model.named_parameters() if value.device.type == "meta"]
@@ -135,19 +133,14 @@ def _example_cache(source: Source, model: PreTrainedModel, dtype: torch.dtype) -
         kept: list[Any] = list(cache.layers)
         shapes = [(tuple(layer.keys.shape), tuple(layer.values.shape)) for layer in kept]
     except (AttributeError, TypeError, NotImplementedError, RuntimeError) as error:
-        raise RequestError(
-            f"{type(model).__name__} keeps no cache of keys and values for each layer, which an ONNX decoder needs"
-        ) from error
+        raise RequestError(f"{type(model).__name__} has no cache of keys and values for each layer") from error
     example = _plain_cache(model)
     generator = torch.Generator().manual_seed(0)
     for i, (keys, values) in enumerate(shapes):
         if len(keys) != 4 or keys[0] != BATCH or keys[2] != PAST:
-            raise RequestError(
-                f"layer {i} of {type(model).__name__} keeps a cache of shape {list(keys)}, not [batch, heads, past, size]"
-            )
-        example.update(
-            torch.randn(keys, generator=generator).to(dtype), torch.randn(values, generator=generator).to(dtype), i
-        )
+            raise RequestError(f"layer {i} has a cache of shape {list(keys)}, not [batch, heads, past, size]")
+        parts = (torch.randn(shape, generator=generator).to(dtype) for shape in (keys, values))
+        example.update(*parts, i)
     return len(shapes), example
 
 
@@ -190,9 +183,8 @@ def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -
                 if isinstance(cause, MarkError):
                     raise cause from None
                 cause = cause.__cause__ or cause.__context__
-            first = (str(error).strip().splitlines() or [""])[0]
             raise CompressError(
-                f"{type(model).__name__} could not be traced: {type(error).__name__}: {first}"
+                f"{type(model).__name__} could not be traced: {type(error).__name__}: {first_line(error)}"
             ) from error
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 from export.onnx.trace import BATCH, PAST, SEQUENCE, cache_axes, cached, export_graph, name_values, prepared
 from export.source import Source
-from runtime.errors import RequestError
+from runtime.errors import RequestError, first_line
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -125,10 +125,9 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
                 [torch.zeros(tensor.shape, dtype=dtype) for layer in layers for tensor in (layer.keys, layer.values)]
             )
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
-        first = (str(error).strip().splitlines() or [""])[0]
         raise RequestError(
             f"{type(probe).__name__} cannot be run without values, which shows what its decoder keeps: "
-            f"{type(error).__name__}: {first}"
+            f"{type(error).__name__}: {first_line(error)}"
         ) from error
     return found[0], found[1]
 

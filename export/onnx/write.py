@@ -203,9 +203,8 @@ def _tidy(model: onnx_ir.Model, dialect: Dialect) -> None:
     model.opset_imports[""] = dialect.opset
     if any(node.domain == MICROSOFT for node in model.graph.all_nodes()):
         model.opset_imports[MICROSOFT] = 1
-    left = sorted(
-        {f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in ("", MICROSOFT)}
-    )
+    known = ("", MICROSOFT)
+    left = sorted(f"{node.domain}::{node.op_type}" for node in model.graph.all_nodes() if node.domain not in known)
     if left:
         raise CompressError(f"the graph still holds {left[0]}, which is no ONNX operator")
     common.TopologicalSortPass()(model)

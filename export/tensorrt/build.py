@@ -62,9 +62,8 @@ def build_engine(trt: Any, job: Job, source: Path, build: Build, size: Limits) -
     plan = builder.build_serialized_network(network, config)
     del parser  # it holds the weights, which the build reads
     if plan is None:
-        raise CompressError(
-            f"TensorRT could not build the engine: {'; '.join(errors[:_ERRORS]) or 'its log says no reason'}"
-        )
+        reason = "; ".join(errors[:_ERRORS]) or "its log says no reason"
+        raise CompressError(f"TensorRT could not build the engine: {reason}")
     (job.folder / PLAN).write_bytes(memoryview(plan))
     if cache is not None:
         _write_timings(config, Path(options.timing_cache or ""))

@@ -139,6 +139,4 @@ class Bundle:
         for name in FIXED_BY_BUNDLE:
             asked, fixed = getattr(options, name), getattr(self.build.options, name)
             if asked != fixed:
-                raise RequestError(
-                    f"option {name} is {asked!r}, and the bundle {self.path} was written with {fixed!r}; write another bundle"
-                )
+                raise RequestError(f"option {name} is {asked!r}, and the bundle {self.path} was written with {fixed!r}")

@@ -8,6 +8,8 @@ from typing import Any
 
 import torch
 
+from runtime.errors import first_line
+
 MODULE = "tensorrt"
 
 
@@ -18,8 +20,7 @@ def missing() -> str | None:
     try:
         api()
     except (ImportError, OSError, RuntimeError) as error:  # what its loader raises where a CUDA library is not there
-        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return f"TensorRT is installed and cannot be imported ({first})"
+        return f"TensorRT is installed and cannot be imported ({first_line(error)})"
     return None if gpu() is not None else "there is no NVIDIA GPU that torch can use"
 
 

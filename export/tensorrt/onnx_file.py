@@ -30,18 +30,14 @@ def write_onnx(job: Job, folder: Path) -> Build:
     source, options = job.source, job.options
     name = options.dtype or dtype_name(source.dtype)
     if name not in TYPES:
-        raise RequestError(
-            f"the artifact computes in {name}, and TensorRT in {', '.join(TYPES)}; choose one with option dtype"
-        )
+        raise RequestError(f"the artifact computes in {name}; choose one of {', '.join(TYPES)} with option dtype")
     facts = write_graphs(
         replace(job, source=expressible(source), folder=folder), dialect("tensorrt", getattr(torch, name))
     )
     model = read_model(source)
     odd = next((c for c in facts["cache"] if c != [model.kv_heads, model.head_dim]), None)
     if odd is not None or facts["layers"] != model.layers:
-        raise RequestError(
-            f"{source.path} has layers with caches of different shapes ({odd}), which no profile is made for"
-        )
+        raise RequestError(f"{source.path} has layers with caches of different shapes ({odd})")
     # Checked here and not in the proof: an engine built at once, and a bundle without proof, are read by TensorRT just the same.
     return Build(
         options=options,

@@ -24,7 +24,7 @@ from export.tensorrt.twin import write_twin
 from export.verify import compare_logits, compare_tokens
 from runtime.api.model import Model
 from runtime.engines.onnx.engine import OnnxEngine
-from runtime.errors import ArtifactError, CompressError, RequestError
+from runtime.errors import ArtifactError, CompressError, RequestError, first_line
 
 #: Mean KL and distance of two logits that arithmetic may swap, by `DataType` member and whether inputs are rounded to int8 or fp8.
 #: float32: only the order of sums differs. 16 bits: every activation is rounded. Rounded inputs: a sum in another order may put one
@@ -145,7 +145,7 @@ def _run(folder: Path, dtype: str, expected: Expected, limits: tuple[float, floa
         metrics = compare(expected, OnnxEngine(export, torch.device("cpu"), "auto", None), export, limits)
     except Exception as error:
         cause = error.__cause__ or error
-        said = (str(cause).strip().splitlines() or [type(cause).__name__])[0]
+        said = first_line(cause)
         if isinstance(cause, NoKernel):
             raise NoKernelError(said) from error
         if isinstance(error, CompressError) and not isinstance(error, ArtifactError):

@@ -66,9 +66,7 @@ class TensorrtTarget(Target):
             raise RequestError("options bundle and require_engine exclude each other")
         reason = machine.missing()
         if reason is not None and (job.options.require_engine or isinstance(source, Bundle)):
-            raise RequestError(
-                f"no engine can be built here: {reason}; run this on a machine with TensorRT and the GPU that is to run it"
-            )
+            raise RequestError(f"no engine can be built here: {reason}; run this where the engine is to run")
         if isinstance(source, Bundle):
             job.losses.update(source.build.losses)
             self._engine(job, source.path, source.build)
@@ -134,9 +132,7 @@ class TensorrtTarget(Target):
             return self._verify_bundle(job)
         expected = load_expected(job.source.path) if isinstance(job.source, Bundle) else expected_probe(job)
         if expected is None:
-            raise CompressError(
-                f"{job.source.path} was written with --no-verify and has nothing to compare with; add --no-verify here too"
-            )
+            raise CompressError(f"{job.source.path} was written without proof; finish it with --no-verify too")
         import torch
 
         from runtime.engines.tensorrt.engine import load_tensorrt

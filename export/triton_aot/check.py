@@ -6,6 +6,7 @@ import json
 import re
 import subprocess
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import triton
 from export.target import Job, Verification
 from export.triton_aot.build import Task, build
 from export.verify import compare_logits, probe
+from runtime.checkpoint.artifact import Artifact
 from runtime.errors import CompressError
 from runtime.kernels.triton.cubins import FOLDER, INDEX, Cubin, read_cubin, read_index, runs_on
 
@@ -30,11 +32,11 @@ def verify(job: Job) -> Verification:
         read_cubin(job.folder, cubin)
         check(job.folder / FOLDER / cubin.file, cubin)
     metrics: dict[str, Any] = {"kernels": len(cubins)}
-    notes = _compile_again(job, cubins, metrics)
+    notes = compile_again(job, cubins, metrics)
     if job.source.artifact.manifest is not None:
-        _intact(job.folder)
-    notes += _files(job, metrics)
-    notes += _gpu(job, cubins, metrics)
+        Artifact(job.folder).verify()
+    notes += _compare_files(job, metrics)
+    notes += compare_on_gpu(job, cubins, metrics)
     checked = "every cubin has its kernel, architecture and arguments, some were compiled a second time to the same PTX"
     if "logit_difference" in metrics:
         checked += ", and the artifact's files give the artifact's logits on a CPU"
@@ -48,14 +50,12 @@ def check(file: Path, cubin: Cubin) -> None:
     done = subprocess.run([triton.knobs.nvidia.cuobjdump.path, "-elf", str(file)], capture_output=True, text=True)
     found = re.search(r"\bsm=(\w+)", done.stdout)
     if done.returncode or found is None:
-        raise CompressError(
-            f"{file.name} is no cubin: {(done.stderr.strip().splitlines() or ['it has no header'])[-1]}"
-        )
+        reason = (done.stderr.strip().splitlines() or ["it has no header"])[-1]
+        raise CompressError(f"{file.name} is no cubin: {reason}")
     if f"sm_{found[1]}" != cubin.architecture:
         raise CompressError(f"{file.name} is for sm_{found[1]}, the index says {cubin.architecture}")
-    section = re.search(
-        rf"^\.nv\.info\.{re.escape(cubin.symbol)}$(.*?)(?=^\S|\Z)", done.stdout, re.MULTILINE | re.DOTALL
-    )
+    pattern = rf"^\.nv\.info\.{re.escape(cubin.symbol)}$(.*?)(?=^\S|\Z)"
+    section = re.search(pattern, done.stdout, re.MULTILINE | re.DOTALL)
     if section is None:
         raise CompressError(f"{file.name} has no kernel {cubin.symbol}")
     numbers = re.findall(r"Ordinal\s*: (\w+)\s+Offset\s*: (\w+)\s+Size\s*: (\w+)", section[1])
@@ -69,7 +69,7 @@ def check(file: Path, cubin: Cubin) -> None:
         raise CompressError(f"{file.name} takes arguments at (offset, bytes) {there}, the index says {wanted}")
 
 
-def _compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:
+def compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:
     """A few kernels of each GPU, compiled by new processes: their PTX must be the same; returns what to say of other binaries.
 
     Raises:
@@ -88,9 +88,7 @@ def _compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -
     other = []
     for built, (_, cubin) in zip(build([task for task, _ in some], lambda _: job.progress.step()), some, strict=True):
         if built.ptx_sha256 != ptx[cubin.file]:
-            raise CompressError(
-                f"{cubin.file} compiles to something else a second time{built.error and ': '}{built.error}"
-            )
+            raise CompressError(f"{cubin.file} compiles to something else a second time {built.error}")
         if built.cubin != read_cubin(job.folder, cubin):
             other.append(cubin.file)
     metrics |= {"compiled_again": len(some), "same_bytes": len(some) - len(other)}
@@ -99,13 +97,7 @@ def _compile_again(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -
     return [f"NVIDIA's assembler made other binaries of the same PTX for {len(other)} kernels, such as {other[0]}"]
 
 
-def _intact(folder: Path) -> None:
-    from runtime.checkpoint.artifact import Artifact
-
-    Artifact(folder).verify()
-
-
-def _files(job: Job, metrics: dict[str, Any]) -> list[str]:
+def _compare_files(job: Job, metrics: dict[str, Any]) -> list[str]:
     """Logits of the artifact's files in the export, on a CPU; returns what could not be compared."""
     import runtime
     from runtime.modeling.skeleton import model_kind
@@ -114,56 +106,45 @@ def _files(job: Job, metrics: dict[str, Any]) -> list[str]:
         return ["logits were not compared: the model is no decoder (its files have the artifact's hashes)"]
     job.progress.phase("comparing logits on a CPU", 1)
     reference = probe(job)
-    model = runtime.load(
-        job.folder, device="cpu", dtype="float32", verify=False, trust_remote_code=job.source.trust_remote_code
-    )
+    trust = job.source.trust_remote_code
+    model = runtime.load(job.folder, device="cpu", dtype="float32", verify=False, trust_remote_code=trust)
     metrics |= compare_logits(reference, model.logits, 0.0)
     if metrics["logit_difference"]:
-        raise CompressError(
-            f"the export's files give other logits than the artifact, by {metrics['logit_difference']:g}"
-        )
+        difference = metrics["logit_difference"]
+        raise CompressError(f"the export's files give other logits than the artifact, by {difference:g}")
     return []
 
 
-def _gpu(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:
+def compare_on_gpu(job: Job, cubins: Sequence[Cubin], metrics: dict[str, Any]) -> list[str]:
     """On a GPU that the kernels are for: logits with them against those with kernels compiled now; returns what was not run."""
     if not torch.cuda.is_available():
         return ["there is no GPU here: the kernels were compiled and read back, and none was run"]
     major, minor = torch.cuda.get_device_capability()
-    others = [gpu for gpu in job.options.gpus if not runs_on(_full(cubins, gpu), 10 * major + minor)]
+    compiled = {cubin.architecture.rstrip("a"): cubin.architecture for cubin in reversed(cubins)}
+    others = [gpu for gpu in job.options.gpus if not runs_on(compiled.get(gpu, gpu), 10 * major + minor)]
     if len(others) == len(job.options.gpus):
         return [f"the GPU here is sm_{major}{minor}: no kernel was run"]
-    reference, logits, missing = _on_gpu(job)
+    reference, logits, missing = gpu_logits(job)
     found = compare_logits(reference, lambda rows: logits, _KL)
     metrics |= {f"gpu_{name}": value for name, value in found.items()}
     notes = [f"kernels for {', '.join(others)} were not run: the GPU here is sm_{major}{minor}"] if others else []
     return notes + [f"{missing} launches found no kernel compiled ahead, and triton compiled them"] * (missing > 0)
 
 
-def _full(cubins: Sequence[Cubin], gpu: str) -> str:
-    return next((cubin.architecture for cubin in cubins if cubin.architecture.rstrip("a") == gpu), gpu)
-
-
-def _on_gpu(job: Job) -> tuple[Any, torch.Tensor, int]:
+def gpu_logits(job: Job) -> tuple[Any, torch.Tensor, int]:
     """Probe with kernels that triton compiles now, logits of its rows with those of the export, launches that had none."""
-    from dataclasses import replace
-
     import runtime
     from runtime.kernels.triton import ahead
 
-    def load(path: Path) -> Any:
-        return runtime.load(
-            path, device="cuda", dtype=job.facts["dtype"], verify=False,
-            trust_remote_code=job.source.trust_remote_code,
-        )  # fmt: skip
+    def logits(path: Path) -> torch.Tensor:
+        dtype, trust = job.facts["dtype"], job.source.trust_remote_code
+        model = runtime.load(path, device="cuda", dtype=dtype, verify=False, trust_remote_code=trust)
+        return model.logits(base.rows).float().cpu()
 
     base = probe(job)
     ahead.withdraw()
-    model = load(job.source.path)
-    reference = replace(base, logits=model.logits(base.rows).float().cpu())
-    del model
-    model = load(job.folder)
-    logits = model.logits(base.rows).float().cpu()
+    reference = replace(base, logits=logits(job.source.path))
+    found = logits(job.folder)
     missing = ahead.missed()
     ahead.withdraw()
-    return reference, logits, missing
+    return reference, found, missing

@@ -1,6 +1,6 @@
 """Launches that a model makes on a GPU that is not here, found by walking through it with tensors on meta.
 
-The layers get the kernels that the table would choose on that GPU; where the lean engine would take the model over, its decoder is
+The layers get the kernels that the table would choose on that GPU; where the fused engine would take the model over, its decoder is
 called as a step calls it, with q/k/v and gate/up joined; else every compressed layer is called by itself.
 """
 
@@ -34,7 +34,7 @@ class Launches:
     Attributes:
         variants: what is launched, in the order found.
         kernels: {compressed layer: the kernel that computes it there}.
-        engine: why the lean engine does not run the model; None when it does.
+        engine: why the fused engine does not run the model; None when it does.
     """
 
     variants: list[Variant]
@@ -43,8 +43,8 @@ class Launches:
 
 
 def best(layer: Layer) -> Kernel:
-    """What the table chooses for a layer on the GPU that is assumed (`gpu.assuming`); the layer is on meta."""
-    return table.on_gpu(layer)[0]
+    """What the table chooses for a layer on the GPU that is assumed (`gpu.assuming`)."""
+    return table.on_gpu(replace(layer, device=META))[0]
 
 
 def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bool = False) -> Launches:
@@ -52,7 +52,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
 
     Args:
         every: each configuration that tuning may choose; False: the default ones only.
-        policy: it has one for its cache, with which transformers' modules compute. Launches of the lean engine, which computes when
+        policy: it has one for its cache, with which transformers' modules compute. Launches of the fused engine, which computes when
             it is loaded with a plain cache, are found too; those over the compressed cache are not.
 
     The model is used up: its layers get kernels and empty tensors.
@@ -62,30 +62,28 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
     with ExitStack() as stack:
         stack.enter_context(gpu.assuming(capability))
         stack.enter_context(torch.inference_mode())
-        kernels = _prepare(model)
-        reason = why_not(model)
-        lean = reason is None
-        if lean and policy:
-            reason = "its cache is compressed"
+        kernels = prepare(model)
+        odd = why_not(model)
+        reason = "its cache is compressed" if odd is None and policy else odd
         launches = stack.enter_context(jit.recording())
         # By themselves too where they are joined: the table asks about each of them before.
-        _layers(model)
+        call_layers(model)
         if every:
             stack.enter_context(tuning.every_candidate())
         if every and reason is not None:
-            _layers(model)
-        if lean:
-            _decode(model)
+            call_layers(model)
+        if odd is None:
+            call_decoder(model)
     return Launches(list(dict.fromkeys(of(launch) for launch in launches)), kernels, reason)
 
 
-def _prepare(model: nn.Module) -> dict[str, str]:
+def prepare(model: nn.Module) -> dict[str, str]:
     """Give every compressed layer its kernel and tensors. Those that Triton does not compute become plain ones on meta."""
     found: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, CompressedLinear):
             continue
-        kernel = best(replace(module.layer, device=META))
+        kernel = best(module.layer)
         found[name] = kernel.name
         if isinstance(kernel, TritonKernel):
             _imagine(module, kernel)
@@ -101,15 +99,15 @@ def _imagine(module: CompressedLinear, kernel: TritonKernel) -> None:
     module._replace(kernel.blank(module.layer, module.stored_dtype))
 
 
-def _layers(model: nn.Module) -> None:
+def call_layers(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, CompressedLinear):
             for rows in ROWS:
                 module(torch.empty(rows, module.in_features, dtype=module.dtype, device=META))
 
 
-def _decode(model: PreTrainedModel) -> None:
-    """Steps and prompts of the lean engine."""
+def call_decoder(model: PreTrainedModel) -> None:
+    """Steps and prompts of the fused engine."""
     from runtime.engines.cuda import engine, ops
     from runtime.engines.cuda.cache import Memory
     from runtime.engines.cuda.decoder import Decoder
@@ -144,10 +142,8 @@ def _decode(model: PreTrainedModel) -> None:
 
 def _joined(layers: llama_structure.Joined) -> llama_structure.Joined:
     """As `Joined.of` joins them, but for looking at numbers."""
-    if all(type(layer) is nn.Linear for layer in layers.layers):
-        whole: nn.Module | None = llama_structure.join_dense(layers.layers)
-    else:
-        whole = _whole(layers.layers)
+    dense = all(type(layer) is nn.Linear for layer in layers.layers)
+    whole = llama_structure.join_dense(layers.layers) if dense else _whole(layers.layers)
     if whole is not None:
         layers.layers = [whole]
     return layers
@@ -159,12 +155,12 @@ def _whole(layers: list[nn.Module]) -> CompressedLinear | None:
         return None
     first = linear[0]
     kernel = first.kernel
-    shape = (sum(x.out_features for x in linear), first.in_features)
     if not isinstance(kernel, TritonKernel):
         return None
-    whole = CompressedLinear(first.entry, shape, any(x.bias is not None for x in linear), first.stored_dtype)
+    rows, bias = sum(x.out_features for x in linear), any(x.bias is not None for x in linear)
+    whole = CompressedLinear(first.entry, (rows, first.in_features), bias, first.stored_dtype)
     whole.dtype = first.dtype
-    if best(replace(whole.layer, device=META)).layout != kernel.layout:
+    if best(whole.layer).layout != kernel.layout:
         return None
     _imagine(whole, kernel)
     return whole

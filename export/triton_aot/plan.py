@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from export.source import Source
+from export.source import Source, dtype_name
 from export.target import missing_packages
 from export.triton_aot.options import TritonOptions
+from runtime.engines.llama_structure import why_not as odd_structure
 from runtime.kernels import REFERENCE, Layer, on_gpu
 
 if TYPE_CHECKING:
@@ -34,8 +35,8 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
     """As `Target.why_not`."""
     if not source.entries:
         return "it is not compressed, and only compressed artifacts are computed by Triton kernels"
-    if dtype(source, options) not in (torch.float16, torch.bfloat16):
-        name = str(dtype(source, options)).removeprefix("torch.")
+    name = dtype_name(dtype(source, options))
+    if name not in ("float16", "bfloat16"):
         return f"it computes in {name}, and the kernels in float16 and bfloat16; set dtype=bfloat16 (and load it so)"
     listed = {} if source.artifact.manifest is None else source.artifact.manifest["files"]
     taken = [name for name in listed if name in ("README.md", "export.json") or name.startswith("kernels/")]
@@ -43,14 +44,14 @@ def why_not(source: Source, options: TritonOptions) -> str | None:
         return f"its manifest lists {taken[0]}, which the export writes itself"
     if missing_packages(("triton",)):
         return None  # what is missing is said by name, and the kernels cannot be asked without it
-    computed = {capability: layers(source, options, capability) for capability in options.capabilities}
-    kernels = {kernel for found in computed.values() for kernel in found.values()}
+    computed = [layers(source, options, capability) for capability in options.capabilities]
+    kernels = {kernel for found in computed for kernel in found.values()}
     if any(kernel.endswith(_TRITON) for kernel in kernels):
         return None
-    if kernels - {REFERENCE.name} and _engine(source):
-        return None  # its layers are torch's (float8), and the lean engine's own kernels Triton's
-    first = next(iter(computed.values()))
-    return f"no Triton kernel computes any of its {len(first)} compressed layers on {', '.join(options.gpus)} ({_tally(first)})"
+    if kernels - {REFERENCE.name} and odd_structure(source.skeleton) is None:
+        return None  # its layers are torch's (float8), and the fused engine's own kernels Triton's
+    count = f"any of its {len(computed[0])} compressed layers"
+    return f"no Triton kernel computes {count} on {', '.join(options.gpus)} ({tally(computed[0])})"
 
 
 def layers(source: Source, options: TritonOptions, capability: int) -> dict[str, str]:
@@ -71,14 +72,6 @@ def others(kernels: dict[str, str]) -> dict[str, str]:
     return {name: kernel for name, kernel in kernels.items() if not kernel.endswith(_TRITON)}
 
 
-def sentence(capability: int, kernels: dict[str, str]) -> str:
-    """Which layers stay on other kernels; "" when none does."""
-    left = others(kernels)
-    return (
-        f"sm_{capability}: {len(left)} of {len(kernels)} layers stay on other kernels ({_tally(left)})" if left else ""
-    )
-
-
 def has_policy(source: Source) -> bool:
     """Whether the artifact says how its cache is compressed."""
     return (source.artifact.manifest or {}).get("kv_cache") is not None
@@ -96,12 +89,6 @@ def launches(source: Source, options: TritonOptions, capability: int) -> Launche
     return find(blueprint.module, capability, options.configs == "all", has_policy(source))
 
 
-def _engine(source: Source) -> bool:
-    """Whether the lean engine, whose own kernels are Triton's, runs the model."""
-    from runtime.engines.llama_structure import why_not as odd
-
-    return odd(source.skeleton) is None
-
-
-def _tally(kernels: dict[str, str]) -> str:
+def tally(kernels: dict[str, str]) -> str:
+    """How many layers each kernel computes."""
     return ", ".join(f"{count} {name}" for name, count in Counter(kernels.values()).most_common())

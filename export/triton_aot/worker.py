@@ -22,6 +22,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from runtime.errors import first_line
 from runtime.kernels.triton import jit, signature
 from runtime.kernels.triton.signature import Variant
 
@@ -85,7 +86,7 @@ def _answer(variant: Variant, capability: int) -> dict[str, Any]:
             **resources(kernel, capability),
         }  # fmt: skip
     except Exception as error:  # whatever the compiler raises is said about this kernel, and the next one is compiled
-        return {"error": (str(error).strip().splitlines() or [type(error).__name__])[0]}
+        return {"error": first_line(error)}
 
 
 def _fix_addresses() -> None:

@@ -6,12 +6,13 @@ import hashlib
 import os
 import shutil
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 import triton
 
 from export.folder import TOKENIZER_FILES, write_json
-from export.source import Source
+from export.source import Source, dtype_name
 from export.target import Job
 from export.triton_aot import plan
 from export.triton_aot.build import Built, Task, build
@@ -35,15 +36,16 @@ def write(job: Job) -> None:
         found = plan.launches(job.source, job.options, capability)
         tasks += [Task(variant, capability) for variant in found.variants]
         engine = found.engine
-        said = plan.sentence(capability, found.kernels)
-        if said:
-            job.progress.warn(said)
-            stays[f"sm_{capability}"] = plan.others(found.kernels)
+        left = plan.others(found.kernels)
+        if left:
+            count = f"{len(left)} of {len(found.kernels)} layers stay on other kernels ({plan.tally(left)})"
+            job.progress.warn(f"sm_{capability}: {count}")
+            stays[f"sm_{capability}"] = left
     if plan.has_policy(job.source):
         job.progress.warn(plan.CACHE)
     if not tasks:
         raise CompressError("there is no kernel to compile for this artifact")
-    built = _compile(job, tasks)
+    built = compile_all(job, tasks)
     folder = job.folder / FOLDER
     folder.mkdir()
     kernels = [_store(folder, one) for one in built]
@@ -66,15 +68,13 @@ def copy(source: Source, folder: Path) -> None:
         origin, target = (source.path / name).resolve(), folder / name
         target.parent.mkdir(parents=True, exist_ok=True)
         if origin.stat().st_size >= _LINKED:
-            try:
+            with suppress(OSError):  # another disk, or one without links
                 os.link(origin, target)
                 continue
-            except OSError:  # another disk, or one without links
-                pass
         shutil.copyfile(origin, target)
 
 
-def _compile(job: Job, tasks: list[Task]) -> list[Built]:
+def compile_all(job: Job, tasks: list[Task]) -> list[Built]:
     job.progress.phase(f"compiling {len(tasks)} kernels for {', '.join(job.options.gpus)}", len(tasks))
     lock = threading.Lock()
 
@@ -85,9 +85,9 @@ def _compile(job: Job, tasks: list[Task]) -> list[Built]:
     good = []
     for one in build(tasks, done):
         limit = SHARED[one.task.capability]
-        reason = one.error or (
-            f"it wants {one.shared} bytes of shared memory, {limit} are there" if one.shared > limit else ""
-        )
+        reason = one.error
+        if one.shared > limit:
+            reason = f"it wants {one.shared} bytes of shared memory, {limit} are there"
         if reason:
             what = f"{one.task.variant.describe()} for sm_{one.task.capability}"
             if job.options.configs == "default":
@@ -104,9 +104,7 @@ def _store(folder: Path, one: Built) -> dict[str, object]:
     """Write a cubin; returns its entry of the index."""
     variant = one.task.variant
     if one.scratch_pointers < 0:
-        raise CompressError(
-            f"{variant.describe()} takes fewer arguments than the {len(variant.passed)} that are passed"
-        )
+        raise CompressError(f"{variant.describe()} takes fewer than the {len(variant.passed)} arguments passed")
     entry = Entry.known[variant.kernel]
     told = hashlib.sha256(variant.describe().encode()).hexdigest()[:16]
     name = f"{one.architecture}-{entry.__name__.strip('_')}-{told}.cubin"
@@ -127,12 +125,14 @@ def _facts(job: Job, built: list[Built], engine: str | None, stays: dict[str, di
         here["kernels"] += 1
         here["bytes"] += len(one.cubin)
         here["spilling"] += one.spill_bytes > 0
-    job.facts["gpus"] = count
-    job.facts["configs"] = job.options.configs
-    job.facts["dtype"] = str(plan.dtype(job.source, job.options)).removeprefix("torch.")
-    job.facts["triton"] = triton.__version__
-    job.facts["engine"] = "the lean GPU engine" if engine is None else f"transformers' modules ({engine})"
-    job.facts["layers_on_other_kernels"] = stays
+    job.facts |= {
+        "gpus": count,
+        "configs": job.options.configs,
+        "dtype": dtype_name(plan.dtype(job.source, job.options)),
+        "triton": triton.__version__,
+        "engine": "the lean GPU engine" if engine is None else f"transformers' modules ({engine})",
+        "layers_on_other_kernels": stays,
+    }
     if plan.has_policy(job.source):
         job.facts["cache"] = plan.CACHE
     job.facts["say"] = [

@@ -148,4 +148,4 @@ def test_an_engine_that_is_required_is_refused_with_the_reason(
 @pytest.mark.usefixtures("broken")
 def test_the_runtime_says_what_cannot_be_imported() -> None:
     with pytest.raises(RequestError, match=r"needs tensorrt; tensorrt is installed and cannot be imported: libcudart"):
-        engines._api({"version_compatible": False, "refit": None})
+        engines.tensorrt_module({"version_compatible": False, "refit": None})

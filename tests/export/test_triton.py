@@ -104,7 +104,6 @@ def test_no_path_of_this_machine_is_in_a_cubin(exported: Exported) -> None:
 
 def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
     """As on a machine with such a GPU: what the table asks before it chooses a kernel, and what the engine launches."""
-    from export.triton_aot import launches
     from runtime.engines.torch.engine import Blueprint
 
     class Driver:
@@ -119,7 +118,6 @@ def test_the_runtime_finds_a_kernel_for_every_layer(exported: Exported) -> None:
     assert ahead.offer(exported.path, CPU, Driver()) == len(index(exported.path))  # type: ignore[arg-type]
     model = Blueprint(Artifact(exported.path), torch.device("meta"), "auto", None, False).module
     assert ahead.missing(lambda: _walk(model), CPU) is None
-    assert launches.best  # what `_walk` relies on
 
 
 def _walk(model: Any) -> None:
@@ -127,9 +125,9 @@ def _walk(model: Any) -> None:
     from runtime.kernels.triton import gpu
 
     with gpu.assuming(90), torch.inference_mode():
-        launches._prepare(model)
-        launches._layers(model)
-        launches._decode(model)
+        launches.prepare(model)
+        launches.call_layers(model)
+        launches.call_decoder(model)
 
 
 # ---------------------------------------------------------------- what is read out of a binary
@@ -185,19 +183,19 @@ def test_what_was_not_run_on_a_gpu_is_said(
     job = Job(Source(tiny_artifact), TritonOptions(gpus="80,90"), exported.path, progress=None)  # type: ignore[arg-type]
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (7, 5))
-    assert check._gpu(job, cubins, {}) == ["the GPU here is sm_75: no kernel was run"]
+    assert check.compare_on_gpu(job, cubins, {}) == ["the GPU here is sm_75: no kernel was run"]
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     logits = torch.randn(1, 4, 9)
     reference = Probe([[1]], torch.zeros(1, 4, dtype=torch.long), logits, [[1]])
-    monkeypatch.setattr(check, "_on_gpu", lambda job: (reference, logits, 2))
+    monkeypatch.setattr(check, "gpu_logits", lambda job: (reference, logits, 2))
     metrics: dict[str, Any] = {}
-    notes = check._gpu(job, cubins, metrics)
+    notes = check.compare_on_gpu(job, cubins, metrics)
     assert notes[0] == "kernels for sm_80 were not run: the GPU here is sm_90"
     assert notes[1].startswith("2 launches found no kernel compiled ahead")
     assert metrics["gpu_kl"] == 0.0
-    monkeypatch.setattr(check, "_on_gpu", lambda job: (reference, logits.flip(-1), 0))
+    monkeypatch.setattr(check, "gpu_logits", lambda job: (reference, logits.flip(-1), 0))
     with pytest.raises(CompressError, match="does not compute what the artifact does"):
-        check._gpu(job, cubins, metrics)
+        check.compare_on_gpu(job, cubins, metrics)
 
 
 # ---------------------------------------------------------------- compiling
@@ -242,12 +240,12 @@ def test_a_kernel_that_compiles_to_something_else_is_refused(
 
     metrics: dict[str, Any] = {}
     monkeypatch.setattr(check, "build", again(listed))
-    (note,) = check._compile_again(job, cubins, metrics)
+    (note,) = check.compile_again(job, cubins, metrics)
     assert note.startswith("NVIDIA's assembler made other binaries of the same PTX for 3 kernels")
     assert metrics == {"compiled_again": 3, "same_bytes": 0}
     monkeypatch.setattr(check, "build", again(dict.fromkeys(listed, "0")))
     with pytest.raises(CompressError, match="compiles to something else a second time"):
-        check._compile_again(job, cubins, metrics)
+        check.compile_again(job, cubins, metrics)
 
 
 def test_every_kernel_is_compiled_ahead_but_those_of_caches() -> None:
@@ -273,8 +271,8 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     (path / "compress.json").write_text(sealed_json(manifest | {"kv_cache": policy.resolved()}))
     source, options = Source(path), TritonOptions(gpus="90")
     plain = plan.launches(Source(tiny_artifact), options, 90)
-    whole, by_itself = launches._layers, []
-    monkeypatch.setattr(launches, "_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
+    whole, by_itself = launches.call_layers, []
+    monkeypatch.setattr(launches, "call_layers", lambda model: by_itself.append(tuning._every.get()) or whole(model))
     found = plan.launches(source, options, 90)
     assert plain.engine is None
     assert found.engine == "its cache is compressed"
@@ -282,7 +280,7 @@ def test_a_policy_comes_along_and_what_is_not_compiled_for_it_is_said(
     assert by_itself == [False, True], "and what tuning may choose for each layer as transformers' modules call it"
 
     tasks: list[Task] = []
-    monkeypatch.setattr(write, "_compile", lambda job, given: tasks.extend(given) or [])
+    monkeypatch.setattr(write, "compile_all", lambda job, given: tasks.extend(given) or [])
     (tmp_path / "out").mkdir()
     job = Job(source, options, tmp_path / "out", ProgressReporter(quiet=True))
     write.write(job)
@@ -343,15 +341,14 @@ def test_layers_that_stay_on_other_kernels_are_named(tiny_artifact: Path, monkey
     kernels = plan.layers(source, TritonOptions(), 90)
     assert kernels[first] == "fp8-cuda"
     assert plan.others(kernels) == {first: "fp8-cuda"}
-    said = f"sm_90: 1 of {len(kernels)} layers stay on other kernels (1 fp8-cuda)"
-    assert plan.sentence(90, kernels) == said
+    assert plan.tally(plan.others(kernels)) == "1 fp8-cuda"
     assert plan.others(plan.layers(source, TritonOptions(), 80)) == {first: "reference"}
     for name in source.entries:
         source.entries[name] = ModuleEntry(float8, "float-quantized", None)
-    assert plan.why_not(source, TritonOptions()) is None, "the lean engine's own kernels are Triton's"
+    assert plan.why_not(source, TritonOptions()) is None, "the fused engine's own kernels are Triton's"
     said = f"no Triton kernel computes any of its {len(kernels)} compressed layers on sm_80 ({len(kernels)} reference)"
     assert plan.why_not(source, TritonOptions(gpus="80")) == said
-    monkeypatch.setattr(plan, "_engine", lambda source: False)
+    monkeypatch.setattr(plan, "odd_structure", lambda model: "odd")
     assert "no Triton kernel computes any of its" in (plan.why_not(source, TritonOptions()) or "")
 
 

@@ -39,5 +39,5 @@ def install(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.setattr(machine, "api", lambda: trt)
     monkeypatch.setattr(machine, "gpu", lambda: gpu)
     monkeypatch.setattr(engine, "make_gpu", lambda device: HostGpu())
-    monkeypatch.setattr(engine, "_api", lambda facts: trt)
+    monkeypatch.setattr(engine, "tensorrt_module", lambda facts: trt)
     return trt

@@ -169,13 +169,11 @@ def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> 
     """
     if options.get("max_memory") is not None:
         raise RequestError(
-            f"max_memory: ONNX Runtime holds all weights of {export.path}; load the artifact to stream them"
+            f"max_memory: ONNX Runtime holds all weights; load the artifact of {export.path} to stream them"
         )
     dtype = options.get("dtype")
     if dtype is not None and dtype != DTYPES.get(export.facts.get("dtype", "")):
-        raise RequestError(
-            f"dtype: {export.path} computes in {export.facts.get('dtype')}; export it again with --set dtype=..."
-        )
+        raise RequestError(f"dtype: {export.path} computes in {export.facts.get('dtype')}; export it again in another")
     kind = str(export.facts.get("kind"))
     if kind not in _ENGINES:
         raise ArtifactError(f"{export.path}: export.json has kind {kind!r}; known are {', '.join(_ENGINES)}")

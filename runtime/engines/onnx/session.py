@@ -10,7 +10,7 @@ import numpy
 import torch
 
 from runtime.checkpoint.export_directory import Export
-from runtime.errors import ArtifactError, RequestError
+from runtime.errors import ArtifactError, RequestError, first_line
 from runtime.system.distribution import how_to_install
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16}
@@ -48,7 +48,7 @@ class Session:
         available = onnxruntime.get_available_providers()
         if provider not in available:
             raise RequestError(f"device {device}: this onnxruntime has only {', '.join(available)}; try 'cpu'")
-        options = onnxruntime.SessionOptions()
+        version, options = f"ONNX Runtime {onnxruntime.__version__}", onnxruntime.SessionOptions()
         options.intra_op_num_threads = threads or torch.get_num_threads()
         options.log_severity_level = 3
         # What int4 products round activations to: 1 float32, 4 int8 (what ONNX Runtime does when it is not told).
@@ -64,17 +64,14 @@ class Session:
         try:
             self._session = onnxruntime.InferenceSession(str(file), options, providers=[chosen])
         except Exception as error:  # onnxruntime raises types of its own, one for each kind of trouble
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise ArtifactError(
-                f"{file} cannot be opened by ONNX Runtime {onnxruntime.__version__}: {first}"
-            ) from error
+            raise ArtifactError(f"{file} cannot be opened by {version}: {first_line(error)}") from error
         if self._session.get_providers()[0] != provider:
             raise RequestError(f"device {device}: ONNX Runtime does not find the libraries of {provider}; try 'cpu'")
         self.device = device
         self.inputs = frozenset(value.name for value in self._session.get_inputs())
         rounding = {"fast": "int8 activations where weights are integers", "auto": "float32 sums"}
         how = rounding.get(kernels, "not optimized")
-        self.description = f"ONNX Runtime {onnxruntime.__version__} ({provider}, {how})"
+        self.description = f"{version} ({provider}, {how})"
         # An empty tensor has no address, and ONNX Runtime wants one.
         self._somewhere = torch.zeros(16, device=device)
         self._binding: Any = self._session.io_binding()

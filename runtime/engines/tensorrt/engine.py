@@ -113,7 +113,7 @@ def load_tensorrt(export: Export, device: torch.device, options: dict[str, Any])
         raise ArtifactError(f"{export.path} was built of TensorRT's own layers by an earlier version; export it again")
     bound = _check_options(options, facts)
     gpu = make_gpu(device)
-    trt = _api(facts)
+    trt = tensorrt_module(facts)
     _check_fits(export.path, facts, trt, gpu)
     logger = make_logger(trt)
     runtime, engine = deserialize(trt, logger, export.path / str(facts["plan"]), bool(facts["version_compatible"]))
@@ -152,9 +152,7 @@ def finishing(bundle: str) -> str:
 def make_gpu(device: torch.device) -> Gpu:
     """Where the engine runs; RequestError for anything but an NVIDIA GPU."""
     if device.type != "cuda":
-        raise RequestError(
-            f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact, or an ONNX export"
-        )
+        raise RequestError(f"a TensorRT engine runs on an NVIDIA GPU, not on {device.type}; load the artifact itself")
     return Gpu(device)
 
 
@@ -167,9 +165,7 @@ def _check_options(options: dict[str, Any], facts: dict[str, Any]) -> int | None
     if bound is None:
         return None
     if not facts["weight_streaming"]:
-        raise RequestError(
-            "max_memory: the engine was built without weight streaming; export it with weight_streaming=true"
-        )
+        raise RequestError("max_memory: the engine was built without weight streaming; export with weight_streaming")
     return byte_count("max_memory", bound)
 
 
@@ -183,7 +179,7 @@ def _budget(engine: Any, bound: int | None) -> int:
     return min(bound - fixed, int(engine.streamable_weights_size))
 
 
-def _api(facts: dict[str, Any]) -> Any:
+def tensorrt_module(facts: dict[str, Any]) -> Any:
     """The tensorrt module; version compatible plans run with the lean one too."""
     lean = ["tensorrt_lean"] if facts["version_compatible"] and facts["refit"] != "stripped" else []
     broken = None
@@ -201,14 +197,10 @@ def _check_fits(path: Path, facts: dict[str, Any], trt: Any, gpu: Gpu) -> None:
     """ArtifactError where TensorRT or the GPU is another than the plan was built for."""
     here, built = str(trt.__version__), str(facts["tensorrt"])
     if here != built and not facts["version_compatible"]:
-        raise ArtifactError(
-            f"{path} was built with TensorRT {built}, and {here} is installed; build it from its bundle again"
-        )
+        raise ArtifactError(f"{path} was built with TensorRT {built}, and {here} is installed; build it again")
     major, minor = gpu.capability
     wanted, level = facts["gpu"]["compute_capability"], facts["hardware_compatibility"]
     fits = (major, minor) >= (8, 0) if level == "ampere_plus" else wanted == f"{major}.{minor}"
     if not fits:
         built_for = f"{facts['gpu']['name']} (compute capability {wanted})"
-        raise ArtifactError(
-            f"{path} was built for {built_for}, and this GPU has {major}.{minor}; build it from its bundle again"
-        )
+        raise ArtifactError(f"{path} was built for {built_for}, and this GPU has {major}.{minor}; build it again")

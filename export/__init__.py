@@ -47,16 +47,7 @@ def export(
     """
     from export.run import run
 
-    return run(
-        artifact,
-        target,
-        output,
-        verify=verify,
-        overwrite=overwrite,
-        quiet=quiet,
-        trust_remote_code=trust_remote_code,
-        options=options,
-    )
+    return run(artifact, target, output, verify, overwrite, quiet, trust_remote_code, options)
 
 
 def fitting(artifact: str | Path, trust_remote_code: bool = False) -> dict[str, str | None]:

@@ -110,7 +110,7 @@ def run(
         verification = chosen.verify(job) if verify else None
         for note in verification.notes if verification else ():
             progress.warn(note)
-        (folder / README).write_text(_readme(chosen, job, place, conversions, verification, behind), encoding="utf-8")
+        (folder / README).write_text(_readme(chosen, job, conversions, verification, behind), encoding="utf-8")
         (folder / MANIFEST).unlink()
         files = listing(folder)
         manifest |= {
@@ -136,9 +136,8 @@ def left_behind(target: Target, source: Any) -> str | None:
     from runtime.kv_cache.policy.policy import Policy
 
     described = Policy.parse(policy).describe()
-    return (
-        f"the artifact's KV-cache policy ({described}) stays behind: what target {target.name} writes cannot hold one"
-    )
+    what = f"the artifact's KV-cache policy ({described}) stays behind"
+    return f"{what}: what target {target.name} writes cannot hold one"
 
 
 def parse_options(target: Target, given: dict[str, Any]) -> Any:
@@ -188,33 +187,21 @@ def tool_versions() -> dict[str, str]:
     return result
 
 
-def _readme(
-    target: Target,
-    job: Job,
-    place: Path,
-    conversions: list[Conversion],
-    verification: Verification | None,
-    behind: str | None,
-) -> str:
-    lines = [
-        f"# {place.name}",
-        "",
-        f"{target.summary} Made by compress from `{job.source.path.name}`.",
-        "",
-        "```python",
-    ]
-    lines += [*target.usage(job, place.name), "```", ""]
-    if conversions:
+def _readme(target: Target, job: Job, changes: list[Conversion], found: Verification | None, behind: str | None) -> str:
+    name = job.output.name
+    intro = f"{target.summary} Made by compress from `{job.source.path.name}`."
+    lines = [f"# {name}", "", intro, "", "```python", *target.usage(job, name), "```", ""]
+    if changes:
         lines += ["Stored in another way than in the artifact:", ""]
-        lines += [f"- {conversion.sentence()}" for conversion in conversions] + [""]
+        lines += [f"- {change.sentence()}" for change in changes] + [""]
     if behind is not None:
         lines += [f"{behind[0].upper()}{behind[1:]}.", ""]
-    if verification is None:
+    if found is None:
         lines += ["Not verified: the export was not loaded back.", ""]
     else:
-        metrics = ", ".join(f"{key} {_short(value)}" for key, value in verification.metrics.items())
-        lines += [f"Loaded back with {verification.loader}: {verification.checked} ({metrics}).", ""]
-        lines += [f"- {note}" for note in verification.notes] + [""] * bool(verification.notes)
+        metrics = ", ".join(f"{key} {_short(value)}" for key, value in found.metrics.items())
+        lines += [f"Loaded back with {found.loader}: {found.checked} ({metrics}).", ""]
+        lines += [f"- {note}" for note in found.notes] + [""] * bool(found.notes)
     lines.append("`export.json` has the artifact's hash, tool versions, every conversion and every file's SHA-256.")
     return "\n".join(lines) + "\n"
 

@@ -16,7 +16,6 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -25,6 +24,7 @@ from export.huggingface.fused_layers import fused_sets, words
 from export.huggingface.grids import KERNEL_GROUPS, reflect_low_zeros, regrid
 from export.huggingface.plan import Layout, Plan, UnfitError, integer_goal, remark
 from export.huggingface.shards import Part
+from export.run import tool_versions
 from export.source import Source, distance, dtype_name, in_float32
 from export.target import Conversion, Job
 from runtime.errors import RequestError
@@ -186,7 +186,7 @@ def quantization_config(source: Source, entries: Mapping[str, ModuleEntry], chec
     base = base_entry(entries)
     assert base is not None
     config: dict[str, Any] = {"quant_method": "gptq", **_numbers(base)}
-    quantizers = [f"compress:{_own_version()}"]
+    quantizers = [f"compress:{tool_versions().get('compress', '0')}"]
     asymmetric = any(e.scheme.grid is not None and not e.scheme.grid.symmetric for e in entries.values())
     if asymmetric and checkpoint_format == "gptq":
         quantizers.append(_ASYMMETRIC_MARK)
@@ -246,15 +246,5 @@ def _dynamic(source: Source, entries: Mapping[str, ModuleEntry], base: ModuleEnt
 def _numbers(entry: ModuleEntry) -> dict[str, Any]:
     weights = entry.scheme.grid
     assert weights is not None
-    return {
-        "bits": weights.bits,
-        "group_size": weights.group_size if weights.strategy == "group" else -1,
-        "sym": weights.symmetric,
-    }
-
-
-def _own_version() -> str:
-    try:
-        return version("compress")
-    except PackageNotFoundError:  # a checkout that is not installed
-        return "0"
+    size = weights.group_size if weights.strategy == "group" else -1
+    return {"bits": weights.bits, "group_size": size, "sym": weights.symmetric}

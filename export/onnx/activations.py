@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from export.onnx.builder import Builder
-from export.onnx.store import in_dtype
 from export.source import Source
 from runtime.formats.scheme import ActivationScheme
 from runtime.kernels.activations import code_limits
@@ -43,8 +42,7 @@ def static(
     code = FLOAT8 if scheme.type == "float" else torch.int8
     zero = source.optional(f"{module}.input_zero_point")
     zero = torch.zeros(1, dtype=code) if zero is None else zero.to(code)
-    name = f"{module}.input_scale"
-    step = b.store.add(name, in_dtype(scale, dtype, name).reshape(()))
+    step = b.stored(f"{module}.input_scale", scale.reshape(()), dtype)
     point = b.store.add(f"{module}.input_zero_point", zero.reshape(()))
     return Quantized(b.op("QuantizeLinear", [x, step, point], "QuantizeLinear"), step, point)
 
@@ -75,12 +73,9 @@ def dynamic(b: Builder, x: onnx_ir.Value, scheme: ActivationScheme, dtype: torch
         high = b.op("Max", [b.op("ReduceMax", [x, *axes], "input/highest", keepdims=1), zero], "input/high")
         width = b.constant(largest - smallest, dtype)
         scale = positive(b.op("Div", [b.op("Sub", [high, low], "input/range"), width], "input/step"))
-        offset = b.op(
-            "Sub", [b.constant(smallest, dtype), b.op("Div", [low, scale], "input/lowest_code")], "input/offset"
-        )
-        clipped = b.op(
-            "Clip", [offset, b.constant(smallest, dtype), b.constant(largest, dtype)], "input/offset_clipped"
-        )
+        least, most = b.constant(smallest, dtype), b.constant(largest, dtype)
+        offset = b.op("Sub", [least, b.op("Div", [low, scale], "input/lowest_code")], "input/offset")
+        clipped = b.op("Clip", [offset, least, most], "input/offset_clipped")
         point = b.op("Round", [clipped], "input/zero_point")
         codes = b.op("Add", [b.op("Div", [x, scale], "input/scaled"), point], "input/shifted")
     codes = b.op("Clip", [codes, b.constant(smallest, dtype), b.constant(largest, dtype)], "input/clipped")

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.builder import Builder
+from export.onnx.builder import Builder, fixed
 from export.onnx.dialect import Dialect
 from export.onnx.matmul_nbits import MICROSOFT
 
@@ -25,23 +25,22 @@ def write_attention(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: di
 
 def _operator(b: Builder, mark: onnx_ir.Node) -> onnx_ir.Value:
     """ONNX's `Attention` (opset 23) with one output: TensorRT refuses it with a cache, and knows grouped queries by itself."""
-    attributes: dict[str, Any] = {"scale": mark.attributes.get_float("scale")}
     softcap = mark.attributes.get_float("softcap", 0.0)
-    if softcap:
-        attributes["softcap"] = softcap
+    attributes: dict[str, Any] = {"scale": mark.attributes.get_float("scale")} | (
+        {"softcap": softcap} if softcap else {}
+    )
     return b.op("Attention", mark.inputs, "Attention", like=mark.outputs[0], **attributes)
 
 
 def _products(b: Builder, mark: onnx_ir.Node, dialect: Dialect, biases: dict[Any, Any]) -> onnx_ir.Value:
     """Two products and a softmax; the query heads that share keys lie in one matrix."""
-    query, key, value = mark.inputs[:3]
-    mask = mark.inputs[3] if len(mark.inputs) > 3 else None
-    heads, kv_heads, size = _size(query, 1), _size(key, 1), _size(value, 3)
+    query, key, value, mask = _states(mark)
+    heads, kv_heads, width, size = _size(query, 1), _size(key, 1), _size(query, 3), _size(value, 3)
     grouped = heads != kv_heads
     scale, softcap = mark.attributes.get_float("scale"), mark.attributes.get_float("softcap", 0.0)
     query = b.op("Mul", [query, b.constant(scale, dialect.dtype)], "scaled")
     if grouped:  # query heads that share keys are neighbours: [b, kv, heads / kv * s, d]
-        query = b.op("Reshape", [query, b.constant([0, kv_heads, -1, _size(mark.inputs[0], 3)])], "grouped")
+        query = b.op("Reshape", [query, b.constant([0, kv_heads, -1, width])], "grouped")
     scores = b.op("MatMul", [query, b.op("Transpose", [key], "keys", perm=[0, 1, 3, 2])], "scores")
     if grouped:
         scores = b.op("Reshape", [scores, b.constant([0, heads, -1, 0])], "of_heads")
@@ -83,17 +82,18 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
     for mark in marks:
         if not mark.attributes.get_int("causal", 0):
             return "attention is not causal"
-        if len(mark.inputs) > 3 and mark.inputs[3] is not None and mark.inputs[3].dtype != _bool():
+        query, key, value, mask = _states(mark)
+        if mask is not None and mask.dtype != _bool():
             return "attention adds a bias of its own"
-        if _size(mark.inputs[0], 3) % 8 or _size(mark.inputs[0], 3) != _size(mark.inputs[2], 3):
-            return f"heads of {_size(mark.inputs[0], 3)} and {_size(mark.inputs[2], 3)} numbers"
-        for value in _states(mark)[1:]:
-            concat = value.producer()
-            if concat is None or concat.op_type != "Concat" or not concat.inputs[0].is_graph_input():  # type: ignore[union-attr]
+        if _size(query, 3) % 8 or _size(query, 3) != _size(value, 3):
+            return f"heads of {_size(query, 3)} and {_size(value, 3)} numbers"
+        for state in (key, value):
+            concat = state.producer()
+            if concat is None or concat.op_type != "Concat" or not concat.inputs[0].is_graph_input():
                 return "keys or values are not the cache and what is appended to it"
-            if any(user is not mark for user, _ in value.uses()):
+            if any(user is not mark for user, _ in state.uses()):
                 return "layers share a cache"
-        mask, window = mark.inputs[3] if len(mark.inputs) > 3 else None, mark.attributes.get_int("window", 0)
+        window = mark.attributes.get_int("window", 0)
         if mask is None:
             return "attention has no mask"
         if (mask, window) not in asked:  # of all layers alike once
@@ -105,29 +105,24 @@ def why_not_grouped(marks: list[onnx_ir.Node], inputs: dict[str, onnx_ir.Value])
 
 def write_grouped(b: Builder, mark: onnx_ir.Node, dialect: Dialect, shared: dict[Any, Any]) -> onnx_ir.Value:
     """`GroupQueryAttention`: appends to the cache in place and reads it. Replaces the graph outputs `present.*` too."""
-    query, key, value = _states(mark)
+    query, key, value, _ = _states(mark)
     heads, kv_heads, size = _size(query, 1), _size(key, 1), _size(query, 3)
     merge = b.constant([0, 0, -1])
-    appended = [source.producer().inputs for source in (key, value)]  # type: ignore[union-attr]
+    (past_key, new_key), (past_value, new_value) = (source.producer().inputs for source in (key, value))
     states = [
         b.op("Reshape", [b.op("Transpose", [part], f"{name}_rows", perm=[0, 2, 1, 3]), merge], name)
-        for name, part in (("query", query), ("key", appended[0][1]), ("value", appended[1][1]))
+        for name, part in (("query", query), ("key", new_key), ("value", new_value))
     ]
-    lengths = _lengths(b, dialect, shared)
-    window, softcap = mark.attributes.get_int("window", 0), mark.attributes.get_float("softcap", 0.0)
-    attributes: dict[str, Any] = {
-        "num_heads": heads,
-        "kv_num_heads": kv_heads,
-        "scale": mark.attributes.get_float("scale"),
+    last, total, bias = _lengths(b, dialect, shared)
+    given = mark.attributes
+    optional: dict[str, Any] = {
+        "local_window_size": given.get_int("window", 0),
+        "softcap": given.get_float("softcap", 0.0),
     }
-    if window:
-        attributes["local_window_size"] = window
-    if softcap:
-        attributes["softcap"] = softcap
-    last, total, bias = lengths
     output, present_key, present_value = b.op(
-        "GroupQueryAttention", [*states, appended[0][0], appended[1][0], last, total, None, None, None, bias],
-        "GroupQueryAttention", MICROSOFT, outputs=3, **attributes,
+        "GroupQueryAttention", [*states, past_key, past_value, last, total, None, None, None, bias],
+        "GroupQueryAttention", MICROSOFT, outputs=3, num_heads=heads, kv_num_heads=kv_heads, scale=given.get_float("scale"),
+        **{name: value for name, value in optional.items() if value},
     )  # fmt: skip
     for old, new in ((key, present_key), (value, present_value)):
         new.shape, new.type, name = old.shape, old.type, old.name
@@ -149,9 +144,8 @@ def _lengths(b: Builder, dialect: Dialect, shared: dict[Any, Any]) -> tuple[Any,
         last = b.op("Expand", [shorter, batch], "lengths/seqlens_k")
         total = b.op("Squeeze", [length], "lengths/total_sequence_length")
         low = b.constant(torch.finfo(dialect.dtype).min / 2, dialect.dtype)
-        row = b.op(
-            "Where", [b.cast(mask, torch.bool, "lengths/kept"), b.constant(0.0, dialect.dtype), low], "lengths/padding"
-        )
+        real = b.cast(mask, torch.bool, "lengths/kept")
+        row = b.op("Where", [real, b.constant(0.0, dialect.dtype), low], "lengths/padding")
         row = b.op("Unsqueeze", [row, b.constant([1, 2])], "lengths/rows")
         sequence = b.op("Shape", [ids], "lengths/sequence", start=1, end=2)
         ones = b.constant([1])
@@ -166,15 +160,10 @@ def _bool() -> Any:
     return ir.DataType.BOOL
 
 
-def _states(mark: onnx_ir.Node) -> list[onnx_ir.Value]:
-    """Query, keys and values of a mark."""
-    states = mark.inputs[:3]
-    return [state for state in states if state is not None]
+def _states(mark: onnx_ir.Node) -> tuple[Any, ...]:
+    """Query, keys, values and mask of a mark; None where there is no mask."""
+    return (*mark.inputs, None)[:4]
 
 
-def _size(value: onnx_ir.Value | None, axis: int) -> int:
-    """A fixed dimension; the exporter writes some of them as symbols ("64")."""
-    assert value is not None
-    assert value.shape is not None
-    dimension = value.shape[axis]
-    return dimension if isinstance(dimension, int) else int(str(dimension.value))
+def _size(value: Any, axis: int) -> int:
+    return fixed(value.shape[axis])

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from export.onnx.store import Store, onnx_type
+from export.onnx.store import Store, in_dtype, onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -55,6 +55,10 @@ class Builder:
         """The initializer of that name, added when it is not there."""
         found = self.store.graph.initializers.get(name)
         return self.store.add(name, tensor) if found is None else found
+
+    def stored(self, name: str, values: torch.Tensor, dtype: torch.dtype) -> onnx_ir.Value:
+        """An initializer of that name in `dtype`; RequestError where a value does not fit."""
+        return self.store.add(name, in_dtype(values, dtype, name))
 
     def cast(self, value: onnx_ir.Value, dtype: torch.dtype, part: str = "Cast") -> onnx_ir.Value:
         """`value` in `dtype`."""

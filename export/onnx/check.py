@@ -17,14 +17,8 @@ from runtime.errors import CompressError, first_line
 INSERTED = ("InsertedPrecisionFreeCast_", "InsertedCast_")
 # Products that read compressed weights as they are.
 FUSED = (
-    "MatMulNBits",
-    "MatMulInteger",
-    "MatMulIntegerToFloat",
-    "DynamicQuantizeMatMul",
-    "QLinearMatMul",
-    "QGemm",
-    "MatMulBnb4",
-)
+    "MatMulNBits", "MatMulInteger", "MatMulIntegerToFloat", "DynamicQuantizeMatMul", "QLinearMatMul", "QGemm", "MatMulBnb4",
+)  # fmt: skip
 
 
 def check_file(path: Path) -> None:
@@ -35,28 +29,27 @@ def check_file(path: Path) -> None:
     foreign = [node for node in model.graph.node if node.op_type == "SimplifiedLayerNormalization"]
     for node in foreign:  # ONNX Runtime's own, which it nevertheless keeps in ONNX's domain
         node.domain = "com.microsoft"
-    checked = path
-    if foreign:
-        checked = path.with_name(f".{path.name}.checked")
-        onnx.save(model, str(checked))
+    checked = path.with_name(f".{path.name}.checked") if foreign else path
     try:
+        if foreign:
+            onnx.save(model, str(checked))
         onnx.checker.check_model(str(checked), full_check=True)
     except (onnx.checker.ValidationError, onnx.shape_inference.InferenceError, ValueError) as error:
         raise CompressError(f"{path.name} is no valid ONNX: {first_line(error)}") from error
     finally:
         if foreign:
-            checked.unlink()
+            checked.unlink(missing_ok=True)
 
 
-def optimized(path: Path, kernels: str = "auto", entries: dict[str, str] | None = None) -> Any:
+def optimized(path: Path, entries: dict[str, str] | None = None) -> Any:
     """The graph that ONNX Runtime runs on a CPU, as an onnx `ModelProto` without its weights; `entries` as in `check_fused`."""
     import onnx
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    options.add_session_config_entry("session.qdq_matmulnbits_accuracy_level", "4" if kernels == "fast" else "1")
-    for name, value in (entries or {}).items():
+    accuracy = {"session.qdq_matmulnbits_accuracy_level": "1"}
+    for name, value in (accuracy | (entries or {})).items():
         options.add_session_config_entry(name, value)
     # Extended, not all: layouts of one machine's vector units would hide what is looked for.
     options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_EXTENDED

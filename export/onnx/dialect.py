@@ -63,9 +63,8 @@ def multiplies_integers(scheme: Scheme) -> bool:
     weights, acts = scheme.grid, scheme.activations
     if weights is None or acts is None or weights.type != "int" or acts.type != "int":
         return False
-    return (
-        weights.bits > 4 and weights.symmetric and weights.strategy != "group" and (acts.symmetric or not acts.dynamic)
-    )
+    one_scale = weights.symmetric and weights.strategy != "group"
+    return one_scale and weights.bits > 4 and (acts.symmetric or not acts.dynamic)
 
 
 def layer_rules(scheme: Scheme, spoken: Dialect) -> Rules:

@@ -14,11 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from export.onnx import activations
+from export.onnx.activations import Quantized
 from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect, layer_rules, multiplies_integers
 from export.onnx.grid import Grid, to_grid
 from export.onnx.matmul_nbits import matmul_nbits, widened
-from export.onnx.store import in_dtype, onnx_type
+from export.onnx.store import onnx_type
 from export.target import Job
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def add_bias(b: Builder, job: Job, module: str, result: onnx_ir.Value, dialect: 
     """`result [..., N]` plus the layer's bias, if it has one."""
     bias = job.source.optional(f"{module}.bias")
     if bias is not None:
-        value = b.store.add(f"{module}.bias", in_dtype(bias, dialect.dtype, f"{module}.bias"))
+        value = b.stored(f"{module}.bias", bias, dialect.dtype)
         result = b.op("Add", [result, value], f"{module.rpartition('.')[2]}/Add")
     return result
 
@@ -69,7 +70,7 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
     if not acts.dynamic:
         quantized = activations.static(b, x, module, acts, job.source, dialect.dtype)
         if integers and dialect.own_operators:
-            return _integer_product(b, module, quantized, grid, dialect, quantized.zero_point)
+            return _integer_product(b, module, quantized, grid, dialect)
         return _product(b, module, activations.rounded(b, quantized, x), grid, dialect)
     quantized = activations.dynamic(b, x, acts, dialect.dtype)
     if integers:
@@ -77,27 +78,19 @@ def _compressed(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Di
     return _product(b, module, activations.dequantize(b, quantized, x, dialect.dtype), grid, dialect)
 
 
-def _integer_product(
-    b: Builder,
-    module: str,
-    x: activations.Quantized,
-    grid: Grid,
-    dialect: Dialect,
-    zero_point: onnx_ir.Value | None = None,
-) -> onnx_ir.Value:
+def _integer_product(b: Builder, module: str, x: Quantized, grid: Grid, dialect: Dialect) -> onnx_ir.Value:
     """int8 codes times int8 codes, summed in int32, scaled once for the token and once for the column.
 
     Scaled in float32 whatever the dtype of the graph: sums pass float16's 65504 with as few as five inputs.
     """
     assert grid.block is None
     codes = b.store.add(f"{module}.weight_codes", grid.codes)
-    name = f"{module}.weight_scale"
-    scale = b.store.add(name, in_dtype(grid.scale.reshape(-1), torch.float32, name))
-    factors = [x.codes, codes] if zero_point is None else [x.codes, codes, zero_point]
+    scale = b.stored(f"{module}.weight_scale", grid.scale.reshape(-1), torch.float32)
+    factors = [x.codes, codes] if x.zero_point is None else [x.codes, codes, x.zero_point]
     sums = b.cast(b.op("MatMulInteger", factors, "MatMulInteger"), torch.float32, "sums")
     wide = dialect.dtype == torch.float32
     token = x.scale if wide else b.cast(x.scale, torch.float32, "by_token/scale")
-    scaled: onnx_ir.Value = b.op("Mul", [b.op("Mul", [sums, token], "by_token"), scale], "by_column")
+    scaled = b.op("Mul", [b.op("Mul", [sums, token], "by_token"), scale], "by_column")
     return scaled if wide else b.cast(scaled, dialect.dtype, "narrowed")
 
 
@@ -122,8 +115,7 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
         weight = b.op("DequantizeLinear", [codes, _scale(b, module, grid.scale, dialect)], "DequantizeLinear", axis=1)
     else:
         # ONNX Runtime has no fp8 product on CPUs and would dequantize at every call; Cast and Mul it computes once, at load.
-        name = f"{module}.weight_scale"
-        scale = b.store.add(name, in_dtype(grid.scale, dialect.dtype, name))
+        scale = b.stored(f"{module}.weight_scale", grid.scale, dialect.dtype)
         # As a mark where there are fusions, which would compute it while writing and store what they join wide.
         values = (widened if dialect.own_operators else Builder.cast)(b, codes, dialect.dtype, "values")
         weight = b.op("Mul", [values, scale], "weight")
@@ -132,14 +124,9 @@ def _float8_product(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, diale
 
 def _scale(b: Builder, module: str, scale: torch.Tensor, dialect: Dialect) -> onnx_ir.Value:
     """The scales, stored in 16 bits where that is exact; in the dtype of the graph when they are read."""
-    name = f"{module}.weight_scale"
-    if dialect.name == "tensorrt":
-        return b.store.add(name, in_dtype(scale, dialect.dtype, name))
-    half = scale.to(torch.float16)
-    if dialect.dtype == torch.float16 or torch.equal(half.float(), scale.float()):
-        stored = b.store.add(name, in_dtype(scale, torch.float16, name))
-        return stored if dialect.dtype == torch.float16 else b.cast(stored, dialect.dtype, "scale")
-    return b.store.add(name, in_dtype(scale, dialect.dtype, name))
+    exact = dialect.name != "tensorrt" and torch.equal(scale.to(torch.float16).float(), scale.float())
+    stored = b.stored(f"{module}.weight_scale", scale, torch.float16 if exact else dialect.dtype)
+    return b.cast(stored, dialect.dtype, "scale") if exact and dialect.dtype != torch.float16 else stored
 
 
 def _dense(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
@@ -151,8 +138,7 @@ def _dense(b: Builder, job: Job, module: str, x: onnx_ir.Value, dialect: Dialect
         weight = b.op("Transpose", [_read(b, table, dialect)], "Transpose", perm=[1, 0])
     else:
         dense = source.matrix(module)
-        stored = b.store.add(f"{module}.weight", _stored(dense.t().contiguous(), dialect, f"{module}.weight"))
-        weight = _read(b, stored, dialect)
+        weight = _read(b, _stored(b, f"{module}.weight", dense.t().contiguous(), dialect), dialect)
     return b.op("MatMul", [x, weight], "MatMul")
 
 
@@ -175,14 +161,13 @@ def _table(b: Builder, job: Job, module: str, dialect: Dialect) -> onnx_ir.Value
     found = b.store.graph.initializers.get(name)
     if found is not None:
         return found
-    return b.store.add(name, _stored(job.source.matrix(module), dialect, name))
+    return _stored(b, name, job.source.matrix(module), dialect)
 
 
-def _stored(dense: torch.Tensor, dialect: Dialect, name: str) -> torch.Tensor:
-    """As it is kept in the file: 16-bit floats stay as they are and are widened when they are read."""
-    if dialect.name == "tensorrt" or dialect.dtype == torch.float16:
-        return in_dtype(dense, dialect.dtype, name)
-    return dense
+def _stored(b: Builder, name: str, dense: torch.Tensor, dialect: Dialect) -> onnx_ir.Value:
+    """In the file 16-bit floats stay as they are and are widened when they are read."""
+    narrow = dialect.name == "tensorrt" or dialect.dtype == torch.float16
+    return b.stored(name, dense, dialect.dtype if narrow else dense.dtype)
 
 
 def _read(b: Builder, stored: onnx_ir.Value, dialect: Dialect) -> onnx_ir.Value:
@@ -223,17 +208,10 @@ def write_together(b: Builder, job: Job, modules: list[str], x: onnx_ir.Value, d
 def _beside(grids: list[Grid]) -> Grid:
     """One matrix of all columns. One scheme makes grids of one kind."""
     first = grids[0]
-    assert all(
-        (g.bits, g.block, g.zero_point is None) == (first.bits, first.block, first.zero_point is None) for g in grids
-    )
+    assert len({(grid.bits, grid.block, grid.zero_point is None) for grid in grids}) == 1
     zeros = [grid.zero_point for grid in grids if grid.zero_point is not None]
-    return Grid(
-        torch.cat([grid.codes for grid in grids], 1),
-        first.bits,
-        torch.cat([grid.scale for grid in grids], 1),
-        torch.cat(zeros, 1) if zeros else None,
-        first.block,
-    )
+    codes, scale = (torch.cat(parts, 1) for parts in ([grid.codes for grid in grids], [grid.scale for grid in grids]))
+    return Grid(codes, first.bits, scale, torch.cat(zeros, 1) if zeros else None, first.block)
 
 
 def joined(modules: list[str]) -> str:

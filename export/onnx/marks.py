@@ -5,7 +5,7 @@ A mark becomes what a dialect of ONNX says for it afterwards (`export.onnx.write
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -23,36 +23,40 @@ class MarkError(Exception):
     """Attention has a part that the mark cannot say; the model is traced with transformers' own attention then."""
 
 
-class LinearMark(nn.Module):
-    """`compress::Linear(x [..., in]) -> [..., out]`, attribute `module`; the bias belongs to it."""
+class Mark(nn.Module):
+    """Base of the layers' marks: an operator with the attribute `module`."""
 
-    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+    def __init__(self, name: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.name, self.out_features, self.in_features = name, rows, columns
+        self.name, self.dtype = name, dtype
         # Some models look at a layer's weight to learn its dtype.
         self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
 
+    def mark(self, kind: str, x: torch.Tensor, dtype: torch.dtype, shape: Sequence[int]) -> torch.Tensor:
+        attributes: dict[str, Any] = {"module": self.name}
+        return torch.onnx.ops.symbolic(f"{DOMAIN}::{kind}", (x,), attributes, dtype=dtype, shape=shape, version=1)
+
+
+class LinearMark(Mark):
+    """`compress::Linear(x [..., in]) -> [..., out]`; the bias belongs to it."""
+
+    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype) -> None:
+        super().__init__(name, dtype)
+        self.out_features, self.in_features = rows, columns
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        shape = (*x.shape[:-1], self.out_features)
-        return torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Linear", (x,), {"module": self.name}, dtype=x.dtype, shape=shape, version=1
-        )
+        return self.mark("Linear", x, x.dtype, (*x.shape[:-1], self.out_features))
 
 
-class EmbeddingMark(nn.Module):
-    """`compress::Embedding(ids [...]) -> [..., columns]`, attribute `module`."""
+class EmbeddingMark(Mark):
+    """`compress::Embedding(ids [...]) -> [..., columns]`."""
 
-    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype, scale: float = 1.0) -> None:
-        super().__init__()
-        self.name, self.num_embeddings, self.embedding_dim, self.embed_scale = name, rows, columns, scale
-        self.dtype = dtype
-        self.register_buffer("weight", torch.empty(0, dtype=dtype), persistent=False)
+    def __init__(self, name: str, rows: int, columns: int, dtype: torch.dtype, scale: float) -> None:
+        super().__init__(name, dtype)
+        self.num_embeddings, self.embedding_dim, self.embed_scale = rows, columns, scale
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        shape = (*ids.shape, self.embedding_dim)
-        found = torch.onnx.ops.symbolic(
-            f"{DOMAIN}::Embedding", (ids,), {"module": self.name}, dtype=self.dtype, shape=shape, version=1
-        )
+        found = self.mark("Embedding", ids, self.dtype, (*ids.shape, self.embedding_dim))
         return found if self.embed_scale == 1.0 else found * self.embed_scale
 
 
@@ -113,9 +117,8 @@ def mark_layers(model: nn.Module, dtype: torch.dtype) -> dict[str, tuple[int, in
             shape = (module.out_features, module.in_features)
             mark = LinearMark(name, *shape, dtype)
         elif isinstance(module, (nn.Embedding, CompressedEmbedding)):
-            if type(module).forward not in (nn.Embedding.forward, CompressedEmbedding.forward) and not hasattr(
-                module, "embed_scale"
-            ):
+            usual = type(module).forward in (nn.Embedding.forward, CompressedEmbedding.forward)
+            if not usual and not hasattr(module, "embed_scale"):
                 continue  # positions with an offset, sinusoids: traced as they are, with their weights
             weight = module.shape if isinstance(module, CompressedEmbedding) else tuple(module.weight.shape)
             shape = (int(weight[0]), int(weight[1]))

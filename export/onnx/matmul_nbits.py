@@ -10,7 +10,7 @@ from export.onnx.builder import Builder
 from export.onnx.dialect import Dialect
 from export.onnx.grid import Grid
 from export.onnx.marks import DOMAIN
-from export.onnx.store import in_dtype, onnx_type
+from export.onnx.store import onnx_type
 
 if TYPE_CHECKING:
     import onnx_ir
@@ -28,8 +28,7 @@ def matmul_nbits(b: Builder, module: str, x: onnx_ir.Value, grid: Grid, dialect:
     (rows, columns), bits = grid.codes.shape, grid.bits
     scale = grid.scale.t().contiguous()  # [N, blocks]
     exact = torch.equal(scale.to(torch.float16).float(), scale.float())
-    name = f"{module}.weight_scale"
-    stored = b.store.add(name, scale.to(torch.float16) if exact else in_dtype(scale, dialect.dtype, name))
+    stored = b.stored(f"{module}.weight_scale", scale, torch.float16 if exact else dialect.dtype)
     scales = widened(b, stored, dialect.dtype) if exact and dialect.dtype != torch.float16 else stored
     inputs = [x, b.store.add(f"{module}.weight_codes", packed(grid.codes, grid.block, bits)), scales]
     if grid.zero_point is not None:

@@ -112,6 +112,8 @@ class Store:
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
     """`values` in `dtype`; RequestError where one overflows, or where a scale (`*_scale`) becomes zero."""
+    if values.dtype == dtype:
+        return values
     result = values.to(dtype)
     if not bool(result.isfinite().all()) and bool(values.isfinite().all()):
         largest = float(values.float().abs().max())

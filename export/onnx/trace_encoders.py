@@ -75,17 +75,10 @@ class _Cross(nn.Module):
 
         caches = EncoderDecoderCache(DynamicCache(), DynamicCache())
         batch, length = encoder_hidden_states.shape[:2]
-        start = torch.zeros(batch, 1, dtype=torch.int64)
+        inputs = {"input_ids": torch.zeros(batch, 1, dtype=torch.int64), "encoder_hidden_states": encoder_hidden_states}
         mask = torch.ones(batch, length, dtype=torch.int64)
-        self.decoder(
-            input_ids=start,
-            encoder_hidden_states=encoder_hidden_states,
-            encoder_attention_mask=mask,
-            past_key_values=caches,
-            use_cache=True,
-        )
-        layers: list[Any] = list(caches.cross_attention_cache.layers)
-        return tuple(tensor for layer in layers for tensor in (layer.keys, layer.values))
+        self.decoder(**inputs, encoder_attention_mask=mask, past_key_values=caches, use_cache=True)
+        return tuple(_tensors(caches.cross_attention_cache))
 
 
 def _cross(model: PreTrainedModel, layers: int, dtype: torch.dtype) -> Any:
@@ -118,18 +111,20 @@ def _example_caches(source: Source, dtype: torch.dtype) -> tuple[list[Any], list
                 past_key_values=caches,
                 use_cache=True,
             )
-        found = []
-        for cache in (caches.self_attention_cache, caches.cross_attention_cache):
-            layers: list[Any] = list(cache.layers)
-            found.append(
-                [torch.zeros(tensor.shape, dtype=dtype) for layer in layers for tensor in (layer.keys, layer.values)]
-            )
+        own, cross = (_tensors(cache) for cache in (caches.self_attention_cache, caches.cross_attention_cache))
     except (AttributeError, TypeError, ValueError, NotImplementedError, RuntimeError) as error:
         raise RequestError(
             f"{type(probe).__name__} cannot be run without values, which shows what its decoder keeps: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from error
-    return found[0], found[1]
+    return [torch.zeros(tensor.shape, dtype=dtype) for tensor in own], [
+        torch.zeros(t.shape, dtype=dtype) for t in cross
+    ]
+
+
+def _tensors(cache: Any) -> list[torch.Tensor]:
+    """Keys and values of each layer."""
+    return [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
 
 
 def _decoder(model: PreTrainedModel, caches: tuple[list[Any], list[Any]], dtype: torch.dtype) -> Any:

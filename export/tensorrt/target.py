@@ -163,11 +163,8 @@ class TensorrtTarget(Target):
                 f"#   {finishing(folder)}",
                 f"import runtime; model = runtime.load({json.dumps(f'{folder}-engine')})",
             ]
-        return [
-            "import runtime",
-            f"model = runtime.load({json.dumps(folder)})",
-            'print(model.generate("Once", max_new_tokens=32))',
-        ]
+        load = f"model = runtime.load({json.dumps(folder)})"
+        return ["import runtime", load, 'print(model.generate("Once", max_new_tokens=32))']
 
 
 def _compared(changed: bool) -> str:

@@ -180,8 +180,4 @@ def load_onnx(export: Export, device: torch.device, options: dict[str, Any]) -> 
     return _ENGINES[kind](export, device, options.get("kernels", "auto"), options.get("threads"))
 
 
-_ENGINES: dict[str, Any] = {
-    "decoder": OnnxEngine,
-    "encoder": OnnxEncoderEngine,
-    "encoder-decoder": OnnxSeq2SeqEngine,
-}
+_ENGINES = {"decoder": OnnxEngine, "encoder": OnnxEncoderEngine, "encoder-decoder": OnnxSeq2SeqEngine}

@@ -26,7 +26,7 @@ def export(
     trust_remote_code: bool = False,
     **options: Any,
 ) -> Exported:
-    """Write an artifact (or a plain checkpoint) for another engine, and verify it by loading it back.
+    """Write an artifact (or an uncompressed checkpoint) for another engine, and verify it by loading it back.
 
     Args:
         artifact: directory of the artifact.

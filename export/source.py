@@ -1,4 +1,4 @@
-"""Source of an export: an artifact (or a plain checkpoint) whose weights are read one at a time."""
+"""Source of an export: an artifact (or an uncompressed checkpoint) whose weights are read one at a time."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class Source:
     """An artifact as exporters see it.
 
     Attributes:
-        artifact: the directory; `artifact.manifest` is None for a plain checkpoint.
+        artifact: the directory; `artifact.manifest` is None for an uncompressed checkpoint.
         config: transformers' config object.
         dtype: what the model computes in (scales and dense weights are stored in it).
-        entries: {module: scheme and storage format} of the compressed modules, in the model's order; empty for a plain checkpoint.
+        entries: {module: scheme and storage format} of the compressed modules, in the model's order; empty for an uncompressed checkpoint.
         shapes: {module: (rows, columns)} of every linear layer and embedding, compressed or not.
         embeddings: names of the modules among `shapes` that are embeddings.
 
@@ -107,7 +107,7 @@ class Source:
         return self.build(self.dtype)
 
     def verify(self) -> None:
-        """Raise ArtifactError unless every file has the hash that the manifest says; a plain checkpoint has none."""
+        """Raise ArtifactError unless every file has the hash that the manifest says; an uncompressed checkpoint has none."""
         if self.artifact.manifest is not None:
             self.artifact.verify()
 
@@ -188,7 +188,7 @@ class Source:
         return self._module_bytes[self._published.get(module, module)]
 
     def sha256(self) -> str:
-        """Hash of the artifact: of the manifest, which has the hash of every file; a fingerprint for plain checkpoints."""
+        """Hash of the artifact: of the manifest, which has the hash of every file; a fingerprint for uncompressed checkpoints."""
         if self.artifact.manifest is None:
             return self.artifact.checkpoint.fingerprint()
         listed = {name: value["sha256"] for name, value in self.artifact.manifest["files"].items()}

@@ -132,7 +132,7 @@ class Target(ABC):
     representations: ClassVar[frozenset[str]] = frozenset({GridScheme.name})
 
     def open(self, path: str | Path, trust_remote_code: bool) -> Any:
-        """What is exported: an artifact; a target may take something of its own making up again (a build bundle)."""
+        """What is exported: an artifact; a target may also take an export of its own that is to be finished (a build bundle)."""
         return Source(path, trust_remote_code)
 
     def reason_against(self, source: Any, options: Any) -> str | None:

@@ -135,16 +135,11 @@ def compare_tokens(reference: Probe, generate: Generate, tie: float = TIE) -> di
         if first is None:
             continue
         ties += 1
-        gap = _gap(reference, row, first, expected[first], found[first])
+        logits = reference.logits[row, len(reference.prompts[row]) + first - 1]
+        gap = float(logits[expected[first]] - logits[found[first]])
         if not gap <= tie:
             raise CompressError(
                 f"the export continues prompt {row} with token {found[first]} where the artifact says {expected[first]} "
                 f"(token {first + 1} of {len(expected)}; the artifact's logits are {gap:.3g} apart, ties are up to {tie:g})"
             )
     return {"tokens": total, "same_tokens": same, "near_ties": ties}
-
-
-def _gap(reference: Probe, row: int, index: int, expected: int, found: int) -> float:
-    """How much more likely (in logits) the artifact finds its own token than the other engine's."""
-    logits = reference.logits[row, len(reference.prompts[row]) + index - 1]
-    return float(logits[expected] - logits[found])

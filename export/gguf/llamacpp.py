@@ -1,4 +1,4 @@
-"""llama.cpp through llama-cpp-python's plain bindings: logits of every position, greedy tokens, token ids of a text.
+"""llama.cpp through llama-cpp-python's low-level bindings: logits of every position, greedy tokens, token ids of a text.
 
 The cache of keys and values is float32 and flash attention off, so that what differs from the artifact is what llama.cpp makes
 of the weights. On a CPU it rounds the input of every product with a quantized matrix to 8 bits (`Q8_0`, `Q8_1`), of one with a

@@ -100,8 +100,8 @@ def rope_factors(source: Source) -> torch.Tensor | None:
     if rope.get("rope_type", "default") != "llama3":
         return None
     head = families.head_size(source.config)
-    plain = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
-    return (plain / _scaled(source)[0].float()).contiguous()
+    unscaled = 1.0 / (rope["rope_theta"] ** (torch.arange(0, head, 2, dtype=torch.int64).float() / head))
+    return (unscaled / _scaled(source)[0].float()).contiguous()
 
 
 def _write_rope(writer: GGUFWriter, source: Source) -> None:

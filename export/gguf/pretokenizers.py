@@ -117,10 +117,10 @@ def identify(tokenizer: dict[str, Any]) -> tuple[str | None, str | None]:
         if _ids(Tokenizer.from_str(json.dumps(_as(tokenizer, known)))) == expected:
             how = f"its pre-tokenizer is none of llama.cpp's by name; {known.name} gives the same ids on a text with everything in it"
             return known.name, how
-    return (
-        None,
-        "its pre-tokenizer is none of llama.cpp's, and none of those gives the same ids on a text with everything in it",
+    why = (
+        "its pre-tokenizer is none of llama.cpp's, and none of those gives the same ids on a text with everything in it"
     )
+    return None, why
 
 
 def _ids(tokenizer: Any) -> list[int]:

@@ -199,8 +199,8 @@ def _tokens(content: dict[str, Any], size: int) -> tuple[list[str], list[int]]:
         index = added["id"]
         if index < size:
             # llama.cpp looks for added tokens in the text before spaces become "▁".
-            plain = not added["special"] and model.get("byte_fallback")
-            tokens[index] = added["content"].replace("▁", " ") if plain else added["content"]
+            spaced = not added["special"] and model.get("byte_fallback")
+            tokens[index] = added["content"].replace("▁", " ") if spaced else added["content"]
             if types[index] != UNKNOWN:
                 types[index] = CONTROL if added["special"] else USER_DEFINED
     if len(set(tokens)) != size:

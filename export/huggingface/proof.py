@@ -61,10 +61,8 @@ def verify_gptq(job: Job, plan: Plan) -> Verification:
     reference = probe(job)
     metrics = {"matrices": len(folder.modules)} | compare_model(reference, model, not job.losses)
     del model, tensors
-    checked = (
-        "every matrix (an independent reader), logits and greedy tokens of the model they make, float32 on the CPU"
-    )
-    loader, notes = "numpy", [_ENGINES]
+    checked = "every matrix (an independent reader), logits and greedy tokens of the model they make"
+    checked, loader, notes = f"{checked}, float32 on the CPU", "numpy", [_ENGINES]
     if importlib.util.find_spec("gptqmodel") is None:
         notes.insert(0, "GPTQModel is not installed here, so its loader was not run (pip install gptqmodel)")
     else:

@@ -61,10 +61,8 @@ def write(folder: Path, parts: Sequence[Part], done: Callable[[str], None], limi
         _write_file(folder / name, members, done)
         where |= {tensor: name for part in members for tensor in part.specs}
     if len(files) > 1:
-        index = {
-            "metadata": {"total_size": sum(part.bytes for part in parts)},
-            "weight_map": dict(sorted(where.items())),
-        }
+        size = sum(part.bytes for part in parts)
+        index = {"metadata": {"total_size": size}, "weight_map": dict(sorted(where.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
     return where
 

@@ -66,8 +66,8 @@ def unfused(model: Any, half: bool = False) -> list[str]:
 
     Args:
         half: a float16 graph. CPUs have no float16 kernels for most of its nodes, and the runtime widens their constants at every
-            call; those casts are of its own making, not in the file and not made where the graph is meant to run. What is
-            computed from what they widen counts as ever.
+            call; the file does not have those casts, and they are not made where the graph is meant to run. What is
+            computed from what they widen still counts.
     """
     constants = {value.name for value in model.graph.initializer}
     found = []

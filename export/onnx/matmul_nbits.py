@@ -16,9 +16,7 @@ if TYPE_CHECKING:
     import onnx_ir
 
 MICROSOFT = "com.microsoft"
-ACCURACY_LEVEL = (
-    0  # float32 sums; the second graph (`export.onnx.target.write_fast`) has 4, activations rounded to int8
-)
+ACCURACY_LEVEL = 0  # float32 sums; the second graph (`target.write_fast`) has 4, activations rounded to int8
 WIDEN = "Widen"
 
 

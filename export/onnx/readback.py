@@ -6,7 +6,6 @@ alone would let such a scale pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ def read_back(job: Job, files: list[str]) -> int:
     spoken, compared = dialect_of(job.options), set()
     for file in files:
         constants = _Constants(job.folder / file)
-        for stem in constants.stems():
+        for stem in [name.removesuffix(f".{CODES}") for name in constants.stored if name.endswith(f".{CODES}")]:
             modules = modules_of(stem)
             unknown = next((m for m in modules if m not in job.source.entries), None)
             if unknown is not None:
@@ -48,7 +47,7 @@ def read_back(job: Job, files: list[str]) -> int:
             if start != found.codes.shape[1]:
                 raise CompressError(f"{file} has {found.codes.shape[1]} columns of codes under {stem}, not {start}")
         second = job.folder / fast_name(file)
-        if second.is_file() and not constants.same_as(_Constants(second)):
+        if second.is_file() and constants.stored != _Constants(second).stored:
             raise CompressError(f"{second.name} has other weights than {file}")
     # encoders are written without their heads
     entries = job.source.entries if job.facts.get("kind") == "decoder" else {}
@@ -79,10 +78,9 @@ def difference(found: Grid, wanted: Grid, dtype: torch.dtype) -> str | None:
         scale = wanted.scale.to(torch.float16).float()
     if not torch.equal(found.scale.float(), scale):
         return "scales"
-    zeros = found.zero_point, wanted.zero_point
-    if zeros[0] is None or zeros[1] is None:
-        return None if zeros[0] is zeros[1] else "zero points"
-    return None if torch.equal(zeros[0], zeros[1]) else "zero points"
+    ours, theirs = found.zero_point, wanted.zero_point
+    same = ours is theirs if ours is None or theirs is None else torch.equal(ours, theirs)
+    return None if same else "zero points"
 
 
 def _columns(found: Grid, start: int, count: int, like: Grid) -> Grid:
@@ -108,14 +106,6 @@ class _Constants:
             node.input[1]: {a.name: a.i for a in node.attribute} for node in graph.node if node.op_type == "MatMulNBits"
         }
 
-    def stems(self) -> Iterator[str]:
-        """What compressed layers (or several side by side) are called."""
-        return (name.removesuffix(f".{CODES}") for name in self.stored if name.endswith(f".{CODES}"))
-
-    def same_as(self, other: _Constants) -> bool:
-        """The same constants, in the same places of the same file."""
-        return self.stored == other.stored
-
     def grid(self, stem: str, spoken: Dialect) -> Grid:
         """Codes `[K, N]` and what belongs to them; CompressError where there is no scale."""
         codes, scale, zero = (self.read(f"{stem}.{part}") for part in (CODES, SCALE, ZERO))
@@ -133,16 +123,14 @@ class _Constants:
     def read(self, name: str) -> torch.Tensor | None:
         """One constant: int8 for 4-bit codes too, float8 as it is."""
         import numpy
-        from onnx import TensorProto, external_data_helper, numpy_helper
+        from onnx import TensorProto, numpy_helper
 
         stored = self.stored.get(name)
         if stored is None:
             return None
         copy: Any = TensorProto()
         copy.CopyFrom(stored)  # else every matrix would stay in memory
-        if external_data_helper.uses_external_data(copy):
-            external_data_helper.load_external_data_for_tensor(copy, str(self.path.parent))
-        values = numpy_helper.to_array(copy)
+        values = numpy_helper.to_array(copy, str(self.path.parent))
         if copy.data_type == TensorProto.FLOAT8E4M3FN:
             return torch.from_numpy(values.view(numpy.uint8).copy()).view(FLOAT8)
         if copy.data_type == TensorProto.INT4:

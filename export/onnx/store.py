@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -50,17 +51,13 @@ class Store:
 
     def __init__(self, model: onnx_ir.Model, data: DataFile) -> None:
         self.graph, self.data = model.graph, data
-        self._taken: set[str] = set()
+        self._taken: Counter[str] = Counter()
         self._added: dict[str, onnx_ir.Value] = {}
 
     def unique(self, name: str) -> str:
         """`name`, with a number where a node has it already: a layer may be called twice."""
-        number, wanted = 1, name
-        while name in self._taken:
-            number += 1
-            name = f"{wanted}.{number}"
-        self._taken.add(name)
-        return name
+        self._taken[name] += 1
+        return name if self._taken[name] == 1 else f"{name}.{self._taken[name]}"
 
     def add(self, name: str, tensor: torch.Tensor, bits: int | None = None) -> onnx_ir.Value:
         """An initializer; `bits=4` packs int8 codes two a byte (INT4). Its value is written at once and not kept.
@@ -77,14 +74,8 @@ class Store:
         flat = tensor.detach().contiguous()
         raw = _packed(flat) if bits == 4 else flat.reshape(-1).view(torch.uint8)
         content = raw.numpy()
-        value: Any
-        if content.nbytes <= INLINE:
-            value = _inline(content, dtype, shape, name)
-        else:
-            offset = self.data.write(content.data)
-            value = ir.ExternalTensor(
-                self.data.name, offset, content.nbytes, dtype, shape=shape, name=name, base_dir=str(self.data.folder)
-            )
+        small = content.nbytes <= INLINE
+        value = _inline(content, dtype, shape, name) if small else self._external(content.data, dtype, shape, name)
         initializer = ir.Value(name=name, const_value=value, shape=shape, type=ir.TensorType(dtype))
         self.graph.register_initializer(initializer)
         self._added[name] = initializer
@@ -98,16 +89,15 @@ class Store:
             constant = value.const_value
             if constant is None or isinstance(constant, ir.ExternalTensor) or constant.nbytes <= INLINE:
                 continue
-            offset = self.data.write(constant.tobytes())
-            value.const_value = ir.ExternalTensor(
-                self.data.name,
-                offset,
-                constant.nbytes,
-                constant.dtype,
-                shape=ir.Shape([int(n) for n in constant.numpy().shape]),
-                name=str(value.name),
-                base_dir=str(self.data.folder),
-            )
+            shape = ir.Shape([int(size) for size in constant.numpy().shape])
+            value.const_value = self._external(constant.tobytes(), constant.dtype, shape, str(value.name))
+
+    def _external(self, content: Any, dtype: Any, shape: Any, name: str) -> Any:
+        import onnx_ir as ir
+
+        size, data = memoryview(content).nbytes, self.data
+        start = data.write(content)
+        return ir.ExternalTensor(data.name, start, size, dtype, shape=shape, name=name, base_dir=str(data.folder))
 
 
 def in_dtype(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:

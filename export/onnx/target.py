@@ -24,9 +24,7 @@ class OnnxTarget(Target):
     """ONNX, opset 21: int4/int8 DequantizeLinear `[K, N]` in blocks, which ONNX Runtime fuses into its products."""
 
     name: ClassVar[str] = "onnx"
-    summary: ClassVar[str] = (
-        "ONNX with its KV cache, weights compressed in the graph; runs in ONNX Runtime and in runtime.load()."
-    )
+    summary = "ONNX with its KV cache, weights compressed in the graph; runs in ONNX Runtime and in runtime.load()."
     extra: ClassVar[str | None] = "onnx"
     packages: ClassVar[tuple[str, ...]] = ("onnx", "onnxscript", "onnx_ir", "onnxruntime")
     options: ClassVar[type[Options]] = OnnxOptions

@@ -183,9 +183,8 @@ def _run_exporter(model: Any, inputs: dict[str, Any], dynamic: dict[str, Any]) -
                 if isinstance(cause, MarkError):
                     raise cause from None
                 cause = cause.__cause__ or cause.__context__
-            raise CompressError(
-                f"{type(model).__name__} could not be traced: {type(error).__name__}: {first_line(error)}"
-            ) from error
+            why = f"{type(error).__name__}: {first_line(error)}"
+            raise CompressError(f"{type(model).__name__} could not be traced: {why}") from error
 
 
 @contextmanager

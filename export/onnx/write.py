@@ -49,9 +49,7 @@ def write_graphs(job: Job, dialect: Dialect) -> dict[str, Any]:
     job.progress.step()
     reason = _why_not_grouped(graphs["model"].graph, dialect) if kind == "decoder" else ""
     data = DataFile(job.folder, DATA)
-    products = {
-        f"{name}.onnx": replace_marks(job, graph, dialect, data, reason is None) for name, graph in graphs.items()
-    }
+    products = {f"{name}.onnx": replace_marks(job, graphs[name], dialect, data, reason is None) for name in graphs}
     data.close()
     if reason is None:
         _share_cache(graphs["model"].graph)

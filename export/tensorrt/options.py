@@ -22,11 +22,11 @@ class TensorrtOptions(Options):
     """The network always comes from TensorRT's ONNX parser; `native`, which earlier versions built of TensorRT's own layers, is
     said to be built so too."""
     max_batch: int = Field(8, ge=1)
-    """Sequences in one step; larger batches are worked through in parts."""
+    """Sequences in one step; larger batches are split."""
     max_length: int = Field(2048, ge=2)
     """Tokens of a sequence, prompt and answer together: the size of the cache. At most the model's context."""
     max_prompt: int = Field(512, ge=1)
-    """Tokens of one prefill step; longer prompts are read in pieces."""
+    """Tokens of one prefill step; longer prompts are read in chunks."""
     optimum_batch: int = Field(1, ge=1)
     """The batch that kernels are chosen for."""
     optimum_prompt: int = Field(128, ge=1)

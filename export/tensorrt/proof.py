@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import json
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -18,13 +20,15 @@ from export.onnx.change import Change, Expected, expect
 from export.onnx.grid import TENSORRT
 from export.source import Source
 from export.target import Job, Verification, missing_packages, needs
-from export.tensorrt.bundle import ONNX
+from export.tensorrt.bundle import DATA, ONNX
 from export.tensorrt.support import dropped_activations
-from export.tensorrt.twin import write_twin
 from export.verify import compare_logits, compare_tokens
 from runtime.api.model import Model
 from runtime.engines.onnx.engine import OnnxEngine
 from runtime.errors import ArtifactError, CompressError, RequestError, first_line
+
+if TYPE_CHECKING:
+    import onnx_ir
 
 #: Mean KL and distance of two logits that arithmetic may swap, by `DataType` member and whether inputs are rounded to int8 or fp8.
 #: float32: only the order of sums differs. 16 bits: every activation is rounded. Rounded inputs: a sum in another order may put one
@@ -34,6 +38,8 @@ LIMITS = {
     ("HALF", False): (0.01, 0.1), ("HALF", True): (0.02, 0.5),
     ("BF16", False): (0.05, 0.5), ("BF16", True): (0.1, 1.0),
 }  # fmt: skip
+#: Attributes that hold an ONNX type as a number.
+_TYPES = ("to", "dtype", "output_dtype", "softmax_precision", "stash_type", "precision")
 _NAMES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16"}
 
 
@@ -152,3 +158,55 @@ def _run(folder: Path, dtype: str, expected: Expected, limits: tuple[float, floa
             raise
         raise CompressError(f"ONNX Runtime refuses {ONNX}: {said}") from error
     return Verification(f"ONNX Runtime {onnxruntime.__version__}", "", metrics)
+
+
+def write_twin(path: Path, folder: Path) -> Path:
+    """Write the float32 twin of the ONNX file `path` into `folder`, constant after constant; returns its path.
+
+    The same nodes and constants, every 16-bit float widened: ONNX Runtime has no bfloat16 kernels on CPUs. A 16-bit number is a
+    float32 number too, so the twin holds exactly the weights that TensorRT will be given, and what it computes shows whether graph
+    and constants are the artifact's.
+    """
+    import onnx_ir as ir
+
+    narrow = {ir.DataType.BFLOAT16, ir.DataType.FLOAT16}
+    model = ir.load(path)
+    for value in _values(model):
+        if value.dtype in narrow:
+            value.type = ir.TensorType(ir.DataType.FLOAT)
+        if value.const_value is not None and value.const_value.dtype in narrow:
+            value.const_value = _widened(value.const_value)
+    for graph in model.graphs():
+        for node in graph:
+            for name, attribute in list(node.attributes.items()):
+                if name in _TYPES and attribute.type == ir.AttributeType.INT and attribute.as_int() in narrow:
+                    node.attributes[name] = ir.AttrInt64(name, int(ir.DataType.FLOAT))
+                elif attribute.type == ir.AttributeType.TENSOR and attribute.as_tensor().dtype in narrow:
+                    node.attributes[name] = ir.AttrTensor(name, _widened(attribute.as_tensor(), eager=True))
+    ir.save(model, folder / ONNX, external_data=DATA)
+    return folder / ONNX
+
+
+def _values(model: onnx_ir.Model) -> Iterator[Any]:
+    """Every value of every graph."""
+    for graph in model.graphs():
+        yield from graph.inputs
+        yield from graph.initializers.values()
+        for node in graph:
+            yield from node.outputs
+
+
+def _widened(tensor: Any, eager: bool = False) -> Any:
+    """The same numbers in float32; made when they are written, so that one at a time is in memory."""
+    import onnx_ir as ir
+
+    if eager:
+        return _float32(tensor)
+    return ir.LazyTensor(partial(_float32, tensor), ir.DataType.FLOAT, ir.Shape(tensor.shape), name=tensor.name)
+
+
+def _float32(tensor: Any) -> Any:
+    import numpy as np
+    import onnx_ir as ir
+
+    return ir.Tensor(tensor.numpy().astype(np.float32), name=tensor.name)

@@ -105,11 +105,9 @@ def rule(id: str, wants: str, source: str, things: Callable[[Graph], Iterable[An
 def _name(thing: Any) -> str:
     if isinstance(thing, Graph):
         return "the model"
-    return (
-        f"{thing.op_type} {thing.name or thing.outputs[0].name}"
-        if isinstance(thing, ir.Node)
-        else f"tensor {thing.name}"
-    )
+    if isinstance(thing, ir.Node):
+        return f"{thing.op_type} {thing.name or thing.outputs[0].name}"
+    return f"tensor {thing.name}"
 
 
 def _nodes(*kinds: str) -> Callable[[Graph], Iterable[ir.Node]]:

@@ -114,8 +114,8 @@ def dropped_activations(source: Source) -> list[str]:
 def expressible(source: Source) -> Source:
     """The artifact without the activation grids that TensorRT has no word for: their layers keep codes and scales of the weight."""
     changed = copy.copy(source)
-    dropped = {
-        n: replace(e, scheme=replace(e.scheme, activations=None)) for n, e in source.entries.items() if _is_dropped(e)
-    }
-    changed.entries = source.entries | dropped
+    changed.entries = dict(source.entries)
+    for name in dropped_activations(source):
+        entry = source.entries[name]
+        changed.entries[name] = replace(entry, scheme=replace(entry.scheme, activations=None))
     return changed

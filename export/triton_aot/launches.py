@@ -53,7 +53,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
     Args:
         every: each configuration that tuning may choose; False: the default ones only.
         policy: it has one for its cache, with which transformers' modules compute. Launches of the fused engine, which computes when
-            it is loaded with a plain cache, are found too; those over the compressed cache are not.
+            it is loaded without a policy, are found too; those over the compressed cache are not.
 
     The model is used up: its layers get kernels and empty tensors.
     """
@@ -78,7 +78,7 @@ def find(model: PreTrainedModel, capability: int, every: bool = True, policy: bo
 
 
 def prepare(model: nn.Module) -> dict[str, str]:
-    """Give every compressed layer its kernel and tensors. Those that Triton does not compute become plain ones on meta."""
+    """Give every compressed layer its kernel and tensors. Those that Triton does not compute become dense ones on meta."""
     found: dict[str, str] = {}
     for name, module in list(model.named_modules()):
         if not isinstance(module, CompressedLinear):
@@ -89,8 +89,8 @@ def prepare(model: nn.Module) -> dict[str, str]:
             _imagine(module, kernel)
         else:
             parent, _, leaf = name.rpartition(".")
-            plain = nn.Linear(module.in_features, module.out_features, module.bias is not None, META, module.dtype)
-            setattr(model.get_submodule(parent), leaf, plain)
+            dense = nn.Linear(module.in_features, module.out_features, module.bias is not None, META, module.dtype)
+            setattr(model.get_submodule(parent), leaf, dense)
     return found
 
 

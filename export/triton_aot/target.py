@@ -2,7 +2,7 @@
 
 A production machine loads the export as it loads the artifact, `runtime.load(directory)`, and launches the cubins in `kernels/`
 through the CUDA driver: no compiler, no C compiler, no triton. Compiled are the kernels that the runtime would launch for this
-artifact on the GPUs named: its layers for every number of rows, and what the lean engine launches between them (norms, rotation,
+artifact on the GPUs named: its layers for every number of rows, and what the fused engine launches between them (norms, rotation,
 paged attention). They are compiled with torch's dtype, so a production machine that loads with another `dtype` has none.
 
 - One export serves all GPUs named. Code for sm_90 and sm_100 runs on compute capability 9.0 and 10.0 only; that for sm_80 also on 8.6
@@ -17,7 +17,7 @@ paged attention). They are compiled with torch's dtype, so a production machine 
   them.
 - Attention over a compressed cache is not compiled ahead: its kernels depend on the policy, which may be given when loading, and on
   how the cache fills. Without triton plain torch computes it, slower. An artifact with a policy brings it along, and the export says so;
-  compiled are kernels for both, its layers as they compute beside a compressed cache, and the lean engine (`kv_cache=False`).
+  compiled are kernels for both, its layers as they compute beside a compressed cache, and the fused engine (`kv_cache=False`).
 - A warmed `TRITON_CACHE_DIR` cannot take their place: its keys hold a hash of Triton's own files and the line where a kernel begins, and
   Triton compiles its driver and a launcher for each signature with a C compiler against libcuda when it first launches.
 - Cubins are programs. They run on the GPU with the memory of the process there; load exports from where you would install software from.

@@ -135,6 +135,4 @@ def _facts(job: Job, built: list[Built], engine: str | None, stays: dict[str, di
     }
     if plan.has_policy(job.source):
         job.facts["cache"] = plan.CACHE
-    job.facts["say"] = [
-        f"{gpu}: {here['kernels']} kernels, {here['bytes'] / 1e6:.1f} MB" for gpu, here in count.items()
-    ]
+    job.facts["say"] = [f"{gpu}: {c['kernels']} kernels, {c['bytes'] / 1e6:.1f} MB" for gpu, c in count.items()]

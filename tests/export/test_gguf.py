@@ -149,9 +149,9 @@ def test_export_says_how_to_run_it(made: Make, tmp_path: Path) -> None:
 
 
 def test_options_are_checked(made: Make, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match="option dense of target gguf"):
+    with pytest.raises(RequestError, match=r"\bdense\b"):
         export_gguf(made("dense"), tmp_path / "out", dense="int8")
-    with pytest.raises(RequestError, match="no option dtype"):
+    with pytest.raises(RequestError, match=r"\bdtype\b"):
         export_gguf(made("dense"), tmp_path / "out", dtype="f16")
 
 
@@ -194,7 +194,7 @@ def test_a_wrong_order_of_rows_is_found_by_llama_cpp(
     monkeypatch.setattr(
         families, "permuted_rows", lambda count, heads: torch.arange(count)
     )  # writer and reader agree on the wrong one
-    with pytest.raises(CompressError, match="does not compute what the artifact does"):
+    with pytest.raises(CompressError, match=r"\bKL\b"):
         export_gguf(made("w4_g128"), tmp_path / "out")
 
 

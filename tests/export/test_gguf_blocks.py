@@ -81,7 +81,7 @@ def test_minima_of_q4_1_round_by_less_than_one_percent_of_a_step() -> None:
 
 
 def test_groups_that_cut_blocks_are_refused_or_rounded(made: Make, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"model\.layers\.0\.\S+ has groups of 48.*--requantize"):
+    with pytest.raises(RequestError, match=r"model\.layers\.0\..*\b48\b.*--requantize"):
         export_gguf(made("w4_g48"), tmp_path / "out")
     assert not (tmp_path / "out").exists()
     result = export_gguf(made("w4_g48"), tmp_path / "out", requantize=True, verify=False)
@@ -104,19 +104,19 @@ def _with_scale(path: Path, value: float, dtype: torch.dtype) -> Path:
 
 def test_scales_that_fp16_does_not_hold_are_refused_by_name(tmp_path: Path) -> None:
     tiny = _with_scale(tmp_path / "tiny", 1e-7, torch.bfloat16)
-    with pytest.raises(RequestError, match=r"layers\.0\.self_attn\.q_proj has scales that fp16 does not hold, such as"):
+    with pytest.raises(RequestError, match=r"layers\.0\.self_attn\.q_proj.*\bfp16\b"):
         export_gguf(tiny, tmp_path / "out")
     result = export_gguf(tiny, tmp_path / "out", requantize=True, verify=False)
     assert set(result.losses) == {f"model.layers.{i}.self_attn.q_proj" for i in range(2)}
     assert max(result.losses.values()) < 1e-3
     huge = _with_scale(tmp_path / "huge", 1e6, torch.bfloat16)
-    with pytest.raises(RequestError, match=r"a scale of 999424, above fp16's largest"):
+    with pytest.raises(RequestError, match=r"\b999424\b.*\bfp16\b"):
         export_gguf(huge, tmp_path / "out2", requantize=True)
 
 
 def test_float32_scales_are_rounded_only_when_asked(tmp_path: Path) -> None:
     path = save_compressed(tmp_path / "model", int_scheme(8), dtype=torch.float32)
-    with pytest.raises(RequestError, match="scales that fp16 does not hold"):
+    with pytest.raises(RequestError, match=r"\bfp16\b.*--requantize"):
         export_gguf(path, tmp_path / "out")
     result = export_gguf(path, tmp_path / "out", requantize=True)
     assert len(result.losses) == 2
@@ -125,7 +125,7 @@ def test_float32_scales_are_rounded_only_when_asked(tmp_path: Path) -> None:
 
 def test_asymmetric_int8_is_kept_where_codes_are_near_their_zero_point(tmp_path: Path) -> None:
     path = save_compressed(tmp_path / "model", int_scheme(8, False, 32))
-    with pytest.raises(RequestError, match=r"codes more than 128 from their zero point.*--requantize"):
+    with pytest.raises(RequestError, match=r"\bQ8_0\b.*--requantize"):
         export_gguf(path, tmp_path / "out")
     result = export_gguf(path, tmp_path / "out", requantize=True)
     assert 0 < max(result.losses.values()) < 0.01
@@ -136,7 +136,7 @@ def test_values_beyond_f16_are_refused(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.layers[0].mlp.up_proj.weight[0, 0] = 1e6
     model.save_pretrained(tmp_path / "model")
-    with pytest.raises(RequestError, match=r"up_proj\.weight has values that F16 does not hold"):
+    with pytest.raises(RequestError, match=r"up_proj\.weight.*\bF16\b.*dense="):
         export_gguf(tmp_path / "model", tmp_path / "out", dense="f16")
     assert not (tmp_path / "out").exists()
 
@@ -146,6 +146,6 @@ def test_a_damaged_file_is_found(made: Make, tmp_path: Path, monkeypatch: pytest
 
     right = writer.encode
     monkeypatch.setattr(writer, "encode", lambda source, tensor: right(source, replace(tensor, heads=None)))
-    with pytest.raises(CompressError, match=r"attn_q\.weight is .* away from the artifact's"):
+    with pytest.raises(CompressError, match=r"attn_q\.weight"):
         export_gguf(made("w4_g128"), tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -96,14 +96,14 @@ def test_tensors_without_a_place_are_refused(tmp_path: Path) -> None:
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)
     save_file({**tensors, "model.layers.0.extra.weight": torch.zeros(2, 2)}, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"tensor model\.layers\.0\.extra\.weight belongs to no parameter"):
+    with pytest.raises(RequestError, match=r"model\.layers\.0\.extra\.weight"):
         export_gguf(tmp_path / "model", tmp_path / "out")
     computed = {f"model.layers.{i}.self_attn.rotary_emb.inv_freq": torch.ones(8) for i in range(2)}
     save_file({**tensors, **computed}, file, metadata={"format": "pt"})
     result = export_gguf(tmp_path / "model", tmp_path / "out", verify=False)
     assert any(set(c.modules) == set(computed) and "left out" in c.what for c in result.conversions)
     save_file({k: v for k, v in tensors.items() if "up_proj" not in k}, file, metadata={"format": "pt"})
-    with pytest.raises(RequestError, match=r"up_proj\.weight is missing"):
+    with pytest.raises(RequestError, match=r"up_proj\.weight"):
         export_gguf(tmp_path / "model", tmp_path / "out2")
 
 
@@ -121,7 +121,7 @@ def test_tied_matrices_that_differ_are_refused(tmp_path: Path) -> None:
     save_model("llama", tmp_path / "model")
     config = tmp_path / "model" / "config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": True}))
-    with pytest.raises(RequestError, match=r"ties lm_head\.weight to model\.embed_tokens\.weight"):
+    with pytest.raises(RequestError, match=r"lm_head\.weight.*model\.embed_tokens\.weight"):
         export_gguf(tmp_path / "model", tmp_path / "out")
     file = tmp_path / "model" / "model.safetensors"
     tensors = load_file(file)

@@ -57,6 +57,6 @@ def test_a_decoder_that_looks_at_values_is_refused_in_a_sentence(
 
     monkeypatch.setattr(modeling_bart.BartDecoderLayer, "forward", looks)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    with pytest.raises(RequestError, match=r"BartForConditionalGeneration cannot be run without values.*meta"):
+    with pytest.raises(RequestError, match=r"BartForConditionalGeneration.*meta"):
         export.export(bart(tmp_path / "bart"), "onnx", tmp_path / "out", quiet=True)
     assert not (tmp_path / "out").exists()

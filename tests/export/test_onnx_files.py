@@ -135,9 +135,9 @@ def test_the_second_call_binds_only_what_moved(made: Make, tmp_path: Path) -> No
 def test_scales_that_a_dtype_cannot_hold_are_refused() -> None:
     from export.onnx.store import in_dtype
 
-    with pytest.raises(RequestError, match=r"a\.input_scale holds scales too small for float16"):
+    with pytest.raises(RequestError, match=r"a\.input_scale.*float16"):
         in_dtype(torch.tensor([1e-9]), torch.float16, "a.input_scale")
-    with pytest.raises(RequestError, match="beyond the range of float16"):
+    with pytest.raises(RequestError, match="float16"):
         in_dtype(torch.tensor([1e6]), torch.float16, "a.bias")
     assert in_dtype(torch.tensor([0.0]), torch.float16, "a.input_scale") == 0
 

@@ -41,7 +41,7 @@ def odd(made: Callable[..., Path], tiny_text: Path, tmp_path_factory: pytest.Tem
 @pytest.mark.slow
 @pytest.mark.parametrize("ort", [False, True])
 def test_groups_that_no_block_divides_are_rounded_anew(odd: Path, tmp_path: Path, ort: bool) -> None:
-    with pytest.raises(RequestError, match="groups of 24, and blocks are 16 or 32 or 64"):
+    with pytest.raises(RequestError, match=r"\b24\b.*16 or 32 or 64"):
         export.export(odd, "onnx", tmp_path / "refused", quiet=True, ort=ort)
 
     result = export.export(odd, "onnx", tmp_path / "out", quiet=True, requantize=True, ort=ort)

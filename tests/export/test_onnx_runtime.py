@@ -87,7 +87,7 @@ def test_long_prompts_go_through_in_parts(pair: tuple[Path, Path], monkeypatch: 
     engine = runtime.load(pair[1]).engine
     ids = torch.randint(0, 256, (4, 40), generator=torch.Generator().manual_seed(2))
     whole = engine.forward(ids, engine.new_cache(), None, None)
-    monkeypatch.setattr(onnx, "_LOGITS_BYTES", 4 * engine.vocab_size * 16)  # 16 positions at a time
+    monkeypatch.setattr(onnx, "LOGITS_BYTES", 4 * engine.vocab_size * 16)  # 16 positions at a time
     cache = engine.new_cache()
     assert torch.allclose(engine.forward(ids, cache, None, None), whole, atol=1e-4)
     alone = engine.new_cache()
@@ -155,7 +155,7 @@ def test_a_graph_that_is_cut_off(pair: tuple[Path, Path], tmp_path: Path) -> Non
     folder = shutil.copytree(pair[1], tmp_path / "out")
     graph = folder / "model.onnx"
     graph.write_bytes(graph.read_bytes()[:-100])
-    with pytest.raises(ArtifactError, match="cannot be opened"):
+    with pytest.raises(ArtifactError, match=r"\.onnx"):
         runtime.load(folder, verify=False)
 
 

@@ -54,7 +54,7 @@ def wrong_scales(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_wrong_scale_is_noticed(made: Made, tmp_path: Path, kind: str, options: dict[str, Any]) -> None:
-    with pytest.raises(CompressError, match="does not compute what the artifact does"):
+    with pytest.raises(CompressError, match=r"\bKL\b"):
         export.export(made(kind), "tensorrt", tmp_path / "out", quiet=True, **options)
     assert list(tmp_path.iterdir()) == []
 
@@ -73,7 +73,7 @@ def test_a_wrong_bfloat16_constant_is_noticed(made: Made, tmp_path: Path, monkey
         return original(path, folder)
 
     monkeypatch.setattr(proof, "write_twin", damaged)
-    with pytest.raises(CompressError, match="does not compute what the artifact does"):
+    with pytest.raises(CompressError, match=r"\bKL\b"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True)
 
 
@@ -114,7 +114,7 @@ def test_only_a_missing_kernel_excuses_from_comparing(
     assert any("no such kernel" in note for note in result.verification.notes)
     for error in (InvalidGraph("a wrong graph"), RuntimeError("out of memory")):
         _failing(monkeypatch, error)
-        with pytest.raises(CompressError, match=rf"ONNX Runtime refuses model\.onnx: {error}"):
+        with pytest.raises(CompressError, match=rf"model\.onnx: {error}"):
             export.export(made("dense"), "tensorrt", tmp_path / "other", quiet=True, dtype="float32")
 
 
@@ -135,7 +135,7 @@ def test_without_onnx_runtime_there_is_no_proof(made: Made, tmp_path: Path, monk
     from export.tensorrt import proof
 
     monkeypatch.setattr(proof, "missing_packages", list)
-    with pytest.raises(RequestError, match=r"needs onnxruntime, which is not installed: .*--no-verify"):
+    with pytest.raises(RequestError, match=r"onnxruntime.*--no-verify"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True)
     export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True, verify=False)
 
@@ -151,7 +151,7 @@ def test_rules_hold_without_a_proof_too(
     from export.tensorrt import rules
 
     monkeypatch.setattr(rules, "HEAD", 8)
-    with pytest.raises(CompressError, match=r"TensorRT would refuse model\.onnx: .* has heads of 32"):
+    with pytest.raises(CompressError, match=r"model\.onnx: .*\b32\b.*attention-shape"):
         export.export(made("dense"), "tensorrt", tmp_path / "out", quiet=True, verify=False)
     assert list(tmp_path.iterdir()) == []
 
@@ -183,7 +183,7 @@ def test_kl_of_kept_logits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, best
     if best == 300:
         assert found == pytest.approx(whole, rel=1e-3)
     assert compare_logits(loaded.probe, lambda rows: probe.logits, 1e-6)["logit_difference"] == 0
-    with pytest.raises(CompressError, match=r"KL .* allowed"):
+    with pytest.raises(CompressError, match=r"\bKL\b"):
         compare_logits(loaded.probe, lambda rows: other, found / 2)
 
 
@@ -197,7 +197,7 @@ def test_mass_outside_the_kept_logits_counts(tmp_path: Path, monkeypatch: pytest
     assert isinstance(loaded.probe, BestProbe)
     other = probe.logits.clone()
     other.scatter_(-1, probe.logits.argmin(-1, keepdim=True), 30.0)
-    with pytest.raises(CompressError, match=r"KL .* allowed"):
+    with pytest.raises(CompressError, match=r"\bKL\b"):
         compare_logits(loaded.probe, lambda rows: other, 0.05)
 
 
@@ -209,7 +209,7 @@ def test_a_token_that_was_not_kept_is_no_near_tie(tmp_path: Path, monkeypatch: p
     loaded = load_expected(tmp_path)
     assert loaded is not None
     wrong = [[unlikely, *probe.continuations[0][1:]], probe.continuations[1]]
-    with pytest.raises(CompressError, match="ties are up to"):
+    with pytest.raises(CompressError, match="prompt 0"):
         compare_tokens(loaded.probe, lambda prompts, count: wrong, 1.0)
 
 
@@ -219,5 +219,5 @@ def test_a_damaged_probe_is_refused(tmp_path: Path) -> None:
     save_expected(Expected(replace(probe)), tmp_path)
     file = tmp_path / "probe.safetensors"
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ArtifactError, match=r"probe\.safetensors is damaged"):
+    with pytest.raises(ArtifactError, match=r"probe\.safetensors"):
         load_expected(tmp_path)

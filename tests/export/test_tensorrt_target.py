@@ -77,19 +77,19 @@ def test_half_precision_is_said_and_close(made: Made, tmp_path: Path) -> None:
 
 def test_a_bundle_is_not_loaded(made: Made, tmp_path: Path) -> None:
     write(made, tmp_path / "out", "dense")
-    with pytest.raises(RequestError, match=r"no engine was built.*compress export .* --target tensorrt"):
+    with pytest.raises(RequestError, match=r"compress export .* --target tensorrt"):
         runtime.load(tmp_path / "out", device="cpu")
 
 
 def test_require_engine_refuses_and_leaves_nothing(made: Made, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"no engine can be built here: .*TensorRT"):
+    with pytest.raises(RequestError, match="TensorRT"):
         write(made, tmp_path / "out", "dense", require_engine=True)
     assert list(tmp_path.glob("*out*")) == []
 
 
 def test_finishing_needs_the_machine(made: Made, tmp_path: Path) -> None:
     write(made, tmp_path / "out", "dense", verify=False)
-    with pytest.raises(RequestError, match="no engine can be built here"):
+    with pytest.raises(RequestError, match="TensorRT"):
         export.export(tmp_path / "out", "tensorrt", tmp_path / "engine", quiet=True)
 
 
@@ -111,7 +111,7 @@ def test_an_encoder_is_refused(tmp_path: Path) -> None:
 
     config = BertConfig(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2, vocab_size=64)
     BertModel(config).save_pretrained(tmp_path / "bert")
-    with pytest.raises(RequestError, match="engines are built for decoders"):
+    with pytest.raises(RequestError, match=r"\bencoder\b"):
         export.export(tmp_path / "bert", "tensorrt", tmp_path / "out", quiet=True)
 
 
@@ -131,9 +131,9 @@ def test_attention_that_tensorrt_cannot_say_is_listed(tmp_path: Path) -> None:
     LlamaForCausalLM(LlamaConfig(**sizes, head_dim=256)).save_pretrained(tmp_path / "widest")
     found = {name: export.fitting(tmp_path / name)["tensorrt"] for name in ("capped", "plain", "wide", "widest")}
     assert found["plain"] is found["widest"] is None
-    assert "model.layers.0.self_attn caps its attention scores at 50" in str(found["capped"])
-    assert "model.layers.0.self_attn has heads of 512, and TensorRT's Attention takes at most 256" in str(found["wide"])
-    with pytest.raises(RequestError, match="caps its attention scores"):
+    assert all(word in str(found["capped"]) for word in ("model.layers.0.self_attn", "50"))
+    assert all(word in str(found["wide"]) for word in ("model.layers.0.self_attn", "512", "256"))
+    with pytest.raises(RequestError, match="attn_logit_softcapping"):
         export.export(tmp_path / "capped", "tensorrt", tmp_path / "out", quiet=True)
 
 
@@ -145,10 +145,10 @@ def test_dropped_activation_grids_are_said(made: Made, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"max_length": 4096}, "max_length is 4096, more than the model's context, which is 128"),
-        ({"max_prompt": 100}, "max_prompt is 100, more than max_length, which is 64"),
-        ({"optimum_prompt": 9}, "optimum_prompt is 9, more than max_prompt, which is 7"),
-        ({"optimum_batch": 9}, "optimum_batch is 9, more than max_batch, which is 3"),
+        ({"max_length": 4096}, "max_length.*4096.*128"),
+        ({"max_prompt": 100}, "max_prompt.*100.*64"),
+        ({"optimum_prompt": 9}, "optimum_prompt.*9.*7"),
+        ({"optimum_batch": 9}, "optimum_batch.*9.*3"),
     ],
 )
 def test_limits_that_contradict_are_refused(made: Made, tmp_path: Path, options: dict[str, int], sentence: str) -> None:
@@ -211,16 +211,16 @@ def test_a_damaged_or_foreign_bundle_is_refused(
     monkeypatch.setattr(machine, "missing", lambda: "not yet")
     write(made, tmp_path / "bundle", "dense", verify=False)
     install(monkeypatch)
-    with pytest.raises(RequestError, match=r"option dtype is 'float16', and the bundle .* was written with 'float32'"):
+    with pytest.raises(RequestError, match=r"dtype.*'float16'.*'float32'"):
         export.export(tmp_path / "bundle", "tensorrt", tmp_path / "engine", quiet=True, dtype="float16")
     with pytest.raises(CompressError, match="--no-verify"):
         export.export(tmp_path / "bundle", "tensorrt", tmp_path / "engine", quiet=True)
     data = tmp_path / "bundle" / "model.onnx.data"
     data.write_bytes(data.read_bytes()[:-1] + b"!")
-    with pytest.raises(ArtifactError, match=r"model\.onnx\.data is damaged"):
+    with pytest.raises(ArtifactError, match=r"model\.onnx\.data"):
         export.export(tmp_path / "bundle", "tensorrt", tmp_path / "engine", quiet=True)
     (tmp_path / "bundle" / "build.json").write_text('{"kind": "tensorrt-bundle", "schema_version": 99}')
-    with pytest.raises(ArtifactError, match="schema version 99"):
+    with pytest.raises(ArtifactError, match=r"build\.json.*\b99\b"):
         export.export(tmp_path / "bundle", "tensorrt", tmp_path / "engine", quiet=True)
 
 
@@ -248,7 +248,7 @@ def test_a_stripped_plan_gets_its_weights_when_it_is_loaded(made: Made, tmp_path
     kept = tmp_path / "out" / result.facts["constants"]
     assert kept.is_file()
     shutil.move(kept, kept.with_suffix(".gone"))
-    with pytest.raises(ArtifactError, match="missing"):
+    with pytest.raises(ArtifactError, match=r"model\.onnx"):
         runtime.load(tmp_path / "out", device="cpu", verify=False)
 
 
@@ -264,7 +264,7 @@ def test_a_parser_that_refuses_says_what(made: Made, tmp_path: Path, trt: Any, m
         return model
 
     monkeypatch.setattr(OnnxParser, "do_parse_from_file", _with(OnnxParser.do_parse_from_file, onnx, load))
-    with pytest.raises(CompressError, match=r"TensorRT's parser refused model\.onnx: .*No importer registered"):
+    with pytest.raises(CompressError, match=r"model\.onnx: .*No importer"):
         write(made, tmp_path / "out", "dense", verify=False)
     assert list(tmp_path.iterdir()) == []
 

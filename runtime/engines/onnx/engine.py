@@ -31,7 +31,7 @@ class OnnxEncoderEngine(OnnxGraphs):
         return states.float()
 
 
-_LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
+LOGITS_BYTES = 256 << 20  # of one call; longer prompts and larger batches go through in parts
 _ROOM = 128  # tokens that a cache in place grows by
 
 
@@ -118,13 +118,13 @@ class OnnxEngine(OnnxGraphs, RowEngine):
         if self._in_place and count > 1 and past > 0:
             size = 1
         else:
-            size = max(1, min(batch, _LOGITS_BYTES // (4 * self.vocab_size * count)))
+            size = max(1, min(batch, LOGITS_BYTES // (4 * self.vocab_size * count)))
         return [(start, min(start + size, batch)) for start in range(0, batch, size)]
 
     def _rows(self, step: _Step, last_only: bool) -> torch.Tensor:
         """Some rows of a step, in as many calls as their logits need; a single row's long prompt goes through in chunks."""
         (batch, count), past, before = step.ids.shape, step.past, step.before
-        size = max(1, _LOGITS_BYTES // (4 * self.vocab_size)) if batch == 1 else count
+        size = max(1, LOGITS_BYTES // (4 * self.vocab_size)) if batch == 1 else count
         found: list[torch.Tensor] = []
         for start in range(0, count, size):
             end = min(start + size, count)

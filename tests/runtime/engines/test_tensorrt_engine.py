@@ -130,28 +130,28 @@ def test_two_caches_do_not_disturb_each_other(model: Any, truth: Any) -> None:
 
 # ---------------------------------------------------------------- limits and refusals
 def test_more_than_the_engine_was_built_for_is_refused(model: Any) -> None:
-    with pytest.raises(RequestError, match=f"context holds {LENGTH}"):
+    with pytest.raises(RequestError, match=rf"\b{LENGTH}\b"):
         model.generate(list(range(3, 3 + LENGTH + 1)), max_new_tokens=1)
     engine, cache = model.engine, model.engine.new_cache()
     engine.forward(torch.arange(LENGTH)[None], cache, None, None, True)
-    with pytest.raises(RequestError, match=f"built for {LENGTH}"):
+    with pytest.raises(RequestError, match=rf"\b{LENGTH}\b.*max_length"):
         engine.forward(torch.tensor([[1]]), cache, None, None, True)
 
 
 def test_a_shape_outside_the_profile_is_said(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     session = runtime.load(exports(), device="cpu").engine.session
-    with pytest.raises(CompressError, match=r"input_ids of shape \[1, 8\] lies outside the engine's profile 0"):
+    with pytest.raises(CompressError, match=r"input_ids.*\[1, 8\]"):
         session.run(0, {"input_ids": torch.zeros(1, PROMPT + 1, dtype=torch.int64)}, {})
 
 
 def test_options_that_are_fixed_are_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
-    with pytest.raises(RequestError, match="built without weight streaming"):
+    with pytest.raises(RequestError, match="max_memory"):
         runtime.load(exports(), device="cpu", max_memory="1GB")
-    with pytest.raises(RequestError, match="dtype is fixed when a TensorRT engine is built"):
+    with pytest.raises(RequestError, match=r"\bdtype\b"):
         runtime.load(exports(), device="cpu", dtype="float16")
-    with pytest.raises(RequestError, match="kernels is fixed"):
+    with pytest.raises(RequestError, match=r"\bkernels\b"):
         runtime.load(exports(), device="cpu", kernels="reference")
 
 
@@ -161,7 +161,7 @@ def test_weight_streaming_takes_a_budget(exports: Any, monkeypatch: pytest.Monke
     assert runtime.load(path, device="cpu").engine.session.engine.weight_streaming_budget_v2 == 4321
     bounded = runtime.load(path, device="cpu", max_memory=(64 << 20) + 4096 + 1000)
     assert bounded.engine.session.engine.weight_streaming_budget_v2 == 1000
-    with pytest.raises(RequestError, match="max_memory of 1000000 bytes is too little"):
+    with pytest.raises(RequestError, match=r"max_memory.*\b1000000\b"):
         runtime.load(path, device="cpu", max_memory=1000000)
 
 
@@ -169,7 +169,7 @@ def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.Mon
     trt: Any = install(monkeypatch)
     path = exports()
     trt.__version__ = "11.9.0"
-    with pytest.raises(ArtifactError, match=r"was built with TensorRT 11\.4\.\S+, and 11\.9\.0 is installed"):
+    with pytest.raises(ArtifactError, match=r"11\.4\..*11\.9\.0"):
         runtime.load(path, device="cpu")
     install(monkeypatch)
     monkeypatch.setattr(HostGpu, "capability", (8, 6))
@@ -182,7 +182,7 @@ def test_another_version_or_gpu_is_refused(exports: Any, monkeypatch: pytest.Mon
 def test_an_engine_of_tensorrts_own_layers_is_refused(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     install(monkeypatch)
     facts = runtime.load(exports(), device="cpu").artifact.facts
-    with pytest.raises(ArtifactError, match="earlier version"):
+    with pytest.raises(ArtifactError, match="export it again"):
         load_tensorrt(SimpleNamespace(path=exports(), facts={**facts, "network": "native"}), torch.device("cpu"), {})
 
 
@@ -190,20 +190,20 @@ def test_a_damaged_plan_is_refused(exports: Any, tmp_path: Path, monkeypatch: py
     install(monkeypatch)
     facts = runtime.load(exports(), device="cpu").artifact.facts
     (tmp_path / "engine.plan").write_bytes(b"nonsense")
-    with pytest.raises(ArtifactError, match="TensorRT cannot use"):
+    with pytest.raises(ArtifactError, match=r"engine\.plan"):
         load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
     (tmp_path / "engine.plan").unlink()
-    with pytest.raises(ArtifactError, match="cannot be read"):
+    with pytest.raises(ArtifactError, match=r"engine\.plan"):
         load_tensorrt(SimpleNamespace(path=tmp_path, facts=facts), torch.device("cpu"), {})
 
 
 def test_without_a_gpu_it_says_so(exports: Any) -> None:
-    with pytest.raises(RequestError, match="runs on an NVIDIA GPU, not on cpu"):
+    with pytest.raises(RequestError, match=r"\bcpu\b"):
         runtime.load(exports(), device="cpu")
 
 
 def test_without_tensorrt_it_says_what_to_install(exports: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(engines, "make_gpu", lambda device: HostGpu())
     monkeypatch.setattr(engines.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(RequestError, match="needs tensorrt, which is not installed: pip install"):
+    with pytest.raises(RequestError, match=r"tensorrt.*pip install"):
         runtime.load(exports(), device="cpu")

@@ -140,11 +140,11 @@ def search_groups(
         columns = groups.T if groups.stride(0) == 1 else groups.T.contiguous()
         best = native.search_grid(columns, cost, scale, zero, scheme.code_range)[None]
     else:
-        best = _search(groups, scheme, scale, zero, cost)[None]
+        best = search_candidates(groups, scheme, scale, zero, cost)[None]
     return scale.gather(0, best)[0], None if zero is None else zero.gather(0, best)[0]
 
 
-def _search(
+def search_candidates(
     groups: torch.Tensor,
     scheme: GridScheme,
     scales: torch.Tensor,

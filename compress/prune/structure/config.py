@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from compress.core.percent import fraction
 
@@ -65,7 +65,7 @@ class StructureConfig(BaseModel):
         "as many), dimensions of the hidden state, or tokens of the vocabulary.",
     )
     ratio: Share | None = Field(None, description="Share of them that is removed.")
-    keep: int | list[int] | None = Field(
+    keep: Annotated[int, Field(ge=1)] | list[Annotated[int, Field(ge=1)]] | None = Field(
         None,
         description="How many are kept, in the place of a ratio; of channels also a list, with a number for each layer.",
     )
@@ -97,16 +97,11 @@ class StructureConfig(BaseModel):
         given = [name for name in ("ratio", "keep", "budget") if getattr(self, name) is not None]
         if len(given) != 1:
             found = "none of them is given" if not given else f"{' and '.join(given)} are given"
-            raise ValueError(f"how much is removed is said by one of ratio, keep and budget; {found}")
+            raise ValueError(f"the amount is given by one of ratio, keep and budget; {found}")
+        # Written with all its defaults a recipe must ask for nothing that it is refused for.
+        if not self.axis.fitted and "reconstruct" not in self.model_fields_set:
+            self.reconstruct = False
         return self
-
-    @field_validator("keep")
-    @classmethod
-    def _at_least_one(cls, keep: int | list[int] | None) -> int | list[int] | None:
-        for number in keep if isinstance(keep, list) else [keep]:
-            if number is not None and number < 1:
-                raise ValueError(f"at least 1 is kept, not {number}")
-        return keep
 
     @model_validator(mode="after")
     def _by_layer(self) -> StructureConfig:
@@ -121,13 +116,6 @@ class StructureConfig(BaseModel):
             raise ValueError(
                 f"layers keep multiples of {self.multiple_of} (multiple), and so in the mean; keep {self.keep} is none: set multiple"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _nothing_to_fit(self) -> StructureConfig:
-        # Written with all its defaults a recipe must ask for nothing that it is refused for.
-        if not self.axis.fitted and "reconstruct" not in self.model_fields_set:
-            self.reconstruct = False
         return self
 
     @property

@@ -34,9 +34,9 @@ def test_the_weighted_mean_is_the_target_and_order_follows_the_scores(
 def test_equal_scores_give_the_target_and_wrong_requests_are_refused() -> None:
     assert allocate([2.0, 2.0], [10, 1000], 0.5) == [0.5, 0.5]
     assert allocate([], [], 0.5) == []
-    with pytest.raises(RequestError, match="1 scores for 2 layers"):
+    with pytest.raises(RequestError, match="allocation"):
         allocate([1.0], [1, 2], 0.5)
-    with pytest.raises(RequestError, match="sparsity 1 is not possible"):
+    with pytest.raises(RequestError, match="sparsity 1 "):
         allocate([1.0], [1], 1.0)
 
 

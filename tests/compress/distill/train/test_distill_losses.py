@@ -164,13 +164,13 @@ def test_wrong_settings_are_refused(arguments: dict[str, object], message: str) 
 
 def test_what_does_not_fit_is_refused() -> None:
     student = logits(0, (2, 5))
-    with pytest.raises(RequestError, match="both need one vocabulary"):
+    with pytest.raises(RequestError, match="vocabulary"):
         Objective()(student, logits(1, (2, 6)))
-    with pytest.raises(RequestError, match="taken at temperature 2, the loss has 1"):
+    with pytest.raises(RequestError, match="temperature 2"):
         Objective()(student, SparseTargets.of(student, 2, 2.0))
-    with pytest.raises(RequestError, match="needs a teacher"):
+    with pytest.raises(RequestError, match="teacher"):
         Objective()(student)
-    with pytest.raises(RequestError, match="tokens that follow"):
+    with pytest.raises(RequestError, match="cross_entropy"):
         Objective("cross_entropy")(student)
     with pytest.raises(RequestError, match="k must be 1 to 5"):
         SparseTargets.of(student, 6)

@@ -198,7 +198,7 @@ def test_a_checkpoint_is_of_one_run_only(tmp_path: Path) -> None:
     model = runs.target()
     options = TrainOptions(**QUICK, checkpoint_every=4)
     runs.run(runs.student(model), model, options, directory=tmp_path)
-    with pytest.raises(RequestError, match="holds an unfinished training; resume it or remove it"):
+    with pytest.raises(RequestError, match="resume"):
         runs.run(runs.student(model), model, options, directory=tmp_path)
     for changed, message in (
         (
@@ -292,7 +292,7 @@ def test_a_cached_teacher_teaches_as_a_live_one(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="sha256 is"):
         runs.run(runs.student(model), model, TrainOptions(**QUICK), runs.rows(15), teacher=cache)
     own = OnPolicyRows(cached.draft, source.ids[:, :6], 6)
-    with pytest.raises(RequestError, match="live teacher"):
+    with pytest.raises(RequestError, match="teacher"):
         runs.run(runs.student(model), model, TrainOptions(**QUICK), own, teacher=cache)
 
 
@@ -390,21 +390,21 @@ def test_what_cannot_be_trained_is_refused() -> None:
         arguments = {"held_out": runs.rows(5), "judge": judge, "options": options, **changes}
         runs.Training(who, source or runs.rows(), teacher, **arguments).run()
 
-    with pytest.raises(RequestError, match="forward_kl needs a teacher"):
+    with pytest.raises(RequestError, match="forward_kl"):
         attempt(runs.student(model), teacher=None)
-    with pytest.raises(RequestError, match="vocabulary of 61 and its target of 62"):
+    with pytest.raises(RequestError, match=r"61 .* 62"):
         attempt(runs.student(model), judge=Teacher(lambda ids: ids, 62))
-    with pytest.raises(RequestError, match="is bfloat16; what is trained is float32"):
+    with pytest.raises(RequestError, match="bfloat16"):
         attempt(Student(runs.cut(model, 1, torch.bfloat16)))
-    with pytest.raises(RequestError, match="all are frozen"):
+    with pytest.raises(RequestError, match="frozen"):
         attempt(Student(runs.cut(model, 1).requires_grad_(False)))
-    with pytest.raises(RequestError, match="training rows of 200 tokens are more than the 128 positions"):
+    with pytest.raises(RequestError, match=r"200 tokens .* 128 positions"):
         attempt(runs.student(model), runs.rows(2, 200))
-    with pytest.raises(RequestError, match="held-out rows have token id 99, outside the draft's vocabulary of 61"):
+    with pytest.raises(RequestError, match=r"held-out .*99.* 61"):
         attempt(runs.student(model), held_out=runs.TextRows(torch.full((2, 5), 99)))
-    with pytest.raises(RequestError, match="no position of them counts"):
+    with pytest.raises(RequestError, match="position"):
         attempt(runs.student(model), held_out=runs.TextRows(torch.ones(2, 5).long(), torch.zeros(2, 5).bool()))
-    with pytest.raises(RequestError, match="no directory for checkpoints"):
+    with pytest.raises(RequestError, match="directory"):
         attempt(runs.student(model), resume=True)
     for kind, count, message in (("FSDP", 1, "FSDP shards them"), ("MULTI_GPU", 3, "4 rows cannot be shared by 3")):
         several = SimpleNamespace(distributed_type=SimpleNamespace(value=kind), num_processes=count)
@@ -419,7 +419,7 @@ def test_a_run_that_diverges_says_so() -> None:
     who = runs.student(model)
     with torch.no_grad():
         who.draft.lm_head.weight[0, 0] = torch.nan
-    with pytest.raises(CompressError, match="the loss of step 1 is nan; lower the learning rate"):
+    with pytest.raises(CompressError, match="step 1 is nan"):
         runs.run(who, model, TrainOptions(**QUICK))
 
 

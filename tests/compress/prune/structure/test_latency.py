@@ -188,9 +188,7 @@ def test_what_cannot_be_timed_is_said(
 
     monkeypatch.setattr(latency, "token_time", token_time)
     request = recipe(make_checkpoint(), stage(budget={"latency": "70%"}, remove="ffn", multiple=8))
-    with pytest.raises(
-        RequestError, match=r"budget\.latency: the time that a LlamaForCausalLM takes cannot be measured"
-    ):
+    with pytest.raises(RequestError, match=r"budget\.latency: .*LlamaForCausalLM"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 
@@ -210,7 +208,7 @@ def test_a_run_does_not_go_on_to_another_number(
     monkeypatch.setattr(
         latency, "token_time", lambda path, _: seconds(json.loads((path / "config.json").read_text())) ** 1.5
     )
-    with pytest.raises(CompressError, match=r"begun for another model .* since times were measured anew"):
+    with pytest.raises(CompressError, match="--overwrite"):
         compress.apply(request, output=output, resume=True, quiet=True)
     shutil.rmtree(cache)
     shutil.move(known, cache)

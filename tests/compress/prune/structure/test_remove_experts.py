@@ -268,12 +268,12 @@ def test_where_no_expert_can_go_that_is_said(
 
 
 def test_models_without_experts_and_with_others_are_refused(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
-    with pytest.raises(RequestError, match=r"structure\.remove.*does not say how many experts it has"):
+    with pytest.raises(RequestError, match=r"structure\.remove.*experts"):
         compress.apply(recipe(make_checkpoint(), stage(keep=2)), output=tmp_path / "out", quiet=True)
     torch.manual_seed(0)
     settings = {**COMMON, "num_local_experts": 4, "kv_channels": 16}
     del settings["num_attention_heads"]
     AutoModelForCausalLM.from_config(AutoConfig.for_model("jetmoe", **settings)).save_pretrained(tmp_path / "jetmoe")
     byte_tokenizer().save_pretrained(tmp_path / "jetmoe")
-    with pytest.raises(RequestError, match=r"layers\.0 holds its experts in \d modules .* cannot be followed"):
+    with pytest.raises(RequestError, match=r"layers\.0 .* \d modules"):
         compress.apply(recipe(tmp_path / "jetmoe", stage(keep=2)), output=tmp_path / "out", quiet=True)

@@ -286,9 +286,7 @@ def test_heads_that_follow_from_the_hidden_size_are_a_reason(
         source = tmp_path / family
     else:
         source = make_checkpoint(family)
-    with pytest.raises(
-        RequestError, match=r"structure\.remove: the heads of a \w+ are as wide as .* cannot be removed alone"
-    ):
+    with pytest.raises(RequestError, match=r"structure\.remove: .*heads"):
         compress.apply(recipe(source, stage(keep=48)), output=tmp_path / "out", quiet=True)
     assert not (tmp_path / "out").exists()
 
@@ -304,7 +302,7 @@ def test_what_does_not_compute_the_same_is_refused(
 
     monkeypatch.setattr(HiddenCut, "__call__", wrong)
     request = recipe(checkpoint("llama"), stage(keep=48))
-    with pytest.raises(RequestError, match=r"model\.layers\.1 of a LlamaForCausalLM is something else"):
+    with pytest.raises(RequestError, match=r"model\.layers\.1 of a LlamaForCausalLM"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 
@@ -319,9 +317,7 @@ def test_a_block_that_differs_by_a_factor_is_refused(
 
     monkeypatch.setattr(LlamaDecoderLayer, "forward", scaled)
     request = recipe(checkpoint("llama"), stage(keep=48))
-    with pytest.raises(
-        RequestError, match=r"model\.layers\.0 of a LlamaForCausalLM is something else .*a factor of 0\.866"
-    ):
+    with pytest.raises(RequestError, match=r"model\.layers\.0 of a LlamaForCausalLM .*0\.866"):
         compress.apply(request, output=tmp_path / "out", quiet=True)
 
 

@@ -66,7 +66,7 @@ def test_a_call_can_be_sent_elsewhere(call: Any) -> None:
         module, (), {"top_k_index": index, "hidden_states": hidden, "top_k_weights": weights}
     ).sent(index.flip(1), weights)
     torch.testing.assert_close(module(*arguments, **keywords), module(hidden, index.flip(1), weights))
-    with pytest.raises(CompressError, match="called with something else"):
+    with pytest.raises(CompressError, match="indices"):
         Call.of(module, (hidden, weights, index), {})
 
 
@@ -111,12 +111,12 @@ def test_sizes(family: str, fields: dict[str, Any], expected: tuple[int, int, in
 
 
 def test_sizes_that_are_not_said() -> None:
-    with pytest.raises(RequestError, match="does not say how many experts it has"):
+    with pytest.raises(RequestError, match="experts"):
         size_of(AutoConfig.for_model("llama", **SMALL), "experts")
-    with pytest.raises(RequestError, match="no experts of which some could go"):
+    with pytest.raises(RequestError, match="experts"):
         size_of(AutoConfig.for_model("mixtral", **SMALL, num_local_experts=1), "experts")
     uneven = AutoConfig.for_model("deepseek_v3", **SMALL, n_routed_experts=16, n_group=3, topk_group=1)
-    with pytest.raises(RequestError, match="16 experts in 3 groups of which it picks 1: no whole groups"):
+    with pytest.raises(RequestError, match="16 experts in 3 groups"):
         size_of(uneven, "experts")
     config = AutoConfig.for_model("mixtral", **SMALL, num_local_experts=8)
     with pytest.raises(RequestError, match="2 to 8"):
@@ -144,7 +144,5 @@ def test_experts_that_are_not_told_who_is_sent_to_them() -> None:
     model, slices = _slices(
         "llama4_text", num_local_experts=4, num_experts_per_tok=2, intermediate_size_mlp=48, head_dim=16
     )
-    with pytest.raises(
-        RequestError, match=r"experts \(a Llama4TextExperts\) is not told which experts a token is sent to"
-    ):
+    with pytest.raises(RequestError, match="Llama4TextExperts"):
         experts_of(model, slices, "model.layers.1.")

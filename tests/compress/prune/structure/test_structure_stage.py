@@ -103,7 +103,7 @@ def test_families(make_checkpoint: Any, recipe: Any, tmp_path: Path, family: str
     fields = {"keep": {"ffn": 64, "heads": 1 if family != "opt" else 2, "layers": 1}[remove], "remove": remove}
     request = recipe(source, stage(method, **fields))
     if remove == "heads" and family in ("opt", "gpt2"):
-        with pytest.raises(RequestError, match="cannot say that it has fewer heads"):
+        with pytest.raises(RequestError, match="heads"):
             compress.apply(request, output=tmp_path / "out", quiet=True)
         assert not (tmp_path / "out").exists()
         return
@@ -219,7 +219,7 @@ def test_an_encoder_decoder(recipe: Any, tmp_path: Path, remove: str) -> None:
     method = {"ffn": "taylor", "layers": "block_influence", "heads": "wanda"}[remove]
     request = recipe(source, stage(method, **{"remove": remove, **fields}))
     if remove == "heads":  # all layers of a stack add the position biases of the first
-        with pytest.raises(RequestError, match="depend on each other"):
+        with pytest.raises(RequestError, match=r"layers\.\d"):
             compress.apply(request, output=tmp_path / "out", quiet=True)
         return
     made = compress.apply(request, output=tmp_path / "out", quiet=True)
@@ -405,7 +405,7 @@ def test_gradients_of_all_families(make_checkpoint: Any, recipe: Any, tmp_path: 
 
 def test_layers_are_compressed_last(make_checkpoint: Any, recipe: Any, tmp_path: Path) -> None:
     stages = ({"quantize": {"method": "rtn", "bits": 8}}, stage(ratio=0.5))
-    with pytest.raises(RequestError, match=r"stages\.1\.structure: stage 0 \(quantize\).*put this one before"):
+    with pytest.raises(RequestError, match=r"stages\.1\.structure: stage 0 \(quantize\)"):
         compress.apply(recipe(make_checkpoint(), *stages), output=tmp_path / "out", quiet=True)
     # What comes after is held against the shapes that there will be: 50 columns are no whole eights.
     stages = (stage(keep=50), {"prune": {"method": "magnitude", "pattern": "4:8"}})
@@ -422,5 +422,5 @@ def test_weights_that_are_no_numbers(make_checkpoint: Any, recipe: Any, tmp_path
     held = load_file(file)
     held["model.layers.1.mlp.up_proj.weight"][3, 4] = float("nan")
     save_file(held, file, {"format": "pt"})
-    with pytest.raises(CompressError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: the weight holds NaN"):
+    with pytest.raises(CompressError, match=r"model\.layers\.1\.mlp\.up_proj\.weight: .*NaN"):
         compress.apply(recipe(source, stage("obs", keep=64, **FFN)), output=tmp_path / "out", quiet=True)

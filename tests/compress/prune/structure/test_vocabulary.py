@@ -266,13 +266,13 @@ def test_ids_that_configs_name() -> None:
 
 def test_what_cannot_be_cut_says_so(tmp_path: Path) -> None:
     config = LlamaConfig(vocab_size=100)
-    with pytest.raises(RequestError, match=r"has no tokenizer\.json"):
+    with pytest.raises(RequestError, match=r"tokenizer\.json"):
         read_vocabulary(tmp_path, config, 100)
     words = Tokenizer(models.WordLevel({"a": 0, "<unk>": 1}, unk_token="<unk>"))
     PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match="kind WordLevel; those of kind BPE, WordPiece, Unigram"):
+    with pytest.raises(RequestError, match="WordLevel"):
         read_vocabulary(tmp_path, config, 100)
     tokenizer = byte_level()
     tokenizer.save_pretrained(tmp_path)
-    with pytest.raises(RequestError, match=r"id \d+, and the model a vocabulary of 100"):
+    with pytest.raises(RequestError, match=r"id \d+,.* 100"):
         read_vocabulary(tmp_path, config, 100)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from compress.recipe.yaml_source import Path as KeyPath
 from compress.recipe.yaml_source import dotted
+from runtime.errors import RequestError
 
 
 @dataclass
@@ -49,6 +52,14 @@ class Origin:
         """A whole sentence: place, key, message."""
         place = self.place(path)
         return f"{place}: {dotted(path)}: {message}" if path else f"{place}: {message}"
+
+    @contextmanager
+    def located(self, path: KeyPath) -> Iterator[None]:
+        """Errors of the request that are raised inside begin with the place and key."""
+        try:
+            yield
+        except RequestError as error:
+            raise RequestError(self.at(path, str(error))) from None
 
     def search_directories(self, path: KeyPath) -> tuple[Path, ...]:
         """Where a relative file name at `path` is looked up: beside the recipe, then in the working directory.

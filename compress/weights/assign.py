@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from torch import nn
@@ -71,7 +70,7 @@ def _narrow(recipe: Recipe, modules: Sequence[ModuleInfo], chosen: dict[str, dic
         quantize = stages.get("quantize")
         if quantize is None or not _by_default(stages):
             continue
-        with _named(recipe, quantize, "group_size"):
+        with recipe.origin.located((*quantize.path, "group_size")):
             grid = resolve_scheme(quantize.config, None).grid
         if grid is not None and grid.strategy == "group" and (grid.group_size or 0) > module.shape[1]:
             left.append(Left(module.name, f"rows of {module.shape[1]} weights, and groups of {grid.group_size}"))
@@ -106,12 +105,12 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
     prune, quantize = stages.get("prune"), stages.get("quantize")
     sparsity = None
     if prune is not None:
-        with _named(recipe, prune, "pattern"):
+        with recipe.origin.located((*prune.path, "pattern")):
             prune.config.parsed.check(module.shape, module.name)
         sparsity = str(prune.config.parsed)
     last = quantize or prune
     assert last is not None
-    with _named(recipe, last, "group_size" if quantize else "pattern"):
+    with recipe.origin.located((*last.path, "group_size" if quantize else "pattern")):
         scheme = resolve_scheme(quantize.config if quantize else None, sparsity)
         try:
             check_fits(scheme, module.shape, module.name)
@@ -127,15 +126,6 @@ def _task(recipe: Recipe, module: ModuleInfo, stages: dict[str, Stage]) -> Layer
         prune.config if prune else None, quantize.config if quantize else None, scheme, sorted(stage.index for stage in stages.values()),
         prune.index if prune else None, quantize.index if quantize else None, _by_default(stages),
     )  # fmt: skip
-
-
-@contextmanager
-def _named(recipe: Recipe, stage: Stage, key: str) -> Iterator[None]:
-    """Put file, line and key before an error that only knows the module."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(_at(recipe, stage, (key,), str(error))) from None
 
 
 def _at(recipe: Recipe, stage: Stage, key: tuple[str | int, ...], text: str) -> str:

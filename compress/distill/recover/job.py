@@ -149,10 +149,8 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
             "method",
             f"a {type(streamed.model).__name__} has no linear layers that {stage.method} could change; use finetune",
         )
-    try:
+    with recipe.origin.located((*stage.path, "temperature")):
         Objective(config.divergence, config.temperature)
-    except RequestError as error:
-        raise refuse("temperature", str(error)) from None
     rank = getattr(config, "rank", None)
     if rank is not None and rank > (ours := int(streamed.config.get_text_config().hidden_size)):
         raise refuse("rank", f"a change of rank {rank} is no low-rank one in a model of hidden size {ours}")
@@ -160,10 +158,8 @@ def prepare(context: Context, stage: Stage) -> RecoverJob:
         if layered:
             text = f"nested widths are trained before layers are compressed, and stage {layered[0].index} is before it"
             raise refuse("method", text)
-        try:
+        with recipe.origin.located((*stage.path, "method")):
             feed_forward(streamed)
-        except RequestError as error:
-            raise refuse("method", str(error)) from None
     limit = position_limit(streamed.model) if streamed.kind == "encoder" else _positions(streamed)
     if limit is not None and config.sequence_length > limit:
         text = f"rows of {config.sequence_length} tokens are more than the {limit} that a {type(streamed.model).__name__} reads"

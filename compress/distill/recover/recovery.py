@@ -31,7 +31,7 @@ from compress.quantize.weight_constraint import CONSTRAINTS, WeightConstraint, l
 from compress.recipe import Recipe, Stage
 from runtime.checkpoint.artifact import Artifact
 from runtime.engines.torch.engine import Blueprint
-from runtime.errors import CompressError, RequestError
+from runtime.errors import CompressError
 from runtime.layers.compressed_linear import CompressedLinear
 from runtime.modeling.experts import Experts, expert_of
 from runtime.modeling.skeleton import find_stacks
@@ -216,16 +216,12 @@ def write(model: Any, streamed: StreamedModel, output: Path) -> None:
 
 
 def _train(recovery: Recovery, learner: Recovering, text: _Text) -> Trained:
-    accelerator, device = recovery.team.accelerator, recovery.device
-    if accelerator is None:
-        from accelerate import Accelerator
-
-        accelerator = Accelerator(cpu=device.type == "cpu")
-    trained = Training(
+    training = Training(
         learner, TextRows(text.given), text.teacher, TextRows(text.apart), text.judge, recovery.settings.options(),
-        recovery.work / "training", True, accelerator, recovery.team.device(device), recovery.reporter,
-    ).run()  # fmt: skip
-    accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
+        recovery.work / "training", True, recovery.team.accelerator, recovery.team.device(recovery.device), recovery.reporter,
+    )  # fmt: skip
+    trained = training.run()
+    training.accelerator.free_memory()  # it holds on to models and optimizers, and another stage may train after this one
     return trained
 
 
@@ -278,10 +274,8 @@ def rows(context: Context, stage: Stage) -> tuple[torch.Tensor, list[str]]:
     Raises:
         RequestError: with file and line, where there are not enough to hold one out.
     """
-    try:
+    with context.recipe.origin.located((*stage.path, "sequence_length")):
         found, warnings = data.load_training(context.recipe, stage, context.tokenizer, context.vocabulary)
-    except RequestError as error:
-        raise RequestError(context.recipe.origin.at((*stage.path, "sequence_length"), str(error))) from None
     return context.framed(torch.cat([ids for ids, _ in found.batches])), warnings
 
 

@@ -86,11 +86,8 @@ class Source(Protocol):
         largest: the largest id that is given (what a draft writes is its own).
     """
 
-    @property
-    def length(self) -> int: ...
-
-    @property
-    def largest(self) -> int: ...
+    length: int
+    largest: int
 
     def __len__(self) -> int:
         """Rows of an epoch."""
@@ -120,15 +117,7 @@ class TextRows:
         if self.trained.shape != ids.shape or self.trained.dtype != torch.bool:
             raise RequestError(f"the mask of training rows must be bool {list(ids.shape)}")
         self.trained[:, -1] = False
-        self.kind = kind
-
-    @property
-    def length(self) -> int:
-        return int(self.ids.shape[1])
-
-    @property
-    def largest(self) -> int:
-        return int(self.ids.max())
+        self.kind, self.length, self.largest = kind, int(ids.shape[1]), int(ids.max())
 
     def __len__(self) -> int:
         return len(self.ids)
@@ -187,14 +176,7 @@ class OnPolicyRows:
         if tokens < 1:
             raise RequestError(f"tokens to write must be at least 1, not {tokens}")
         self.draft, self.tokens, self.temperature, self.ends, self.kept = draft, tokens, temperature, ends, kept
-
-    @property
-    def length(self) -> int:
-        return int(self.prompts.shape[1]) + self.tokens
-
-    @property
-    def largest(self) -> int:
-        return int(self.prompts.max())
+        self.length, self.largest = int(prompts.shape[1]) + tokens, int(prompts.max())
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -230,14 +212,7 @@ class MixedRows:
         if not 0 <= share <= 1:
             raise RequestError(f"the share of on-policy rows must be 0 to 1, not {share}")
         self.fixed, self.on_policy, self.share = fixed, on_policy, share
-
-    @property
-    def length(self) -> int:
-        return self.fixed.length
-
-    @property
-    def largest(self) -> int:
-        return max(self.fixed.largest, self.on_policy.largest)
+        self.length, self.largest = fixed.length, max(fixed.largest, on_policy.largest)
 
     def __len__(self) -> int:
         return len(self.fixed)

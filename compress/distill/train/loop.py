@@ -166,7 +166,7 @@ class Training:
         directory: for checkpoints, of this run alone; None: none are written.
         resume: go on from the newest checkpoint in `directory`, if there is one; on one CPU the result is then that of a run that was
             never interrupted, to the bit.
-        accelerator: an `accelerate.Accelerator`; None: a new one, on a GPU if there is one.
+        accelerator: an `accelerate.Accelerator`; None: a new one, on `device` or on a GPU if there is one.
         device: torch.device where a single process trains; None: the accelerator's. Several have the devices that they were launched for.
         progress: who is told; a `compress.core.progress.Reporter` will do.
 
@@ -191,7 +191,7 @@ class Training:
         if self.accelerator is None:
             from accelerate import Accelerator
 
-            self.accelerator = Accelerator()
+            self.accelerator = Accelerator(cpu=self.device is not None and self.device.type == "cpu")
         self._check()
         if self.device is None or self.accelerator.num_processes > 1:
             self.device = self.accelerator.device

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,7 +36,7 @@ def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel
     least, most, multiple = between(config, size)
 
     def refused(text: str, *key: str) -> RequestError:
-        return RequestError(recipe.origin.at(("stages", stage.index, stage.kind, *key), text))
+        return RequestError(recipe.origin.at((*stage.path, *key), text))
 
     if config.keep is not None:
         reason = _reason_against(config.keep, config, size, streamed)
@@ -61,7 +60,7 @@ def units_kept(recipe: Recipe, stage: Stage, size: Size, streamed: StreamedModel
         )  # fmt: skip
     assert config.budget is not None
     ((name, share),) = config.budget.given.items()
-    with located(recipe, ("stages", stage.index, stage.kind, "budget", name)):
+    with recipe.origin.located((*stage.path, "budget", name)):
         costs = _costs(name, recipe, streamed, config.remove, range(least, size.count + 1, multiple))
         whole = costs(size.count)
     # What is smaller than one that fits does fit too.
@@ -127,15 +126,6 @@ def _costs(
         return lambda count: parameters(resized(streamed.config, remove, count), streamed)
     context = recipe.calibration.sequence_length
     return lambda count: flops(resized(streamed.config, remove, count), streamed, context)
-
-
-@contextmanager
-def located(recipe: Recipe, key: tuple[str | int, ...]) -> Iterator[None]:
-    """What is wrong with the request says where in the recipe."""
-    try:
-        yield
-    except RequestError as error:
-        raise RequestError(recipe.origin.at(key, str(error))) from None
 
 
 # ---------------------------------------------------------------- what models take

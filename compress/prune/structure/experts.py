@@ -192,17 +192,17 @@ class ExpertRemoval(Removal):
         """The cut layer gives what the whole one gives when it is told to use the experts that the cut one's router chooses."""
         row, calls = self.first_row(), list[Call]()
 
-        def listen(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        def reroute(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
             calls.append(Call.of(module, arguments, keywords))
-
-        def tell(module: nn.Module, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-            told = calls[0]
-            return Call.of(module, arguments, keywords).sent(kept.to(told.index.device)[told.index], told.weights)
+            if len(calls) == 1:  # the cut layer's
+                return None
+            index = calls[0].index
+            return calls[1].sent(kept.to(index.device)[index], calls[0].weights)
 
         given = []
-        for one, hook in ((block, listen), (self.whole.blocks[index], tell)):
+        for one in (block, self.whole.blocks[index]):
             holder = one.get_submodule(experts.module.removeprefix(self.whole.block_prefix(index)))
-            with hooks({holder: hook}, before=True, keywords=True):
+            with hooks({holder: reroute}, before=True, keywords=True):
                 given.append(self._run(index, experts, one, *row)[1])
         difference = relative(*given)
         if not difference <= TOLERANCE:

@@ -19,7 +19,7 @@ from compress.model.footprint import Footprint, ModelSize, Rows, Speed
 from compress.model.stage import Store
 from compress.model.streamed import StreamedModel, run_blocks
 from compress.prune.structure import METHODS, StructureConfig
-from compress.prune.structure.amount import located, skeleton_of, units_kept
+from compress.prune.structure.amount import skeleton_of, units_kept
 from compress.prune.structure.channels import ChannelRemoval
 from compress.prune.structure.config import Remove
 from compress.prune.structure.cut_plan import CutPlan
@@ -97,7 +97,7 @@ def prepare(context: Context, stage: Stage) -> StructureJob:
             f"{method.name} ranks {listing(sorted(method.removes))}, not {config.remove}; that is for {listing(able)}"
         )
         raise RequestError(recipe.origin.at((*path, "remove"), text))
-    with located(recipe, (*path, "remove")):
+    with recipe.origin.located((*path, "remove")):
         check_streams(streamed)
         size = size_of(streamed.config, config.remove)
         removal.check(streamed)
@@ -105,19 +105,19 @@ def prepare(context: Context, stage: Stage) -> StructureJob:
         text = f"with remove: {config.remove} there is nothing to fit; leave reconstruct out"
         raise RequestError(recipe.origin.at((*path, "reconstruct"), text))
     kept, measured = units_kept(recipe, stage, size, streamed)
-    with located(recipe, (*path, "remove")):
+    with recipe.origin.located((*path, "remove")):
         smaller = resized(streamed.config, config.remove, kept)
         job = StructureJob(stage, ModelSize.of(streamed), size, kept, smaller, measured=measured)
         job = removal.complete(job, streamed)
     if config.remove == "vocabulary":
         return _with_tokens(job, context)
     if config.allocation == "error":
-        with located(recipe, (*path, "allocation")):
+        with recipe.origin.located((*path, "allocation")):
             # What comes after must bear layers that differ, in steps of `multiple`.
             job = replace(job, config=with_widths(streamed.config, _uneven(job)))
             skeleton_of(job.config, streamed)
     if isinstance(config.keep, list):
-        with located(recipe, (*path, "keep")):
+        with recipe.origin.located((*path, "keep")):
             job = job.of_widths(config.keep, streamed.config)
             skeleton_of(job.config, streamed)
     return job

@@ -17,7 +17,6 @@ from compress.data.tokens import end_of_text
 from compress.model.checkpoint_writer import copy_companions
 from compress.model.streamed import StreamedModel
 from compress.prune.structure import METHODS, StructureConfig
-from compress.prune.structure.amount import located
 from compress.prune.structure.method import View
 from compress.prune.structure.vocabulary.tokens import Tokens
 from compress.prune.structure.vocabulary.vocabulary import Vocabulary, read_vocabulary
@@ -72,12 +71,12 @@ def kept_tokens(recipe: Recipe, stage: Stage, streamed: StreamedModel, tokenizer
     """
     size = int(streamed.model.get_input_embeddings().num_embeddings)  # type: ignore[arg-type]
     config: StructureConfig = stage.config
-    path = ("stages", stage.index, stage.kind)
+    path = stage.path
     amount = next(name for name in ("keep", "ratio", "budget") if getattr(config, name) is not None)
-    with located(recipe, (*path, "remove")):
+    with recipe.origin.located((*path, "remove")):
         vocabulary = read_vocabulary(streamed.checkpoint.path, streamed.config, size)
     counts = _occurrences(recipe, tokenizer, size)
-    with located(recipe, (*path, amount)):
+    with recipe.origin.located((*path, amount)):
         required = _required(vocabulary, counts, keep)
     view = View(size, keep, torch.Generator().manual_seed(config.seed), occurrences=counts)
     order = METHODS[stage.method].rank(view, config).argsort(descending=True, stable=True).tolist()
@@ -86,7 +85,7 @@ def kept_tokens(recipe: Recipe, stage: Stage, streamed: StreamedModel, tokenizer
     kept = choose(ranked, min(keep, len({*ids, *required})), required, vocabulary.parts)
     padding = (row for row in order if row not in ids and row not in kept)
     tokens = Tokens(vocabulary, vocabulary.new_ids(kept | set(islice(padding, keep - len(kept)))))
-    with located(recipe, (*path, "remove")):
+    with recipe.origin.located((*path, "remove")):
         _check_tokenizer(recipe, streamed.checkpoint.path, tokenizer, tokens)
     return tokens
 

@@ -11,7 +11,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -20,6 +20,10 @@ from compress.core.file_matrix import in_memory
 from compress.core.processes import Team
 from compress.core.statistics import Statistics, StatisticsCollector
 from runtime.modeling.experts import Expert, expert_of
+
+if TYPE_CHECKING:
+    from compress.model.hidden_states import HiddenStates
+    from compress.model.streamed import Batch, StreamedModel
 
 
 @dataclass
@@ -36,6 +40,22 @@ class InputGroup:
 
 Forwards = Sequence[tuple[Callable[[], Any], torch.Tensor | None]]
 """Runs of a block: each computes one batch, whose token mask is beside it (None: all are valid)."""
+
+
+def forwards(
+    streamed: StreamedModel,
+    index: int,
+    states: HiddenStates,
+    batches: Sequence[Batch],
+    numbers: Sequence[int] | None = None,
+) -> Forwards:
+    """Runs of block `index` over batches, whose hidden states enter it; `numbers` says which batches, None: all."""
+    own = range(len(batches)) if numbers is None else numbers
+    return [(partial(_run, streamed, index, states, number, batches[number]), batches[number][1]) for number in own]
+
+
+def _run(streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch) -> torch.Tensor:
+    return streamed.run_block(index, states.get(number), batch)
 
 
 def find_groups(block: nn.Module, run: Callable[[], Any], names: Iterable[str]) -> list[InputGroup]:

@@ -10,7 +10,7 @@ from compress.core.progress import Reporter
 from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics
 from compress.model.hidden_states import HiddenStates
-from compress.model.input_statistics import collect, find_groups
+from compress.model.input_statistics import collect, find_groups, forwards
 from compress.model.streamed import Batch, StreamedModel
 from compress.prune.allocation import allocate, error_score, outlier_score
 from compress.weights.layer_task import LayerTask
@@ -105,14 +105,10 @@ def _seen(
     streamed: StreamedModel, index: int, states: HiddenStates, batches: list[Batch], names: list[str]
 ) -> dict[str, Statistics]:
     """Statistics of the inputs of a block's layers."""
-
-    def run(number: int) -> torch.Tensor:
-        return streamed.run_block(index, states.get(number), batches[number])
-
     block, prefix = streamed.blocks[index], streamed.block_prefix(index)
-    groups = find_groups(block, lambda: run(0), [name.removeprefix(prefix) for name in names])
-    forwards = [(lambda number=n: run(number), batch[1]) for n, batch in enumerate(batches)]
-    found = collect(block, groups, forwards, hessian=False)
+    runs = forwards(streamed, index, states, batches)
+    groups = find_groups(block, runs[0][0], [name.removeprefix(prefix) for name in names])
+    found = collect(block, groups, runs, hessian=False)
     seen = {prefix + m: s for group, s in zip(groups, found, strict=True) for m in group.members}
     unreached = sorted(set(names) - set(seen))
     if unreached:

@@ -19,6 +19,7 @@ from compress.core.run_directory import RunDirectory
 from compress.core.statistics import Statistics, StatisticsCollector
 from compress.model.checkpoint_writer import shard_name
 from compress.model.hidden_states import HiddenStates
+from compress.model.input_statistics import forwards
 from compress.model.streamed import Batch, StreamedModel
 from compress.weights.block import BlockJob, BlockResult
 from compress.weights.packed_layer import activation_tensors, pack_layer
@@ -154,7 +155,7 @@ def run_block(job: BlockPass, index: int, states: HiddenStates) -> dict[str, Any
     with streamed.loaded_block(index) as block, _modules_restored(block):
         result = BlockJob(
             prefix=prefix, block=block, tasks=plan.of_block(index),
-            forwards=[(forward_of(streamed, index, states, number, batches[number]), batches[number][1]) for number in job.calibrated],
+            forwards=forwards(streamed, index, states, batches, job.calibrated),
             small_forward=_small_forward(job, index, states), dtype=streamed.dtype, recipe=context.recipe, reporter=job.reporter,
             constraints=plan.constraints, team=job.team, place=partial(context.bounds.place, job.directory.work),
         ).run()  # fmt: skip
@@ -182,13 +183,6 @@ def _modules_restored(block: nn.Module) -> Iterator[None]:
         for name, module in original.items():
             parent_name, _, leaf = name.rpartition(".")
             setattr(block.get_submodule(parent_name), leaf, module)
-
-
-def forward_of(
-    streamed: StreamedModel, index: int, states: HiddenStates, number: int, batch: Batch
-) -> Callable[[], torch.Tensor]:
-    """A run of a block over one batch."""
-    return lambda: streamed.run_block(index, states.get(number), batch)
 
 
 def _small_forward(job: BlockPass, index: int, states: HiddenStates) -> Callable[[torch.dtype], torch.Tensor]:

@@ -12,7 +12,7 @@ from compress.core.statistics import Statistics
 from compress.core.tensors import relative
 from compress.model.couplings import Channels, channels_of, layouts, weights_of
 from compress.model.hidden_states import HiddenStates
-from compress.model.input_statistics import InputGroup, collect, find_groups
+from compress.model.input_statistics import InputGroup, collect, find_groups, forwards
 from compress.model.streamed import StreamedModel
 from compress.prune.structure.gradients import sensitivities
 from compress.prune.structure.least_squares import energy, refit
@@ -25,7 +25,6 @@ from compress.prune.structure.removal import (
     Tensors,
     best,
     check_finite,
-    forwards,
     note_of,
 )
 from compress.prune.structure.width_allocation import candidates, spread

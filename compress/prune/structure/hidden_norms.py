@@ -17,10 +17,10 @@ from torch import nn
 
 from compress.model.couplings import Slices, input_dim, is_input
 from compress.model.hidden_states import HiddenStates
-from compress.model.input_statistics import collect, find_groups
+from compress.model.input_statistics import collect, find_groups, forwards
 from compress.model.module_hooks import hooks
 from compress.model.streamed import Batch
-from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite, forwards
+from compress.prune.structure.removal import Cut, Pass, Tensors, check_finite
 from runtime.errors import CompressError, RequestError
 
 _CLOSE = 1e-3

@@ -107,16 +107,6 @@ class Pass:
         states.drop()
 
 
-def forwards(
-    model: StreamedModel, index: int, states: HiddenStates, batches: Sequence[Batch]
-) -> list[tuple[Callable[[], Any], torch.Tensor | None]]:
-    """Runs of a block over batches, as `compress.model.input_statistics` takes them."""
-    return [
-        (lambda n=number, b=batch: model.run_block(index, states.get(n), b), batch[1])  # type: ignore[misc]
-        for number, batch in enumerate(batches)
-    ]
-
-
 class Cut:
     """Which units stay of which tensors: `cut(name, tensor)` is the tensor that the smaller model has.
 
